@@ -252,3 +252,27 @@ def test_a_layer_that_keeps_to_few_experts_leaves_its_slots_to_the_others() -> N
 def test_a_layer_keeps_its_minimum(minimum: int) -> None:
     assert most_used_slots(8, [[9.0] * 4, [0.0] * 4], minimum) == [4, 4]
     assert most_used_slots(6, [[9.0] * 8, [0.0] * 8], minimum) == [6 - minimum, minimum]
+
+
+@pytest.mark.parametrize("parts", [[Pool(6, None, range(2))], by_use(Share(6, [9, 9], minimum=1))], ids=["one", "two"])
+def test_lent_slots_are_those_of_who_would_leave_and_come_back(parts: list[Pool]) -> None:
+    cache = ExpertCache(parts, lru_of, (4,))
+    keys = [ExpertKey(layer, expert, 4) for expert in range(3) for layer in range(2)]
+    fill(cache, *keys[:4])
+    assert len(set(cache.lend(3, 1))) == 3  # two that are free, and that of the first
+    assert [cache.slot(key) is None for key in keys[:4]] == [True, False, False, False]
+    assert len(cache.lend(9, 1)) == (2 if len(parts) == 1 else 1)  # each pool keeps one
+    cache.take_back()
+    fill(cache, *[key for key in keys if cache.slot(key) is None])
+    assert len({cache.slot(key) for key in keys}) == 6
+
+
+def test_nobody_who_is_pinned_lends_and_an_interruption_brings_all_back() -> None:
+    cache = ExpertCache([Pool(3, None, range(1))], lru_of, (4,))
+    keys = [ExpertKey(0, expert, 4) for expert in range(3)]
+    fill(cache, *keys)
+    cache.pin(keys[0], keys[1])
+    assert cache.lend(3, 0) == [2]
+    cache.roll_back()
+    assert cache.free(0) == 1
+    assert [cache.slot(key) is None for key in keys] == [False, False, True]

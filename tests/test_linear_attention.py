@@ -61,6 +61,8 @@ class Case:
     @torch.no_grad()
     def run(self, cache: KVCache, *rows: Row, finish: bool = True) -> torch.Tensor:
         """The outputs of a step's rows, of which slab i has sequence i."""
+        for row in rows:
+            cache.begin_write(row.slab, row.end)
         step = Step(Batch(rows), cache, ROTARY)
         found = self.block(torch.cat([self.x[row.slab, row.first : row.end] for row in rows]), 0, step)
         for row in rows if finish else ():
@@ -242,6 +244,8 @@ def test_short_convolutions_agree_with_transformers_eager_layer(changes: dict[st
     found: list[list[torch.Tensor]] = [[], []]
     for rows in ([(0, 0, 7)], [(0, 7, 8), (1, 0, 1)], [(1, 1, 3), (0, 8, 12)], [(1, 3, 12)]):
         batch = Batch(tuple(prompt(slab, range(end - first), first) for slab, first, end in rows))
+        for row in batch.rows:
+            cache.begin_write(row.slab, row.end)
         step = Step(batch, cache, ROTARY)
         got = block(torch.cat([x[slab, first:end] for slab, first, end in rows]), 0, step)
         for row, its in zip(batch.rows, torch.split(got, [end - first for _, first, end in rows]), strict=True):

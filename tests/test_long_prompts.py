@@ -13,13 +13,15 @@ import torch
 
 import tiermoe
 from serving import Letters
+from small_engines import NATIVE, OnRoute, engine_of, logits_of_steps, tokens
 from tiermoe import native
-from tiermoe.batch import Batch, prompt
+from tiermoe.batch import Batch, decode, prompt
 from tiermoe.cli.output import prompt_progress
 from tiermoe.engine.loop import RequestLoop
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.sampling import Sampling
 from tiermoe.model.rotary import Rotary
+from tiermoe.types import Routed
 from tiny import write
 
 IDS = torch.randint(3, 128, (20,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -58,6 +60,161 @@ def test_chunks_that_have_run_stay_where_reading_is_interrupted(engine: Any) -> 
     loop.cancel(number)
     (again, *_), _ = answered(loop, IDS)
     assert (again.cached, again.logprobs) == (16, whole.logprobs)
+
+
+BY_LAYERS: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+    ("qwen3_moe", torch.bfloat16, NATIVE),
+    ("gpt_oss", torch.bfloat16, {**NATIVE, "sliding_window": 12}),
+    ("qwen3_next", torch.bfloat16, {**NATIVE, "head_dim": 128}),
+    ("qwen3_next", torch.float32, {}),
+    ("lfm2_moe", torch.float32, {}),
+    ("gemma4_text", torch.float32, {}),
+    ("glm_moe_dsa", torch.float32, {}),
+    ("deepseek_v3", torch.float32, {}),
+]
+"""Attention to all positions and to a window, recurrent states, convolutions, chosen latents, dense layers."""
+
+
+@pytest.fixture(scope="module", params=BY_LAYERS, ids=lambda each: f"{each[0]} {str(each[1])[6:]}")
+def missing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An engine with slots for half of its experts."""
+    family, dtype, sizes = request.param
+    bits = 4 if dtype == torch.bfloat16 else 16
+    directory = write(tmp_path_factory.mktemp("missing"), family, dtype, **sizes)
+    loaded = engine_of(directory, bits=bits, dense_bits=bits, chunk=8, cache="50%", batch=2, context=96)
+    yield loaded
+    loaded.close()
+
+
+def chunk_by_chunk(engine: Any, ids: list[int], read: int, chunk: int = 8) -> torch.Tensor:
+    """Logits after the first `read` tokens and after each of the others alone."""
+    cache = engine.new_cache()
+    slab = cache.open()
+    for at in range(0, read, chunk):
+        found = [engine.step(Batch((prompt(slab, ids[at : min(at + chunk, read)], at),)), cache)]
+    found += [engine.step(Batch((decode(slab, at, ids[at]),)), cache) for at in range(read, len(ids))]
+    return torch.cat(found)
+
+
+def test_chunks_that_go_through_the_layers_together_have_the_bits_of_each_alone(missing: Any) -> None:
+    """Three chunks together, then three, then one of two tokens; a layer runs once for each group."""
+    ids = tokens(55)
+    want = chunk_by_chunk(missing, ids, 50)
+    assert missing.plan.prompt_chunks == 3
+    ran: list[tuple[int, int]] = []
+    missing.observe(OnRoute(lambda routed, _: ran.append((routed.layer, len(routed.experts)))))
+    found = logits_of_steps(missing, ids, 50)
+    missing.observe(None)
+    assert torch.equal(found, want)
+    assert ran[: 3 * len(missing.layers)] == [(at, count) for count in (24, 24, 2) for at in range(len(missing.layers))]
+
+
+def test_chunks_that_take_the_memory_of_slots_have_the_same_bits(tmp_path: Path) -> None:
+    sizes = {**NATIVE, "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 32, "num_experts_per_tok": 4}
+    directory = write(tmp_path, "qwen3_moe", torch.bfloat16, **sizes)
+    options: dict[str, Any] = {"chunk": 32, "context": 256, "bits": 16, "dense_bits": 16}
+    whole, ids = engine_of(directory, **options), tokens(250)
+    want = chunk_by_chunk(whole, ids, 250, 32)[:1]
+    whole.close()
+    plan = tiermoe.plan(directory, memory="4GiB", device="cpu", **options)
+    tight = plan.total - plan.idle_activations - plan.experts // 2
+    engine = tiermoe.load(directory, memory=tight, device="cpu", **options)[0].tiermoe
+    cache = engine.new_cache()
+    lent: list[int] = []
+    engine.observe(OnRoute(lambda *_: lent.append(engine.loader.cache.lent)))
+    found = engine.step(Batch((prompt(cache.open(), ids),)), cache)
+    assert torch.equal(found, want)
+    assert lent[0] == engine.plan.lent(engine.plan.prompt_chunks) > 0
+    assert engine.loader.cache.lent == 0
+    engine.close()
+
+
+def test_all_tokens_of_chunks_together_are_scored_as_those_of_each_alone(missing: Any) -> None:
+    ids, found = tokens(20), []
+    cache = missing.new_cache(2)
+    slab = cache.open()
+    for at in (0, 8, 16):
+        found.append(missing.step(Batch((prompt(slab, ids[at : at + 8], at),)), cache, every=True))
+    assert torch.equal(missing.step(Batch((prompt(cache.open(), ids),)), cache, every=True), torch.cat(found))
+
+
+def test_other_sequences_run_between_the_layers_of_a_prompt(missing: Any) -> None:
+    ids, others = tokens(24), tokens(11, 2)
+    want, theirs = chunk_by_chunk(missing, ids, 23), chunk_by_chunk(missing, others, 5)
+    cache = missing.new_cache(2)
+    slab, other = cache.open(), cache.open()
+    rows = tuple(prompt(slab, ids[at : min(at + 8, 23)], at) for at in (0, 8, 16))
+    found, at = [], 5
+    for logits in missing.step_by_layers(Batch(rows, ragged=True), cache, 1):
+        row = prompt(other, others[:5]) if at == 5 else decode(other, at - 1, others[at - 1])
+        found.append(missing.step(Batch((row,)), cache))
+        assert torch.equal(found[-1][0], theirs[at - 5])
+        at, last = at + 1, logits
+    assert len(found) == len(missing.decoder.layers)
+    assert torch.equal(last[0], want[0])
+    assert torch.equal(missing.step(Batch((decode(slab, 23, ids[23]),)), cache)[0], want[1])
+
+
+class Interruption(BaseException):
+    """What Ctrl-C raises."""
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_prompt_is_read_again_where_its_layers_are_interrupted(missing: Any, layer: int) -> None:
+    """Two chunks have run alone, three run together: windows and states of before are written over."""
+    ids = tokens(60)
+
+    def answer(interrupted: bool) -> list[int]:
+        loop, found = RequestLoop(missing, Letters(), 2, set()), list[int]()
+        first = loop.add(Request(ids[:16], Sampling(1)))
+        while not loop.idle:
+            loop.step()
+        loop.add(Request(ids, Sampling(5)))
+
+        def interrupt(routed: Routed, _: Any) -> None:
+            if routed.layer == layer:
+                raise Interruption
+
+        if interrupted:
+            missing.observe(OnRoute(interrupt))
+            with pytest.raises(Interruption):
+                rest_of(loop)
+            missing.observe(None)
+        while not loop.idle:
+            found += [token for piece in loop.step() if piece.number != first for token in piece.tokens]
+        return found
+
+    assert answer(interrupted=True) == answer(interrupted=False) == answer(interrupted=True)
+
+
+def test_a_request_that_leaves_amid_the_layers_leaves_what_was_read_before(missing: Any) -> None:
+    ids = tokens(40)
+    loop, clear = RequestLoop(missing, Letters(), 2, set()), RequestLoop(missing, Letters(), 2, set())
+    clear.add(Request(ids, Sampling(5)))
+    number = loop.add(Request(ids, Sampling(5)))
+    for _ in range(4):  # three turns of the first three chunks, one of the others
+        loop.step()
+    loop.cancel(number)
+    assert loop.idle
+    loop.add(Request(ids, Sampling(5)))
+    found = [[token for piece in rest_of(each) for token in piece.tokens] for each in (loop, clear)]
+    assert found[0] == found[1]
+
+
+def rest_of(loop: RequestLoop) -> list[Piece]:
+    pieces: list[Piece] = []
+    while not loop.idle:
+        pieces += loop.step()
+    return pieces
+
+
+def test_turns_of_layers_are_reported(missing: Any) -> None:
+    reported = answered(RequestLoop(missing, Letters()), tokens(40))[1]
+    assert [total for _, total in reported] == [40] * len(reported)
+    done = [count for count, _ in reported]
+    assert done == sorted(done)
+    assert len(done) == 6  # turns of a layer
+    assert done[-1] == 40
 
 
 def test_angles_that_come_chunk_by_chunk_are_those_of_the_whole() -> None:

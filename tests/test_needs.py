@@ -178,8 +178,8 @@ print(json.dumps({"peak": peak_resident_bytes(), "budget": engine.plan.budget, "
 """
 
 
-def answer_of(folder: Path) -> dict[str, int]:
-    done = subprocess.run([sys.executable, "-c", RUN, str(folder)], capture_output=True, text=True, check=False)
+def answer_of(folder: Path, run: str = RUN) -> dict[str, int]:
+    done = subprocess.run([sys.executable, "-c", run, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -211,3 +211,48 @@ def test_a_prompt_of_600_tokens_with_a_large_vocabulary_stays_within_the_plan(ki
     write(tmp_path, kind, torch.bfloat16, **{**changes, **heads})
     found = answer_of(tmp_path)
     assert found["peak"] <= found["budget"]
+
+
+TOGETHER = r"""
+import json, sys
+import tiermoe
+from tiermoe.batch import Batch, prompt
+from tiermoe.engine.observer import Observer
+from tiermoe.platform.process_memory import peak_resident_bytes, resident_bytes
+folder = sys.argv[1]
+options = {"device": "cpu", "threads": 1, "chunk": 128, "context": 2048, "bits": 16, "store": folder + "/store"}
+plan = tiermoe.plan(folder, memory="4GiB", **options)
+memory = plan.total - plan.idle_activations - plan.experts // 2
+engine = tiermoe.load(folder, memory=memory, **options)[0].tiermoe
+class Watch(Observer):
+    def on_route(self, routed, hidden):
+        taken.append(resident_bytes())
+def read():
+    cache = engine.new_cache()
+    engine.step(Batch((prompt(cache.open(), [5 + i % 90 for i in range(128 * engine.plan.prompt_chunks)]),)), cache)
+read()
+taken = [resident_bytes()]
+engine.observe(Watch())
+read()
+plan = engine.plan
+lent = plan.lent(plan.prompt_chunks) * plan.slot_bytes
+print(json.dumps({
+    "chunks": plan.prompt_chunks, "freed": taken[0] - taken[1], "lent": lent, "out_of_use": engine.loader.cache.lent,
+    "peak": peak_resident_bytes(), "budget": plan.budget,
+}))
+"""
+
+
+@linux
+def test_chunks_that_go_through_a_layer_together_take_the_memory_of_slots(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 512, "num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 256, "head_dim": 64,
+        "num_hidden_layers": 4, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    write(tmp_path, "qwen3_moe", torch.bfloat16, **sizes)
+    found = answer_of(tmp_path, TOGETHER)
+    assert found["chunks"] > 4
+    assert found["lent"] > 8 << 20
+    assert found["freed"] > found["lent"] // 3  # hidden states of before the first layer's experts aside
+    assert found["out_of_use"] == 0
+    assert found["peak"] <= found["budget"] + (8 << 20)  # by which the interpreter differs

@@ -30,7 +30,7 @@ class Rounding:
     decoder = SimpleNamespace(rows_together=True, can_verify_draft=True)
 
     def __init__(self, memory: int, missing: bool) -> None:
-        self.plan = SimpleNamespace(context=CONTEXT, slots=1, all_slots=1 + missing, kv_memory=memory)
+        self.plan = SimpleNamespace(context=CONTEXT, slots=1, all_slots=1 + missing, kv_memory=memory, prompt_chunks=1)
         self.memory = memory
         self.cache = Slabs(8, CONTEXT)
 

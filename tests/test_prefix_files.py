@@ -252,7 +252,8 @@ def full(*shapes: LayerShape, bits: int = 16, length: int = 150) -> KVCache:
         for tensor in tensors:
             tensor.copy_(torch.randint(-99, 99, tensor.shape).to(tensor.dtype))
     if cache.recurrent is not None:
-        cache.recurrent.begin(0, 0)
+        cache.begin_write(0, length)
+        cache.recurrent.begin(0, 0, length)
         for tensor in states(cache):
             tensor.copy_(torch.randint(-99, 99, tensor.shape).to(tensor.dtype))
     cache.end_write(0, length)
@@ -323,7 +324,8 @@ def test_a_state_is_found_at_its_end_alone(tmp_path: Path) -> None:
     disk.close(60)
     disk = on(cache, tmp_path)
     assert cache.recurrent is not None
-    cache.recurrent.begin(0, 70)
+    cache.begin_write(0, 150)
+    cache.recurrent.begin(0, 70, 150)
     cache.end_write(0, 150)
     disk.offer(0, tokens)
     disk.close(60)
@@ -338,7 +340,8 @@ class Running(KVCache):
         assert self.recurrent is not None
         for each in super().end_memory(slab, end):
             for first in range(end, end + 2):  # the second step writes over the state that the first one read
-                self.recurrent.begin(slab, first)
+                self.begin_write(slab, first + 1)
+                self.recurrent.begin(slab, first, first + 1)
                 self.end_write(slab, first + 1)
             yield each
 
@@ -347,7 +350,8 @@ def test_a_state_that_is_written_over_is_not_kept(tmp_path: Path) -> None:
     cache, tokens = Running([WHOLE, CONVOLUTION], 2, 256, 24, torch.float32), ids(150)
     cache.open()
     assert cache.recurrent is not None
-    cache.recurrent.begin(0, 0)
+    cache.begin_write(0, 150)
+    cache.recurrent.begin(0, 0, 150)
     cache.end_write(0, 150)
     disk = on(cache, tmp_path)
     disk.offer(0, tokens)

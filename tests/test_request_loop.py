@@ -88,11 +88,13 @@ def test_each_answer_is_the_one_that_the_request_has_alone(loaded: Any) -> None:
 
 
 class Recording(WrappedEngine):
-    """An engine, the tokens of each row of its steps, and the steps with whether all their tokens were scored."""
+    """An engine, the tokens of each row of its steps, and the steps with whether all their tokens were scored; those
+    that ran by layers apart."""
 
     def __init__(self, engine: Any) -> None:
         self.rows: list[int] = []
         self.seen: list[tuple[Batch, bool]] = []
+        self.layered: list[Batch] = []
         super().__init__(engine)
 
     def step(self, batch: Batch, cache: Any, every: bool = False) -> Any:
@@ -100,12 +102,18 @@ class Recording(WrappedEngine):
         self.seen.append((batch, every))
         return self._engine.step(batch, cache, every)
 
+    def step_by_layers(self, batch: Batch, cache: Any, layers: int) -> Any:
+        self.rows += [len(row.tokens) for row in batch.rows]
+        self.layered.append(batch)
+        return self._engine.step_by_layers(batch, cache, layers)
+
 
 def test_a_step_asks_no_more_than_memory_is_planned_for(loaded: Any) -> None:
     engine = Recording(loaded)
     batch = batcher(engine)
-    for seed, length in enumerate((4, 20, 4, 20, 20)):
-        batch.add(Request(ids(length, seed), Sampling(max_tokens=3), logprobs=1, prompt_logprobs=seed > 2))
+    for seed, length in enumerate((4, 20, 4, 20, 20, 5, 60)):
+        scored = seed in (3, 4)
+        batch.add(Request(ids(length, seed), Sampling(max_tokens=3 + seed), logprobs=1, prompt_logprobs=scored))
     answers(batch, [])
     use, missing = use_of(loaded.config.vocab_size, loaded.settings.chunk), loaded.plan.slots < loaded.plan.all_slots
     read = [[len(row.tokens) for row in step.rows if row.kind is Kind.PROMPT] for step, _ in engine.seen]
@@ -113,7 +121,9 @@ def test_a_step_asks_no_more_than_memory_is_planned_for(loaded: Any) -> None:
     assert max(map(sum, read)) == loaded.settings.chunk
     assert max(map(len, read)) == (2 if missing else 1)
     beside = [len(step.rows) - len(its) for its, (step, _) in zip(read, engine.seen, strict=True) if its]
-    assert max(beside) == (2 if missing else 0)  # answers
+    assert max(beside) == (1 if missing else 0)  # answers
+    assert [len(each.rows) for each in engine.layered] == ([3, 3, 3, 2] if missing else [])
+    assert loaded.plan.prompt_chunks == (3 if missing else 1)  # of so many layers
     assert max(len(step.tokens) for step, every in engine.seen if every) == use.scored == 8
 
 

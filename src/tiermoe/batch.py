@@ -34,8 +34,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of different sequences, positions, lengths and kinds; at least one, each with at least one token. A `ragged`
-    batch computes each of its `parts` separately, with the bits that the part has alone, and reads each expert once."""
+    """Rows of sequences, of any positions, lengths and kinds; at least one, each with at least one token. A `ragged`
+    batch computes each of its `parts` separately, with the bits that the part has alone, and reads each expert once.
+    Rows of one sequence are chunks of its prompt, in their order, in a ragged batch."""
 
     rows: tuple[Row, ...]
     ragged: bool = False
@@ -75,14 +76,15 @@ class Batch:
 
     def parts(self, most: int = 0) -> list[Batch]:
         """What is computed at once: all rows; of a ragged batch each prompt, and the rows between two prompts. most:
-        neighbours of so many tokens in all are one part."""
+        neighbours of so many tokens in all are one part, chunks of one prompt aside."""
         if not self.ragged:
             return [self]
-        parts: list[list[Row]] = []
+        ends, parts = self.ends, list[list[Row]]()
         for row in self.rows:
             before = parts[-1] if parts else []
             alike = bool(before) and Kind.PROMPT not in {each.kind for each in (*before, row)}
-            if alike or (before and sum(len(each.tokens) for each in (*before, row)) <= most):
+            few = bool(before) and sum(len(each.tokens) for each in (*before, row)) <= most
+            if alike or (few and before[-1].slab != row.slab and row.end == ends[row.slab]):
                 before.append(row)
             else:
                 parts.append([row])
@@ -98,6 +100,11 @@ class Batch:
                 if begin < len(row.tokens)
             ]
             yield Batch(tuple(rows), self.ragged)
+
+    @property
+    def ends(self) -> dict[int, int]:
+        """Slab → the position behind the last token of its sequence."""
+        return {row.slab: row.end for row in self.rows}
 
 
 def prompt(slab: int, tokens: Sequence[int], first: int = 0) -> Row:

@@ -135,6 +135,11 @@ def _lines(found: Preview) -> Iterator[tuple[str, str]]:
         yield "packing:", f"writes {format_size(found.to_pack)} of experts, once"
     yield "decoder:", found.backend.decoder
     yield "CPU kernels:", found.backend.kernels
+    if (chunks := found.plan.prompt_chunks) > 1:
+        lent = found.plan.lent(chunks)
+        text = f"{chunks} chunks read each expert once, layer by layer"
+        text += f", and take the memory of {lent} slots meanwhile" if lent else ""
+        yield "a long prompt:", text
     if found.expectation is None:
         yield "expect:", f"not known: {found.unknown}"
     else:

@@ -87,6 +87,7 @@ def work_of(blueprint: Blueprint, resolved: Resolved, plan: MemoryPlan, ours: bo
         operations=2 * active,
         share=plan.slots / plan.all_slots,
         chunk=resolved.settings.chunk,
+        together=plan.prompt_chunks,
         context=plan.context,
         layers=int(getattr(blueprint.config, "num_hidden_layers", len(moe))),
         ours=ours,

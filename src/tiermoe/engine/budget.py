@@ -12,6 +12,7 @@ from tiermoe.engine.needs import (
     PlanInputs,
     formats_of,
     longest_request,
+    prompt_chunks,
     sizes_for,
     while_loading,
     while_packing,
@@ -184,7 +185,9 @@ def _divided(base: MemoryPlan, wanted: int, model: PlanInputs, sizes: Mapping[in
             f"the preset keeps all {base.all_slots} experts in memory, {slots} fit; "
             f"raise --memory by {wanted - room:,} bytes or use another preset"
         )
-    return replace(base, slots=slots, pools=pools)
+    plan = replace(base, slots=slots, pools=pools)
+    chunks, chunk_bytes = prompt_chunks(model, slots, base.slot_bytes, plan.budget - plan.total)
+    return replace(plan, prompt_chunks=chunks, chunk_bytes=chunk_bytes)
 
 
 def _budget(settings: Settings) -> tuple[int, str]:

@@ -7,7 +7,7 @@ import atexit
 import functools
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -259,20 +259,50 @@ class Engine:
         context = self.context
         with context.lock:
             context.start()
-            passes = passes_of(batch, self.decoder, self.settings.chunk)
+            passes = passes_of(batch, self.decoder, self.settings.chunk, self.plan.prompt_chunks)
             found = []
             for each in passes:
+                together = len(each.rows) > len(batch.rows)
+                if together:
+                    self.service.lend(len(each.rows))
                 context.begin(each)
                 if self.confident is None or every or each.phase != "decode":
                     found.append(self.decoder.step(each, cache, every))
                 else:
                     once_or_twice = functools.partial(self.decoder.step, each, cache)
                     found.append(self.confident.decode(once_or_twice, lambda logits: logits))
+                if together:
+                    self.loader.cache.take_back()
             logits = found[0] if len(found) == 1 else gathered(passes, found, batch, every)
             if not is_finite(logits):
                 raise self._not_finite(passes, cache)
             context.finish()
         return logits
+
+    @torch.no_grad()
+    def step_by_layers(self, batch: Batch, cache: Any, layers: int) -> Iterator[torch.Tensor | None]:
+        """`step` over chunks of a prompt by our own decoder, in turns of so many layers: gives None after each turn but
+        the last, and then the logits. Other sequences' steps may run between two turns. Errors as `step`."""
+        context, decoder, passing, logits = self.context, self.decoder, None, None
+        assert isinstance(decoder, Decoder)
+        depth = len(decoder.layers)
+        while logits is None:
+            self.check_open()
+            with context.lock:
+                context.start()
+                self.service.lend(len(batch.rows))
+                if passing is None:
+                    context.begin(batch)
+                    passing = decoder.begin(batch, cache)
+                else:
+                    context.resume(batch, decoder.moe_before(passing.layer))
+                decoder.advance(passing, min(passing.layer + layers, depth))
+                logits = decoder.finish(passing) if passing.layer == depth else None
+                self.loader.cache.take_back()
+                if logits is not None and not is_finite(logits):
+                    raise self._not_finite([batch], cache)
+                context.finish()
+            yield logits
 
     def new_cache(self, sequences: int = 1, context: int | None = None) -> Any:
         """Keys and values (`SequenceCache`) for `sequences` of up to `context` tokens; None: as many as memory is set

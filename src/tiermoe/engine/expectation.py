@@ -3,7 +3,8 @@
 A decoded token reads the dense layers and its experts from memory, and from the drive those of its experts that are not
 in the cache. At best both happen at the same time, at the rates that were measured and with the best recorded hit rate;
 at worst one after the other, at a share of the rates, with the worst. Deciding what comes and goes takes time too: most
-of it, where experts are small. A prompt reads each expert that any of its tokens uses once a chunk, and computes.
+of it, where experts are small. A prompt reads each expert that any of its tokens uses once, or once for so many chunks
+as go through a layer together, and computes.
 
 Where torch's operators compute, products take what they were measured to take, and what stands between them longer.
 
@@ -60,6 +61,7 @@ class Work:
     layers: int  # of the whole model
     ours: bool  # a decoder of our own runs
     packed_bytes: int = 0  # those of `dense_bytes` that are packed, or of a file's own types
+    together: int = 1  # chunks of a prompt that go through a layer before the next layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +142,17 @@ def _first_token(work: Work, rates: Rates, prompt: int, token_s: tuple[float, fl
     warm = cold = 0.0  # seconds in which experts come
     few = many = 0.0  # and in which torch multiplies by them
     torch_least, torch_most = rates.torch_s or (0.0, 0.0)
-    for first in range(0, prompt, work.chunk):
-        tokens = min(work.chunk, prompt - first)
+    for first in range(0, prompt, work.chunk * work.together):
+        tokens = min(work.chunk * work.together, prompt - first)
         for layer in work.moe:
             used, missing = _distinct(layer, tokens), 1 - work.share
             warm += used * _DISTINCT * missing * (layer.stored_bytes / rates.drive + _COMING[0])
             each = layer.stored_bytes / (rates.drive * DRIVE_SHARE) + _COMING[1]
             cold += used * (missing if first else 1) * each
+    for first in range(0, prompt, work.chunk):
+        tokens = min(work.chunk, prompt - first)
+        for layer in work.moe:
+            used = _distinct(layer, tokens)
             few += used * _DISTINCT * layer.slot_bytes * torch_least * _TORCH_SHARE
             if rates.torch_s:
                 many += used * (layer.slot_bytes * torch_most * _MANY_TOKENS + _GATHERING)

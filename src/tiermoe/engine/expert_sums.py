@@ -117,16 +117,9 @@ class Choices:
 
     def tokens(self, experts: Sequence[int]) -> torch.Tensor:
         """(M): the tokens of the first expert, then the second's, and so on."""
-        return self._of_all(self.token, experts)
-
-    def places(self, experts: Sequence[int]) -> torch.Tensor:
-        """(M): the experts' places among those of their tokens, in the same order."""
-        return self._of_all(self.place, experts)
-
-    def _of_all(self, choices: torch.Tensor, experts: Sequence[int]) -> torch.Tensor:
         if len(experts) == 1:
-            return choices[self.of(experts[0])]
-        return torch.cat([choices[self.of(expert)] for expert in experts])
+            return self.token[self.of(experts[0])]
+        return torch.cat([self.token[self.of(expert)] for expert in experts])
 
 
 class _ManySums:
@@ -163,21 +156,26 @@ class TorchSums(_ManySums):
 
 
 class NativeSums(_ManySums):
-    """Outputs stay where they are until all are there; one call reads each once."""
+    """Outputs are kept by expert, (T K, H), in one piece of memory that goes back as a whole; one call reads each
+    once."""
 
     def __init__(self, choices: Choices, hidden: torch.Tensor) -> None:
         super().__init__(choices, hidden)
-        self._outputs: list[torch.Tensor] = []  # kept alive for their addresses
-        self._addresses = torch.zeros(choices.shape, dtype=torch.int64)
-        self._gates = torch.empty(choices.shape, dtype=torch.float32)
-        self._gates[choices.token, choices.place] = choices.gates.float()
+        tokens, k = choices.shape
+        self._outputs = hidden.new_empty((tokens * k, hidden.shape[1]))
+        self._came = torch.zeros(tokens * k, dtype=torch.bool)
 
     def keep(self, experts: Sequence[int], outputs: torch.Tensor) -> None:
-        outputs = outputs.contiguous()
-        self._outputs.append(outputs)
-        row_bytes, first = outputs.shape[1] * outputs.element_size(), outputs.data_ptr()
-        where = self._choices.tokens(experts), self._choices.places(experts)
-        self._addresses[where] = first + torch.arange(len(outputs)) * row_bytes
+        for expert, output in zip(experts, torch.split(outputs, self.counts(experts)), strict=True):
+            rows = self._choices.of(expert)
+            self._outputs[rows] = output
+            self._came[rows] = True
 
     def total(self) -> torch.Tensor:
-        return combine_many(self._addresses, self._gates, self._hidden.shape[1])
+        choices, outputs = self._choices, self._outputs
+        gates, addresses = torch.empty(choices.shape), torch.empty(choices.shape, dtype=torch.int64)
+        where = choices.token, choices.place
+        gates[where] = choices.gates.float()
+        rows = torch.arange(len(outputs)) * (outputs.stride(0) * outputs.element_size())
+        addresses[where] = (outputs.data_ptr() + rows).masked_fill_(~self._came, 0)
+        return combine_many(addresses, gates, outputs.shape[1])

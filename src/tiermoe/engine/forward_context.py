@@ -46,6 +46,7 @@ class ForwardContext:
         self.unsure: list[int] | None = None
         self.little: int | None = None
         self.observer: Observer | None = None
+        self._batch: Batch | None = None  # of the last pass that began
         self._encoder_layers = encoder_layers
         self._encoded = False
         self._before_step = before_step
@@ -56,7 +57,7 @@ class ForwardContext:
         first: an interruption may hit whoever would clean up behind it too."""
         self._before_step(self._interrupted)
         if self._interrupted:
-            self.unsure = None
+            self.unsure = self._batch = None
             self.forecasts.little.clear()
         self._interrupted = True
 
@@ -77,6 +78,13 @@ class ForwardContext:
                 self.scheduler.new_sequence()
                 break
         self._begin(batch.phase, batch.tokens, len(batch.tokens), 0)
+        self._batch = batch
+
+    def resume(self, batch: Batch, first: int) -> None:
+        """The pass over a batch goes on with MoE layer `first`, perhaps after other passes."""
+        if self._batch is not batch:
+            self._begin(batch.phase, batch.tokens, 0, first)
+            self._batch = batch
 
     def begin_call(self, ids: torch.Tensor | None, rows: int, length: int, past: int, prompt: bool) -> None:
         """A pass of transformers' own code begins, over `rows` sequences of `length` tokens after `past` ones. ids: the
@@ -164,7 +172,7 @@ class ForwardContext:
 
     def _begin(self, phase: str, tokens: list[int], count: int, first: int) -> None:
         """A pass over `count` tokens begins, whose first MoE layer is `first`."""
-        self.phase = phase
+        self.phase, self._batch = phase, None
         self.forecasts.tokens = tokens
         self.forecasts.at(None)
         self.scheduler.begin_pass(count, self.forecasts, phase, first)

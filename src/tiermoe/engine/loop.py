@@ -3,8 +3,10 @@ server is this loop with many.
 
 A step is one call of the engine: a chunk of one prompt, or a token of every answer, by turns where there are both. So a
 long prompt delays the others by a chunk. Where experts are missing, a step has both, and more prompts as far as they
-fit into a chunk: it reads each expert once. No request's tokens depend on what else runs: a ragged batch computes each
-prompt separately, and tokens that are generated together have the bits that each has alone.
+fit into a chunk: it reads each expert once. Chunks of a long prompt go through a layer together there, and a step is so
+many layers of them as compute as much as a chunk does (`_Layered`), by turns with all else. No request's tokens depend
+on what else runs: a ragged batch computes each prompt separately, and tokens that are generated together have the bits
+that each has alone.
 
 KV memory is reserved for a prompt and the beginning of its answer, and for more as the answer grows. Where it ends, the
 request that came last is preempted for those that came before it. Preempted requests run again later, in the steps in
@@ -14,7 +16,7 @@ which they ran (`prefix_cache.SlabContents`): no bit of them changes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
@@ -68,6 +70,17 @@ class Counts:
     put_back: int = 0  # preemptions; this is the name in /stats
 
 
+@dataclass(slots=True)
+class _Layered:
+    """Chunks of a prompt on their way through the layers."""
+
+    row: RequestState
+    chunks: list[Row]
+    turns: Iterator[Tensor | None]  # `Engine.step_by_layers`
+    layers: int  # of each turn
+    done: int = 0  # layers that have run
+
+
 class RequestLoop:
     """Runs up to `rows` requests at once over an engine, in the order in which they come: one that waits for KV memory
     (`MemoryPlan.kv_memory`) keeps those behind it waiting, however short. Not for several threads.
@@ -109,6 +122,9 @@ class RequestLoop:
         # lossy rules look at all that runs at once, and transformers' code runs row by row
         self._joins = missing and not engine.lossy and engine.decoder.rows_together
         self._verified = FEW_TOKENS if engine.decoder.can_verify_draft else 1
+        self._together: int = engine.plan.prompt_chunks
+        self._layered: _Layered | None = None  # of a row in `_reading`
+        self._layered_last = False  # whether the last step was a turn of it
 
     @property
     def waiting(self) -> int:
@@ -163,7 +179,9 @@ class RequestLoop:
         other: where several rows have run together, each runs again by itself."""
         pieces: list[Piece] = []
         answering, prompts = self._schedule(pieces)
-        if answering or prompts:
+        if self._layered_last:
+            self._run_layers(pieces)
+        elif answering or prompts:
             self._run(answering, prompts, pieces)
         return pieces
 
@@ -183,20 +201,39 @@ class RequestLoop:
                 answering.append(row)
         if self._waiting and len(answering) == len(self._answering):
             self._admit(pieces)
-        return self._take_turns(answering) if self._reading else (answering, [])
+        return self._take_turns(answering)
 
     def _take_turns(self, answering: list[RequestState]) -> tuple[list[RequestState], list[RequestState]]:
-        """These answers or the next prompt, by turns; or both with more prompts, where experts are missing."""
-        if not self._reading or (self._read_last and answering):
+        """These answers or the next prompt, by turns; or both with more prompts, where experts are missing. All of that
+        by turns with chunks that go layer by layer (`_layered_last`), beside which only prompts of a chunk run."""
+        layered, was_last = self._layered, self._layered_last
+        reading = [row for row in self._reading if layered is None or len(self._next_prompts(row)) == 1]
+        self._layered_last = layered is not None and not (was_last and (answering or reading))
+        if self._layered_last:
+            return [], []
+        if not reading or (self._read_last and answering):
             self._read_last = False
             return answering, []
-        first = self._reading[0]
+        first = reading[0]
         joined = self._joins and not first.runs_alone
         self._read_last = not joined
         if first.stored is not None:
             self._fill(first, first.stored)
             return [], []
-        return (answering, self._that_fit(first)) if joined else ([], [first])
+        if self._together > 1 and self._cache.kept(first.slab, first.length) < first.length:
+            self._preempt(first)  # an interruption has overwritten what it would go on from
+            return answering, []
+        if len(chunks := self._next_prompts(first)) > 1:
+            self._begin_layers(first, chunks)
+            return [], []
+        return (answering, self._that_fit(first, reading)) if joined else ([], [first])
+
+    def _begin_layers(self, row: RequestState, chunks: list[Row]) -> None:
+        """The next steps run chunks of a prompt layer by layer."""
+        batch = Batch(tuple(chunks), ragged=True)
+        layers = max(1, len(self._engine.decoder.layers) * self._chunk // len(batch.tokens))
+        self._layered = _Layered(row, chunks, self._engine.step_by_layers(batch, self._cache, layers), layers)
+        self._layered_last = True
 
     def _grow(self, row: RequestState) -> bool:
         wanted = row.wanted(self.context)
@@ -206,6 +243,7 @@ class RequestLoop:
         return True
 
     def _preempt(self, row: RequestState) -> None:
+        self._forget_layers(row)
         (self._answering if row.is_read else self._reading).remove(row)
         self._prefixes.close(row.slab)
         row.preempt()
@@ -243,12 +281,13 @@ class RequestLoop:
             self._crop(row)
             if not row.replaying:
                 row.cached = row.length
-        self._reading.rotate(-1)
+        self._reading.remove(row)
+        self._reading.append(row)
 
-    def _that_fit(self, first: RequestState) -> list[RequestState]:
-        """The first prompt, and others whose next chunks fit into one chunk with its own."""
+    def _that_fit(self, first: RequestState, reading: list[RequestState]) -> list[RequestState]:
+        """The first of the prompts, and others whose next chunks fit into one chunk with its own."""
         found, tokens = [first], len(self._next_prompt(first).tokens)
-        for row in self._reading:
+        for row in reading:
             if row is first or row.runs_alone:
                 continue
             size = len(self._next_prompt(row).tokens)
@@ -259,6 +298,36 @@ class RequestLoop:
 
     def _next_prompt(self, row: RequestState) -> Row:
         return row.next_prompt(self._scored if row.request.prompt_logprobs else self._chunk, self._verified)
+
+    def _next_prompts(self, row: RequestState) -> list[Row]:
+        """What goes through a layer together."""
+        return row.next_prompts(self._chunk, self._verified, self._together)
+
+    def _run_layers(self, pieces: list[Piece]) -> None:
+        """Runs some layers of the chunks that go layer by layer. pieces: takes what their prompt adds."""
+        layered, self._layered = self._layered, None  # an interruption leaves none
+        assert layered is not None
+        row, chunks = layered.row, layered.chunks
+        try:
+            logits = next(layered.turns)
+        except Exception as error:
+            self._fail(row, error, pieces)
+            return
+        self.counts.steps += 1
+        if logits is not None:
+            self._layered_last = False
+            self._has_read(row, chunks, logits, pieces)
+            return
+        layered.done += layered.layers
+        self._layered = layered
+        if row.request.on_read is not None:
+            computed = (chunks[-1].end - row.length) * layered.done // len(self._engine.decoder.layers)
+            row.request.on_read(row.length + computed, len(row.request.ids))
+
+    def _forget_layers(self, row: RequestState) -> None:
+        """A row that goes layer by layer leaves."""
+        if self._layered is not None and self._layered.row is row:
+            self._layered, self._layered_last = None, False
 
     def _run(self, answering: list[RequestState], prompts: list[RequestState], pieces: list[Piece]) -> None:
         """Runs a token of each answer and the next chunk of each prompt (one that is scored comes alone). pieces: takes
@@ -285,11 +354,12 @@ class RequestLoop:
             self._choose(row, each, pieces)
         read = [logits] if every else logits[len(answering) :, None]
         for row, part, each in zip(prompts, parts, read, strict=True):
-            self._has_read(row, part, each, pieces)
+            self._has_read(row, [part], each, pieces)
 
-    def _has_read(self, row: RequestState, part: Row, logits: Tensor, pieces: list[Piece]) -> None:
-        """Records a chunk of a prompt. logits (n, vocabulary): of its last token, or of all where it is scored."""
-        row.has_read(part, logits)
+    def _has_read(self, row: RequestState, parts: list[Row], logits: Tensor, pieces: list[Piece]) -> None:
+        """Records chunks of a prompt. logits (n, vocabulary): of the last token, or of all where it is scored."""
+        for part in parts:
+            row.has_read(part, logits)
         self._crop(row)
         self._reading.remove(row)  # after it other prompts have their turn
         (self._answering if row.is_read else self._reading).append(row)
@@ -331,6 +401,7 @@ class RequestLoop:
         slab is of no use."""
         for rows in (self._waiting, self._reading, self._answering):
             for row in [each for each in rows if each.number == number]:
+                self._forget_layers(row)
                 rows.remove(row)
                 if row.slab >= 0 and (failed or row.stored is not None):  # what the disk has given is counted nowhere
                     self._prefixes.close(row.slab)

@@ -39,6 +39,8 @@ class MemoryPlan:
     unless_mapped: int = 0  # `looked_up` where a start may map the store's files, which leaves the embedding on disk
     kv_bits: int = 16  # precision of keys and values
     kv_memory: int | None = None  # bytes that all sequences' keys and values share; None: each has its whole context
+    prompt_chunks: int = 1  # chunks of a prompt that go through a layer before the next one does
+    chunk_bytes: int = 0  # that each of these chunks but the first takes
     packers: int = 1  # how many pieces are packed at a time
     idle_activations: int = 0  # bytes in `activations` that stay in the process between passes; 0: all is given back
     types: str = ""  # what experts lie in where they are used as published, else empty
@@ -113,6 +115,11 @@ class MemoryPlan:
     def peak(self) -> int:
         """The most main memory that packing, loading or running takes."""
         return max(self.total, self.packing, self.loading)
+
+    def lent(self, chunks: int) -> int:
+        """Slots whose memory so many chunks of a prompt take while they go through a layer together."""
+        beyond = (chunks - 1) * self.chunk_bytes - max(self.budget - self.total, 0)
+        return max(-(-beyond // self.slot_bytes), 0)
 
     def parts(self) -> dict[str, int]:
         """Name → bytes while the model runs."""

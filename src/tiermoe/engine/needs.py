@@ -31,6 +31,7 @@ from tiermoe.model.prepare_store import packing_needs
 from tiermoe.model.rotary import table_bytes
 from tiermoe.model.short_convolution import ConvolutionSizes
 from tiermoe.offload.disk import most_lanes, staging_bytes
+from tiermoe.platform.process_memory import can_free_pages
 from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Need, Phase, Use, Workload
 
@@ -39,6 +40,9 @@ _PACKED_OPERATOR_TOKENS = 12  # from more tokens on, kernels may decode a matrix
 _PROBED = 256  # tokens after which every layer keeps something, a compressed cache too
 _LOGIT_BYTES = 16  # of a token's logits: in the model's dtype, as float32, and what a draw makes of them
 _SCORED_COPIES = 2  # of the logits of tokens that are scored, in the model's dtype: some decoders scale them
+_GROUPED_STATES = 5  # hidden states of a token of several chunks that live at once, beside its experts' outputs
+_CHOICE_BYTES = 96  # of one of a token's experts: index, weight and place, as tensors and in lists
+_LENT_SHARE = 0.25  # of the slots, whose memory further chunks of a prompt may take
 _FIRST_USE = 46 * MIB  # library code and heap that the first forward pass brings in: 43 MiB measured
 
 
@@ -89,10 +93,54 @@ def while_running(model: PlanInputs) -> list[Need]:
         Need("dense", dense, Phase.RUNNING, "weights"),
         *expanding_needs(blueprint, settings, model.device),
         *decoder_needs(blueprint, formats, settings, load, model.device),
+        *_between_turns(model),
         Need("staging", staging_bytes(formats, most_lanes(settings)), Phase.RUNNING, "reading lanes"),
         Need("staging", in_memory, Phase.RUNNING, "the store in memory"),
         *([Need("requests", model.use.requests, Phase.RUNNING, "those in flight")] if model.use.requests else []),
     ]
+
+
+def prompt_chunks(model: PlanInputs, slots: int, slot_bytes: int, spare: int) -> tuple[int, int]:
+    """How many chunks of a prompt go through a layer together, and the bytes that each of them but the first takes: of
+    hidden states before and after attention, normed and as sums, and of the experts' outputs. spare: bytes of the
+    budget that nobody needs; beyond them chunks take the memory of slots (`MemoryPlan.lent`).
+
+    1 where all experts have slots, or transformers' code, a GPU or neurons run, or rules look at all that runs at once.
+    Prompts take a quarter of the slots at most, and none that a layer needs for a token. With other sequences beside
+    it, a layer of all chunks takes no longer than a chunk in all layers."""
+    layers = model.blueprint.layers
+    most = _most_chunks(model)
+    if most == 1 or slots >= sum(layer.experts for layer in layers):
+        return 1, 0
+    top_k = max(layer.top_k for layer in layers)
+    states, choices = _states_of_chunk(model, top_k + _GROUPED_STATES), model.settings.chunk * top_k * _CHOICE_BYTES
+    every_layer = len(layers) * top_k
+    lent = min(slots - (every_layer if slots >= every_layer else top_k), int(slots * _LENT_SHARE))
+    return min(most, 1 + (spare + lent * slot_bytes) // (states + choices)), states + choices
+
+
+def _most_chunks(model: PlanInputs) -> int:
+    """How many chunks of a prompt may go through a layer together, whatever they take."""
+    composition, settings = model.resolved.composition, model.settings
+    sizes = sizes_of(model.blueprint, settings, model.device)
+    exact = not composition.lossy and composition.unit == "expert" and composition.store == "disk"
+    if sizes is None or not exact or not can_free_pages():
+        return 1
+    chunks = -(-model.context // settings.chunk)
+    return chunks if settings.batch == 1 else min(chunks, len(sizes))
+
+
+def _states_of_chunk(model: PlanInputs, count: int) -> int:
+    """Bytes of so many hidden states of each token of a chunk."""
+    state = int(model.blueprint.config.hidden_size) * model.blueprint.dtype.itemsize
+    return int(min(model.settings.chunk, model.context) * state * count * _ALLOCATOR)
+
+
+def _between_turns(model: PlanInputs) -> list[Need]:
+    """Needs of a prompt whose chunks are amid the layers while other sequences run."""
+    further = _most_chunks(model) - 1 if model.settings.batch > 1 else 0
+    states = further * _states_of_chunk(model, 1) if further else 0
+    return [Need("activations", states, Phase.RUNNING, "a prompt between its turns")] if states else []
 
 
 def while_loading(model: PlanInputs, on_disk: int) -> list[Need]:

@@ -30,7 +30,8 @@ class Request:
     prompt_logprobs: bool = False  # log probabilities of the prompt's tokens too; then all of it is read
     special: bool = False  # special tokens are part of the text
     on_read: Callable[[int, int], None] | None = None
-    """Called after each chunk of the prompt, with its tokens that have run and all of them."""
+    """Called after each chunk of the prompt, with its tokens that have run and all of them. Of chunks that go through
+    the layers together, with as many tokens as take as much computing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,15 @@ class RequestState:
         if part.source is Kind.DECODE:
             return verify(self.slab, self.length, rest[:at_once])
         return prompt(self.slab, rest[:chunk], self.length)  # of a file that is gone
+
+    def next_prompts(self, chunk: int, at_once: int, most: int) -> list[Row]:
+        """`next_prompt` and the chunks of the prompt behind it, at most `most` in all; of a step that runs alone, or
+        that ran before, `next_prompt` only."""
+        rows = [self.next_prompt(chunk, at_once)]
+        if not (self.runs_alone or self.replaying):
+            ids = self.request.ids
+            rows += [prompt(self.slab, ids[at : at + chunk], at) for at in range(rows[0].end, len(ids), chunk)]
+        return rows[:most]
 
     def next_answer(self) -> Row:
         """The row of the token that was chosen last."""

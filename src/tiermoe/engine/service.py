@@ -33,6 +33,7 @@ from tiermoe.offload.second_drive import TwoDrives
 from tiermoe.offload.tiers import Tiers, assemble_mapped
 from tiermoe.offload.tiers import assemble as assemble_tiers
 from tiermoe.platform.machine import processors
+from tiermoe.platform.process_memory import free_pages
 from tiermoe.systems.resolved import Resolved
 from tiermoe.types import ExpertKey, Extent
 
@@ -87,6 +88,13 @@ class ExpertService:
     def mapped(self) -> bool:
         """Whether slots are extents of the store's files, mapped."""
         return self._files is not None
+
+    def lend(self, chunks: int) -> None:
+        """Frees memory for chunks of a prompt that go through a layer together, until the cache takes the slots back
+        (`ExpertCache.take_back`)."""
+        for slot in self.scheduler.loader.lend(self.plan.lent(chunks), self.plan.layer_slots):
+            memory = self._slots.buffer(slot)
+            free_pages(memory.data_ptr(), memory.nbytes)
 
     def before_step(self, interrupted: bool) -> None:
         """interrupted: the step before was, anywhere; then nothing is under way any more, and what is resident stays.

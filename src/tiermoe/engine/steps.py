@@ -58,16 +58,16 @@ class AnyDecoder(Protocol):
     def step(self, batch: Batch, cache: Any, every: bool = False) -> Tensor: ...
 
 
-def passes_of(batch: Batch, decoder: AnyDecoder, chunk: int) -> list[Batch]:
-    """The passes that a step over a batch is made of, in their order. Prompts run `chunk` tokens at a time. Where a
-    decoder takes one row at a time, or its kernels cannot verify several tokens with the bits that each has alone, rows
-    or tokens run one after the other."""
+def passes_of(batch: Batch, decoder: AnyDecoder, chunk: int, together: int = 1) -> list[Batch]:
+    """The passes that a step over a batch is made of, in their order. Prompts run `chunk` tokens at a time; of one
+    prompt, `together` chunks go through a layer before the next layer. Where a decoder takes one row at a time, or its
+    kernels cannot verify several tokens with the bits that each has alone, rows or tokens run one after the other."""
     rows = batch.rows
     if any(row.kind is Kind.VERIFY for row in rows) or len(rows) > 1:
         verified_at_once = min(FEW_TOKENS, chunk) if decoder.can_verify_draft else 1
         verifies = any(row.kind is Kind.VERIFY and len(row.tokens) > 1 for row in rows)
         if len(rows) > 1 and not (decoder.rows_together and (not verifies or len(batch.tokens) <= verified_at_once)):
-            return [each for row in rows for each in passes_of(Batch((row,)), decoder, chunk)]
+            return [each for row in rows for each in passes_of(Batch((row,)), decoder, chunk, together)]
         row = rows[0]
         if row.kind is Kind.VERIFY and len(row.tokens) > verified_at_once:
             starts = range(0, len(row.tokens), verified_at_once)
@@ -75,7 +75,12 @@ def passes_of(batch: Batch, decoder: AnyDecoder, chunk: int) -> list[Batch]:
             return [Batch((Row(row.slab, row.first + at, tokens, row.kind),)) for at, tokens in parts]
     if all(len(row.tokens) <= chunk for row in rows):
         return [batch]
-    return list(batch.chunks(chunk))
+    chunks = list(batch.chunks(chunk))
+    if together == 1 or len(rows) > 1:
+        return chunks
+    in_order = [chunk.rows[0] for chunk in chunks]
+    groups = [tuple(in_order[at : at + together]) for at in range(0, len(in_order), together)]
+    return [Batch(group, ragged=len(group) > 1) for group in groups]
 
 
 def gathered(passes: Sequence[Batch], logits: Sequence[Tensor], batch: Batch, every: bool) -> Tensor:
@@ -83,9 +88,10 @@ def gathered(passes: Sequence[Batch], logits: Sequence[Tensor], batch: Batch, ev
     token of all rows (T, vocabulary)."""
     found: dict[int, list[Tensor]] = {row.slab: [] for row in batch.rows}
     for each, of_pass in zip(passes, logits, strict=True):
-        sizes = [len(row.tokens) if every else 1 for row in each.rows]
-        for row, of_row in zip(each.rows, torch.split(of_pass, sizes), strict=True):
-            found[row.slab] = [*found[row.slab], of_row] if every else [of_row]
+        slabs = [row.slab for row in each.rows] if every else list(each.ends)
+        sizes = [len(row.tokens) for row in each.rows] if every else [1] * len(slabs)
+        for slab, of_row in zip(slabs, torch.split(of_pass, sizes), strict=True):
+            found[slab] = [*found[slab], of_row] if every else [of_row]
     return torch.cat([each for row in batch.rows for each in found[row.slab]])
 
 

@@ -116,6 +116,18 @@ class FiniteLayer:
         return outputs
 
 
+@dataclass(slots=True)
+class Passing:
+    """A batch on its way through a decoder's layers."""
+
+    cache: KVCache
+    ends: dict[int, int]  # slab → length of its sequence after the batch
+    parts: list[Batch]  # each computed by itself
+    steps: list[Step]  # of each part
+    xs: list[Tensor]  # hidden states (T, H) of each part
+    layer: int = 0  # the next one
+
+
 class Decoder:
     """A model's `layers` with the embedding before and the output layer behind them.
 
@@ -198,17 +210,38 @@ class Decoder:
     @torch.no_grad()
     def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:
         """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
-        (rows, vocabulary) of each row's last token, or of every token (T, vocabulary)."""
+        (sequences, vocabulary) of each sequence's last token, or of every token (T, vocabulary)."""
+        passing = self.begin(batch, cache)
+        self.advance(passing, len(self.layers))
+        return self.finish(passing, every)
+
+    def begin(self, batch: Batch, cache: KVCache) -> Passing:
+        """Begins a step: `advance` to the last layer and `finish` follow, other sequences' steps between them."""
         parts = batch.parts(FEW_TOKENS if batch.ragged and self.can_verify_draft else 0)
-        for row in batch.rows:
-            cache.begin_write(row.slab, row.end)
+        ends = batch.ends
+        for slab, end in ends.items():
+            cache.begin_write(slab, end)
         steps = [Step(part, cache, *self._rotaries) for part in parts]
-        xs = [self._embedded(part) for part in parts]
-        for index, layer in enumerate(self.layers):
+        return Passing(cache, ends, parts, steps, [self._embedded(part) for part in parts])
+
+    def advance(self, passing: Passing, end: int) -> None:
+        """Runs the layers before layer `end` that have not run."""
+        xs, steps = passing.xs, passing.steps
+        for index in range(passing.layer, end):
+            layer = self.layers[index]
             xs = [layer(xs[0], index, steps[0])] if len(xs) == 1 else layer.forward_ragged(xs, index, steps)
-        for row in batch.rows:
-            cache.end_write(row.slab, row.end)
-        logits = [self._logits(x, part, every) for x, part in zip(xs, parts, strict=True)]
+        passing.xs, passing.layer = xs, end
+
+    def finish(self, passing: Passing, every: bool = False) -> Tensor:
+        """Ends a step: the logits as `step` returns them."""
+        ends = passing.ends
+        for slab, end in ends.items():
+            passing.cache.end_write(slab, end)
+        logits = [
+            self._logits(x, part, every)
+            for x, part in zip(passing.xs, passing.parts, strict=True)
+            if every or part.rows[-1].end == ends[part.rows[-1].slab]
+        ]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _embedded(self, batch: Batch) -> Tensor:
@@ -224,8 +257,12 @@ class Decoder:
             return torch.tanh(logits / self._softcap) * self._softcap
         return logits if self._logits_divisor == 1 else logits / self._logits_divisor
 
-    def _moe_blocks(self) -> list[MoeBlock]:
-        return [block for layer in self.layers if (block := layer.feed_forward.moe) is not None]
+    def moe_before(self, layer: int) -> int:
+        """Number of MoE layers before layer `layer`."""
+        return len(self._moe_blocks(layer))
+
+    def _moe_blocks(self, end: int | None = None) -> list[MoeBlock]:
+        return [block for layer in self.layers[:end] if (block := layer.feed_forward.moe) is not None]
 
 
 # building: sizes from a config, blocks from sizes and weights

@@ -206,13 +206,15 @@ class KVCache:
     def begin_write(self, slab: int, end: int) -> None:
         """Begins a step that writes the sequence's tokens before position `end`."""
         self._furthest[slab] = max(self._furthest[slab], end)
+        if self.recurrent is not None:
+            self.recurrent.begin_write(slab)
 
     def end_write(self, slab: int, end: int) -> None:
         """Ends that step: the sequence has `end` tokens."""
         self._furthest[slab] = max(self._furthest[slab], end)
         self._lengths[slab] = end
         if self.recurrent is not None:
-            self.recurrent.end_write(slab, end)
+            self.recurrent.end_write(slab)
 
     def write(self, layer: int, row: Row, keys: Tensor, values: Tensor) -> None:
         """Writes keys and values (T, heads, columns) of a batch's row into a layer's slabs, as codes at 8 bits."""

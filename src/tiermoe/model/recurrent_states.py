@@ -36,8 +36,9 @@ class StateShape:
 
 
 class RecurrentStates:
-    """States of `slabs` sequences in the layers that have one (layer → shape). A step reads one of a sequence's two
-    states and writes the other, so a step that fails, or is rolled back, leaves the state that it began with.
+    """States of `slabs` sequences in the layers that have one (layer → shape). A chunk reads one of a sequence's two
+    states and writes the other, so a step of one chunk that fails, or is rolled back, leaves the state that it began
+    with. A step of several chunks leaves those after its last two, and none where it fails.
 
     inputs: layer → (slabs, 2, inputs, channels). states: layer → (slabs, 2, heads, key columns, value columns).
     lengths: slab → the number of tokens after which each of the two states is, -1 for an unused one."""
@@ -51,7 +52,7 @@ class RecurrentStates:
             for layer, shape in shapes.items()
         }
         self.lengths = [[_NONE] * KEPT for _ in range(slabs)]
-        self._written = [0] * slabs
+        self._coming = [list(lengths) for lengths in self.lengths]  # `lengths` when the running step has ended
 
     @property
     def tensors(self) -> dict[str, dict[int, Tensor]]:
@@ -73,21 +74,27 @@ class RecurrentStates:
         for kept in self._all():
             release_pages(kept, slab)
 
-    def begin(self, slab: int, first: int) -> tuple[int, int]:
-        """Begins a step of tokens from position `first` on: (place of the state before the tokens, place of the state
-        after them) among all of a layer's. ValueError where no state is kept from before them."""
-        if not first and first not in self.lengths[slab]:
+    def begin_write(self, slab: int) -> None:
+        """Begins a step, of one chunk or several."""
+        self._coming[slab] = list(self.lengths[slab])
+
+    def begin(self, slab: int, first: int, end: int) -> tuple[int, int]:
+        """Begins a chunk of the tokens from position `first` to `end`: (place of the state before them, place of the
+        state after them) among all of a layer's. ValueError where no state is kept from before them."""
+        if not first and first not in self._coming[slab]:
             self.clear(slab)
-        if first not in self.lengths[slab]:
+            self.begin_write(slab)
+        if first not in self._coming[slab]:
             raise ValueError(f"a recurrent state of {self.ends(slab)} tokens cannot go on from position {first}")
-        before = self.lengths[slab].index(first)
-        after = self._written[slab] = 1 - before
+        before = self._coming[slab].index(first)
+        after = 1 - before
+        self._coming[slab][after] = end
         self.lengths[slab][after] = _NONE
         return KEPT * slab + before, KEPT * slab + after
 
-    def end_write(self, slab: int, end: int) -> None:
-        """Ends the step: the sequence has `end` tokens."""
-        self.lengths[slab][self._written[slab]] = end
+    def end_write(self, slab: int) -> None:
+        """Ends the step."""
+        self.lengths[slab] = list(self._coming[slab])
 
     def crop(self, slab: int, length: int) -> None:
         """Forgets the states after more than `length` tokens, which is one of `ends`, or 0."""

@@ -51,7 +51,7 @@ class Step:
         if len(batch.tokens) <= FEW_TOKENS and available() and cache.dtype == torch.bfloat16:
             self.native = NativeStep(self.slabs, self.positions, self.cos.bfloat16(), self.sin.bfloat16())
         recurrent = cache.recurrent
-        self.states = [] if recurrent is None else [recurrent.begin(row.slab, row.first) for row in batch.rows]
+        self.states = [] if recurrent is None else [recurrent.begin(row.slab, row.first, row.end) for row in batch.rows]
         lengths = [len(row.tokens) for row in batch.rows]
         self.pieces = list(delta_rows([(length, *of) for length, of in zip(lengths, self.states, strict=False)]))
 

@@ -21,6 +21,7 @@ from tiermoe.types import Demand, ExpertKey
 
 SHARE_EVERY = 16
 """Tokens after which shares are computed again: 1 ms for 6,000 experts."""
+_NO_KEY = ExpertKey(-1, -1, 0)
 _NOBODY: AbstractSet[ExpertKey] = frozenset()
 
 
@@ -70,6 +71,7 @@ class ExpertCache:
         self._pins: dict[ExpertKey, int] = {}
         self._uncommitted: dict[ExpertKey, ExpertKey | None] = {}  # in flight → who leaves for it, if somebody must
         self._leaving: set[ExpertKey] = set()
+        self._lent: list[tuple[_Pool, int]] = []  # slots whose memory others have for a while
         self.protected: set[ExpertKey] = set()
         self._fresh_evictions = functools.partial(evictions, pools)
         self._pools = self._made(pools)
@@ -204,6 +206,34 @@ class ExpertCache:
         else:
             self._leaving.discard(victim)
 
+    @property
+    def lent(self) -> int:
+        """Slots that are out of use."""
+        return len(self._lent)
+
+    def lend(self, count: int, least: int) -> list[int]:
+        """Takes up to `count` slots out of use until `take_back`, always of the largest pool, as long as it has more
+        than `least`: free ones, and those of whom the pool evicts."""
+        lent: list[int] = []
+        while len(lent) < count:
+            pool = max(self._pools, key=operator.attrgetter("slots"))
+            if not pool.free and pool.slots > least:
+                victim = self._victim(pool, _NO_KEY, _NOBODY)
+                pool.free += [] if victim is None else [self._evict(pool, victim)]
+            if not pool.free or pool.slots <= least:
+                break
+            lent.append(pool.free.pop())
+            pool.slots -= 1
+            self._lent.append((pool, lent[-1]))
+        return lent
+
+    def take_back(self) -> None:
+        """All slots are in use again."""
+        while self._lent:
+            pool, slot = self._lent.pop()
+            pool.free.append(slot)
+            pool.slots += 1
+
     def arrived(self, key: ExpertKey) -> int:
         """A key in flight is resident now; returns its slot."""
         slot = self._in_flight.pop(key)
@@ -244,6 +274,7 @@ class ExpertCache:
         self._resident = {key: slot for key, slot in self._resident.items() if key not in self._leaving}
         for kept in (self._in_flight, self._pins, self._uncommitted, self._leaving, self.protected):
             kept.clear()
+        self._lent.clear()
         for pool, eviction in zip(self._pools, self._fresh_evictions(), strict=True):
             pool.eviction, pool.free = eviction, []
         residents: dict[int, int] = {}
@@ -258,7 +289,7 @@ class ExpertCache:
                 resident = residents.get(pool.number, 0)
                 pool.free = [free.pop() for _ in range(min(pool.slots - resident, len(free)))]
                 pool.slots = resident + len(pool.free)
-            alike[0].free += free  # one that was between two pools
+            alike[0].free += free  # one that was between two pools, and those that were lent
             alike[0].slots += len(free)
 
     def _made(self, pools: Sequence[Pool]) -> list[_Pool]:

@@ -191,6 +191,12 @@ class ExpertLoader:
         self.cache.abandon(key)
         return True
 
+    def lend(self, count: int, least: int) -> list[int]:
+        """`ExpertCache.lend`, when nothing is under way."""
+        if count:
+            self.drain()
+        return self.cache.lend(count, least)
+
     def drain(self) -> None:
         """Waits until nothing is under way; what has not begun and is not urgent is taken back."""
         self.recall()
