@@ -83,7 +83,7 @@ class ForwardContext:
     def resume(self, batch: Batch, first: int) -> None:
         """The pass over a batch goes on with MoE layer `first`, perhaps after other passes."""
         if self._batch is not batch:
-            self._begin(batch.phase, batch.tokens, 0, first)
+            self._begin(batch.phase, batch.tokens, len(batch.tokens), first, resumed=True)
             self._batch = batch
 
     def begin_call(self, ids: torch.Tensor | None, rows: int, length: int, past: int, prompt: bool) -> None:
@@ -170,12 +170,12 @@ class ForwardContext:
                 observer.on_ready(routed.layer, ready)
             yield group
 
-    def _begin(self, phase: str, tokens: list[int], count: int, first: int) -> None:
-        """A pass over `count` tokens begins, whose first MoE layer is `first`."""
+    def _begin(self, phase: str, tokens: list[int], count: int, first: int, resumed: bool = False) -> None:
+        """A pass over `count` tokens begins, or goes on, whose first MoE layer is `first`."""
         self.phase, self._batch = phase, None
         self.forecasts.tokens = tokens
         self.forecasts.at(None)
-        self.scheduler.begin_pass(count, self.forecasts, phase, first)
+        self.scheduler.begin_pass(count, self.forecasts, phase, first, resumed)
 
     def _record_little(self, layer: int, index: torch.Tensor, weights: torch.Tensor) -> None:
         """What the router said in the little pass, of all K: summed over the rows of a batch."""

@@ -144,22 +144,23 @@ class Scheduler:
         finally:
             self.prior = before
 
-    def begin_pass(self, tokens: int, forecasts: Forecasts, phase: str, first: int = 0) -> None:
+    def begin_pass(self, tokens: int, forecasts: Forecasts, phase: str, first: int = 0, resumed: bool = False) -> None:
         """A forward pass over `tokens` tokens begins (all rows of a batch counted). phase: 'prefill' or 'decode'.
-        first: its first MoE layer, not 0 in a decoder behind an encoder."""
+        first: its first MoE layer, not 0 in a decoder behind an encoder. resumed: it goes on with that layer after
+        other passes, and its tokens are counted already."""
         self.record_hits()
         self.loader.collect()
         self.loader.report_warmed(_WARMED_A_PASS)
         self._before_pass = self.loader.counts.copy()
         self._phase, self._pass_tokens = phase, tokens
         self._predicted.clear()
-        self.clock.advance(tokens)
+        self.clock.advance(tokens, not resumed)
         self._begin_timing(phase)
         for policy in self.undoable:
             policy.start() if phase == "decode" and not self._repeats else policy.keep()
         self._repeats = False
         self._uses.start_pass()
-        self._unranked += tokens
+        self._unranked += 0 if resumed else tokens
         if self._unranked >= SHARE_EVERY:
             self._count_together()
         self._prefetches = self.predicts and (self.trial is None or self._began is None or self.trial.on)

@@ -46,9 +46,9 @@ class Clock:
     running: int = 1  # tokens of the running pass
     sequence: int = 0  # sequences begun so far
 
-    def advance(self, tokens: int) -> None:
-        """A forward pass over `tokens` tokens begins."""
-        self.token += tokens
+    def advance(self, tokens: int, counted: bool = True) -> None:
+        """A forward pass over `tokens` tokens begins, or goes on, its tokens not counted again."""
+        self.token += tokens if counted else 0
         self.running = tokens
         self.layer = 0
 
