@@ -320,9 +320,7 @@ def a_folder(copied: Copied) -> str:
 
 
 @pytest.mark.parametrize("wrong", [lacks, shorter, changed, linked_to, a_folder])
-def test_a_wrong_copy_is_refused_and_the_first_difference_named(
-    copied: Copied, wrong: Callable[[Copied], str]
-) -> None:
+def test_a_wrong_copy_is_refused_and_the_first_difference_named(copied: Copied, wrong: Callable[[Copied], str]) -> None:
     with pytest.raises(ConfigError, match=wrong(copied)):
         copied.open()
 

@@ -273,16 +273,16 @@ BREAKAGES = (
     ),
     Breakage(
         "eviction knows nothing of earlier runs",
-        "EstimatedNextUse._nearness",
+        "EstimatedNextUse._rank",
         "always * shares[layer][expert] if shares else 0.0",
         "0.0",
         ("tests/test_eviction.py", "test_eviction_begins_with_the_uses_of_earlier_runs"),
     ),
     Breakage(
         "an expert's rate does not fade after its last use",
-        "EstimatedNextUse._nearness",
-        "record.longer * _LONGER**since",
-        "record.longer",
+        "EstimatedNextUse._rank",
+        "longer * record.longer * _LONGER**since",
+        "longer * record.longer",
         ("tests/test_eviction.py",),
     ),
     Breakage(

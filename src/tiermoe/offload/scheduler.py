@@ -333,9 +333,11 @@ class Scheduler:
             if bits:
                 named.append(ExpertKey(target, expert, bits))
         if self._watches:
+            first: dict[int, list[int]] = {}  # as many as a token uses: some predictors rank all
             for target, expert, _ in named:
-                if not here(target, expert):
-                    self._named.setdefault(target, set()).add(expert)
+                first.setdefault(target, []).append(expert)
+            for target, experts in first.items():
+                self._named[target] = {each for each in experts[: self.top_k[target]] if not here(target, each)}
         elif loader.prefetch(named, self.mask) and self.proceed:
             for key in named:
                 self._predicted.setdefault(key.layer, set()).add(key.expert)
