@@ -158,16 +158,15 @@ class ForwardContext:
     def run_layer(self, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:
         """`Scheduler.run_layer` for a layer whose input is `hidden` (T, H)."""
         self.forecasts.at(hidden)
-        groups = self.scheduler.run_layer(routed, self.forecasts)
-        return groups if self.observer is None else self._observed(self.observer, routed, hidden, groups)
+        if self.observer is None:
+            return self.scheduler.run_layer(routed, self.forecasts)
+        self.observer.on_route(routed, hidden)  # before any load begins
+        return self._observed(self.observer, routed.layer, self.scheduler.run_layer(routed, self.forecasts))
 
-    def _observed(
-        self, observer: Observer, routed: Routed, hidden: torch.Tensor, groups: Iterator[list[Ready]]
-    ) -> Iterator[list[Ready]]:
-        observer.on_route(routed, hidden)
+    def _observed(self, observer: Observer, layer: int, groups: Iterator[list[Ready]]) -> Iterator[list[Ready]]:
         for group in groups:
             for ready in group:
-                observer.on_ready(routed.layer, ready)
+                observer.on_ready(layer, ready)
             yield group
 
     def _begin(self, phase: str, tokens: list[int], count: int, first: int, resumed: bool = False) -> None:
