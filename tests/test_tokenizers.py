@@ -21,8 +21,10 @@ from tiny import write_tokenizer
 
 ORIGIN = Origin("abc", "transformers 5")
 TEXTS = [
-    "Hello world", "Hello  world   three\n\n", "1 22 333 4444 3.14", "naïve Straße élan", "🚀 😶‍🌫️ ✅🦙", "x**2  # ok\n\tif",
-    "I'm you've DON'T", "我想在apple Привет こんにちは", "  leading and trailing  ", "", "a <b>.  It 's , well !", "</s>a<s> <|im_end|>b",
+    "Hello world", "Hello  world   three\n\n", "1 22 333 4444 3.14", "naïve Straße élan", "🚀 😶‍🌫️ ✅🦙",
+    "x**2  # ok\n\tif",
+    "I'm you've DON'T", "我想在apple Привет こんにちは", "  leading and trailing  ", "", "a <b>.  It 's , well !",
+    "</s>a<s> <|im_end|>b",
 ]  # fmt: skip
 
 
