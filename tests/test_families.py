@@ -18,6 +18,7 @@ from tiermoe.batch import Batch, decode, prompt
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.families.table import decodes, family_of, not_computed
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.hf.configs import Configs
 from tiermoe.model.hf.generic import measured_cache, tensors_in
 from tiermoe.model.hf.shells import IMPLEMENTATION, experts_left_out, register
 
@@ -112,7 +113,8 @@ def test_the_cache_takes_what_the_model_says_of_itself(model_type: str) -> None:
     ],
 )
 def test_what_no_block_computes_is_named(changes: dict[str, Any], lacking: str) -> None:
-    config = tiny.config_of("gemma4_text", **changes)
+    written = tiny.config_of("gemma4_text", **changes)
+    config = Configs(written, written, False).plain()
     assert not_computed(config) == lacking
     assert decodes(config) == (not lacking)
 

@@ -18,6 +18,7 @@ from gguf_files import kinds
 from parity import tokens
 from tiermoe.model.gguf.outline import outline_of
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.model_config import ModelConfig
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
         "beta_slow": 1.0, "factor": 4.0}  # fmt: skip
@@ -79,7 +80,7 @@ def test_a_file_that_is_not_as_its_config_says_is_left_to_transformers_code(tmp_
     assert blueprint.known is not None
     fewer = {"num_experts": 4, "num_local_experts": 4}
     for changes in ({"head_dim": 32}, fewer, {"hidden_act": "gelu"}, {"num_hidden_layers": 2}):
-        config = type(blueprint.config)(**{**blueprint.config.to_dict(), **changes})
+        config = ModelConfig({**blueprint.config.fields, **changes}, {})
         assert outline_of(blueprint.checkpoint, config, torch.bfloat16) is None
     assert outline_of(blueprint.checkpoint, blueprint.config, torch.float16) is None
 

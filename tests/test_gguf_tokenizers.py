@@ -20,9 +20,11 @@ from gguf_files import kinds
 from tiermoe.engine.detokenize import token_bytes
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile, open_gguf
+from tiermoe.formats.outline import Origin
 from tiermoe.model.gguf.config import end_ids
 from tiermoe.model.gguf.tokenizer import PRE_TOKENIZERS, load_tokenizer
 from tiermoe.model.hf.hub import load_tokenizer as load_any
+from tiermoe.model.tokenizer import keep_tokenizer, read_tokenizer
 
 PEER = os.environ.get("TIERMOE_PEER_PYTHON", sys.executable)
 _COMBINING = "Việt Nam ไทย हिन्दी"
@@ -78,13 +80,22 @@ def write(out: Path, vocabulary: dict[str, Any], pre: str | None, **flags: bool)
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_every_text_comes_back(pre: str, vocabulary: dict[str, Any], tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path / "v.gguf", vocabulary, pre, add_bos_token=False))
+    kept = kept_of(tokenizer, tmp_path)
     for text in TEXTS:
+        assert kept.decode(kept.encode(text)) == text
+        assert kept.encode(text) == tokenizer(text)["input_ids"]
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
         assert bytes_of(tokenizer, text) == text.encode()
     ids = tokenizer("a<|im_end|>b<think>c")["input_ids"]
     names = ["a", "<|im_end|>", "b", "<think>", "c"]
     assert tokenizer.convert_ids_to_tokens(ids) == names
     assert tokenizer.decode(ids, skip_special_tokens=True) == "ab<think>c"
+
+
+def kept_of(tokenizer: Any, root: Path) -> Any:
+    """The tokenizer that a store keeps, and reads without transformers."""
+    keep_tokenizer(root, Origin("a", "b"), tokenizer)
+    return read_tokenizer(root, Origin("a", "b"))
 
 
 def test_ends_of_a_text_and_of_an_answer(vocabulary: dict[str, Any], tmp_path: Path) -> None:
@@ -160,8 +171,10 @@ def test_ids_of_a_sentencepiece_vocabulary_are_llama_cpps(sentencepiece: Path) -
     assert found == [wanted[text] for text in texts]
 
 
-def test_tokens_of_a_sentencepiece_vocabulary_have_their_own_bytes(sentencepiece: Path) -> None:
+def test_tokens_of_a_sentencepiece_vocabulary_have_their_own_bytes(sentencepiece: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(open_gguf(sentencepiece))
+    kept = kept_of(tokenizer, tmp_path)
+    assert [kept.encode(text) for text in TEXTS] == [tokenizer(text)["input_ids"] for text in TEXTS]
     for text in (*TEXTS, "ሰላም\u3000\U00013000"):  # the last one's characters are no tokens
         assert bytes_of(tokenizer, text) == (b" " + text.encode() if text else b"")
 

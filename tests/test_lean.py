@@ -15,19 +15,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conftest import SHIPPED
 from parity import close, logits
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.config import settings
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import load_blueprint, resolve_for, start, starts_lean
 from tiermoe.errors import StoreError
-from tiermoe.formats.outline import NAME, read_outline, write_outline
+from tiermoe.formats.outline import NAME, Origin, read_outline, write_outline
 from tiermoe.kernels.gates import ClampedGate, gate_name, gate_named, gelu_gate, silu_gate
 from tiermoe.model import prepare_store
 from tiermoe.model.dense_weights import EmbeddingOnDisk, StoredWeights
 from tiermoe.model.families.table import ARCHITECTURES
-from tiermoe.model.hf import blueprint as blueprint_module
-from tiermoe.model.hf import skeleton
+from tiermoe.model.hf import configs, skeleton
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.prepare_store import found_store, open_or_create, store_root
 from tiermoe.platform import process_memory
@@ -271,7 +271,7 @@ def test_a_store_that_is_made_anew_keeps_an_outline(qwen: Case) -> None:
 
 
 def test_an_outline_of_another_transformers_is_passed_over(qwen: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blueprint_module.transformers, "__version__", "0.0")
+    monkeypatch.setattr(configs, "transformers_version", lambda: "0.0")
     assert not qwen.is_lean()
     start(qwen.inspect(), qwen.settings).close()
     assert qwen.is_lean()
@@ -293,7 +293,7 @@ def test_a_torn_outline_is_passed_over(qwen: Case, content: str) -> None:
     assert not qwen.is_lean()
 
 
-@pytest.mark.parametrize("missing", ["layers", "tensors", "tied", "gate", "whole", "version"])
+@pytest.mark.parametrize("missing", ["layers", "tensors", "tied", "gate", "whole", "made"])
 def test_an_outline_that_lacks_something_is_passed_over(qwen: Case, missing: str) -> None:
     document = json.loads((qwen.store / NAME).read_text())
     del document[missing]
@@ -304,10 +304,10 @@ def test_an_outline_that_lacks_something_is_passed_over(qwen: Case, missing: str
 @pytest.mark.parametrize("family", sorted({*ARCHITECTURES, "deepseek_v4", "switch_transformers"}))
 def test_an_outline_is_read_as_it_was_written(tmp_path: Path, family: str) -> None:
     outline = inspect_model(write(tmp_path / "model", family, torch.bfloat16), "tiny").outline
-    write_outline(tmp_path, "abc", "5", outline)
-    assert read_outline(tmp_path, "abc", "5") == outline
-    assert read_outline(tmp_path, "abd", "5") is None
-    assert read_outline(tmp_path, "abc", "6") is None
+    write_outline(tmp_path, Origin("abc", "5"), outline)
+    assert read_outline(tmp_path, Origin("abc", "5")) == outline
+    assert read_outline(tmp_path, Origin("abd", "5")) is None
+    assert read_outline(tmp_path, Origin("abc", "6")) is None
 
 
 def test_checkpoints_that_were_moved_are_not_started_so(case: Callable[..., Case], tmp_path: Path) -> None:
@@ -341,14 +341,14 @@ for words in json.loads(sys.argv[1]):
         assert not ended.code, (words, ended.code)
     named = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
     named = [name for name in named if not name.startswith("transformers.models.auto.")]  # tables of names
-    more = ("transformers.modeling_utils", "torch._dynamo", "sympy")
+    more = ("transformers", "transformers.modeling_utils", "torch._dynamo", "sympy")
     found.append(named + [name for name in more if name in sys.modules])
 print(json.dumps(found), file=sys.stderr)
 """
 
 
 def imported(*commands: list[Any]) -> list[list[str]]:
-    """What a process of its own had imported of the modelling code after each of `commands`."""
+    """What a process of its own had imported of transformers and its modelling code after each of `commands`."""
     words = json.dumps([[str(word) for word in command] for command in commands])
     ended = subprocess.run([sys.executable, "-c", RUN, words], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
@@ -361,13 +361,23 @@ def test_commands_import_no_modelling_code(qwen: Case, tmp_path: Path) -> None:
     text.write_text("a few words that are told again and again. " * 30)
     shared = ["--store", qwen.store, "--bits", "16", "--memory", "4GiB", "--threads", "1"]
     short, sizes = ["--tokens", "16", "--prompt", "4"], ["--window", "8", "--reference", "16bit"]
+    run = ["run", qwen.directory, "hi", "--max-tokens", "2", *shared]
+    (first,) = imported(run)  # keeps the tokenizer
+    assert first == ["transformers"]
     found = imported(
-        ["run", qwen.directory, "hi", "--max-tokens", "2", *shared],
+        run,
         ["chat", qwen.directory, "--max-tokens", "2", *shared],
         ["plan", qwen.directory, *shared[:-2]],
         ["eval", qwen.directory, "--text", text, *short, *sizes, *shared],
         ["trace", qwen.directory, "--text", text, *short, "--sequence", "16", "--out", tmp_path / "trace", *shared],
         ["run", qwen.directory, "hi", "--decoder", "generic", *shared],
     )
-    assert found[:-1] == [[]] * 5
+    assert found[:-1] == [[]] * 3 + [["transformers"]] * 2
     assert "transformers.modeling_utils" in found[-1]
+
+
+def test_the_second_run_of_the_shipped_model_imports_no_transformers(tmp_path: Path) -> None:
+    run = ["run", SHIPPED, "Once", "--max-tokens", "1", "--store", tmp_path, "--memory", "4GiB"]
+    (first,), (second,) = imported(run), imported(run)
+    assert "transformers" in first
+    assert second == []

@@ -25,6 +25,7 @@ from tiermoe.model.decoder import Decoder, attention_sizes, decoder_for
 from tiermoe.model.families.table import ARCHITECTURES
 from tiermoe.model.grouped_attention import GroupedSizes
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.hf.configs import Configs
 from tiermoe.model.kv_cache import KVCache, needs
 from tiermoe.model.latent_attention import LatentSizes
 from tiermoe.model.linear_attention import LinearSizes
@@ -57,8 +58,9 @@ def model_of(
     config = AutoConfig.for_model(kind, **{**_COMMON, **CONFIGS[kind], **changes})
     model = auto_class(kind).from_config(config, dtype=dtype).eval()
     names = set(model.state_dict())
-    sizes = attention_sizes(config, names.__contains__)
-    decoder = decoder_for(config, ModuleWeights(model), dtype)
+    plain = Configs(config, config, False).plain()
+    sizes = attention_sizes(plain, names.__contains__)
+    decoder = decoder_for(plain, ModuleWeights(model), dtype)
     assert decoder is not None
     assert sizes is not None
     return model, decoder, sizes

@@ -15,6 +15,7 @@ from small_engines import alone, engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.model.decoder import decoder_for
+from tiermoe.model.hf.configs import Configs
 from tiermoe.model.rotary import rotary_of
 from tiermoe.model.step import Step
 from tiermoe.model.weights import ModuleWeights
@@ -74,6 +75,7 @@ def test_a_prompt_with_equal_scores_is_what_transformers_gives_one_by_one(
 def test_of_equal_scores_the_same_are_chosen_as_where_transformers_decodes(family: str) -> None:
     """With one head, half of a token's scores are 0, and where its weight is negative those are the largest."""
     config = config_of(family, num_hidden_layers=1, index_n_heads=1, index_topk=5)
+    plain = Configs(config, config, False).plain()
     torch.manual_seed(0)
     model = auto_class(family).from_config(config, dtype=torch.float32).eval()
     make_random(model)
@@ -87,8 +89,8 @@ def test_of_equal_scores_the_same_are_chosen_as_where_transformers_decodes(famil
             mask = torch.zeros(1, 1, at + 1)
             found = attention.indexer(x[None, its], narrow[None, its], turns, mask, None, past_key_values=kept)
             chosen.append(sorted(found[0, 0].tolist()))
-        decoder = decoder_for(config, ModuleWeights(model), torch.float32)
-        rotary = rotary_of(config, config.qk_rope_head_dim, torch.float32)
+        decoder = decoder_for(plain, ModuleWeights(model), torch.float32)
+        rotary = rotary_of(plain, config.qk_rope_head_dim, torch.float32)
         assert decoder is not None
         assert rotary is not None
         cache = decoder.new_cache(1, length, length)

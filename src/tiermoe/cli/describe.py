@@ -77,7 +77,7 @@ def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:
         "dense_weights_bytes": dense_bytes,
         "experts_at_16_bits_bytes": expert_weights * blueprint.dtype.itemsize,
         "context": blueprint.max_context() or "unbounded",
-        "not_read": blueprint.unread,
+        "not_read": blueprint.config.unread,
         "not_run": f"its own code, of {blueprint.own_code}" if blueprint.own_code else "",
         "decoder": backend.decoder,
         "kernels": backend.kernels,

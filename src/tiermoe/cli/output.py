@@ -102,7 +102,7 @@ def ends_at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def starting(what: str = "starting") -> Iterator[None]:
-    """Imports torch and transformers, then runs the block, which imports the modules that need them and reads headers:
+    """Imports torch, then runs the block, which imports the modules that need it, or transformers, and reads headers:
     `spinner`, and Ctrl-C ends the process at once."""
     with ends_at_once(), spinner(what):
         import_libraries(own_process=True)

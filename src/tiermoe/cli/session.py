@@ -41,13 +41,16 @@ def open_session(
         from tiermoe.cli.describe import loss_of, missing_kernels
         from tiermoe.engine.load import start
         from tiermoe.model.hf.blueprint import inspect_model
-        from tiermoe.model.hf.hub import load_tokenizer, resolve_model
+        from tiermoe.model.hf.hub import kept_tokenizer, leave_tokenizer, load_tokenizer, resolve_model
+        from tiermoe.model.prepare_store import store_root
         from tiermoe.types import USUAL
 
         asked = settings(**options)
         directory = resolve_model(model)
         blueprint = inspect_model(directory, model, asked.store)
-        tokenizer = load_tokenizer(directory)
+        root = store_root(blueprint, asked.store)
+        kept = None if served else kept_tokenizer(blueprint, root)  # a server's grammars need transformers'
+        tokenizer = kept or load_tokenizer(directory)
         context = context_for(tokenizer, blueprint)
         if context is not None and options.get("context") is None:
             options = {**options, "context": context}
@@ -64,6 +67,8 @@ def open_session(
         if served:
             asked, use = _as_served(blueprint, asked, "batch" in options, kv_memory)
         engine = start(blueprint, asked, packing, use)
+    if kept is None:
+        leave_tokenizer(blueprint, root, tokenizer)
     loss = loss_of(engine, blueprint)
     if packed and loss:
         note(loss)

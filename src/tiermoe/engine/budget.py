@@ -216,8 +216,8 @@ def _warnings(plan: MemoryPlan) -> list[str]:
 def _left_out(blueprint: Blueprint) -> list[str]:
     """Warnings of parts of a checkpoint that do not run."""
     found = []
-    if blueprint.unread:
-        found.append(f"only the text part of this model runs: it does not read {blueprint.unread}")
+    if blueprint.config.unread:
+        found.append(f"only the text part of this model runs: it does not read {blueprint.config.unread}")
     if blueprint.own_code:
         found.append(
             f"{blueprint.own_code} of this model names code of the model's own, which does not run: transformers' code "

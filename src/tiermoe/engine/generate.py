@@ -64,9 +64,7 @@ def encode_prompt(tokenizer: Any, prompt: str, raw: bool = False) -> torch.Tenso
         raise PromptError("the prompt is empty; say something to answer")
     if not raw and getattr(tokenizer, "chat_template", None):
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
-    return _encoded(
-        prompt, "tokenizer", "choose another model", lambda: tokenizer(prompt, return_tensors="pt").input_ids
-    )
+    return _encoded(prompt, "tokenizer", "choose another model", lambda: tokenizer.encode(prompt))
 
 
 def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
@@ -76,25 +74,26 @@ def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
         "".join(message["content"] for message in messages),
         "chat template",
         "'tiermoe run --raw' does without",
-        lambda: tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"],
+        lambda: tokenizer.encode(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False),
+            add_special_tokens=False,
+        ),
     )
 
 
-def _encoded(text: str, what: str, instead: str, encode: Callable[[], Any]) -> torch.Tensor:
+def _encoded(text: str, what: str, instead: str, encode: Callable[[], list[int]]) -> torch.Tensor:
     """Token ids (1, n) that `encode` makes of a text. PromptError where it refuses the text, or makes none."""
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes that are no UTF-8 are halves of surrogate pairs in Python
         raise PromptError("the prompt is not valid UTF-8; convert it first") from None
     try:
-        ids: torch.Tensor = encode()
+        ids = encode()
     except Exception as error:  # templates and tokenizers raise errors of their own
         raise PromptError(f"the model's {what} does not take this prompt ({reason(error)}); {instead}") from error
-    if ids.shape[1] == 0:
+    if not ids:
         raise PromptError("the prompt has no tokens; say something to answer")
-    return ids
+    return torch.tensor([ids])
 
 
 def check_length(prompt_tokens: int, max_tokens: int, longest: int | None, reserved: int | None = None) -> int:

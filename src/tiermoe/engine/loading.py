@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from tiermoe.engine.attachment import attach
@@ -63,7 +64,7 @@ def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: R
     else:
         beside = enumerate(routers_of(model))
         routers = [router if family.forecasts and at not in hash_tables else None for at, (_, router) in beside]
-    numbered = blueprint.built is not blueprint.config
+    numbered = blueprint.configs.built is not blueprint.configs.text
     decoder = own or GenericDecoder(model, functools.partial(base.forward, model), family.continues, numbered)
     gates: Sequence[ExpertGate] = [gate_of(shell) for shell in shells]
     if blueprint.own_experts is not None and blueprint.outline.gate is not None:
@@ -153,9 +154,9 @@ def _keep_output_whole(model: Any) -> None:
 def _config_for_loading(blueprint: Blueprint) -> Any:
     """The config that transformers loads by. It names no quantisation: tensors are read by what they stand for, and
     transformers' quantiser would have nothing to do but to say on standard error what its kernels lack."""
-    if quantization_of(blueprint.built) is None:
-        return blueprint.built
-    config = copy.deepcopy(blueprint.built)
+    if quantization_of(blueprint.configs.built) is None:
+        return blueprint.configs.built
+    config = copy.deepcopy(blueprint.configs.built)
     del config.quantization_config
     return config
 
@@ -175,7 +176,6 @@ def _quiet_loading() -> Iterator[None]:
 def _take_from_directory(model: Any, blueprint: Blueprint) -> None:
     """What transformers takes from a model's directory, which a state dict does not have: its path and its generation
     settings."""
-    generation_config = blueprint.generation_config()
-    if generation_config is not None:
-        model.generation_config = generation_config
+    if blueprint.generation_config() is not None:  # which has checked the file
+        model.generation_config = GenerationConfig.from_pretrained(blueprint.directory)
     model.name_or_path = model.config.name_or_path = str(blueprint.directory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,9 +23,7 @@ from tiermoe.model.decoder import attention_sizes
 from tiermoe.model.dense import dense_bytes
 from tiermoe.model.dense_weights import loading_needs, table_keys
 from tiermoe.model.grouped_attention import GroupedSizes
-from tiermoe.model.hf import generic
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.hf.generic import LayerCache
 from tiermoe.model.latent_attention import LatentSizes
 from tiermoe.model.linear_attention import LinearSizes
 from tiermoe.model.prepare_store import packing_needs
@@ -34,6 +33,9 @@ from tiermoe.offload.disk import most_lanes, staging_bytes
 from tiermoe.platform.process_memory import can_free_pages
 from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Need, Phase, Use, Workload
+
+if TYPE_CHECKING:
+    from tiermoe.model.hf.generic import LayerCache
 
 _ALLOCATOR = 1.15  # what the allocator holds beyond the tensors that live, measured
 _PACKED_OPERATOR_TOKENS = 12  # from more tokens on, kernels may decode a matrix first (kernels/cpu.py)
@@ -174,11 +176,14 @@ def decoder_needs(
     if blueprint.family.encodes:
         load = replace(load, chunk=load.context)  # an encoder reads its prompt at once
     if sizes is None:
+        from tiermoe.model.hf import generic  # late: it imports transformers
+
+        text = blueprint.configs.text
         eager = getattr(blueprint.skeleton.config, "_attn_implementation", None) == "eager"
-        latent = blueprint.family.latent_kv or generic.expands_latents(blueprint.config)
+        latent = blueprint.family.latent_kv or generic.expands_latents(text)
         grown = _grown(blueprint)
-        needs = generic.needs(blueprint.config, load, latent, eager, grown)
-        heads, _, head_dim = generic.attention_shape(blueprint.config)
+        needs = generic.needs(text, load, latent, eager, grown)
+        heads, _, head_dim = generic.attention_shape(text)
         columns = heads * head_dim
     else:
         needs = kv_cache.needs([each.shape for each in sizes], load) + _attention_needs(blueprint, sizes, load)
@@ -190,6 +195,8 @@ def _grown(blueprint: Blueprint) -> Sequence[LayerCache] | None:
     """Layers of a model's own cache, [] for an encoder alone; None: they follow from the config."""
     if blueprint.family.encodes:
         return [] if blueprint.family.encoder_class else None
+    from tiermoe.model.hf import generic
+
     return generic.measured_cache(blueprint.skeleton, _PROBED)
 
 

@@ -17,8 +17,7 @@ from tiermoe.formats.store import layer_from_json, layer_to_json
 from tiermoe.platform.json_files import read_json, replace_unlocked
 from tiermoe.types import MoeLayer
 
-FORMAT = "tiermoe-outline"
-VERSION = 4
+VERSION = 5
 NAME = "outline.json"
 
 _DTYPES = {
@@ -63,25 +62,26 @@ class Outline:
         return self.tensors[self.tied.get(path, path)]
 
 
-def read_outline(root: Path, fingerprint: str, transformers: str) -> Outline | None:
-    """The outline in the store at `root` of a checkpoint with this fingerprint, as this version of transformers makes
-    it; None where there is none that can be used."""
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where what a store keeps of a model comes from: the checkpoint's fingerprint, and the versions that made it."""
+
+    fingerprint: str
+    versions: str
+
+
+def read_outline(root: Path, origin: Origin) -> Outline | None:
+    """The outline in the store at `root`; None where there is none of this origin that can be used."""
+    document = read_kept(root / NAME, origin)
     try:
-        document = read_json(root / NAME)
-        made = document["format"], document["version"], document["fingerprint"], document["transformers"]
-        whole = made == (FORMAT, VERSION, fingerprint, transformers) and document.pop("checksum") == _checksum(document)
-        return _from_json(document) if whole else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None if document is None else _from_json(document)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def write_outline(root: Path, fingerprint: str, transformers: str, outline: Outline) -> None:
+def write_outline(root: Path, origin: Origin, outline: Outline) -> None:
     """Replaces the outline: a reader sees the old or the new one. Where it cannot be written nothing happens."""
     document = {
-        "format": FORMAT,
-        "version": VERSION,
-        "fingerprint": fingerprint,
-        "transformers": transformers,
         "layers": [layer_to_json(layer) for layer in outline.layers],
         "sources": outline.sources,
         "tensors": {path: _tensor_to_json(tensor) for path, tensor in outline.tensors.items()},
@@ -94,14 +94,37 @@ def write_outline(root: Path, fingerprint: str, transformers: str, outline: Outl
         "gate": outline.gate,
         "whole": outline.whole,
     }
-    replace_unlocked(root / NAME, _json({**document, "checksum": _checksum(document)}))
+    write_kept(root / NAME, origin, document)
 
 
-def _checksum(document: dict[str, Any]) -> str:
+def read_kept(file: Path, origin: Origin) -> dict[str, Any] | None:
+    """The document in a small file of a store (`write_kept`); None where it is damaged, or of another origin or
+    version."""
+    try:
+        document = read_json(file)
+        checksum = document.pop("checksum")
+        whole = document.pop("made") == _made(file, origin) and checksum == _checksum(document)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return document if whole else None
+
+
+def write_kept(file: Path, origin: Origin, document: Mapping[str, Any]) -> None:
+    """Replaces a small file of a store: what transformers says of a model. Where it cannot be written nothing
+    happens."""
+    more = {"made": _made(file, origin), "checksum": _checksum(document)}
+    replace_unlocked(file, _json({**document, **more}))
+
+
+def _made(file: Path, origin: Origin) -> list[Any]:
+    return [f"tiermoe-{file.stem}", VERSION, origin.fingerprint, origin.versions]
+
+
+def _checksum(document: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64(_json(document)).hexdigest()
 
 
-def _json(document: dict[str, Any]) -> bytes:
+def _json(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 

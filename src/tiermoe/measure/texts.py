@@ -17,7 +17,7 @@ from tiermoe.errors import ConfigError
 
 def beginning(tokenizer: Any) -> list[int]:
     """The beginning-of-sequence token where the tokenizer sets one before a text: some models are lost without it."""
-    first = list(tokenizer("").input_ids[:1])
+    first = list(tokenizer.encode("")[:1])
     return first if first and first[0] == tokenizer.bos_token_id else []
 
 
@@ -66,7 +66,7 @@ def cut_sequences(tokenizer: Any, text: str, shape: SequenceShape, longest: int 
             f"a sequence of {shape.sequence:,} tokens is longer than the model's context of {longest:,}; lower "
             f"--sequence"
         )
-    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     start = beginning(tokenizer)
     length, count = shape.sequence - len(start), shape.sequences
     if len(ids) < count * length:
@@ -135,7 +135,7 @@ class Windows:
 def cut_windows(tokenizer: Any, text: str, shape: WindowShape) -> Windows:
     """Windows that do not overlap, spread evenly over the text, each after the `beginning`; the first one only warms
     the expert cache. ConfigError where the text is too short."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     start = beginning(tokenizer)
     if len(start) >= shape.prompt:
         raise ConfigError(f"prompt must be more than {len(start)} token, which the tokenizer itself begins a text with")

@@ -350,5 +350,5 @@ def _rotary_columns(config: Any, kind: str | None) -> int:
     if ARCHITECTURES[config.model_type].latent:
         return int(config.qk_rope_head_dim)
     if kind is not None:
-        return head_columns(config.per_layer_config[kind])
+        return head_columns(config.of_layer(kind))
     return int(head_columns(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))

@@ -54,7 +54,7 @@ class GroupedSizes(AttentionSizes):
     def of(cls, architecture: Architecture, config: Any, index: int, has: Callable[[str], bool]) -> GroupedSizes:
         """Of layer `index`. has: whether the checkpoint holds a tensor of this name. ModelError for a window below
         0."""
-        layer_config = config.per_layer_config[index]
+        layer_config = config.of_layer(index)
         return cls(
             layer_config.num_attention_heads,
             layer_config.num_key_value_heads,

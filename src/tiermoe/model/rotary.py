@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_UNSUPPORTED = ("dynamic",)  # frequencies that depend on how long the sequence has become
+UNSUPPORTED = ("dynamic",)
+"""Kinds whose frequencies depend on how long the sequence has become."""
 _BLOCK = 256  # positions by which the table grows
 
 
@@ -64,17 +65,12 @@ def rotary_at(config: Any, index: int) -> int:
 
 def knows_rotary(config: Any) -> bool:
     """Whether `rotary_of` computes all rotary embeddings that a config names."""
-    return all(_kind(config, layers) is not None for layers in layer_kinds(config))
+    kinds = layer_kinds(config)
+    return all(_is_default(config, layers) or (layers or "") in config.rope_frequencies for layers in kinds)
 
 
-def _kind(config: Any, layers: str | None) -> str | None:
-    """The kind of rotary embedding that a config names for one of `layer_kinds`; None where it is not computed."""
-    kind = (_parameters(config, layers) or {}).get("rope_type")
-    if kind == "default":
-        return str(kind)
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    return str(kind) if kind not in _UNSUPPORTED and kind in ROPE_INIT_FUNCTIONS else None
+def _is_default(config: Any, layers: str | None) -> bool:
+    return bool((_parameters(config, layers) or {}).get("rope_type") == "default")
 
 
 def _parameters(config: Any, layers: str | None) -> Any:
@@ -85,19 +81,13 @@ def rotary_of(config: Any, columns: int, dtype: torch.dtype, layers: str | None 
     """A config's rotary embedding of `columns` of each head, for one of `layer_kinds`; None where it is not
     computed."""
     parameters = _parameters(config, layers)
-    kind = _kind(config, layers)
-    if kind is None:
-        return None
-    if kind == "default":
+    if _is_default(config, layers):
         steps = torch.arange(0, columns, 2, dtype=torch.float) / columns
         return Rotary(1.0 / (parameters["rope_theta"] ** steps), lambda _: 1.0, dtype)
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    if layers is None:
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
-    else:
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config.per_layer_config[layers], layer_type=layers)
-    return Rotary(frequencies, _scale_of(parameters, factor), dtype)
+    if (layers or "") not in config.rope_frequencies:
+        return None
+    frequencies, factor = config.rope_frequencies[layers or ""]
+    return Rotary(torch.tensor(frequencies), _scale_of(parameters, factor), dtype)
 
 
 def _scale_of(parameters: Any, factor: float) -> Callable[[int], float]:

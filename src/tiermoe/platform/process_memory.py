@@ -88,19 +88,28 @@ def _peak_from_rusage() -> int:
 
 
 def import_libraries(own_process: bool = False) -> None:
-    """Imports torch, then transformers. Pages that only torch's start needs are given back before transformers comes,
-    so the peak stays near that of torch alone. Does nothing for what is imported already.
+    """Imports torch. Pages that only its start needs are given back, so the peak of what comes after, transformers for
+    one, stays near that of torch alone. Does nothing where torch is imported already.
 
     own_process: the process belongs to tiermoe alone. Objects of the libraries then stay for good and no later garbage
     collection looks at them, which would take 0.1 s each time."""
     _fix_mmap_threshold()
     for variable in _PRODUCT_CACHES:
         os.environ.setdefault(variable, str(_PRODUCT_SHAPES))
-    missing = [library for library in ("torch", "transformers") if library not in sys.modules]
-    for library in missing:
-        _import(library)
-    if own_process and missing:
+    if "torch" in sys.modules:
+        return
+    _import("torch")
+    if own_process:
         gc.freeze()  # without a search: what importing leaves behind is not worth 0.1 s either
+
+
+def import_transformers() -> None:
+    """Imports transformers, without its modelling code. Its objects stay for good where torch's do
+    (`import_libraries`)."""
+    if "transformers" not in sys.modules:
+        _import("transformers")
+        if gc.get_freeze_count():
+            gc.freeze()
 
 
 def import_modelling_code() -> None:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from transformers import GenerationConfig
 
 from tiermoe.errors import ConfigError, ModelError, reason
 from tiermoe.formats.expert_format import ExpertFormat, format_from_names
@@ -19,7 +17,7 @@ from tiermoe.formats.gguf_file import SUFFIX, is_gguf, open_gguf
 from tiermoe.formats.in_place import OWN_BITS, comes_quantized, in_place_precision
 from tiermoe.formats.neurons import unit_format
 from tiermoe.formats.outline import NAME as OUTLINE
-from tiermoe.formats.outline import Outline, read_outline, write_outline
+from tiermoe.formats.outline import Origin, Outline, read_outline, write_outline
 from tiermoe.formats.quant_schemes import pair_codes_with_scales
 from tiermoe.formats.safetensors import Checkpoint
 from tiermoe.formats.source import TensorSource, label_of
@@ -30,19 +28,21 @@ from tiermoe.model.gguf.parameters import open_checkpoint
 from tiermoe.model.hf.configs import (
     CONFIG,
     LARGEST_CONFIG,
+    Configs,
     check_counts,
     check_generation,
     files_with_code,
-    gguf_config,
+    gguf_configs,
     model_class,
+    origin_of,
     quantization_of,
     read_configs,
     read_fields,
-    text_class_is_apart,
     text_only,
     text_tensors,
-    unread,
 )
+from tiermoe.model.model_config import NAME as MODEL_CONFIG
+from tiermoe.model.model_config import GenerationConfig, ModelConfig, read_config, write_config
 from tiermoe.platform import process_memory
 from tiermoe.platform.json_files import read_json
 from tiermoe.types import MoeLayer
@@ -59,15 +59,21 @@ class Blueprint:
 
     directory: Path  # of the checkpoint, or its GGUF file
     name: str  # as the user named the model
-    whole: Any  # the checkpoint's config, without parts that speak
-    config: Any  # of the text part; `whole` where there is no other part
-    apart: bool  # transformers has a class for the text part alone, whose tensors the checkpoint's then are
+    config: ModelConfig  # of the text part
     family: Family
     dtype: torch.dtype  # of the computation
     checkpoint: Checkpoint | GgufCheckpoint
     known: Outline | None
     """The outline in the checkpoint's store, or of a GGUF file's names; None: transformers' modelling code is asked
     where an outline is needed."""
+    origin: Origin  # of what the store keeps of the model
+
+    @functools.cached_property
+    def configs(self) -> Configs:
+        """transformers' configs. Reading them imports transformers."""
+        if isinstance(self.checkpoint, GgufCheckpoint):
+            return gguf_configs(self.checkpoint)
+        return read_configs(self.directory, read_fields(self.directory))
 
     @functools.cached_property
     def outline(self) -> Outline:
@@ -78,18 +84,9 @@ class Blueprint:
     def model_class(self) -> Any:
         """transformers' class of the model. Reading it imports transformers' modelling code."""
         process_memory.import_modelling_code()
-        cls = model_class(self.family, self.built)
-        return cls if self.built is self.config else text_only(cls)
-
-    @property
-    def built(self) -> Any:
-        """The config that `model_class` takes."""
-        return self.config if self.apart else self.whole
-
-    @property
-    def unread(self) -> str:
-        """What the model's other parts read and tiermoe does not ('pictures and sound'); empty for a text model."""
-        return unread(self.whole)
+        built = self.configs.built
+        cls = model_class(self.family, built)
+        return cls if built is self.configs.text else text_only(cls)
 
     @functools.cached_property
     def own_code(self) -> str:
@@ -111,7 +108,7 @@ class Blueprint:
         process_memory.import_modelling_code()
         from tiermoe.model.hf.skeleton import Skeleton  # late: it imports transformers' modelling code
 
-        return Skeleton(self.family, self.model_class, self.built, self.dtype, self.checkpoint, self.name)
+        return Skeleton(self.family, self.model_class, self.configs.built, self.dtype, self.checkpoint, self.name)
 
     @functools.cached_property
     def comes_quantized(self) -> bool:
@@ -174,23 +171,21 @@ class Blueprint:
         value = getattr(self.config, "max_position_embeddings", None)
         return int(value) if value else None
 
-    def generation_config(self) -> Any:
-        """transformers' GenerationConfig of the checkpoint, None where it has none. ModelError where it cannot be
-        read."""
+    def generation_config(self) -> GenerationConfig | None:
+        """The checkpoint's generation_config.json, None where it has none. ModelError where it cannot be read."""
         file = self.directory / "generation_config.json"
         if not file.exists():
             return None
         try:
             fields = read_json(file, LARGEST_CONFIG)
             check_generation(fields)
-            return GenerationConfig.from_pretrained(self.directory)
+            return GenerationConfig.of(fields)
         except Exception as error:
             raise ModelError(f"{file} cannot be read ({reason(error)}); download it again") from error
 
-    def generation_settings(self) -> Any:
-        """The GenerationConfig that a transformers model of the checkpoint has: the checkpoint's, or what the config
-        says."""
-        return self.generation_config() or GenerationConfig.from_model_config(self.config)
+    def generation_settings(self) -> GenerationConfig:
+        """The checkpoint's generation_config.json, or what the config says of generation."""
+        return self.generation_config() or GenerationConfig.of(self.config.fields)
 
     def require_text(self) -> None:
         """ModelError where the model writes no text."""
@@ -200,9 +195,11 @@ class Blueprint:
             )
 
     def leave_outline(self, root: Path) -> None:
-        """Keeps the outline in the store at `root`, where that has none that can be used."""
+        """Keeps outline and config in the store at `root`, where that has none that can be used."""
         if self.known is None or not (root / OUTLINE).exists():
-            write_outline(root, self.checkpoint.fingerprint(), transformers.__version__, self.outline)
+            write_outline(root, self.origin, self.outline)
+        if not (root / MODEL_CONFIG).exists() or read_config(root, self.origin) is None:
+            write_config(root, self.origin, self.config)
 
 
 def inspect_model(
@@ -211,35 +208,42 @@ def inspect_model(
     """Reads config and headers of a checkpoint, or of a GGUF file, and the outline that its store keeps (in the folder
     `store`, by default the one in the user's cache); builds the model's skeleton where there is none. checkpoint: where
     its headers are known already. ModelError: not a MoE model, an unsupported family, missing or torn files."""
+    fields: dict[str, Any] = {}
     if is_gguf(directory):
         checkpoint = open_checkpoint(open_gguf(directory))
-        whole = config = gguf_config(checkpoint)
-        apart = False
     else:
         fields = read_fields(directory)
         checkpoint = checkpoint or Checkpoint(directory)
         check_counts(fields, checkpoint.tensors, directory / CONFIG)
-        whole, config = read_configs(directory, fields)
-        apart = text_class_is_apart(whole, config)
+    origin = origin_of(checkpoint.fingerprint())
+    root = chosen_store_root(directory, name, origin.fingerprint, store)
+    config, known, configs = read_config(root, origin), read_outline(root, origin), None
+    if config is None:
+        if isinstance(checkpoint, GgufCheckpoint):
+            configs = gguf_configs(checkpoint)
+        else:
+            configs = read_configs(directory, fields)
+        config = configs.plain()
+    if isinstance(checkpoint, Checkpoint):
         settings = quantization_of(config)
-        if settings is not None and isinstance(checkpoint, Checkpoint):
+        if settings is not None:
             checkpoint.tensors = pair_codes_with_scales(checkpoint.tensors, settings, directory)
-        if apart and isinstance(checkpoint, Checkpoint):
+        if config.apart:
             checkpoint.tensors = text_tensors(checkpoint.tensors)
-    fingerprint = checkpoint.fingerprint()
-    known = read_outline(chosen_store_root(directory, name, fingerprint, store), fingerprint, transformers.__version__)
-    family = family_of(config.model_type, getattr(whole, "architectures", None) or ())
+    family = family_of(config.model_type, fields.get("architectures") or ())
     dtype = _dtype_of(config, checkpoint)
     if known is None and isinstance(checkpoint, GgufCheckpoint):
         known = outline_of(checkpoint, config, dtype)
-    blueprint = Blueprint(directory, name, whole, config, apart, family, dtype, checkpoint, known)
+    blueprint = Blueprint(directory, name, config, family, dtype, checkpoint, known, origin)
+    if configs is not None:
+        blueprint.configs = configs  # read once
     _check_outline(blueprint.outline, checkpoint, directory)
     return blueprint
 
 
 def _dtype_of(config: Any, checkpoint: Checkpoint | GgufCheckpoint) -> torch.dtype:
     """The compute dtype: the config's, else that of the checkpoint's first ordinary floating tensor."""
-    named = getattr(config, "dtype", None)
+    named = getattr(torch, str(getattr(config, "dtype", None)), None)
     if isinstance(named, torch.dtype):
         dtype = named
     else:

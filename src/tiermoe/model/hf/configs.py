@@ -4,21 +4,24 @@ part where the model reads more than text."""
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import transformers
-from transformers import CONFIG_MAPPING, AutoConfig
-
+from tiermoe import __version__
 from tiermoe.config import MIB
 from tiermoe.errors import ModelError, reason
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.gguf_file import SUFFIX
+from tiermoe.formats.outline import Origin
 from tiermoe.formats.safetensors import Entries
-from tiermoe.model.families.table import Family, family_of
+from tiermoe.model.families.table import ARCHITECTURES, Family, family_of
 from tiermoe.model.gguf.parameters import compute_dtype, config_of
+from tiermoe.model.model_config import ModelConfig
+from tiermoe.model.rotary import UNSUPPORTED, layer_kinds
+from tiermoe.platform import process_memory
 from tiermoe.platform.json_files import read_json
 
 CONFIG = "config.json"
@@ -74,16 +77,67 @@ def read_fields(directory: Path) -> dict[str, Any]:
             f"transformers itself or llama.cpp run a dense one"
         )
     family_of(model_type)
-    if OWN_CODE in fields and model_type not in CONFIG_MAPPING:
-        raise ModelError(
-            f"{directory} is a '{model_type}' model, which transformers {transformers.__version__} does not know and "
-            f"the checkpoint brings code for; tiermoe never runs a checkpoint's own code: choose another model"
-        )
     return fields
 
 
-def read_configs(directory: Path, fields: dict[str, Any]) -> tuple[Any, Any]:
-    """(transformers' config of a checkpoint directory, config of its text part). ModelError where it is refused."""
+class Configs(NamedTuple):
+    """transformers' configs of a checkpoint."""
+
+    whole: Any  # without parts that speak
+    text: Any  # of the text part; `whole` where there is no other part
+    apart: bool  # transformers has a class for the text part alone, whose tensors the checkpoint's then are
+
+    @property
+    def built(self) -> Any:
+        """The config that transformers' class of the model takes."""
+        return self.text if self.apart else self.whole
+
+    def plain(self) -> ModelConfig:
+        """The text part's config, without transformers."""
+        text = self.text
+        fields = text.to_dict()
+        fields |= {name: fields[own] for name, own in text.attribute_map.items() if own in fields}
+        return ModelConfig(fields, rope_frequencies(text), self.apart, unread(self.whole))
+
+
+def rope_frequencies(config: Any) -> dict[str, tuple[list[float], float]]:
+    """`ModelConfig.rope_frequencies` of transformers' config."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if config.model_type not in ARCHITECTURES:
+        return {}
+    found = {}
+    for layers in layer_kinds(config):
+        parameters = config.rope_parameters if layers is None else config.rope_parameters[layers]
+        kind = (parameters or {}).get("rope_type")
+        if kind in ROPE_INIT_FUNCTIONS and kind not in UNSUPPORTED:
+            of, named = (config, {}) if layers is None else (config.per_layer_config[layers], {"layer_type": layers})
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](of, **named)
+            found[layers or ""] = (frequencies.float().tolist(), float(factor))
+    return found
+
+
+def transformers_version() -> str:
+    """transformers' version, without importing it."""
+    return importlib.metadata.version("transformers")
+
+
+def origin_of(fingerprint: str) -> Origin:
+    """The origin of what these versions of transformers and tiermoe make of files with a fingerprint."""
+    return Origin(fingerprint, f"transformers {transformers_version()}, tiermoe {__version__}")
+
+
+def read_configs(directory: Path, fields: dict[str, Any]) -> Configs:
+    """transformers' configs of a checkpoint directory with these `fields` in its config.json. ModelError where they are
+    refused."""
+    process_memory.import_transformers()
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if OWN_CODE in fields and fields["model_type"] not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{directory} is a '{fields['model_type']}' model, which transformers {transformers_version()} does not "
+            f"know and the checkpoint brings code for; tiermoe never runs a checkpoint's own code: choose another model"
+        )
     try:
         whole = writing_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
         text = text_config(whole)
@@ -94,26 +148,30 @@ def read_configs(directory: Path, fields: dict[str, Any]) -> tuple[Any, Any]:
         raise
     except Exception as error:
         raise ModelError(
-            f"transformers {transformers.__version__} cannot read {directory / CONFIG} ({reason(error)}); download it "
+            f"transformers {transformers_version()} cannot read {directory / CONFIG} ({reason(error)}); download it "
             f"again, or a model that this version knows"
         ) from error
-    return whole, text
+    return Configs(whole, text, text_class_is_apart(whole, text))
 
 
-def gguf_config(checkpoint: GgufCheckpoint) -> Any:
-    """transformers' config of the model in a GGUF file. ModelError where the file lacks an entry, or transformers
+def gguf_configs(checkpoint: GgufCheckpoint) -> Configs:
+    """transformers' configs of the model in a GGUF file. ModelError where the file lacks an entry, or transformers
     refuses what it says."""
+    process_memory.import_transformers()
+    from transformers import AutoConfig
+
     fields = config_of(checkpoint.file)
     model_type = fields.pop("model_type")
     family_of(model_type)
     check_counts(fields, checkpoint.tensors, checkpoint.directory)
     try:
-        return AutoConfig.for_model(model_type, **fields, dtype=compute_dtype(checkpoint))
+        config = AutoConfig.for_model(model_type, **fields, dtype=compute_dtype(checkpoint))
     except Exception as error:
         raise ModelError(
-            f"transformers {transformers.__version__} refuses what {checkpoint.directory} says of its model "
+            f"transformers {transformers_version()} refuses what {checkpoint.directory} says of its model "
             f"({reason(error)}); download it again, or another file of the model"
         ) from error
+    return Configs(config, config, False)
 
 
 def _looks_like_moe(raw: dict[str, Any]) -> bool:
@@ -251,6 +309,8 @@ def unread(config: Any) -> str:
 def model_class(family: Family, config: Any) -> Any:
     """transformers' class of models with this config. ModelError where it has none that continues a text, and the
     family is no encoder alone."""
+    import transformers
+
     if family.encoder_class:
         return getattr(transformers, family.encoder_class)
     if family.encoder_decoder:

@@ -24,10 +24,12 @@ import xxhash
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import is_gguf, open_gguf
+from tiermoe.formats.outline import Origin
 from tiermoe.formats.safetensors import INDEX, SINGLE, Checkpoint, FileReader, TensorEntry, entries_of, indexed
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
-from tiermoe.model.hf.configs import TOKENIZER_CONFIG, files_with_code, read_fields
-from tiermoe.platform import file_io
+from tiermoe.model.hf.configs import TOKENIZER_CONFIG, files_with_code, origin_of, read_fields
+from tiermoe.model.tokenizer import files_digest, keep_tokenizer, read_tokenizer
+from tiermoe.platform import file_io, process_memory
 
 _PLANNED = ("config.json", "generation_config.json", INDEX)
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -88,6 +90,7 @@ def load_tokenizer(directory: Path) -> Any:
     """The model's tokenizer. ModelError where the directory, or the GGUF file, has none."""
     if is_gguf(directory):
         return _from_gguf(directory)
+    process_memory.import_transformers()
     from transformers import AutoTokenizer
 
     names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", TOKENIZER_CONFIG)
@@ -105,6 +108,21 @@ def load_tokenizer(directory: Path) -> Any:
             if own
             else f"the tokenizer in {directory} cannot be loaded ({first_line(error)}); download it again"
         ) from error
+
+
+def kept_tokenizer(blueprint: Blueprint, root: Path) -> Any:
+    """The model's tokenizer without transformers, as its store at `root` keeps it; None where it keeps none that can be
+    used."""
+    return read_tokenizer(root, _tokenizer_origin(blueprint))
+
+
+def leave_tokenizer(blueprint: Blueprint, root: Path, tokenizer: Any) -> None:
+    """Keeps transformers' tokenizer of the model in its store at `root`, where that can be written."""
+    keep_tokenizer(root, _tokenizer_origin(blueprint), tokenizer)
+
+
+def _tokenizer_origin(blueprint: Blueprint) -> Origin:
+    return blueprint.origin if blueprint.in_gguf else origin_of(files_digest(blueprint.directory))
 
 
 def _from_gguf(file: Path) -> Any:

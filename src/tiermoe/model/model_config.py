@@ -1,0 +1,82 @@
+"""Config of a model's text part as the blocks read it: the values that transformers' config has, its defaults
+included, and what transformers computes from them, without transformers. A store keeps it (`config.json` beside the
+outline), so that a later start imports no transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiermoe.formats.outline import Origin, read_kept, write_kept
+
+NAME = "config.json"
+
+
+class ModelConfig:
+    """A model's config, by attribute: `config.hidden_size`. AttributeError where transformers' config has none of the
+    name.
+
+    fields: JSON values by name, `per_layer_config` among them where layers differ (layer → the values of its own).
+    rope_frequencies: kind of layers, '' where all are alike → (frequencies of a rotary embedding that is not the
+    default one, factor of its cos and sin). apart: transformers has a class for the text part alone, whose tensors the
+    checkpoint's then are. unread: what the model's other parts read ('pictures and sound'); empty for a text model."""
+
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        rope_frequencies: Mapping[str, tuple[list[float], float]],
+        apart: bool = False,
+        unread: str = "",
+    ) -> None:
+        self.__dict__.update({name: value for name, value in fields.items() if name != "per_layer_config"})
+        self.fields = fields
+        self.rope_frequencies = rope_frequencies
+        self.apart = apart
+        self.unread = unread
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a {self.__dict__.get('model_type')} config has no {name}")
+
+    def of_layer(self, at: int | str) -> ModelConfig:
+        """The config of a layer, or of all layers of a kind."""
+        index = self.layer_types.index(at) if isinstance(at, str) else at
+        own = (self.fields.get("per_layer_config") or {}).get(str(index))
+        if own is None:
+            return self
+        config = copy.copy(self)
+        config.__dict__.update(own)
+        return config
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """What is read of generation_config.json, or of a config that says it; None: it does not say."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    eos_token_id: int | list[int] | None = None
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> GenerationConfig:
+        return cls(**{name: fields.get(name) for name in cls.__slots__})
+
+
+def read_config(root: Path, origin: Origin) -> ModelConfig | None:
+    """The config that the store at `root` keeps; None where there is none that can be used."""
+    kept = read_kept(root / NAME, origin)
+    try:
+        return None if kept is None else ModelConfig(**kept)
+    except TypeError:
+        return None
+
+
+def write_config(root: Path, origin: Origin, config: ModelConfig) -> None:
+    """Replaces the config: a reader sees the old or the new one. Where it cannot be written nothing happens."""
+    document = {name: getattr(config, name) for name in ("fields", "rope_frequencies", "apart", "unread")}
+    write_kept(root / NAME, origin, document)
