@@ -12,12 +12,11 @@ from tiermoe.types import MoeLayer
 
 def channel_wise(weight: torch.Tensor, bits: int) -> torch.Tensor:
     """weight (out, in) rounded to multiples of scale = largest magnitude of the channel / largest code (1, 7, 127),
-    to the larger of two that are as near: the paper leaves that open, and weights of 8 significant bits often are."""
+    to the even one of two that are as near: the paper leaves that open, and weights of 8 significant bits often are."""
     if bits == 16:
         return weight
     scale = weight.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
-    codes = weight / scale
-    return codes.sign() * (codes.abs() + 0.5).floor() * scale
+    return (weight / scale).round() * scale
 
 
 def round_experts(plain: Any, layers: Sequence[MoeLayer], table: Mapping[tuple[int, int], int]) -> None:

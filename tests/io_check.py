@@ -37,7 +37,7 @@ def request(pieces: list[tuple[int, int, int, int]], file: int, right: bool = Tr
     """Of pieces (offset, bytes, place in the slot, how), with their checksum, or a wrong one."""
     parts = b"".join(CONTENT[offset : offset + nbytes] for offset, nbytes, *_ in pieces)
     digest = xxhash.xxh3_64_intdigest(parts) ^ (not right)
-    packed = [struct.pack("=qqqii", *piece[:3], file, piece[3]) for piece in pieces]
+    packed = [struct.pack("=qqqiiii", *piece[:3], file, piece[3], -1, 0) for piece in pieces]
     return struct.pack("=Qii", digest, len(parts) > 240, len(pieces)) + b"".join(packed)
 
 
@@ -108,8 +108,8 @@ def use(threads: Any, files: list[tuple[int, bool]], steps: int) -> None:
 
 def fail(threads: Any, file: int, folder: int) -> None:
     """Files that end early or cannot be read."""
-    late = struct.pack("=Qii", 0, 0, 1) + struct.pack("=qqqii", len(CONTENT) - 100, 400, 0, file, CACHED)
-    unreadable = struct.pack("=Qii", 0, 0, 1) + struct.pack("=qqqii", 0, 400, 0, folder, CACHED)
+    late = struct.pack("=Qii", 0, 0, 1) + struct.pack("=qqqiiii", len(CONTENT) - 100, 400, 0, file, CACHED, -1, 0)
+    unreadable = struct.pack("=Qii", 0, 0, 1) + struct.pack("=qqqiiii", 0, 400, 0, folder, CACHED, -1, 0)
     for number, wanted in enumerate((late, unreadable)):
         threads.submit(number, URGENT, address, wanted)
     assert {threads.wait()[:2], threads.wait()[:2]} == {(0, ENDS_EARLY), (1, SYSTEM)}

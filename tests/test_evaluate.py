@@ -139,11 +139,8 @@ class Letters:
 
     bos_token_id = 7
 
-    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> Any:
-        class Encoded:
-            input_ids = [7] * add_special_tokens + [1000 + index for index in range(len(text))]
-
-        return Encoded
+    def encode(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
+        return [7] * add_special_tokens + [1000 + index for index in range(len(text))]
 
 
 @given(st.integers(2, 9), st.integers(1, 9), st.integers(1, 5), st.integers(0, 200))

@@ -52,7 +52,7 @@ def test_16_bits_are_served_from_the_checkpoint(family: str, tiny_model: Any, tm
     ensure_packed(store, blueprint, 16, "hqq")
     precision = open_store(tmp_path).precisions["16"]
     assert precision.in_place
-    assert sorted(contents(tmp_path)) == ["outline.json", "store.json"]  # no copy
+    assert sorted(contents(tmp_path)) == ["model-config.json", "outline.json", "store.json"]  # no copy
     for index, layer in enumerate(precision.layers):
         for expert, extent in enumerate(layer.extents):
             values = blueprint.experts.read(index, expert)
@@ -96,7 +96,7 @@ def test_another_checkpoint_is_refused_and_its_journal_not_taken_over(tiny_model
         open_or_create(other, tmp_path)
     assert set(open_store(tmp_path).precisions) == {"4-hqq"}
     store = open_or_create(other, tmp_path, force=True)
-    assert sorted(contents(tmp_path)) == ["outline.json", "store.json"]
+    assert sorted(contents(tmp_path)) == ["model-config.json", "outline.json", "store.json"]
     ensure_packed(store, other, 4, "hqq")
     assert open_store(tmp_path).source.fingerprint == other.checkpoint.fingerprint()
     assert open_or_create(other, tmp_path, force=True).precisions.keys() == {"4-hqq"}  # usable: kept

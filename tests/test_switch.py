@@ -120,9 +120,9 @@ class _Noting:
         self.seen: list[tuple[str, int]] = []
         self._scheduler = current.scheduler
 
-    def begin_pass(self, tokens: int, forecasts: Any, phase: str, first: int = 0) -> None:
+    def begin_pass(self, tokens: int, forecasts: Any, phase: str, first: int = 0, resumed: bool = False) -> None:
         self.seen.append((phase, first))
-        self._scheduler.begin_pass(tokens, forecasts, phase, first)
+        self._scheduler.begin_pass(tokens, forecasts, phase, first, resumed)
 
     def new_sequence(self) -> None:
         self.seen.append(("new sequence", 0))

@@ -23,6 +23,7 @@ from tiermoe.errors import (
     StoreError,
     TiermoeError,
 )
+from tiermoe.version import VERSION
 
 if TYPE_CHECKING:
     from tiermoe.engine.generate import Report, generate
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from tiermoe.engine.memory_plan import MemoryPlan
     from tiermoe.engine.sampling import Sampling
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "BudgetError",

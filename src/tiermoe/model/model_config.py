@@ -1,6 +1,6 @@
 """Config of a model's text part as the blocks read it: the values that transformers' config has, its defaults
-included, and what transformers computes from them, without transformers. A store keeps it (`config.json` beside the
-outline), so that a later start imports no transformers."""
+included, and what transformers computes from them, without transformers. A store keeps it (`model-config.json` beside
+the outline), so that a later start imports no transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from tiermoe.formats.outline import Origin, read_kept, write_kept
 
-NAME = "config.json"
+NAME = "model-config.json"
 
 
 class ModelConfig:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiermoe import __version__
 from tiermoe.config import MIB
 from tiermoe.errors import ModelError, reason
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
@@ -23,6 +22,7 @@ from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.rotary import UNSUPPORTED, layer_kinds
 from tiermoe.platform import process_memory
 from tiermoe.platform.json_files import read_json
+from tiermoe.version import VERSION
 
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -124,7 +124,7 @@ def transformers_version() -> str:
 
 def origin_of(fingerprint: str) -> Origin:
     """The origin of what these versions of transformers and tiermoe make of files with a fingerprint."""
-    return Origin(fingerprint, f"transformers {transformers_version()}, tiermoe {__version__}")
+    return Origin(fingerprint, f"transformers {transformers_version()}, tiermoe {VERSION}")
 
 
 def read_configs(directory: Path, fields: dict[str, Any]) -> Configs:
