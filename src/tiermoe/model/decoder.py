@@ -212,11 +212,17 @@ class Decoder:
         """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
         (sequences, vocabulary) of each sequence's last token, or of every token (T, vocabulary)."""
         passing = self.begin(batch, cache)
-        self.advance(passing, len(self.layers))
+        if len(passing.parts) > 1:
+            self.advance(passing, len(self.layers))
+        else:
+            (x,), (step,) = passing.xs, passing.steps
+            for index, layer in enumerate(self.layers):
+                x = layer(x, index, step)
+            passing.xs = [x]
         return self.finish(passing, every)
 
     def begin(self, batch: Batch, cache: KVCache) -> Passing:
-        """Begins a step: `advance` to the last layer and `finish` follow, other sequences' steps between them."""
+        """Begins a step: the layers and `finish` follow. Steps of other sequences may run between two `advance`."""
         parts = batch.parts(FEW_TOKENS if batch.ragged and self.can_verify_draft else 0)
         ends = batch.ends
         for slab, end in ends.items():
@@ -225,11 +231,10 @@ class Decoder:
         return Passing(cache, ends, parts, steps, [self._embedded(part) for part in parts])
 
     def advance(self, passing: Passing, end: int) -> None:
-        """Runs the layers before layer `end` that have not run."""
-        xs, steps = passing.xs, passing.steps
+        """Runs the layers of a ragged batch before layer `end` that have not run."""
+        xs = passing.xs
         for index in range(passing.layer, end):
-            layer = self.layers[index]
-            xs = [layer(xs[0], index, steps[0])] if len(xs) == 1 else layer.forward_ragged(xs, index, steps)
+            xs = self.layers[index].forward_ragged(xs, index, passing.steps)
         passing.xs, passing.layer = xs, end
 
     def finish(self, passing: Passing, every: bool = False) -> Tensor:

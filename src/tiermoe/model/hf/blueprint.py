@@ -71,9 +71,7 @@ class Blueprint:
     @functools.cached_property
     def configs(self) -> Configs:
         """transformers' configs. Reading them imports transformers."""
-        if isinstance(self.checkpoint, GgufCheckpoint):
-            return gguf_configs(self.checkpoint)
-        return read_configs(self.directory, read_fields(self.directory))
+        return _configs_of(self.directory, self.checkpoint)
 
     @functools.cached_property
     def outline(self) -> Outline:
@@ -219,10 +217,7 @@ def inspect_model(
     root = chosen_store_root(directory, name, origin.fingerprint, store)
     config, known, configs = read_config(root, origin), read_outline(root, origin), None
     if config is None:
-        if isinstance(checkpoint, GgufCheckpoint):
-            configs = gguf_configs(checkpoint)
-        else:
-            configs = read_configs(directory, fields)
+        configs = _configs_of(directory, checkpoint)
         config = configs.plain()
     if isinstance(checkpoint, Checkpoint):
         settings = quantization_of(config)
@@ -239,6 +234,12 @@ def inspect_model(
         blueprint.configs = configs  # read once
     _check_outline(blueprint.outline, checkpoint, directory)
     return blueprint
+
+
+def _configs_of(directory: Path, checkpoint: Checkpoint | GgufCheckpoint) -> Configs:
+    if isinstance(checkpoint, GgufCheckpoint):
+        return gguf_configs(checkpoint)
+    return read_configs(directory, read_fields(directory))
 
 
 def _dtype_of(config: Any, checkpoint: Checkpoint | GgufCheckpoint) -> torch.dtype:
