@@ -267,8 +267,8 @@ BREAKAGES = (
     Breakage(
         "an expert leaves although another layer has a free slot",
         "SlotShares.givers",
-        "most_free.free and most_free.slots > self._minimum",
-        "False",
+        "[pool for pool in self._pools if pool.free and pool.slots > self._minimum]",
+        "[]",
         ("test_nobody_leaves_while_another_layer_has_a_free_slot",),
     ),
     Breakage(

@@ -212,8 +212,8 @@ class ExpertCache:
         return len(self._lent)
 
     def lend(self, count: int, least: int) -> list[int]:
-        """Takes up to `count` slots out of use until `take_back`, always of the largest pool, as long as it has more
-        than `least`: free ones, and those of whom the pool evicts."""
+        """Takes up to `count` slots out of use until `take_back`, each of the pool that is the largest then, as long as
+        that has more than `least` slots. A pool without a free slot evicts a key."""
         lent: list[int] = []
         while len(lent) < count:
             pool = max(self._pools, key=operator.attrgetter("slots"))
@@ -380,9 +380,8 @@ class SlotShares:
     def givers(self, taker: _Pool) -> list[_Pool]:
         """Who gives a slot to `taker`: the pool with most free slots beyond its minimum, before anybody leaves;
         where none is and `taker` is below its share, pools above theirs, the furthest above first."""
-        most_free = max(self._pools, key=lambda pool: min(len(pool.free), pool.slots - self._minimum))
-        if most_free.free and most_free.slots > self._minimum:
-            return [most_free]
+        if free := [pool for pool in self._pools if pool.free and pool.slots > self._minimum]:
+            return [max(free, key=lambda pool: min(len(pool.free), pool.slots - self._minimum))]
         if self._over(taker) >= 0:
             return []
         return sorted((other for other in self._pools if self._over(other) > 0), key=self._over, reverse=True)
