@@ -11,7 +11,6 @@ With `--trace` the token ids 0, 1, 2, … are routed as the tokens of a recorded
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -26,9 +25,8 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 
-from benchmarks.random_model import KINDS, TOKENIZER, Config, Drawing, Spec, config_of, specs
+from benchmarks.random_model import TOKENIZER, Config, Drawing, Spec, config_of, model_parser, specs
 from benchmarks.recorded_routing import AMPLITUDE, RECALL, Routing, routing_of
-from benchmarks.rounds import at_least_one
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.trace.file import read_trace
 
@@ -299,12 +297,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.random_gguf", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("out", type=Path, help="file to write, which must not be there yet")
-    parser.add_argument("--layers", type=at_least_one, help="default: as many as the model has")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = model_parser("random_gguf", __doc__, "file")
     parser.add_argument("--trace", type=Path, help="routers choose what this trace of as many experts recorded")
     parser.add_argument(
         "--recall",

@@ -308,14 +308,20 @@ def _write(kind: str, out: Path, config: Config, drawing: Drawing) -> int:
     return total
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.random_model", description=__doc__)
+def model_parser(module: str, description: str | None, out: str) -> argparse.ArgumentParser:
+    """The options of a model of random weights. out: what is written, a folder or a file."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("out", type=Path, help="folder to write, which must not be there yet")
+    parser.add_argument("out", type=Path, help=f"{out} to write, which must not be there yet")
     parser.add_argument("--layers", type=at_least_one, help="default: as many as the model has")
-    parser.add_argument("--gb", type=float, help="as many layers as this many GB have")
     parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main() -> None:
+    parser = model_parser("random_model", __doc__, "folder")
+    parser.add_argument("--gb", type=float, help="as many layers as this many GB have")
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"{args.out} is there already; name another folder")

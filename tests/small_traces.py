@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tiermoe.config import CacheSize
 from tiermoe.simulate import ReplaySettings, Result, replay
 from tiermoe.systems import compose
-from tiermoe.trace.file import Header, LayerTrace, Pass, Times, Trace
+from tiermoe.trace.file import Header, LayerTrace, Pass, Times, Trace, TraceWriter
 
 EVERYTHING = frozenset({"weights", "forecasts", "counts", "little", "neurons", "tokens"})
 
@@ -51,6 +52,14 @@ def trace_of(
 
 
 TIMES = Times(dense=0.5, expert={4: 0.4}, prefill_token=0.1, prefill_expert={4: 0.05})
+
+
+def write_trace(path: Path, trace: Trace) -> Path:
+    """`path`, to which the trace is written."""
+    with TraceWriter(path, trace.header) as writer:
+        for passed in trace.passes:
+            writer.add(passed)
+    return path
 
 
 def replayed(trace: Trace, preset: str = "lru", slots: int = 4, **options: Any) -> Result:

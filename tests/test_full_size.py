@@ -19,13 +19,13 @@ from benchmarks.full_size import check_routing, replayed, tokens_of
 from benchmarks.random_gguf import Pool, one_hot_blocks, routing_for, tensors, type_of, write
 from benchmarks.random_model import KINDS, Config, Spec, config_of, specs
 from benchmarks.recorded_routing import AMPLITUDE, GROUPS, Routing, routing_of
-from small_traces import decode, layer, prompt, trace_of
+from small_traces import decode, layer, prompt, trace_of, write_trace
 from tiermoe.bench.child import CaseFailed
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.formats.gguf_file import open_gguf
 from tiermoe.model.gguf.parameters import open_checkpoint
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.trace.file import Trace, TraceWriter
+from tiermoe.trace.file import Trace
 
 _SMALL = {"vocab_size": 4224, "hidden_size": 256, "intermediate_size": 256, "num_experts_per_tok": 3}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -60,11 +60,7 @@ def small(kind: str, layers: int = _LAYERS) -> Config:
 
 @pytest.fixture
 def trace_file(tmp_path: Path) -> Path:
-    trace = recorded()
-    with TraceWriter(tmp_path / "t.trace", trace.header) as writer:
-        for each in trace.passes:
-            writer.add(each)
-    return tmp_path / "t.trace"
+    return write_trace(tmp_path / "t.trace", recorded())
 
 
 @pytest.fixture

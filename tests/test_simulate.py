@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from small_traces import TIMES, decode, layer, replayed, trace_of
+from small_traces import TIMES, decode, layer, replayed, trace_of, write_trace
 from tiermoe.cli.simulate import simulate
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, ProfileError, TiermoeError, TraceError
@@ -25,7 +25,7 @@ from tiermoe.simulate.costs import expert_bytes, run_bits
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import VirtualClock, VirtualLink
 from tiermoe.systems import PRESETS, compose
-from tiermoe.trace.file import LayerTrace, Little, Pass, Times, Trace, TraceWriter, read_trace
+from tiermoe.trace.file import LayerTrace, Little, Pass, Times, Trace, read_trace
 from tiermoe.types import ExpertKey, Load
 
 # the link
@@ -490,11 +490,7 @@ def test_prefetch_changes_no_demand(prefetch: str, cache_: str) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    trace = full_trace()
-    with TraceWriter(tmp_path / "t", trace.header) as writer:
-        for passed in trace.passes:
-            writer.add(passed)
-    return tmp_path / "t"
+    return write_trace(tmp_path / "t", full_trace())
 
 
 @pytest.fixture
@@ -539,9 +535,8 @@ def test_all_presets_in_one_table(file: Path, profiles: Path, rows: Callable[...
 def test_what_cannot_be_replayed_is_listed_with_the_reason(
     tmp_path: Path, rows: Callable[..., list[dict[str, Any]]]
 ) -> None:
-    with TraceWriter(tmp_path / "bare", BARE.header) as writer:
-        writer.add(BARE.passes[0])
-    found = {row["preset"]: row for row in rows(tmp_path / "bare", presets="all", cache="100%", link="pcie4")}
+    bare = write_trace(tmp_path / "bare", BARE)
+    found = {row["preset"]: row for row in rows(bare, presets="all", cache="100%", link="pcie4")}
     assert list(found) == list(PRESETS)
     assert "forecasts" in found["hobbit"]["refused"]
     assert found["edgemoe"]["refused"].startswith("preset edgemoe has no table of bits per expert")

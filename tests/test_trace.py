@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from small_traces import decode, layer, trace_of
+from small_traces import decode, layer, trace_of, write_trace
 from tiermoe.errors import TraceError
 from tiermoe.simulate.costs import Costs, copied_bytes, slot_sizes
 from tiermoe.trace.file import Header, LayerTrace, Little, Pass, Times, Trace, TraceWriter, read_trace
@@ -38,13 +38,6 @@ def passes(layers: int) -> st.SearchStrategy[Pass]:
     return st.builds(Pass, st.sampled_from(["prefill", "decode"]), st.integers(0, 5), tokens, each, little)
 
 
-def write(path: Path, trace: Trace) -> Path:
-    with TraceWriter(path, trace.header) as writer:
-        for passed in trace.passes:
-            writer.add(passed)
-    return path
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(passes(2), max_size=3), st.none() | st.builds(Times, WEIGHT, st.just({4: 0.5}), WEIGHT, st.just({4: 0.25}))
@@ -55,12 +48,12 @@ def test_what_is_written_is_read(tmp_path: Path, recorded: list[Pass], times: Ti
         head_bytes=1, neuron_bytes=2, neurons=71, dense_bytes=3, encoder_layers=1, made_from={"text": "a", "tokens": 3},
         slot_bytes={4: [11, 13], 2: [11, 13]}, copied_bytes={4: [12, 14]}, neuron_slot_bytes={2: 9},
     )  # fmt: skip
-    assert read_trace(write(tmp_path / "t", Trace(header, recorded))) == Trace(header, recorded)
+    assert read_trace(write_trace(tmp_path / "t", Trace(header, recorded))) == Trace(header, recorded)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return write(tmp_path / "t.gz", trace_of([decode(layer([0, 1])), decode(layer([2, 3]))]))
+    return write_trace(tmp_path / "t.gz", trace_of([decode(layer([0, 1])), decode(layer([2, 3]))]))
 
 
 def lines_of(path: Path) -> list[str]:
