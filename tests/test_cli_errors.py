@@ -232,7 +232,20 @@ def test_a_prompt_longer_than_the_context(tiermoe_: Command, tiny: Path) -> None
 
 
 def test_a_conversation_longer_than_the_context(tiermoe_: Command, tiny: Path) -> None:
-    words = ("chat", tiny, "--memory", "4GiB", "--max-tokens", "3", "--context", "40", "--lanes", "1")
+    words = (
+        "chat",
+        tiny,
+        "--memory",
+        "4GiB",
+        "--max-tokens",
+        "3",
+        "--context",
+        "40",
+        "--lanes",
+        "1",
+        "--temperature",
+        "0",
+    )
     outcome = tiermoe_(*words, "--store", tiny.parent / "store", stdin="x" * 50 + "\nab\n")
     assert outcome.code == 0  # it goes on with the next line
     assert "the conversation has 50 tokens, there is room for 40 with the answer; /clear it, or start" in outcome.err

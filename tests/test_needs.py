@@ -225,7 +225,7 @@ folder = sys.argv[1]
 options = {"device": "cpu", "threads": 1, "chunk": 128, "context": 2048, "bits": 16, "store": folder + "/store"}
 plan = tiermoe.plan(folder, memory="4GiB", **options)
 memory = plan.total - plan.idle_activations - plan.experts // 2
-engine = tiermoe.load(folder, memory=memory, **options)[0].tiermoe
+engine = tiermoe.load(folder, memory=memory, warm=False, **options)[0].tiermoe  # nothing comes in the background
 class Watch(Observer):
     def on_route(self, routed, hidden):
         taken.append(resident_bytes())
@@ -254,5 +254,5 @@ def test_chunks_that_go_through_a_layer_together_take_the_memory_of_slots(tmp_pa
     found = answer_of(tmp_path, TOGETHER)
     assert found["chunks"] > 4
     assert found["lent"] > 8 << 20
-    assert found["freed"] > 0  # beside the hidden states that take the memory meanwhile, how much differs by run
+    assert found["freed"] > found["lent"] // 3  # hidden states of before the first layer's experts aside
     assert found["out_of_use"] == 0
