@@ -1,6 +1,6 @@
-"""Figures of a run: what became of the experts that tokens asked for (`ExpertCounts`), what a phase took
-(`PhaseMetrics`), and both phases (`Metrics`), of which an answer's report, `stats()`, an evaluation, a benchmark and a
-replay are views."""
+"""Metrics of a run: expert cache hits, misses and loads (`ExpertCounts`), time and bytes of a phase (`PhaseMetrics`),
+and the prefill and decode phases together (`Metrics`). Reports, `stats()`, evaluations, benchmarks and replays read
+their figures from `Metrics`."""
 
 from __future__ import annotations
 

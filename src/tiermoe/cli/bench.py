@@ -84,7 +84,7 @@ def bench(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="A UTF-8 text as input of every engine, or random: random token ids. Default: the held-out text.",
+            help="UTF-8 text file to feed every engine, or 'random' for random token ids. Default: the held-out text.",
             show_default=False,
         ),
     ] = None,

@@ -34,7 +34,7 @@ def calibrate(
     prompt: opt.SequencePrompt = 32,
     sequence: opt.SequenceLength = 256,
     tolerated_loss: Annotated[
-        str, typer.Option(help="Highest loss on held-out text for edgemoe's bitwidths and mobile's gamma.")
+        str, typer.Option(help="Maximum loss increase on held-out text, for edgemoe's bitwidths and mobile's gamma.")
     ] = "5%",
     fallback_ratio: Annotated[
         str | None,

@@ -62,8 +62,8 @@ class Forecaster:
         self._counted.clear()
 
     def ranked(self, target: int) -> Ranked:
-        """`rank` of layer `target` on the running layer's input. One product ranks the layers behind it too, which are
-        asked about next."""
+        """`rank` of layer `target` on the running layer's input. For stacked routers, one matrix product ranks the
+        following layers of the lookahead too."""
         known, hidden = self._ranked, self._hidden
         if hidden is None:
             return ()

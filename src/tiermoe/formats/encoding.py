@@ -89,7 +89,7 @@ class SameInSlot(ABC):
 
 
 class RowBlocks(SameInSlot):
-    """Base of encodings in blocks of `BLOCK_ROWS` rows, each of which can be decoded by itself."""
+    """Base class of encodings whose blocks of `BLOCK_ROWS` rows are decoded independently."""
 
     def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
         return BLOCK_ROWS

@@ -22,8 +22,8 @@ def render(
     special_tokens: Mapping[str, str],
     add_generation_prompt: bool = False,
 ) -> str:
-    """The text of a conversation. messages: with role and content. special_tokens: those that the template may name, by
-    their names ('eos_token'). Raises jinja2's errors, those by which the template refuses the messages among them."""
+    """The rendered conversation. messages: role and content of each. special_tokens: template variable ('eos_token') →
+    token. Raises jinja2's errors; a template rejects messages by `TemplateError`."""
     return _compiled(template).render(
         messages=list(map(dict, messages)),
         tools=None,
