@@ -1,11 +1,11 @@
 """Does the budget hold? `tiermoe run` in a memory cgroup equal to --memory, without swap: packing, and once packed.
 
-    python -m benchmarks.budgets MODEL --budgets 1200MiB,1400MiB,3GiB [--dense none,16,8,4] [--prompt-tokens 600]
+    python -m benchmarks.budgets MODEL --budgets 1200MiB,1400MiB,3GiB [--dense none,16,8,4] [--prompt-tokens 600,4000]
 
-For each budget and each precision of the dense layers (none: the option left out) a run begins without a store and a
-second one finds what the first packed. Prints one JSON object a run: how it ended (answered, refused by the plan with
-its message, killed), the process's peak against the budget, and its speed; then a table on standard error. `--later`
-takes a packed store and leaves the first runs out.
+MODEL is a directory or a GGUF file. For each budget, precision of the dense layers (none: the option left out) and
+length of the prompt a run begins without a store and a second one finds what the first left. Prints one JSON object a
+run: how it ended (answered, refused by the plan with its message, killed), the process's peak against the budget, and
+its speed; then a table on standard error. `--later` takes a packed store and leaves the first runs out.
 """
 
 import argparse
@@ -27,9 +27,15 @@ _REFUSAL = "are too little"  # what the plan's messages have in common
 
 def prompt_of(model: Path, tokens: int) -> str:
     """A text of so many tokens."""
-    from tiermoe.model.hf.hub import load_tokenizer
+    if model.is_file():
+        from tiermoe.formats.gguf_file import open_gguf
+        from tiermoe.model.gguf.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(model)
+        tokenizer = load_tokenizer(open_gguf(model))
+    else:
+        from tiermoe.model.hf.hub import load_tokenizer as load_directory
+
+        tokenizer = load_directory(model)
     ids = tokenizer(_TEXT * (1 + tokens // 8))["input_ids"][:tokens]
     text: str = tokenizer.decode(ids, skip_special_tokens=True)
     return text
@@ -49,7 +55,8 @@ def measure(words: Sequence[str], limit: int) -> dict[str, Any]:
     said = done.stderr.strip().splitlines()
     if done.returncode == 0:
         found = last_object(done.stdout)
-        names = ("peak_memory_bytes", "memory_budget_bytes", "prompt_tokens", "decode_tok_s", "load_s", "hit_rate")
+        names = ("peak_memory_bytes", "memory_budget_bytes", "prompt_tokens", "ttft_s", "decode_tok_s", "load_s",
+                 "hit_rate")  # fmt: skip
         return {"ended": "answered", "oom_kills": kills, **{name: found.get(name) for name in names}}
     if kills or done.returncode < 0:
         return {"ended": "killed", "oom_kills": kills, "exit": done.returncode}
@@ -57,9 +64,9 @@ def measure(words: Sequence[str], limit: int) -> dict[str, Any]:
     return {"ended": "refused" if _REFUSAL in done.stderr else "failed", "oom_kills": 0, "message": message}
 
 
-def runs_of(args: argparse.Namespace, budget: str, dense: str, prompt: str) -> list[dict[str, Any]]:
+def runs_of(args: argparse.Namespace, budget: str, dense: str, tokens: int) -> list[dict[str, Any]]:
     """The first run, in an empty store, and the second; or one in the store that is given."""
-    limit = parse_size(budget)
+    limit, prompt = parse_size(budget), prompt_of(args.model, tokens)
     with tempfile.TemporaryDirectory(prefix="budgets-", dir=args.scratch) as folder:
         if args.later:
             chosen = {"later": args.later}
@@ -70,7 +77,7 @@ def runs_of(args: argparse.Namespace, budget: str, dense: str, prompt: str) -> l
             if found and found[0]["ended"] != "answered":
                 break
             result = measure(command(args, budget, dense, store, prompt), limit)
-            found.append({"budget": budget, "dense": dense, "run": run, **result})
+            found.append({"budget": budget, "dense": dense, "prompt": tokens, "run": run, **result})
             print(json.dumps(found[-1]), flush=True)
     return found
 
@@ -80,7 +87,8 @@ def row_of(found: dict[str, Any]) -> list[str]:
     peak = found.get("peak_memory_bytes")
     shown = f"{peak / 2**20:.0f} MiB" if peak else ""
     within = "" if not peak else "yes" if peak <= found["memory_budget_bytes"] else "no"
-    return [found["budget"], found["dense"], found["run"], found["ended"], shown, within, found.get("message", "")]
+    said = found.get("message", "")
+    return [found["budget"], found["dense"], str(found["prompt"]), found["run"], found["ended"], shown, within, said]
 
 
 def main() -> None:
@@ -89,21 +97,22 @@ def main() -> None:
     top.add_argument("model", type=Path)
     top.add_argument("--budgets", default="450MiB,700MiB,1200MiB,2000MiB")
     top.add_argument("--dense", default="none,16,8,4", help="precisions of the dense layers; none: no option")
-    top.add_argument("--prompt-tokens", type=int, default=600)
+    top.add_argument("--prompt-tokens", default="600", help="lengths of the prompt")
     top.add_argument("--tokens", type=int, default=16)
     top.add_argument("--threads", type=int, default=2)
     top.add_argument("--scratch", type=Path, help="where stores are packed and removed again")
     top.add_argument("--later", type=Path, metavar="STORE", help="a packed store; no first runs")
     args = top.parse_args()
-    prompt = prompt_of(args.model, args.prompt_tokens)
     found = [
         run
         for budget in args.budgets.split(",")
         for dense in args.dense.split(",")
-        for run in runs_of(args, budget, dense, prompt)
+        for tokens in args.prompt_tokens.split(",")
+        for run in runs_of(args, budget, dense, int(tokens))
     ]
-    print_table(("budget", "dense", "run", "ended", "peak", "within", "message"), [row_of(each) for each in found])
-    sys.exit(any(each["ended"] in ("killed", "failed") or "no" in row_of(each)[5:6] for each in found))
+    head = ("budget", "dense", "prompt", "run", "ended", "peak", "within", "message")
+    print_table(head, [row_of(each) for each in found])
+    sys.exit(any(each["ended"] in ("killed", "failed") or "no" in row_of(each)[6:7] for each in found))
 
 
 if __name__ == "__main__":
