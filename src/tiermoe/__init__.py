@@ -23,6 +23,7 @@ from tiermoe.errors import (
     StoreError,
     TiermoeError,
 )
+from tiermoe.platform.threads import limit_spinning
 from tiermoe.version import VERSION
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tiermoe.engine.memory_plan import MemoryPlan
     from tiermoe.engine.sampling import Sampling
 
+limit_spinning()
 __version__ = VERSION
 
 __all__ = [

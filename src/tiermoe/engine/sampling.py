@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.platform.threads import torch_threads
 
 _CANDIDATES = 256  # the nucleus is nearly always a part of them: sorting a whole vocabulary takes milliseconds
 _MORE = 16  # times as many candidates are looked at where they are too few
@@ -118,9 +119,7 @@ class Sampler:
         """The next token, from logits (vocabulary). Greedy: the likeliest, of equal ones the first.
 
         before: tokens of prompt and answer so far; the last `answered` of them are the answer's."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # threads that torch wakes keep cores busy for milliseconds, which the next step needs
-        try:
+        with torch_threads(1):
             if self._penalty != 1 and before:
                 logits = self._with_repetition_penalty(logits, before)
             if self._biased:
@@ -128,8 +127,6 @@ class Sampler:
             if self._greedy:
                 return int(logits.float().cpu().numpy().argmax())  # several times as fast as torch's
             return self._draw(logits)
-        finally:
-            torch.set_num_threads(threads)
 
     def _with_repetition_penalty(self, logits: Tensor, before: Sequence[int]) -> Tensor:
         logits = logits.float().clone()  # log probabilities are reported from the model's own logits
@@ -224,12 +221,8 @@ def own_words(error: str) -> str:
 def log_probabilities(logits: Tensor, token: int, most: int) -> tuple[float, list[tuple[int, float]]]:
     """Log probability of `token`, and (token, log probability) of the `most` likeliest tokens, falling; at least
     `IMPOSSIBLE`. logits (vocabulary): the model's own. In 64 bits, since those of long texts are added up."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in `Sampler.choose`
-    try:
+    with torch_threads(1):
         logs = torch.log_softmax(logits.double(), dim=-1)
         values, tokens = logs.topk(most)
         values, chosen = values.clamp(min=IMPOSSIBLE), logs[token].clamp(min=IMPOSSIBLE)
-    finally:
-        torch.set_num_threads(threads)
     return float(chosen), list(zip(tokens.tolist(), values.tolist(), strict=True))

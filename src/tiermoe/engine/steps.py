@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.errors import ModelError
+from tiermoe.platform.threads import torch_threads
 from tiermoe.types import FEW_TOKENS
 
 
@@ -97,7 +98,8 @@ def gathered(passes: Sequence[Batch], logits: Sequence[Tensor], batch: Batch, ev
 
 def is_finite(logits: Tensor) -> bool:
     """Whether the largest is finite: NaN is larger than any to torch, and a model may rule tokens out by -inf."""
-    return math.isfinite(logits.max())
+    with torch_threads(1):
+        return math.isfinite(logits.max())
 
 
 def not_finite(where: str = "") -> ModelError:

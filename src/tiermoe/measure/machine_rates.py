@@ -23,6 +23,7 @@ from tiermoe.kernels.linear import linear_for, multiplies_bfloat16
 from tiermoe.offload.probe import probe_drive
 from tiermoe.platform import bandwidth
 from tiermoe.platform.json_files import read_json, replace_unlocked
+from tiermoe.platform.threads import torch_threads
 from tiermoe.simulate.machines import Rates
 from tiermoe.types import Extent, Segment
 
@@ -122,14 +123,10 @@ def _checked(entry: dict[str, str | float]) -> _Measured:
 
 def _measure(folder: Path, threads: int) -> tuple[_Measured, float]:
     """Measured rates, and the share of the threads' time in which they had a processor."""
-    before = torch.get_num_threads()
     drive = _drive_rate(folder, "*/*")
-    try:
+    with torch_threads(threads):
         memory = float(bandwidth.measure(threads)["bandwidth"])
-        torch.set_num_threads(threads)
         arithmetic, share = product_rate()
-    finally:
-        torch.set_num_threads(before)
     return _Measured(memory, drive, arithmetic, date.today()), share
 
 
