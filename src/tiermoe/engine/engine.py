@@ -176,7 +176,7 @@ class Engine:
         self._decoded.add(decode, decode.tokens)
         curve = self.scheduler.size_curve(self.plan.slots, self._decoded)
         if curve is not None and self.service.history is not None:
-            self.service.history.note(curve)
+            self.service.history.record(curve)
         return other_budgets(self.plan, curve)
 
     def complete(self, run: Figures) -> Figures:
