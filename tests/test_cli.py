@@ -51,8 +51,8 @@ KEYS = {
     "dense_bits": int,
     "bound_tok_s": float,
     "prefetching": str,
-    "displaced_choices": float,
-    "moved_weight": float,
+    "displaced_share": float,
+    "moved_weight_share": float,
     "other_budgets": list,
 }
 

@@ -20,7 +20,7 @@ def test_figures_have_their_phases() -> None:
     assert (run.prefill_tok_s, run.decode_tok_s, run.bound_tok_s) == (2, 2, 2.5)  # 4 s of computing, 3 s of reading
     assert (run.bytes_read, run.prefill_bytes_per_token, run.bytes_per_token) == (1300, 125, 30)
     assert (run.wait_s, run.decode_wait_s) == (4.0, 1.0)
-    assert (run.displaced_choices, run.moved_weight) == (0.5, 0.2)
+    assert (run.displaced_share, run.moved_weight_share) == (0.5, 0.2)
     decode.bytes_read = 0
     assert run.bound_tok_s == 0  # no drive bounds it
 

@@ -45,6 +45,7 @@ class Decoded:
         names = ("expert_hits", "expert_misses", "expert_evictions", "bytes_read", "prefetched_hits")
         stats = self.engine.stats()
         scheduler = self.engine.scheduler
+        scheduler.record_hits()
         return {name: stats[name] for name in names} | {
             "uses": scheduler.uses.counts, "distances": scheduler.reuse.distances, "first": scheduler.reuse.first,
         }  # fmt: skip

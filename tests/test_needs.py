@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+import tiermoe
 from tiermoe import native
 from tiermoe.config import settings
 from tiermoe.engine.budget import plan_memory
@@ -32,7 +33,7 @@ from tiermoe.model.linear_attention import LinearSizes
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.native import _native
 from tiermoe.types import FEW_TOKENS, USUAL, Phase, Use, Workload
-from tiny import _COMMON, CONFIGS, auto_class, write
+from tiny import _COMMON, CONFIGS, auto_class, oracle, write
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -180,10 +181,23 @@ print(json.dumps({"peak": peak_resident_bytes(), "budget": engine.plan.budget, "
 """
 
 
-def answer_of(folder: Path, run: str = RUN) -> dict[str, int]:
+PLANNED = r"""
+import json, sys
+import torch, tiermoe
+folder, ids = sys.argv[1], torch.tensor([[5, 9, 31]])
+options = {"device": "cpu", "threads": 1, "bits": 16, "store": folder + "/store"}
+plan = tiermoe.plan(folder, memory="4GiB", **options)
+with tiermoe.load(folder, memory=plan.total, **options) as (model, tokenizer):
+    tokens = model.generate(ids, max_new_tokens=8, do_sample=False)[0].tolist()
+    loaded = model.tiermoe.plan
+print(json.dumps({"tokens": tokens, "slots": [plan.slots, loaded.slots]}))
+"""
+
+
+def answer_of(folder: Path, run: str = RUN) -> dict[str, Any]:
     done = subprocess.run([sys.executable, "-c", run, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -256,3 +270,15 @@ def test_chunks_that_go_through_a_layer_together_take_the_memory_of_slots(tmp_pa
     assert found["lent"] > 8 << 20
     assert found["freed"] > found["lent"] // 3  # hidden states of before the first layer's experts aside
     assert found["out_of_use"] == 0
+
+
+@linux
+def test_a_packed_model_loads_in_the_memory_that_its_plan_takes(tmp_path: Path) -> None:
+    """transformers' modelling code, 110 MiB, is imported by `tiermoe.load` alone: a plan has counted it."""
+    write(tmp_path, "qwen3_moe", torch.float32)
+    options: dict[str, Any] = {"device": "cpu", "memory": "4GiB", "bits": 16, "store": tmp_path / "store"}
+    tiermoe.load(tmp_path, **options).model.tiermoe.close()  # packs it
+    found = answer_of(tmp_path, PLANNED)
+    plain = oracle(tmp_path, "qwen3_moe", torch.float32)
+    assert found["tokens"] == plain.generate(torch.tensor([[5, 9, 31]]), max_new_tokens=8, do_sample=False)[0].tolist()
+    assert found["slots"] == [24, 24]

@@ -155,7 +155,7 @@ def test_who_is_put_back_reads_again_what_it_had_from_disk(
         pieces += batch.step()
     told = [[each for piece in pieces if piece.number == number for each in piece.logprobs] for number in numbers]
     assert [[(each.token, each.logprob) for each in its] for its in told] == expected
-    assert (batch.counts.put_back, batch.counts.cached_tokens) == (1, 139)
+    assert (batch.counts.preemptions, batch.counts.cached_tokens) == (1, 139)
     assert ended(batch).counts.hits == 2
 
 

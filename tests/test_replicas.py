@@ -98,12 +98,12 @@ def test_one_of_two_is_killed_and_requests_go_on(server: tuple[subprocess.Popen[
         conversation(client, 9)
 
 
-def test_each_has_its_share(shipped: Path) -> None:
-    share = one_share(str(shipped), {"memory": "3GiB", "bits": 4}, 3)
+def test_each_has_its_share() -> None:
+    share = one_share({"memory": "3GiB", "bits": 4}, 3)
     assert (share["memory"], share["bits"]) == (1 << 30, 4)
     assert share["threads"] >= 1
-    assert one_share(str(shipped), {"memory": "1GiB", "threads": 5}, 2)["threads"] == 5
-    free = one_share(str(shipped), {}, 2)["memory"]
+    assert one_share({"memory": "1GiB", "threads": 5}, 2)["threads"] == 5
+    free = one_share({}, 2)["memory"]
     assert 0 < free < psutil.virtual_memory().total // 2
 
 

@@ -186,7 +186,7 @@ def test_who_is_put_back_goes_on_with_the_tokens_that_it_has_alone(
         assert batch.kv_taken <= engine.longest
     found = answers(batch, pieces)
     assert [found[number] for number in numbers] == expected
-    assert batch.counts.put_back > 0
+    assert batch.counts.preemptions > 0
     assert ends[0] == numbers[0]  # who came first keeps its memory
     assert batch.counts.prompt_tokens == sum(len(each.ids) for each in asked)
     assert batch.counts.generated_tokens == sum(map(len, expected))
@@ -214,7 +214,7 @@ def test_states_and_windows_of_who_is_put_back_are_made_again(
     numbers = [batch.add(each) for each in asked]
     found = answers(batch, [])
     assert [found[number] for number in numbers] == expected
-    assert batch.counts.put_back > 0
+    assert batch.counts.preemptions > 0
     model.tiermoe.close()
 
 
@@ -224,12 +224,12 @@ def test_a_client_that_leaves_while_its_request_is_put_back_is_forgotten(
     monkeypatch.setattr(requests, "AHEAD", 16)
     batch = batcher(Sharing(loaded))
     first, second = (batch.add(request(ids(9, seed), 200)) for seed in (1, 2))
-    while not batch.counts.put_back:
+    while not batch.counts.preemptions:
         batch.step()
     assert (batch.running, batch.waiting) == (1, 1)
     batch.cancel(second)
     assert set(answers(batch, [])) == {first}
-    assert (batch.counts.aborted, batch.counts.put_back) == (1, 1)
+    assert (batch.counts.aborted, batch.counts.preemptions) == (1, 1)
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, [1]), (8, [7, 1]), (9, [8, 1]), (18, [8, 8, 1, 1])])

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tiermoe.engine.engine import Engine
 from tiermoe.engine.request import Piece, TokenLogprob
 from tiermoe.engine.sampling import Grammar
 from tiermoe.model.hf.hub import load_tokenizer
+from tiermoe.offload.scheduler import Scheduler
 from tiermoe.serve.app import create_app
 from tiermoe.serve.served import Served
 
@@ -644,6 +646,23 @@ def test_models_tokens_and_metrics(http: httpx.Client, client: openai.OpenAI) ->
     assert {bits for layer in layers for bits in layer["bits"]} == {16}  # all are in memory
     assert all(len(layer["uses"]) == len(layer["arriving"]) == 8 for layer in layers)
     assert "/v1/completions" in http.get("/openapi.json").json()["paths"]
+
+
+def test_policies_learn_in_the_thread_of_the_steps_alone(
+    http: httpx.Client, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+    record = Scheduler.record_hits
+
+    def recorded(self: Scheduler) -> None:
+        threads.add(threading.current_thread().name)
+        record(self)
+
+    monkeypatch.setattr(Scheduler, "record_hits", recorded)
+    greedy(client)
+    for path in ("/stats", "/experts", "/metrics"):
+        assert http.get(path).status_code == 200
+    assert threads == {"tiermoe-batch"}
 
 
 def test_the_dashboard_asks_for_what_is_there(http: httpx.Client, client: openai.OpenAI) -> None:

@@ -111,7 +111,7 @@ class PhaseMetrics:
         counts = self.counts
         return counts.displaced / max(counts.hits + counts.misses + counts.skipped, 1)
 
-    def moved_share(self, layers: int) -> float:
+    def moved_weight_share(self, layers: int) -> float:
         """Share of the tokens' gate weight in `layers` MoE layers that moved to stand-ins; 0 where nothing ran."""
         return self.counts.moved_weight / max(self.tokens * layers, 1)
 
@@ -158,12 +158,12 @@ class Metrics:
     bytes_per_token = property(attrgetter("decode.bytes_per_token"))
     wait_s = property(attrgetter("total.wait_s"))  # seconds in which computing waited for experts
     decode_wait_s = property(attrgetter("decode.wait_s"))
-    displaced_choices = property(attrgetter("decode.displaced_share"))
+    displaced_share = property(attrgetter("decode.displaced_share"))
 
     @property
-    def moved_weight(self) -> float:
+    def moved_weight_share(self) -> float:
         """Share of the decoded tokens' gate weight that moved to stand-ins (routing=cached)."""
-        return self.decode.moved_share(self.layers)
+        return self.decode.moved_weight_share(self.layers)
 
     @property
     def bound_tok_s(self) -> float:

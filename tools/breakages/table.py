@@ -1079,7 +1079,7 @@ BREAKAGES = (
     Breakage(
         "requests in flight hold more than is planned",
         "Intake.add",
-        "self.held + nbytes",
+        "self.nbytes + nbytes",
         "nbytes",
         ("tests/test_bounds.py",),
     ),

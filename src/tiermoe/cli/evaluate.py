@@ -122,7 +122,7 @@ def _speed(result: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if result["fallback_ratio"]:
         rows.append(("fallback", f"{result['fallback_ratio']:.1%}"))
-    if result["displaced_choices"]:
-        moved = f"{result['moved_weight']:.2%} of the gate weight"
-        rows.append(("stood in for others", f"{result['displaced_choices']:.1%} of the experts, {moved}"))
+    if result["displaced_share"]:
+        moved = f"{result['moved_weight_share']:.2%} of the gate weight"
+        rows.append(("stood in for others", f"{result['displaced_share']:.1%} of the experts, {moved}"))
     return rows

@@ -197,9 +197,9 @@ def summary(report: Report) -> str:
         + (f" ({format_size(report.bytes_read_also)} from --also)" if report.bytes_read_also else ""),
         f"peak memory {format_size(report.peak_memory_bytes)} of {format_size(report.memory_budget_bytes)}",
     ]
-    if report.displaced_choices:
+    if report.displaced_share:
         parts.append(
-            f"{report.displaced_choices:.0%} of the experts stood in for others ({report.moved_weight:.1%} of the "
+            f"{report.displaced_share:.0%} of the experts stood in for others ({report.moved_weight_share:.1%} of the "
             f"gate weight)"
         )
     if report.also_warning:

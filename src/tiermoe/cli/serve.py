@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import note
+from tiermoe.cli.output import note, starting
 from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session
 from tiermoe.config import format_size, parse_size, settings
 from tiermoe.errors import ConfigError
@@ -201,7 +201,7 @@ def _prepare_replicas(
     `kv_memory`. The model is loaded once here: that packs it where it is not packed, and refuses a share that is too
     small before a replica starts."""
     opt.need_ray("--replicas")
-    share = one_share(model, options, replicas)
+    share = one_share(options, replicas)
     if Path(model).exists():
         model = str(Path(model).resolve())  # a replica may run in another folder
     if "store" in share:
@@ -212,16 +212,13 @@ def _prepare_replicas(
     return model, {**share, "batch": engine.settings.batch}, engine.plan.kv_memory
 
 
-def one_share(model: str, options: dict[str, Any], replicas: int) -> dict[str, Any]:
+def one_share(options: dict[str, Any], replicas: int) -> dict[str, Any]:
     """The options of one of `replicas` processes: its share of the memory, and of the processors where --threads is not
     named."""
-    named = options.get("memory")
-    if named is None:
-        import tiermoe
+    with starting():
+        from tiermoe.engine.budget import memory_budget
 
-        memory = tiermoe.plan(model, **options).budget
-    else:
-        memory = parse_size(named, "memory")
+        memory, _ = memory_budget(settings(**options))
     threads = options.get("threads") or max(1, processors() // replicas)
     return {**options, "memory": memory // replicas, "threads": threads}
 

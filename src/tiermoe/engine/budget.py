@@ -53,7 +53,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None, u
     _check_kv_bits(blueprint, settings, device)
     _check_kv_memory(blueprint, settings, use, device)
     gpu = gpu_budget(settings, device)  # first: it starts CUDA, which the interpreter's size includes
-    budget, source = _budget(settings)
+    budget, source = memory_budget(settings)
     model = PlanInputs(
         blueprint, resolved, formats_of(blueprint, resolved, machine_layout(device)), context_of(blueprint, settings),
         device, resident_bytes(), store, use,
@@ -190,7 +190,8 @@ def _divided(base: MemoryPlan, wanted: int, model: PlanInputs, sizes: Mapping[in
     return replace(plan, prompt_chunks=chunks, chunk_bytes=chunk_bytes)
 
 
-def _budget(settings: Settings) -> tuple[int, str]:
+def memory_budget(settings: Settings) -> tuple[int, str]:
+    """(bytes, source for people) of the main memory that the settings name, else most of what this machine has free."""
     if settings.memory is not None:
         return settings.memory, "--memory"
     free, source = available_memory()

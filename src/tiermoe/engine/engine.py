@@ -172,10 +172,11 @@ class Engine:
     def other_budgets(self, decode: PhaseMetrics) -> list[OtherBudget]:
         """What other memory budgets would bring, by all decoding that this was told of (`decode`: the latest), and the
         record that later plans read; empty where it says nothing."""
+        self.scheduler.record_hits()
         self._decoded.add(decode, decode.tokens)
         curve = self.scheduler.size_curve(self.plan.slots, self._decoded)
         if curve is not None and self.service.history is not None:
-            self.service.history.note(curve)
+            self.service.history.record(curve)
         return other_budgets(self.plan, curve)
 
     def complete(self, run: Figures) -> Figures:

@@ -47,7 +47,7 @@ class Report(Metrics):
             self, "text", "token_ids", "prompt_tokens", "completion_tokens", "load_s", "ttft_s", "prefill_tok_s",
             "decode_tok_s", "hit_rate", "expert_hits", "expert_misses", "bytes_read", "bytes_read_also", "also_warning",
             "wait_s", "peak_memory_bytes", "memory_budget_bytes", "preset", "bits", "dense_bits", "bound_tok_s",
-            "prefetching", "displaced_choices", "moved_weight",
+            "prefetching", "displaced_share", "moved_weight_share",
         )  # fmt: skip
         return {**figures, "other_budgets": [asdict(each) for each in self.other_budgets]}
 

@@ -34,7 +34,7 @@ class History:
         """A trial of prefetching that begins with what earlier runs have found; promises: as there."""
         return PrefetchTrial(self._record.prefetching.get(self._circumstances), promises)
 
-    def note(self, curve: SizeCurve) -> None:
+    def record(self, curve: SizeCurve) -> None:
         """What this run says of other sizes of the cache, by now."""
         self._curve = curve
 

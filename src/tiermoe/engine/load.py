@@ -212,11 +212,19 @@ def _check_also(resolved: Resolved) -> None:
 
 
 def plan(model: str | os.PathLike[str], **options: Any) -> MemoryPlan:
-    """What would go where for `tiermoe run` and `chat` with these options of `tiermoe.load`, without downloading,
-    loading or packing anything."""
+    """What `load` would put where with these options, without downloading, loading or packing anything.
+
+    The interpreter is measured with what `load` holds when it plans: transformers' model class, and the tokenizer of a
+    model that is downloaded. So `load(model, memory=plan(model, …).total, …)` gives the experts the same memory but for
+    the 1 to 2 MiB that the process grows by in between. `run` and `chat` of a packed model hold less (`plan_for`)."""
     settings = make_settings(**options)
-    blueprint, _ = inspect_without_download(model, settings.store)
-    return plan_for(blueprint, settings)
+    blueprint, download = inspect_without_download(model, settings.store)
+    tokenizer = load_tokenizer(blueprint.directory) if download is None else None
+    resolved, found = resolve_for(blueprint, settings), found_store(blueprint, settings.store)
+    _measured(blueprint, resolved, found, lean=False)
+    planned = plan_memory(blueprint, resolved, found)
+    del tokenizer  # held until here: it was measured
+    return planned
 
 
 def plan_for(blueprint: Blueprint, settings: Settings, use: Use = USUAL) -> MemoryPlan:

@@ -67,7 +67,7 @@ class Counts:
     failed: int = 0
     aborted: int = 0  # requests whose clients left
     refused: int = 0  # requests that came to a full queue, or to a server that was about to end
-    put_back: int = 0  # preemptions; this is the name in /stats
+    preemptions: int = 0
 
 
 @dataclass(slots=True)
@@ -248,7 +248,7 @@ class RequestLoop:
         self._prefixes.close(row.slab)
         row.preempt()
         self._waiting.appendleft(row)
-        self.counts.put_back += 1
+        self.counts.preemptions += 1
 
     def _admit(self, pieces: list[Piece]) -> None:
         """Gives slabs to waiting requests, as far as there are rows and memory."""

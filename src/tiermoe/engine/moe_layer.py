@@ -78,7 +78,7 @@ class MoELayer:
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden (T, H), index (T, K) of the chosen experts (a value of `experts` or more: none), weights (T, K)
         → (T, H)."""
-        (total,) = self.apart([(hidden, index, weights)])
+        (total,) = self.forward_ragged([(hidden, index, weights)])
         return total
 
     def route(self, router: Router, *parts: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -111,7 +111,7 @@ class MoELayer:
         return out
 
     @torch.no_grad()
-    def apart(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+    def forward_ragged(self, parts: Sequence[Part]) -> list[torch.Tensor]:
         """What a call with each part gives, bit for bit: each expert is read once and computes the tokens of each part
         by themselves."""
         context, observer = self._context, self._context.observer

@@ -126,10 +126,10 @@ def _squares(encoding: Encoding, stored: Mapping[str, Tensor], weight: Tensor, d
     step = max(1, _COMPARED // columns)
     for first in range(0, rows, step):
         part = weight[first : first + step].float()
-        apart = torch.sub(part, decoded[first : first + step])
+        deviation = torch.sub(part, decoded[first : first + step])
         # in float64, so that the order does not show in the digits that a store keeps
         size += float(part.square().sum(dtype=torch.float64))
-        error += float(apart.square_().sum(dtype=torch.float64))
+        error += float(deviation.square_().sum(dtype=torch.float64))
     return error, size
 
 

@@ -151,8 +151,8 @@ def solving_bytes(rows: int, columns: int) -> int:
 
 def change(weight: Tensor, values: Tensor, moments: Tensor) -> float:
     """tr(D H D'), D = values - weight, all float32: the change of the outputs on inputs of these second moments."""
-    apart = values - weight
-    return float(((apart @ moments) * apart).sum(dtype=torch.float64))
+    deviation = values - weight
+    return float(((deviation @ moments) * deviation).sum(dtype=torch.float64))
 
 
 def _by_moment(group: int, moments: Tensor) -> Tensor:
@@ -215,9 +215,9 @@ class _Codes:
 
     def choose_again(self, moments: Tensor, wanted: Tensor) -> None:
         """Each column's levels of least change, one after the other, with all others as they are."""
-        apart = self.values().sub_(wanted)
-        slope = apart @ moments
-        best = wanted + apart
+        deviation = self.values().sub_(wanted)
+        slope = deviation @ moments
+        best = wanted + deviation
         kind = self._kind
         for group in range(self.scale.shape[1]):
             place = self.place(group)
@@ -306,8 +306,8 @@ def _searched(block: Tensor, weights: Tensor, kind: Levels) -> Place:
     def judge(scale: Tensor, zero: Tensor) -> None:
         nonlocal least, best
         place = Place(scale.to(kind.dtype).float(), zero.to(kind.dtype).float())
-        apart = place.values(kind.nearest(place.units(columns))).sub_(columns)
-        error = apart.square_().mul_(weights).sum(0)
+        deviation = place.values(kind.nearest(place.units(columns))).sub_(columns)
+        error = deviation.square_().mul_(weights).sum(0)
         better = error < least
         least = torch.where(better, error, least)
         best = Place(*(torch.where(better, new, old) for new, old in zip(place, best, strict=True)))

@@ -89,7 +89,7 @@ class DeltaKernel:
         wide = all(each.dtype == torch.float32 and each.shape == (sizes.heads,) for each in (rates, biases))
         if not wide or not plain(taps) or not plain(norm) or taps.shape != (sizes.kept + 1, sizes.channels):
             raise ValueError("taps and norm must be contiguous bfloat16, rates and biases float32")
-        self._sizes, self._held = sizes, (taps, rates, biases, norm)
+        self._sizes, self._tensors = sizes, (taps, rates, biases, norm)
         self._packed = _native.pack(
             structs.Delta(
                 taps=taps.data_ptr(), rates=rates.data_ptr(), biases=biases.data_ptr(), norm=norm.data_ptr(),

@@ -101,7 +101,7 @@ def _speed(engine: Engine, metrics: Metrics) -> dict[str, Any]:
     figures = named(
         engine.complete(metrics), "hit_rate", "prefill_hit_rate", "decode_hit_rate", "prefill_tok_s", "decode_tok_s",
         "bound_tok_s", "bytes_read", "prefill_bytes_per_token", "bytes_per_token", "wait_s", "decode_wait_s",
-        "fallback_ratio", "displaced_choices", "moved_weight", "peak_memory_bytes",
+        "fallback_ratio", "displaced_share", "moved_weight_share", "peak_memory_bytes",
     )  # fmt: skip
     return {
         "preset": engine.composition.name,

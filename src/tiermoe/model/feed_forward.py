@@ -72,7 +72,7 @@ class Experts(Protocol):
         """hidden (T, H), index (T, K) of the chosen experts, weights (T, K) → (T, H)."""
         ...
 
-    def apart(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+    def forward_ragged(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
         """A ragged batch: computes each part separately, with the bits of a call of the part, and reads each expert
         once."""
         ...
@@ -96,7 +96,7 @@ class NoExperts:
     def __call__(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         raise RuntimeError("this decoder's experts are not attached")
 
-    def apart(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+    def forward_ragged(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
         return [self(*part) for part in parts]
 
     def block(self, router: Router, hidden: Tensor, residual: Tensor | None) -> Tensor | None:
@@ -187,7 +187,9 @@ class MoeBlock:
         """`add` of each (x, residual), bit for bit; each expert is read once for all of them."""
         xs = [x for x, _ in parts]
         chosen = self.experts.route(self.router, *xs)
-        routed = self.experts.apart([(x, index, weights) for x, (weights, index) in zip(xs, chosen, strict=True)])
+        routed = self.experts.forward_ragged(
+            [(x, index, weights) for x, (weights, index) in zip(xs, chosen, strict=True)]
+        )
         return [
             add_to(residual, self._with_shared(x, result), multiplier)
             for (x, residual), result in zip(parts, routed, strict=True)

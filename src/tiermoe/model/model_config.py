@@ -21,20 +21,21 @@ class ModelConfig:
 
     fields: JSON values by name, `per_layer_config` among them where layers differ (layer → the values of its own).
     rope_frequencies: kind of layers, '' where all are alike → (frequencies of a rotary embedding that is not the
-    default one, factor of its cos and sin). apart: transformers has a class for the text part alone, whose tensors the
-    checkpoint's then are. unread: what the model's other parts read ('pictures and sound'); empty for a text model."""
+    default one, factor of its cos and sin). has_text_class: transformers has a class for the text part alone, whose
+    tensors the checkpoint's then are. unread: what the model's other parts read ('pictures and sound'); empty for a
+    text model."""
 
     def __init__(
         self,
         fields: Mapping[str, Any],
         rope_frequencies: Mapping[str, tuple[list[float], float]],
-        apart: bool = False,
+        has_text_class: bool = False,
         unread: str = "",
     ) -> None:
         self.__dict__.update({name: value for name, value in fields.items() if name != "per_layer_config"})
         self.fields = fields
         self.rope_frequencies = rope_frequencies
-        self.apart = apart
+        self.has_text_class = has_text_class
         self.unread = unread
 
     def __getattr__(self, name: str) -> Any:
@@ -78,5 +79,5 @@ def read_config(root: Path, origin: Origin) -> ModelConfig | None:
 
 def write_config(root: Path, origin: Origin, config: ModelConfig) -> None:
     """Replaces the config: a reader sees the old or the new one. Where it cannot be written nothing happens."""
-    document = {name: getattr(config, name) for name in ("fields", "rope_frequencies", "apart", "unread")}
+    document = {name: getattr(config, name) for name in ("fields", "rope_frequencies", "has_text_class", "unread")}
     write_kept(root / NAME, origin, document)

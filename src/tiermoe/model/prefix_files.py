@@ -140,7 +140,7 @@ class PrefixFolder:
 
     def __init__(self, root: Path, size: int) -> None:
         self.root, self.size = root, size
-        self.held = 0
+        self.nbytes = 0  # of its files
         self._scanned = 0.0
         self._oldest: deque[tuple[int, int, str]] = deque()  # (time of last use in ns, bytes, name)
         try:
@@ -182,23 +182,23 @@ class PrefixFolder:
         if time.monotonic() - self._scanned > _SCAN_S:
             self._scan()
         for _ in range(2):
-            while self.held + nbytes > self.size and self._oldest:
+            while self.nbytes + nbytes > self.size and self._oldest:
                 self._remove(*self._oldest.popleft())
-            if self.held + nbytes <= self.size:
-                self.held += nbytes
+            if self.nbytes + nbytes <= self.size:
+                self.nbytes += nbytes
                 return True
             self._scan()  # files written since the last scan can go as well
         return False
 
     def _scan(self) -> None:
-        found, self.held = [], 0
+        found, self.nbytes = [], 0
         with os.scandir(self.root) as entries:
             for entry in entries:
                 if _NAMES.fullmatch(entry.name) is None:
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat()
-                    self.held += status.st_size
+                    self.nbytes += status.st_size
                     if not entry.name.startswith(".") or time.time() - status.st_mtime > _LEFT_S:
                         found.append((status.st_mtime_ns, status.st_size, entry.name))
         self._oldest = deque(sorted(found))
@@ -211,7 +211,7 @@ class PrefixFolder:
             if path.stat().st_mtime_ns != used_at:
                 return
             path.unlink()
-        self.held -= nbytes
+        self.nbytes -= nbytes
 
 
 @dataclass(slots=True)

@@ -63,9 +63,9 @@ class Scheduler:
     undoable: Sequence[Undoable] = ()
     prior: CachePrior | None = None
     exact: bool = True
+    uses: Uses = field(init=False)  # tokens that each expert has served, as far as `record_hits` knows
     reuse: Reuse = field(init=False)
     discarded: ExpertCounts = field(default_factory=ExpertCounts)
-    _uses: Uses = field(init=False)
     _hits: list[tuple[int, Sequence[Sequence[int]]]] = field(default_factory=list)  # that policies have not learnt of
     _phase: str = "prefill"  # of the running pass
     _prefetches: bool = True  # the running pass does
@@ -82,14 +82,8 @@ class Scheduler:
     _took: tuple[float, float] | None = None  # by the last one, a token and a layer, until known not to be discarded
 
     def __post_init__(self) -> None:
-        self._uses = Uses(self.experts)
+        self.uses = Uses(self.experts)
         self.reuse = Reuse(self.experts)
-
-    @property
-    def uses(self) -> Uses:
-        """Tokens that each expert has served since the beginning."""
-        self.record_hits()
-        return self._uses
 
     @property
     def prefetching(self) -> str:
@@ -159,7 +153,7 @@ class Scheduler:
         for policy in self.undoable:
             policy.start() if phase == "decode" and not self._repeats else policy.keep()
         self._repeats = False
-        self._uses.start_pass()
+        self.uses.start_pass()
         self._unranked += 0 if resumed else tokens
         if self._unranked >= SHARE_EVERY:
             self._count_together()
@@ -178,7 +172,7 @@ class Scheduler:
         self.loader.counts = self._before_pass.copy()
         self.clock.token -= self._pass_tokens
         self._took = None
-        self._uses.discard_pass()
+        self.uses.discard_pass()
         for policy in self.undoable:
             policy.undo()
         self._repeats = True
@@ -230,7 +224,8 @@ class Scheduler:
         return groups
 
     def record_hits(self) -> None:
-        """Policies learn of the layers that `all_hit` has reported, as from `run_layer`."""
+        """Policies learn of the layers that `all_hit` has reported, as from `run_layer`. For the thread of the steps
+        alone; others read `uses` and `size_curve` as they are."""
         if not self._hits:
             return
         hits, self._hits = self._hits, []
@@ -248,7 +243,6 @@ class Scheduler:
     def size_curve(self, slots: int, decode: PhaseMetrics) -> SizeCurve | None:
         """What decoding, which took `decode` with a cache of `slots` slots, says of other sizes; None where it was
         short, missed nothing, or read otherwise for what was cached."""
-        self.record_hits()
         rate = decode.counts.hit_rate
         if not self.exact or decode.tokens < _LONG_ENOUGH or rate is None or rate == 1:
             return None
@@ -257,7 +251,7 @@ class Scheduler:
         return SizeCurve(distances, float(self.reuse.first), slots, len(self.experts), 1 - rate, compute, wait)
 
     def _record_uses(self, layer: int, demands: Sequence[Demand], phase: str) -> None:
-        self._uses.record(layer, demands)
+        self.uses.record(layer, demands)
         if self.exact and not self.everything:
             self.reuse.record(layer, demands, phase)
 
@@ -266,7 +260,7 @@ class Scheduler:
         self._unranked = 0
         if self.everything:
             return
-        uses = merged(self._earlier_uses, self._uses.counts)
+        uses = merged(self._earlier_uses, self.uses.counts)
         self.popularity.shares = shares_of(uses, self.top_k)
         self.loader.cache.follow(uses)
 

@@ -202,7 +202,8 @@ def experts_of(engine: Any) -> dict[str, Any]:
     """Where the experts of each MoE layer are, as lists by expert. Callable while the engine runs.
 
     `bits`: in memory (0: none). `arriving`: bits that are being read or wait for it (0: none). `uses`: tokens served
-    since the start while experts came and went; once all are in memory, one call computes a layer and counts none."""
+    since the start while experts came and went, the running or last pass aside; once all are in memory, one call
+    computes a layer and counts none."""
     cache, precisions = engine.loader.cache, sorted(engine.precisions, reverse=True)
 
     def highest(layer: int, expert: int, there: Any) -> int:

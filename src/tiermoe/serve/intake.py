@@ -68,7 +68,7 @@ class Intake:
         self.most = intake_bytes(context)  # bytes of all requests
         self.largest = self.most // _SHARES  # bytes of one request
         self.largest_body = self.largest // _TEXT  # bytes of one body
-        self.held = 0  # bytes of all requests now
+        self.nbytes = 0  # bytes of all requests now
         self.turn = asyncio.Lock()  # of large bodies, to be parsed one after the other
         self._on_refusal = on_refusal
         self._lock = threading.Lock()
@@ -79,19 +79,19 @@ class Intake:
     def add(self, nbytes: int) -> None:
         """Takes bytes for a request. Refused with 503 where there is no room for them."""
         with self._lock:
-            if self.held + nbytes <= self.most:
-                self.held += nbytes
+            if self.nbytes + nbytes <= self.most:
+                self.nbytes += nbytes
                 return
         self._on_refusal()
         raise Refused(
             503,
-            f"requests in flight hold {self.held:,} of {self.most:,} bytes; ask again later",
+            f"requests in flight hold {self.nbytes:,} of {self.most:,} bytes; ask again later",
             kind="server_error",
         )
 
     def remove(self, nbytes: int) -> None:
         with self._lock:
-            self.held -= nbytes
+            self.nbytes -= nbytes
 
 
 class Share:
@@ -100,7 +100,7 @@ class Share:
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
         self._body = 0  # bytes of the body that have come
-        self._held = 0  # bytes of the intake
+        self._nbytes = 0  # bytes of the intake
 
     @property
     def threads(self) -> ThreadPoolExecutor:
@@ -116,7 +116,7 @@ class Share:
 
     def __exit__(self, *_: object) -> None:
         _CURRENT.reset(self._before)
-        self._intake.remove(self._held)
+        self._intake.remove(self._nbytes)
 
     def hold_part(self, part: bytes) -> None:
         """Adds a part of the body. Refused with 413 or 503 where it is too much."""
@@ -140,10 +140,10 @@ class Share:
 
     def _take(self, nbytes: int) -> None:
         most = self._intake.largest
-        if self._held + nbytes > most:
-            raise Refused(413, f"the request would take {self._held + nbytes:,} bytes of memory, {most:,} at most")
+        if self._nbytes + nbytes > most:
+            raise Refused(413, f"the request would take {self._nbytes + nbytes:,} bytes of memory, {most:,} at most")
         self._intake.add(nbytes)
-        self._held += nbytes
+        self._nbytes += nbytes
 
 
 _CURRENT: contextvars.ContextVar[Share] = contextvars.ContextVar("share")

@@ -75,7 +75,7 @@ class _State(Collector):
             ("requests", "Requests that were taken", counts.requests),
             ("requests_aborted", "Those whose clients left before the end", counts.aborted),
             ("requests_refused", "Requests that came to a full queue or a server about to end", counts.refused),
-            ("num_preemptions", "Requests that were preempted for want of KV memory", counts.put_back),
+            ("num_preemptions", "Requests that were preempted for want of KV memory", counts.preemptions),
             ("prompt_tokens", "Tokens of prompts that were read", counts.prompt_tokens),
             ("prompt_tokens_cached", "Tokens of prompts that earlier requests left", counts.cached_tokens),
             ("generation_tokens", "Generated tokens", counts.generated_tokens),

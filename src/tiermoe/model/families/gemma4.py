@@ -104,7 +104,7 @@ class SideBySide:
             (self.norm_before_experts(residual), index, weights)
             for residual, (weights, index) in zip(residuals, chosen, strict=True)
         ]
-        routed = experts.apart(given)
+        routed = experts.forward_ragged(given)
         return [self._sum(x, residual, output, multiplier) for (x, residual), output in zip(parts, routed, strict=True)]
 
     def _sum(self, x: Tensor, residual: Tensor, routed: Tensor, multiplier: float) -> Tensor:

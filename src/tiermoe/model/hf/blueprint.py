@@ -223,7 +223,7 @@ def inspect_model(
         settings = quantization_of(config)
         if settings is not None:
             checkpoint.tensors = pair_codes_with_scales(checkpoint.tensors, settings, directory)
-        if config.apart:
+        if config.has_text_class:
             checkpoint.tensors = text_tensors(checkpoint.tensors)
     family = family_of(config.model_type, fields.get("architectures") or ())
     dtype = _dtype_of(config, checkpoint)

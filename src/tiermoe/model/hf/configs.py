@@ -85,19 +85,19 @@ class Configs(NamedTuple):
 
     whole: Any  # without parts that speak
     text: Any  # of the text part; `whole` where there is no other part
-    apart: bool  # transformers has a class for the text part alone, whose tensors the checkpoint's then are
+    has_text_class: bool  # transformers has a class for the text part alone, whose tensors the checkpoint's then are
 
     @property
     def built(self) -> Any:
         """The config that transformers' class of the model takes."""
-        return self.text if self.apart else self.whole
+        return self.text if self.has_text_class else self.whole
 
     def plain(self) -> ModelConfig:
         """The text part's config, without transformers."""
         text = self.text
         fields = text.to_dict()
         fields |= {name: fields[own] for name, own in text.attribute_map.items() if own in fields}
-        return ModelConfig(fields, rope_frequencies(text), self.apart, unread(self.whole))
+        return ModelConfig(fields, rope_frequencies(text), self.has_text_class, unread(self.whole))
 
 
 def rope_frequencies(config: Any) -> dict[str, tuple[list[float], float]]:
