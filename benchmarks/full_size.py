@@ -1,7 +1,8 @@
 """What a token takes when the model is several times the memory: a full-size file decodes a recorded trace's routing.
 
     python -m benchmarks.random_gguf qwen3-30b-a3b F.gguf --trace TRACE
-    python -m benchmarks.full_size F.gguf --trace TRACE --memory 4GiB,6GiB [--set prefetch=none] [--beside TREE]
+    python -m benchmarks.full_size F.gguf --trace TRACE --memory 4GiB [--memory 6GiB] [--set prefetch=none]
+        [--preset nimble] [--bits 16 --bits 3] [--beside TREE]
 
 Each case runs in a process of its own, every round all cases in turn, every other round backwards. A case reads the
 trace's prompt, decodes `--tokens` tokens of the trace, and measures the second half. Then the last token is decoded
@@ -15,6 +16,9 @@ again and again: its experts are all resident, so that this is computing without
   resident        tokens a second of the token whose experts are resident
   prompt, passes  tokens of the prompt a second; what it read, in passes over all experts
 
+Cases that need experts in fewer bits load once before the rounds, for two tokens: that packs them where nothing has. A
+preset that chooses otherwise than the model does is not held to the trace.
+
 `--beside` runs another tree of tiermoe in the same rounds (a git worktree, built), with a store of its own.
 """
 
@@ -23,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,11 +41,13 @@ from benchmarks.rounds import about, at_least_one, parser_of, print_table, say, 
 from tiermoe.bench.cases import alternating
 from tiermoe.bench.child import CaseFailed, last_object
 from tiermoe.bench.summary import number, spread
+from tiermoe.config import BITS
 from tiermoe.errors import TiermoeError
-from tiermoe.formats.gguf_file import GgufFile, open_gguf
+from tiermoe.formats.gguf_file import open_gguf
 from tiermoe.model.gguf.parameters import config_of
 from tiermoe.simulate.costs import run_bits
 from tiermoe.simulate.evictions import hits_of
+from tiermoe.systems import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 AGAIN = 16  # tokens whose experts are resident
@@ -54,13 +59,15 @@ class Case:
 
     memory: str
     preset: str
+    bits: int | None  # of the experts; None: the preset's, else as the file has them
     changes: tuple[str, ...]
     tree: Path
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        parts = [self.memory, *([self.preset] if self.preset != "default" else []), *self.changes]
+        parts = [self.memory, *([self.preset] if self.preset != "default" else [])]
+        parts += [*([f"{self.bits} bits"] if self.bits else []), *self.changes]
         return ", ".join([*parts, *([self.tree.name] if self.tree != ROOT else [])])
 
     def median(self, *path: str) -> float:
@@ -100,6 +107,7 @@ def tokens_of(routing: Routing, tokens: int, prompt: int | None) -> Tokens:
 def measure(model: Path, case: Case, tokens: Tokens) -> dict[str, Any]:
     """A child's object. CaseFailed with the last line that it said where there is none."""
     options = {"memory": case.memory, "preset": case.preset, "set": dict(each.split("=", 1) for each in case.changes)}
+    options |= {"bits": case.bits} if case.bits else {}
     given = {"model": str(model), "options": options, "again": AGAIN, **vars(tokens)}
     environment = {**os.environ, "PYTHONPATH": f"{case.tree / 'src'}:{ROOT}"}
     if case.tree != ROOT:
@@ -121,16 +129,6 @@ def check_routing(chosen: Sequence[Sequence[int]], routing: Routing, token: int)
             )
 
 
-def expert_bytes(file: GgufFile) -> list[int]:
-    """Bytes of one expert of each MoE layer."""
-    found: dict[int, int] = {}
-    for name, tensor in file.tensors.items():
-        if each := re.match(r"blk\.(\d+)\.ffn_\w+_exps\.", name):
-            layer = int(each[1])
-            found[layer] = found.get(layer, 0) + tensor.nbytes // tensor.shape[0]
-    return [found[layer] for layer in sorted(found)]
-
-
 def replayed(routing: Routing, tokens: Tokens, slots: int, sizes: list[int]) -> dict[str, float]:
     """Bytes a measured token that LRU and Belady read with one pool of so many slots, on the same tokens. sizes: bytes
     of an expert of each MoE layer."""
@@ -143,16 +141,18 @@ def replayed(routing: Routing, tokens: Tokens, slots: int, sizes: list[int]) -> 
     return {name: phase.bytes_read / len(tokens.measured) for name, phase in found.items()}
 
 
-def row(case: Case, prompt: int, least: dict[str, float], sizes: list[int], beside: Case | None) -> dict[str, Any]:
+def row(case: Case, prompt: int, least: dict[str, float], beside: Case | None) -> dict[str, Any]:
     """The figures of a case: medians over the rounds, and of speed and time their spread. prompt: its
-    tokens; least: what LRU and Belady read; sizes: bytes of an expert of each MoE layer."""
+    tokens; least: what LRU and Belady read."""
     last = case.runs[-1]
+    sizes = last["expert_bytes"]
     whole = last["all_slots"] / len(sizes) * sum(sizes)
     every, waiting, computing = case.median("ms"), case.median("wait_ms"), case.median("kernels_ms")
     found = {
         "case": case.name,
         "memory": case.memory,
         "preset": case.preset,
+        "bits": last["bits"],
         "set": list(case.changes),
         "slots": last["slots"],
         "all_slots": last["all_slots"],
@@ -204,13 +204,14 @@ def cells(found: dict[str, Any]) -> list[str]:
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """Each memory under each preset: as it is, and with all that `--set` changes."""
+    """Each memory under each preset at each precision: as it is, and with all that `--set` changes."""
     changes = [(), tuple(args.set)] if args.set else [()]
     trees = [ROOT, *([args.beside.resolve()] if args.beside else [])]
     return [
-        Case(memory, preset, change, tree)
+        Case(memory, preset, bits, change, tree)
         for memory in args.memory
         for preset in args.preset or ["default"]
+        for bits in args.bits or [None]
         for change in changes
         for tree in trees
     ]
@@ -222,6 +223,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True, help="the trace that the file was made with")
     parser.add_argument("--memory", action="append", required=True, help="as 4GiB; again for another")
     parser.add_argument("--preset", action="append", help="again for another (default: default)")
+    parser.add_argument("--bits", type=int, action="append", choices=BITS, help="of the experts; 16: as in the file")
     parser.add_argument("--set", action="append", default=[], help="as prefetch=none: a second case with it")
     parser.add_argument("--tokens", type=at_least_one, default=120, help="decoded tokens (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=at_least_one, help="default: the trace's prompt")
@@ -237,23 +239,28 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All rounds of all cases. TiermoeError where the file was not made with the trace, or a case fails."""
-    file = open_gguf(args.model)
-    routing, sizes = routing_for(args.trace, config_of(file)), expert_bytes(file)
+    routing = routing_for(args.trace, config_of(open_gguf(args.model)))
     tokens = tokens_of(routing, args.tokens, args.prompt_tokens)
     if not tokens.before:
         raise CaseFailed(f"--tokens {args.tokens} leaves nothing to measure; ask for 2 or more")
     cases = cases_of(args)
+    for case in cases:
+        if case.bits or PRESETS[case.preset].bits:
+            first = measure(args.model, case, Tokens(tokens.prompt[:1], tokens.before[:1], tokens.measured[:1]))
+            say(f"{case.name}: loaded for the first time in {first['load_s']:.1f} s")
     for number_, index in alternating(range(len(cases)), args.rounds):
         case = cases[index]
         case.runs.append(measure(args.model, case, tokens))
-        check_routing(case.runs[-1].pop("chosen"), routing, tokens.measured[-1])
+        chosen = case.runs[-1].pop("chosen")
+        if not case.runs[-1]["lossy"]:
+            check_routing(chosen, routing, tokens.measured[-1])
         say(f"round {number_ + 1}: {case.name}: {case.runs[-1]['ms']:.0f} ms a token")
-    slots = {case.runs[-1]["slots"] for case in cases}
-    least = {each: replayed(routing, tokens, each, sizes) for each in slots}
     rows = []
     for index, case in enumerate(cases):
         other = cases[index + 1] if args.beside and case.tree == ROOT else None
-        rows.append(row(case, len(tokens.prompt), least[case.runs[-1]["slots"]], sizes, other))
+        last = case.runs[-1]
+        least = replayed(routing, tokens, last["slots"], last["expert_bytes"])
+        rows.append(row(case, len(tokens.prompt), least, other))
     return {**about(args.rounds), "model": str(args.model), "tokens": args.tokens, "rows": rows}
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from tiermoe.batch import Batch, Row, decode, prompt
 from tiermoe.cli.session import open_session
 from tiermoe.engine.observer import Observer
+from tiermoe.formats.store import precision_key
+from tiermoe.kernels.linear import machine_layout
 from tiermoe.types import Routed
 
 
@@ -86,6 +88,8 @@ def run(model: str, options: dict[str, Any], prompt: list[int], before: list[int
     kept = ("peak_memory_bytes", "lanes", "direct_io", "mapped", "prefetching")
     chosen = [choices.chosen[layer] for layer in sorted(choices.chosen)]
     engine.close()
+    bits = engine.precisions[0]
+    key = precision_key(bits, engine.settings.quantizer_used, machine_layout("cpu"))
     return {
         **found,
         "prompt": decoding.prompt,
@@ -93,6 +97,9 @@ def run(model: str, options: dict[str, Any], prompt: list[int], before: list[int
         "resident": resident,
         "kernels_ms": 1000 * clock.seconds / again,
         "chosen": chosen,
+        "lossy": engine.lossy,
+        "bits": bits,
+        "expert_bytes": [layer.extents[0].nbytes for layer in engine.store.precisions[key].layers],
         "slots": stats["cache_slots"],
         "all_slots": stats["all_experts"],
         "load_s": session.load_s,

@@ -102,7 +102,7 @@ def test_layers_of_another_text_are_packed_anew(tmp_path: Path) -> None:
 def test_without_inputs_packing_names_the_command(tmp_path: Path) -> None:
     store = empty_store(tmp_path)
     with pytest.raises(
-        PackError, match=r"calibrated on a text: run tiermoe pack MODEL --bits 4 --quantizer gptq first"
+        PackError, match=r"calibrated on a text, .*: tiermoe pack MODEL --bits 4 --quantizer gptq packs them"
     ):
         pack_experts(store, RandomExperts(), 4, "gptq")
     assert pack_experts(store, RandomExperts(), 8, "gptq").made_from == ""
@@ -262,7 +262,7 @@ def test_pack_calibrates(tiermoe_: Command, shipped: Path, tmp_path: Path, monke
     store = tmp_path / "store"
     words = ("pack", shipped, "--out", store, "--dense-bits", "16", "--calibration-text")
     cause = tiermoe_("run", shipped, "Once", "--quantizer", "gptq", "--store", store, "--max-tokens", "2").cause
-    assert "run tiermoe pack MODEL --bits 4 --quantizer gptq first" in cause
+    assert "tiermoe pack MODEL --bits 4 --quantizer gptq packs them" in cause
     assert "short.txt has 768 tokens" in tiermoe_(*words, short, "--quantizer", "gptq").cause
     assert "--calibration-text is for --quantizer gptq or gptq-nonlinear" in tiermoe_(*words, text).cause
     outcome = tiermoe_(*words, text, "--quantizer", "gptq-nonlinear")

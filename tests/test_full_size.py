@@ -204,6 +204,21 @@ def test_a_file_runs_and_prints_what_a_token_takes(tmp_path: Path, trace_file: P
     assert f"{row['slots']} of {row['all_slots']}" in err
 
 
+def test_experts_in_fewer_bits_are_cases_of_their_own(tmp_path: Path, trace_file: Path, run_: Printed) -> None:
+    config = {**small("qwen3-30b-a3b"), "hidden_size": 512}
+    file = tmp_path / "out.gguf"
+    write("qwen3-30b-a3b", file, config, routing=routing_for(trace_file, config))
+    words = ["--trace", trace_file, "--memory", "1GiB", "--tokens", 4, "--rounds", 1, "--bits", 16, "--bits", 3]
+    found, err = run_("benchmarks.full_size", file, *words, "--preset", "default", "--preset", "nimble")
+    assert [(row["preset"], row["bits"]) for row in found["rows"]] == [
+        ("default", 16), ("default", 3), ("nimble", 16), ("nimble", 3)
+    ]  # fmt: skip
+    in_file, packed = (row["rounds"][0]["expert_bytes"] for row in found["rows"][:2])
+    assert packed == [3 * 256 * 512 * (3 / 8 + 2 / 64)] * _LAYERS
+    assert all(few < many for few, many in zip(packed, in_file, strict=True))
+    assert "1GiB, nimble, 3 bits" in err
+
+
 def test_a_file_of_another_trace_is_refused() -> None:
     routing = routing_of(recorded(), _LAYERS, _EXPERTS, top_k=3)
     chosen = [list(each) for each in routing.chosen[5]]

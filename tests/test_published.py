@@ -369,7 +369,7 @@ def test_bits_that_are_asked_for_are_packed(family: str, scheme: str, tmp_path: 
     found, wanted = logits_of(engine, ids), eager(model, ids)
     assert (found - wanted).norm() < 0.1 * wanted.norm()
     assert engine.store.precisions.keys() == {"8", "16"}
-    assert engine.store.dense
+    assert bool(engine.store.dense) == (scheme != "fp8")  # which its other layers have too: they stay
     engine.close()
 
 

@@ -93,7 +93,7 @@ class Settings:
     already its own."""
     dense_bits: int | None = None
     """Precision of the other linear layers, one of `DENSE_BITS`; some layers are kept at more (`tiermoe.model.dense`).
-    None: that of the experts, but at least 4."""
+    None: that of the experts, but at least 4; layers that come quantised stay as the checkpoint has them."""
     quantizer: str | None = None
     """One of `QUANTIZERS`, for 4 and 2 bits; None: hqq. 3 bits are 'nonlinear', or 'gptq-nonlinear' where one of the
     two 'gptq' is named. Both 'gptq' need a calibration (`tiermoe pack`)."""

@@ -57,7 +57,8 @@ ENGINE: dict[str, Any] = {
         int | None,
         typer.Option(
             help="Precision of the other linear layers: 16, 8 or 4 bits (4: the output layer at 6, on GPUs 8). "
-            "Default: the preset's, else that of the experts, but at least 4.",
+            "Default: the preset's, else that of the experts, but at least 4; layers that come quantised stay as they "
+            "are.",
             show_default=False,
         ),
     ],

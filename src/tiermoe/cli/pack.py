@@ -51,7 +51,7 @@ def pack(
         from tiermoe.formats.store import precision_key
         from tiermoe.kernels.linear import machine_layout
         from tiermoe.measure.expert_inputs import PackInputs
-        from tiermoe.model.dense import recipe_key
+        from tiermoe.model.dense import recipe_key, with_own_dense
         from tiermoe.model.hf.blueprint import inspect_model
         from tiermoe.model.hf.hub import resolve_model
         from tiermoe.model.prepare_store import ensure_packed, open_or_create, store_root
@@ -61,7 +61,10 @@ def pack(
         layout = machine_layout(kernels)
         blueprint = inspect_model(resolve_model(model), model, store)
         usual = OWN_BITS if blueprint.comes_quantized else Settings().bits_used
-        asked = [settings(bits=number, device=device, **options) for number in precisions or [usual]]
+        asked = [
+            with_own_dense(settings(bits=number, device=device, **options), blueprint, kernels)
+            for number in precisions or [usual]
+        ]
         experts = {each.bits_used: precision_key(each.bits_used, each.quantizer_used, layout) for each in asked}
         dense = {each.bits_used: recipe_key(blueprint, each.dense_bits_used, layout) for each in asked}
     name = calibration_text.name if calibration_text is not None else None

@@ -20,7 +20,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.simulate.machines import Rates, named_rates, with_drive
 
 if TYPE_CHECKING:
-    from tiermoe.cli.preview import Preview
+    from tiermoe.cli.preview import Packing, Preview
     from tiermoe.engine.expectation import Expectation, OtherBudget, Range
     from tiermoe.formats.expert_format import ExpertFormat
 
@@ -48,7 +48,7 @@ def plan(
         from tiermoe.cli.preview import preview
 
         settings = make_settings(**options)
-        found = preview(model, settings, _rates(settings, machine, named))
+        found = preview(model, settings, _rates(settings, machine, named), here=named is None)
     if as_json:
         print(json.dumps(_document(found)))
         return
@@ -97,7 +97,8 @@ def _document(found: Preview) -> dict[str, Any]:
         "kernels": found.backend.kernels,
         "decoder": found.backend.decoder,
         "download": found.download and asdict(found.download),
-        "to_pack_bytes": found.to_pack,
+        "to_pack_bytes": found.packing.experts + found.packing.dense if found.packing else 0,
+        "to_pack_seconds": found.packing and found.packing.seconds and asdict(found.packing.seconds),
         "expectation": found.expectation and asdict(found.expectation),
         "no_expectation": found.unknown,
         "found": found.found and asdict(found.found),
@@ -131,8 +132,8 @@ def _lines(found: Preview) -> Iterator[tuple[str, str]]:
     """(label, text) of the lines below the table."""
     if found.download is not None:
         yield "download:", f"{format_size(found.download.nbytes)} in {_files(found.download.files)}; none is here yet"
-    if found.to_pack:
-        yield "packing:", f"writes {format_size(found.to_pack)} of experts, once"
+    if found.packing is not None:
+        yield "packing:", _packing(found.packing)
     yield "decoder:", found.backend.decoder
     yield "CPU kernels:", found.backend.kernels
     if (chunks := found.plan.prompt_chunks) > 1:
@@ -149,6 +150,24 @@ def _lines(found: Preview) -> Iterator[tuple[str, str]]:
         more = [each for each in found.other_budgets if each.slots > found.found.slots]
         for label, each in zip(("with more memory:", ""), _two_of(more), strict=False):
             yield label, f"{format_size(each.memory_bytes)}: {_measured(each)}"
+
+
+def _packing(packing: Packing) -> str:
+    parts = ((packing.experts, "experts"), (packing.dense, "other layers"))
+    sizes = " and ".join(f"{format_size(nbytes)} of {what}" for nbytes, what in parts if nbytes)
+    text = f"writes {sizes} to {packing.folder}, once" if sizes else "takes the experts' checksums, once"
+    if packing.experts + packing.dense > packing.free:
+        text += f", where only {format_size(packing.free)} are free"
+    if packing.seconds is not None:
+        text += f"; about {_duration(packing.seconds)}"
+    if packing.before:
+        text += f"; '{packing.before}' calibrates and packs, before a run"
+    return text
+
+
+def _duration(seconds: Range) -> str:
+    unit, name = (3600, "hours") if seconds.low >= 7200 else (60, "minutes") if seconds.low >= 120 else (1, "s")
+    return f"{_number(seconds.low / unit)} to {_number(seconds.high / unit)} {name}"
 
 
 def _measured(found: OtherBudget) -> str:

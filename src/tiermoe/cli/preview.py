@@ -5,22 +5,39 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from tiermoe.cli.describe import Backend, backend_of
 from tiermoe.config import Settings
-from tiermoe.engine.expectation import Expectation, LayerWork, OtherBudget, Work, at_slots, expect, other_budgets
+from tiermoe.engine.expectation import (
+    Expectation,
+    LayerWork,
+    OtherBudget,
+    Range,
+    Work,
+    at_slots,
+    expect,
+    other_budgets,
+)
 from tiermoe.engine.load import plan_for, resolve_for
 from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan
 from tiermoe.engine.needs import formats_of
 from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.in_place import OWN_BITS
+from tiermoe.formats.quantizers import CALIBRATED
+from tiermoe.formats.registry import quantizer_used
 from tiermoe.formats.store import precision_key
 from tiermoe.kernels.linear import machine_layout
+from tiermoe.measure.packing_time import RandomExperts, packing_seconds
 from tiermoe.model.dense import kind_of, own_bytes, packable, packed_bytes
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.hub import Download, inspect_without_download
-from tiermoe.model.prepare_store import found_store
+from tiermoe.model.prepare_store import found_store, missing, store_root
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.cuda import resolve_device
 from tiermoe.offload.policies.eviction import EVICTIONS
@@ -31,12 +48,24 @@ from tiermoe.systems.resolved import Resolved
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """What packing writes into the store, once, before the model runs."""
+
+    folder: Path
+    experts: int  # bytes
+    dense: int  # bytes
+    free: int  # bytes on the folder's drive
+    seconds: Range | None  # on this machine; None: of another one, or nothing is encoded
+    before: str  # the command that has to calibrate and pack before a run; empty: the run packs
+
+
+@dataclass(frozen=True, slots=True)
 class Preview:
     """The plan of a model, and what it would do."""
 
     plan: MemoryPlan
     download: Download | None  # None: the checkpoint is here
-    to_pack: int  # bytes that packing the experts writes; 0: nothing is packed any more
+    packing: Packing | None  # None: nothing is packed any more
     backend: Backend
     expectation: Expectation | None
     unknown: str  # why there is no expectation
@@ -45,11 +74,12 @@ class Preview:
 
 
 def preview(
-    model: str | os.PathLike[str], settings: Settings, rates: Callable[[ExpertFormat | None], Rates]
+    model: str | os.PathLike[str], settings: Settings, rates: Callable[[ExpertFormat | None], Rates], here: bool = True
 ) -> Preview:
     """The preview of a model with `settings`. rates: called once, after everything else is known, with the format of
-    experts that torch's operators compute (None: compiled kernels compute them); gives the rates of the machine.
-    ModelError as `inspect_without_download`, BudgetError as `plan_memory`."""
+    experts that torch's operators compute (None: compiled kernels compute them); gives the rates of the machine. here:
+    the model is to run on this machine, where the time of packing can be measured. ModelError as
+    `inspect_without_download`, BudgetError as `plan_memory`."""
     blueprint, download = inspect_without_download(model, settings.store)
     plan = plan_for(blueprint, settings)
     resolved = resolve_for(blueprint, settings)
@@ -62,10 +92,10 @@ def preview(
             expectation = expect(work_of(blueprint, resolved, plan, backend.ours), rates(by_torch))
         except OSError as error:
             unknown = f"this machine cannot be measured ({error})"
-    to_pack = _expert_bytes(blueprint, resolved) if plan.packing else 0
+    packing = _packing(blueprint, resolved, download is not None, here)
     curve = _earlier_run(blueprint, resolved)
     found, others = (None, []) if curve is None else (at_slots(plan, curve, plan.slots), other_budgets(plan, curve))
-    return Preview(plan, download, to_pack, backend, expectation, unknown, found, others)
+    return Preview(plan, download, packing, backend, expectation, unknown, found, others)
 
 
 def work_of(blueprint: Blueprint, resolved: Resolved, plan: MemoryPlan, ours: bool) -> Work:
@@ -124,7 +154,30 @@ def _unknown(blueprint: Blueprint, composition: Composition, plan: MemoryPlan) -
     return ""
 
 
-def _expert_bytes(blueprint: Blueprint, resolved: Resolved) -> int:
-    """Bytes of all experts in the store, in all precisions."""
-    formats = formats_of(blueprint, resolved, machine_layout("cpu"))
-    return sum(form.stored.nbytes * form.layer.experts for forms in formats.values() for form in forms)
+def _packing(blueprint: Blueprint, resolved: Resolved, remote: bool, here: bool) -> Packing | None:
+    """None where the checkpoint's store lacks nothing. remote: the checkpoint is not on this machine. here: its time is
+    measured."""
+    settings, device = resolved.settings, resolve_device(resolved.settings.device)
+    layout, unit = machine_layout(device), resolved.composition.unit
+    lacking, lacks_dense = missing(found_store(blueprint, settings.store), blueprint, resolved, layout)
+    if not lacking and not lacks_dense:
+        return None
+    placed = unit == "expert" and blueprint.experts.in_place(0, 0) is not None
+    formats = formats_of(blueprint, resolved, layout)
+    written = {bits: formats[bits] for bits in lacking if bits < OWN_BITS or not placed}
+    made_by = {bits: quantizer_used(settings.quantizer_used, bits, layout, unit) for bits in written if bits < 8}
+    seconds = None
+    if here and made_by:
+        source = RandomExperts(blueprint.layers, blueprint.dtype) if remote or unit == "neuron" else blueprint.experts
+        threads = settings.threads or torch.get_num_threads()
+        times = [packing_seconds(written[bits], quantizer, source, threads) for bits, quantizer in made_by.items()]
+        seconds = Range(sum(each.low for each in times), sum(each.high for each in times))
+    root = store_root(blueprint, settings.store)
+    return Packing(
+        root,
+        sum(form.stored.nbytes * form.layer.experts for forms in written.values() for form in forms),
+        packed_bytes(blueprint, settings.dense_bits_used, layout)[1] if lacks_dense else 0,
+        shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free,
+        seconds,
+        next((f"tiermoe pack MODEL --bits {b} --quantizer {q}" for b, q in made_by.items() if q in CALIBRATED), ""),
+    )

@@ -24,7 +24,7 @@ from tiermoe.formats.in_place import OWN_BITS
 from tiermoe.formats.store import Store
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.decoder import decoder_for
-from tiermoe.model.dense import recipe_key
+from tiermoe.model.dense import recipe_key, with_own_dense
 from tiermoe.model.dense_weights import StoredWeights
 from tiermoe.model.families.table import decodes
 from tiermoe.model.feed_forward import named_gates
@@ -184,15 +184,17 @@ def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
     """The settings' preset, made ready for a checkpoint. The default one asks no routers where they name no experts by
     index (Switch), and shares its slots where an encoder's layers run only once. Experts that come
     quantised stay in their types where neither the settings nor the preset ask for bits, which a CPU alone has kernels
-    for; ModelError where they cannot."""
+    for; ModelError where they cannot. So do dense layers where neither asks for dense bits."""
     if settings.preset == Settings().preset and not blueprint.family.forecasts:
         changes = {"prefetch": "none"} | ({"allotment": "pool"} if blueprint.family.encodes else {})
         settings = replace(settings, set={**changes, **settings.set})
-    asked = settings.bits or compose(settings.preset, settings.set).bits
-    if asked is None and blueprint.comes_quantized:
+    preset = compose(settings.preset, settings.set)
+    if (settings.bits or preset.bits) is None and blueprint.comes_quantized:
         if blueprint.own_experts is None:
             blueprint.require_own_experts()  # raises, and says why
         settings = replace(settings, bits=OWN_BITS, device="cpu" if settings.device == "auto" else settings.device)
+    if preset.dense_bits is None:
+        settings = with_own_dense(settings, blueprint, resolve_device(settings.device))
     root = store_root(blueprint, settings.store)
     resolved = resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name, len(blueprint.layers))
     _check_also(resolved)

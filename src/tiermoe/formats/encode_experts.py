@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -46,7 +46,7 @@ def encoded_experts(
     layer: int,
     workers: int,
     inputs: Inputs | None = None,
-) -> Iterator[tuple[memoryview, float]]:
+) -> Generator[tuple[memoryview, float], None, None]:
     """The stored bytes of each expert of a layer, valid until the next iteration, and the expert's relative error: the
     RMS of the difference over the RMS of the weights, over all quantised matrices (0.0 at 16 bits).
 

@@ -21,10 +21,11 @@ from tiermoe.config import format_size
 from tiermoe.errors import ModelError, PackError
 from tiermoe.formats.encode_experts import Inputs, encoded_experts, working_bytes
 from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.gptq import SECONDS_A_WEIGHT
 from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.neurons import GATE, NEURONS, neuron_layer, unit_format
 from tiermoe.formats.outline import NAME as OUTLINE
-from tiermoe.formats.quantizers import CALIBRATED, QUANTIZERS
+from tiermoe.formats.quantizers import CALIBRATED, QUANTIZERS, UNCALIBRATED
 from tiermoe.formats.registry import quantizer_used
 from tiermoe.formats.scratch import scratch
 from tiermoe.formats.source import ExpertSource
@@ -77,7 +78,7 @@ def pack_experts(
     machine = machine or CPU_LAYOUT
     key = precision_key(bits, quantizer, machine, unit)
     quantizer = quantizer_used(quantizer, bits, machine, unit)
-    inputs = _needed(inputs, quantizer, bits)
+    inputs = _needed(inputs, quantizer, bits, store.layers)
     formats = [unit_format(unit, layer, bits, store.dtype, machine, quantizer) for layer in store.layers]
     source = NeuronSource(source) if unit == "neuron" else source
     in_place = _in_place(source, store.layers) if bits == 16 else None
@@ -104,14 +105,16 @@ def pack_experts(
     return precision
 
 
-def _needed(inputs: Inputs | None, quantizer: str, bits: int) -> Inputs | None:
+def _needed(inputs: Inputs | None, quantizer: str, bits: int, layers: Sequence[MoeLayer]) -> Inputs | None:
     """The inputs where the quantizer takes them, else None. PackError where it lacks them."""
     if quantizer not in CALIBRATED or bits >= 8:
         return None
     if inputs is None:
+        minutes = sum(layer.experts * layer.expert_elements for layer in layers) * SECONDS_A_WEIGHT / 60
         raise PackError(
-            f"quantizer {quantizer} has to be calibrated on a text: run tiermoe pack MODEL --bits {bits} --quantizer "
-            f"{quantizer} first"
+            f"quantizer {quantizer} has to be calibrated on a text, and the store has no experts of it: tiermoe pack "
+            f"MODEL --bits {bits} --quantizer {quantizer} packs them, in about {max(1, round(minutes)):,} min of a "
+            f"core; or choose --quantizer {UNCALIBRATED[quantizer]}, which needs no calibration and loses more"
         )
     return inputs
 

@@ -32,6 +32,8 @@ NONLINEAR = "nonlinear"
 GPTQ, GPTQ_NONLINEAR = "gptq", "gptq-nonlinear"
 CALIBRATED = (GPTQ, GPTQ_NONLINEAR)
 """Quantizers that need to know the inputs of the matrices (`formats.gptq`)."""
+UNCALIBRATED = {GPTQ: "hqq", GPTQ_NONLINEAR: NONLINEAR}
+"""Calibrated quantizer → one that finds such codes from the weights alone."""
 
 BLOCK_WEIGHTS = 1 << 17  # weights that HQQ solves at a time: their float32 temporaries stay in the cache
 CONVERTED_BLOCKS = 16  # such blocks that are in float32 at a time: 8 MiB of weights

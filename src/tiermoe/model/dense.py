@@ -3,16 +3,19 @@
 At 8 and 4 dense bits each linear layer is packed like a one-matrix expert, into one file of the store. Routers,
 embeddings and an output layer tied to the embedding stay as they are: a changed router would choose other experts. At 4
 bits the layers that lose most keep 6. At 16 bits the linear layers of a checkpoint that comes quantised keep their
-types: nothing of them is decoded or quantised anew."""
+types: nothing of them is decoded or quantised anew. They do so where nobody asks for dense bits, whatever bits the
+experts are packed at."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import IO, Any
 
 import torch
 
+from tiermoe.config import Settings
 from tiermoe.errors import LoadError
 from tiermoe.formats import encode_matrix
 from tiermoe.formats.expert_format import PAGE, ExpertFormat, align, relative_error
@@ -260,6 +263,14 @@ def own_linears(blueprint: Blueprint, device: str) -> dict[str, str]:
         for path, key in weights.items()
         if key is not None and blueprint.checkpoint.own_encoding(key) is not None
     }
+
+
+def with_own_dense(settings: Settings, blueprint: Blueprint, device: str) -> Settings:
+    """The settings, with 16 dense bits where they name none and the checkpoint has linear layers that stay in its type
+    on the device."""
+    if settings.dense_bits is None and own_linears(blueprint, device):
+        return replace(settings, dense_bits=OWN_BITS)
+    return settings
 
 
 def shared_table(blueprint: Blueprint, device: str) -> str | None:

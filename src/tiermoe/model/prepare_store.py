@@ -171,15 +171,24 @@ def _instead_of(store: Store, key: str, layout: str) -> str:
 def is_packed(store: Store | None, blueprint: Blueprint, resolved: Resolved, layout: str) -> bool:
     """Whether the checkpoint's store (`found_store`) has all that is asked for, and experts that are served from the
     checkpoint where they lie."""
-    if store is None:
+    if store is None or missing(store, blueprint, resolved, layout) != ([], False):
         return False
     settings, unit = resolved.settings, resolved.composition.unit
-    for bits in resolved.precisions:
-        precision = store.precisions.get(precision_key(bits, settings.quantizer_used, layout, unit))
-        if precision is None or (precision.in_place and _moved(precision, blueprint)):
-            return False
+    found = (
+        store.precisions[precision_key(bits, settings.quantizer_used, layout, unit)] for bits in resolved.precisions
+    )
+    return not any(precision.in_place and _moved(precision, blueprint) for precision in found)
+
+
+def missing(store: Store | None, blueprint: Blueprint, resolved: Resolved, layout: str) -> tuple[list[int], bool]:
+    """Precisions of experts that the checkpoint's store (`found_store`) lacks, and whether it lacks dense layers."""
+    settings, unit = resolved.settings, resolved.composition.unit
+    precisions: Collection[str] = store.precisions if store else ()
+    dense: Collection[str] = store.dense if store else ()
+    keys = {bits: precision_key(bits, settings.quantizer_used, layout, unit) for bits in resolved.precisions}
     bits = settings.dense_bits_used
-    return bits == 16 or recipe_key(blueprint, bits, layout) in store.dense
+    lacks_dense = bits < 16 and recipe_key(blueprint, bits, layout) not in dense
+    return [bits for bits, key in keys.items() if key not in precisions], lacks_dense
 
 
 def packing_needs(
@@ -188,12 +197,9 @@ def packing_needs(
     """Memory of packing into the checkpoint's store (`found_store`) by so many workers, at its largest step; empty
     where the store lacks nothing."""
     settings, unit = resolved.settings, resolved.composition.unit
-    precisions: Collection[str] = store.precisions if store else ()
-    dense: Collection[str] = store.dense if store else ()
+    precisions, dense = missing(store, blueprint, resolved, layout)
     steps = []
-    for bits in resolved.precisions:
-        if precision_key(bits, settings.quantizer_used, layout, unit) in precisions:
-            continue
+    for bits in precisions:
         if bits == 16:  # checksums at the most, or copies
             steps.append(workers * 2 * max(_expert_bytes(layer, blueprint) for layer in blueprint.layers))
             continue
@@ -201,9 +207,8 @@ def packing_needs(
         placed = unit == "expert" and blueprint.experts.in_place(0, 0) is not None
         reading = None if placed else blueprint.experts.reading_bytes()
         steps.append(packing_bytes(formats, settings.quantizer_used, reading, workers))
-    bits = settings.dense_bits_used
-    if bits < 16 and recipe_key(blueprint, bits, layout) not in dense:
-        steps.append(workers * dense_packing_bytes(blueprint, bits, layout))
+    if dense:
+        steps.append(workers * dense_packing_bytes(blueprint, settings.dense_bits_used, layout))
     step = max(steps, default=0)
     return [Need("packing", step + min(step, workers * PACKING_HEAP), Phase.PACKING)] if steps else []
 
