@@ -10,7 +10,7 @@ from tiermoe.config import CacheSize
 from tiermoe.errors import TraceError
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.prediction import count_paths
-from tiermoe.systems import PRESETS, corm, fate, hobbit
+from tiermoe.systems import PRESETS, corm, fate, hobbit, hobbit_weights
 from tiermoe.systems.routings import frequencies, halves, routings
 from tiermoe.trace.file import Little, Pass, Times, Trace
 
@@ -42,20 +42,20 @@ def test_miss_penalty_counts_a_low_miss_by_its_bits() -> None:
     found, composition = _two_pools()
     # 0 high and 1 low miss; both hit; 1 misses high, and 0's high copy serves a low demand first; 2 high takes its
     # place (1 was used last), 3 low; 4 high, and 0 low, which no copy serves any more
-    penalty = hobbit.miss_penalty(found, composition, 4, HALF, "lru")
+    penalty = hobbit_weights.miss_penalty(found, composition, 4, HALF, "lru")
     assert penalty == 1.5 + 0 + 1 + 1.5 + 1.5
 
 
 def test_weights_are_the_best_of_the_grid() -> None:
     found, composition = _two_pools()
-    best = hobbit.find_weights(found, composition, 4, HALF)
-    grid = [tuple(part / 4 for part in parts) for parts in hobbit.simplex(4)]
+    best = hobbit_weights.find_weights(found, composition, 4, HALF)
+    grid = [tuple(part / 4 for part in parts) for parts in hobbit_weights.simplex(4)]
     assert len(set(grid)) == 35
     assert all(sum(weights) == 1 for weights in grid)
-    penalties = [hobbit.miss_penalty(found, composition, 4, HALF, "weighted", weights) for weights in grid]
+    penalties = [hobbit_weights.miss_penalty(found, composition, 4, HALF, "weighted", weights) for weights in grid]
     assert best.penalty == min(penalties)
     assert best.weights == grid[penalties.index(min(penalties))]
-    assert best.lru_penalty == hobbit.miss_penalty(found, composition, 4, HALF, "lru")
+    assert best.lru_penalty == hobbit_weights.miss_penalty(found, composition, 4, HALF, "lru")
     assert best.demands == 10
 
 
@@ -67,18 +67,18 @@ def test_weights_are_judged_on_the_sequences_between() -> None:
     assert [passed.sequence for passed in even.passes] == [0, 2, 4]
     assert [passed.sequence for passed in odd.passes] == [1, 3]
     weights = (0.0, 1.0, 0.0, 0.0)
-    judged = hobbit.judge_weights(odd, composition, 4, HALF, weights)
-    assert judged.penalty == hobbit.miss_penalty(odd, composition, 4, HALF, "weighted", weights)
-    assert judged.over_lru == judged.penalty / hobbit.miss_penalty(odd, composition, 4, HALF, "lru") - 1
-    assert judged.over_lfu == judged.penalty / hobbit.miss_penalty(odd, composition, 4, HALF, "lfu") - 1
+    judged = hobbit_weights.judge_weights(odd, composition, 4, HALF, weights)
+    assert judged.penalty == hobbit_weights.miss_penalty(odd, composition, 4, HALF, "weighted", weights)
+    assert judged.over_lru == judged.penalty / hobbit_weights.miss_penalty(odd, composition, 4, HALF, "lru") - 1
+    assert judged.over_lfu == judged.penalty / hobbit_weights.miss_penalty(odd, composition, 4, HALF, "lfu") - 1
     with pytest.raises(TraceError, match="holds one sequence"):
         halves(Trace(even.header, even.passes[:1]))
 
 
 def test_a_long_trace_is_cut_off_for_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hobbit, "MOST_DEMANDS", 3)
+    monkeypatch.setattr(hobbit_weights, "MOST_DEMANDS", 3)
     found, composition = _two_pools()
-    assert hobbit.find_weights(found, composition, 4, HALF).demands == 4
+    assert hobbit_weights.find_weights(found, composition, 4, HALF).demands == 4
 
 
 def _predicted(right: list[list[bool]]) -> Trace:

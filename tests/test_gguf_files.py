@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,11 @@ import gguf_files
 from commands import Command
 from gguf_files import kinds
 from tiermoe.errors import ModelError
+from tiermoe.formats.ggml_types import TYPES, UNREAD
 from tiermoe.formats.gguf_file import open_gguf, read_header
-from tiermoe.formats.gguf_types import TYPES, UNREAD
 from tiermoe.model.gguf.config import end_ids
 from tiermoe.model.gguf.parameters import config_of, open_checkpoint
+from tiermoe.model.gguf.shapes import read_whole
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,39 @@ def test_headers_are_read_as_the_gguf_package_reads_them(file: Path) -> None:
             tensor.data_offset, tensor.n_bytes, tuple(reversed(tensor.shape.tolist())),
         )  # fmt: skip
         assert mine.kind.name == tensor.tensor_type.name
+
+
+def test_matrices_in_one_piece_have_the_bytes_of_the_file(tmp_path: Path) -> None:
+    model = gguf_files.model_of("mixtral")  # whose queries and keys are turned
+    file = gguf_files.write(tmp_path / "m.gguf", model, "mixtral", kinds("q8_0"))
+    checkpoint = open_checkpoint(open_gguf(file))
+    names = [f"model.layers.{layer}.self_attn.{each}_proj.weight" for layer in (0, 1) for each in "qkvo"]
+    for name, fields in zip(names, [*checkpoint.fields(names)], strict=True):
+        assert np.array_equal(
+            dequantize(fields["blocks"].numpy(), gguf.GGMLQuantizationType.Q8_0), checkpoint.read(name).numpy()
+        )
+    blocks = [*checkpoint.fields(names)][-1]["blocks"]
+    assert np.array_equal(blocks.numpy(), _raw(file, "blk.1.attn_output.weight")[0])
+
+
+def test_what_loading_reads_whole_is_all_but_experts_and_a_table_of_rows(file: Path) -> None:
+    raw = sorted(GGUFReader(file).tensors, key=lambda tensor: tensor.data_offset)
+    output = any(tensor.name == "output.weight" for tensor in raw)
+    wanted = [
+        (tensor.data_offset, tensor.n_bytes)
+        for tensor in raw
+        if len(tensor.shape) < 3 and not (output and tensor.name == "token_embd.weight")
+    ]
+    assert [(tensor.offset, tensor.nbytes) for tensor in read_whole(open_gguf(file))] == wanted
+
+
+def test_a_run_reads_the_headers_before_it_imports_torch(file: Path) -> None:
+    script = (
+        "import sys; from tiermoe.cli.session import read_ahead\n"
+        "print(len(read_ahead(sys.argv[1], {}).tensors), read_ahead(sys.argv[1], {'bits': 4}), 'torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, timeout=100)
+    assert ended.stdout.split() == [str(len(GGUFReader(file).tensors)), "None", "False"], ended.stderr
 
 
 def test_rows_and_experts_are_what_the_gguf_package_dequantises(file: Path) -> None:

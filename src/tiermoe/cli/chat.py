@@ -14,7 +14,7 @@ import typer
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import cause, note, one_line, prompt_progress, summary, utf8_input
-from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session
+from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session, read_ahead
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError, ModelError, PromptError
 
@@ -70,6 +70,7 @@ def chat(
     system: Annotated[str, typer.Option(help="System prompt.", show_default=False)] = "",
 ) -> None:
     """Chat with a model in its chat template. Type /help for the commands."""
+    headers = read_ahead(model, options)
     named = opt.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     sampling = make_sampling(**named)
 
@@ -78,7 +79,7 @@ def chat(
         _refuse_encoder_decoder(blueprint)
         sampling = choose_sampling(blueprint, named, make_sampling(**OTHERWISE))
 
-    session = open_session(model, options, no_context)
+    session = open_session(model, options, no_context, headers)
     if not getattr(session.tokenizer, "chat_template", None):
         note("this model has no chat template: what you type is continued as plain text")
     note("type /help for the commands, /bye to leave")

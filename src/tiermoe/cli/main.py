@@ -39,6 +39,12 @@ class LazyCommands(TyperGroup):
         super().__init__(**attributes)
         self.commands = {name: TyperCommand(name, help=line) for name, (_, line) in COMMANDS.items()}
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        flags = super().get_params(ctx)
+        for flag in flags:
+            flag.default = False  # typer imports pydantic to check a flag that is None
+        return flags
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in COMMANDS:
             module, _, function = COMMANDS[args[0]][0].partition(":")

@@ -10,7 +10,7 @@ import typer
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, prompt_progress, summary, utf8_input
-from tiermoe.cli.session import choose_sampling, make_sampling, open_session
+from tiermoe.cli.session import choose_sampling, make_sampling, open_session, read_ahead
 
 
 @opt.engine_options()
@@ -30,6 +30,7 @@ def run(
     if prompt == "-":
         with utf8_input():
             prompt = sys.stdin.read()
+    headers = read_ahead(model, options)
     named = opt.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     make_sampling(**named)
     chosen: dict[str, Any] = {}
@@ -42,7 +43,7 @@ def run(
         length = check_length(ids.shape[1], max_tokens, blueprint.max_context(), options.get("context"))
         return int(ids.shape[1]) + length
 
-    session = open_session(model, options, context_for)
+    session = open_session(model, options, context_for, headers)
     from tiermoe.engine.generate import generate
 
     show = (lambda _: None) if as_json else (lambda text: print(text, end="", flush=True))

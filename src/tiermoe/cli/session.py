@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.config import Settings, format_size, settings
+from tiermoe.platform import file_io
 from tiermoe.platform.machine import most_memory, processors
+
+if TYPE_CHECKING:
+    from tiermoe.formats.gguf_file import GgufFile
 
 
 @dataclass(slots=True)
@@ -21,10 +28,32 @@ class Session:
     load_s: float  # seconds from the command's start of loading
 
 
+def read_ahead(model: str, options: dict[str, Any]) -> GgufFile | None:
+    """The headers of a GGUF file, whose dense weights the drive begins to read into the page cache: it has nothing else
+    to do while torch is imported. None for another model, and where options ask for weights that are packed. ModelError
+    as `open_gguf`."""
+    from tiermoe.formats.gguf_file import is_gguf, open_gguf
+    from tiermoe.model.gguf.shapes import read_whole
+
+    path = Path(model).expanduser()
+    if not is_gguf(path) or not path.is_file() or {"bits", "dense_bits"} & options.keys():
+        return None
+    file = open_gguf(path.resolve())
+
+    def read() -> None:
+        for tensor in read_whole(file):
+            with contextlib.suppress(OSError), open(tensor.file, "rb") as handle:
+                file_io.read_ahead(handle.fileno(), tensor.offset, tensor.nbytes)
+
+    threading.Thread(target=read, name="tiermoe-read-ahead", daemon=True).start()
+    return file
+
+
 def open_session(
     model: str,
     options: dict[str, Any],
     context_for: Callable[[Any, Any], int | None],
+    headers: GgufFile | None = None,
     on_progress: Callable[[str, int, int], None] | None = None,
     served: bool = False,
     kv_memory: int | None = None,
@@ -32,14 +61,15 @@ def open_session(
     """Loads `model` and prints the plan's warnings on standard error.
 
     context_for: called with (tokenizer, blueprint) before anything heavy happens; gives the tokens to reserve memory
-    for where --context is not named, and may refuse the prompt. on_progress: called with the progress of packing (task,
-    done, total), beside the terminal. served: memory is reserved for a server's steps; without a named batch 16
-    requests run at once. kv_memory: bytes of the KV cache that a server's requests share; None: as there is room
-    for."""
+    for where --context is not named, and may refuse the prompt. headers: of a GGUF file, where they are read already
+    (`read_ahead`). on_progress: called with the progress of packing (task, done, total), beside the terminal. served:
+    memory is reserved for a server's steps; without a named batch 16 requests run at once. kv_memory: bytes of the KV
+    cache that a server's requests share; None: as there is room for."""
     started = time.perf_counter()
     with starting():
         from tiermoe.cli.describe import loss_of, missing_kernels
         from tiermoe.engine.load import start
+        from tiermoe.model.gguf.parameters import open_checkpoint
         from tiermoe.model.hf.blueprint import inspect_model
         from tiermoe.model.hf.hub import kept_tokenizer, leave_tokenizer, load_tokenizer, resolve_model
         from tiermoe.model.prepare_store import store_root
@@ -47,7 +77,7 @@ def open_session(
 
         asked = settings(**options)
         directory = resolve_model(model)
-        blueprint = inspect_model(directory, model, asked.store)
+        blueprint = inspect_model(directory, model, asked.store, None if headers is None else open_checkpoint(headers))
         root = store_root(blueprint, asked.store)
         kept = None if served else kept_tokenizer(blueprint, root)  # a server's grammars need transformers'
         tokenizer = kept or load_tokenizer(directory)

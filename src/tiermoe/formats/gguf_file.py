@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_types import TYPES, UNREAD, GgmlType
+from tiermoe.formats.ggml_types import TYPES, UNREAD, GgmlType
 from tiermoe.formats.source import require_shards
 from tiermoe.platform.file_io import read_bytes_at
 

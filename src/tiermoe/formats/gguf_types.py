@@ -1,6 +1,4 @@
-"""Types of a GGUF file's numbers: ggml's types, and the encodings of those that are blocks.
-
-Blocks are used as they are in the file: the encodings in which GGUF files are published."""
+"""Encodings of a GGUF file's blocks, which are used as they are in the file."""
 
 from __future__ import annotations
 
@@ -13,52 +11,10 @@ from torch import Tensor
 
 from tiermoe.errors import StoreError
 from tiermoe.formats.encoding import DECODED_WEIGHTS, Field, FixedEncoding
+from tiermoe.formats.ggml_types import TYPES
 from tiermoe.formats.quantizers import Quantizer
 
 PREFIX = "gguf/"
-
-
-@dataclass(frozen=True, slots=True)
-class GgmlType:
-    """A type of ggml: `block` numbers of a row are in `nbytes` bytes."""
-
-    name: str
-    block: int
-    nbytes: int
-    bits: int  # of a number, or of a code, beside which a block has scales
-    dtype: torch.dtype | None = None  # torch's, where a number is a value of its own; None: blocks
-
-    def row_bytes(self, columns: int) -> int:
-        """Bytes of a row of so many numbers, a multiple of `block`."""
-        return columns // self.block * self.nbytes
-
-
-TYPES: dict[int, GgmlType] = {
-    0: GgmlType("F32", 1, 4, 32, torch.float32),
-    1: GgmlType("F16", 1, 2, 16, torch.float16),
-    30: GgmlType("BF16", 1, 2, 16, torch.bfloat16),
-    8: GgmlType("Q8_0", 32, 34, 8),
-    2: GgmlType("Q4_0", 32, 18, 4),
-    3: GgmlType("Q4_1", 32, 20, 4),
-    6: GgmlType("Q5_0", 32, 22, 5),
-    7: GgmlType("Q5_1", 32, 24, 5),
-    10: GgmlType("Q2_K", 256, 84, 2),
-    11: GgmlType("Q3_K", 256, 110, 3),
-    12: GgmlType("Q4_K", 256, 144, 4),
-    13: GgmlType("Q5_K", 256, 176, 5),
-    14: GgmlType("Q6_K", 256, 210, 6),
-    20: GgmlType("IQ4_NL", 32, 18, 4),
-    23: GgmlType("IQ4_XS", 256, 136, 4),
-    39: GgmlType("MXFP4", 32, 17, 4),
-}
-"""The types that tiermoe reads, by the ids that are in the file."""
-
-UNREAD = {
-    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
-    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
-    41: "Q1_0",
-}  # fmt: skip
-"""Known types that tiermoe does not read."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +56,7 @@ class Gguf(FixedEncoding):
 
 
 ENCODINGS = tuple(
-    Gguf(kind.name.lower(), kind.block, kind.nbytes, kind.bits) for kind in TYPES.values() if kind.dtype is None
+    Gguf(kind.name.lower(), kind.block, kind.nbytes, kind.bits) for kind in TYPES.values() if not kind.plain
 )
 
 

@@ -6,16 +6,16 @@ A source of a part of an expert names the tensors of the part's rows: a tensor o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from tiermoe.errors import ModelError
-from tiermoe.formats.registry import encoding_named
 from tiermoe.types import MoeLayer, Segment
+
+if TYPE_CHECKING:
+    import torch
 
 EACH = "{}"
 
@@ -39,6 +39,8 @@ class StoredAs:
 
 def label_of(encoding: str) -> str:
     """The name that people use of an encoding in which weights were published: 'Q4_K', 'MXFP4'."""
+    from tiermoe.formats.registry import encoding_named  # late: headers are read while torch is imported
+
     return str(getattr(encoding_named(encoding), "label", encoding))
 
 
@@ -77,8 +79,8 @@ class TensorSource(Protocol):
     def own_encoding(self, name: str) -> str | None:
         """The encoding in which a matrix can be used as it is stored; None where it cannot, or is plain values."""
 
-    def fields(self, name: str) -> Mapping[str, torch.Tensor]:
-        """The slot fields of such a matrix."""
+    def fields(self, names: Sequence[str]) -> Iterator[Mapping[str, torch.Tensor]]:
+        """The slot fields of such matrices, one after the other."""
 
     def columns(self, name: str) -> torch.Tensor | None:
         """Where each column of such a matrix is in its fields; None: in order."""

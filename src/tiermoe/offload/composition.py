@@ -243,7 +243,7 @@ class Composition:
         return [
             name
             for name, declaration in known.items()
-            if declaration.setting.calibrated and values[name] is None and unread(name, self, known) is None
+            if declaration.setting.calibrated and values[name] is None and _is_read(name, self, known)
         ]
 
     @property
@@ -282,6 +282,11 @@ def declarations() -> dict[str, Declaration]:
                         others = found[name].values if name in found else ()
                         found[name] = Declaration(each_setting, default, part, (*others, value))
     return found
+
+
+def _is_read(name: str, composition: Composition, known: Mapping[str, Declaration]) -> bool:
+    """Whether something reads the part or setting `name`; `unread` says why not."""
+    return all(reads(composition) and _is_read(part, composition, known) for part, reads in known[name].read_by)
 
 
 def unread(

@@ -28,6 +28,7 @@ fcntl: Any = _module("fcntl")
 msvcrt: Any = _module("msvcrt")
 """Python's modules of POSIX and of Windows, None elsewhere."""
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows changes line ends without it
+_AHEAD = 1 << 20  # bytes that Linux reads ahead at a call; it drops what is beyond a drive's largest request
 _LOCKED_AT = 1 << 40  # a byte past all content: other processes cannot read a byte that is locked on Windows
 
 
@@ -144,6 +145,16 @@ def drop_cached(descriptor: int, offset: int = 0, nbytes: int = 0) -> bool:
     if not hasattr(os, "posix_fadvise"):
         return False
     os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+    return True
+
+
+def read_ahead(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Asks the system to read a range of a file into the page cache, and waits for no drive. False where the system has
+    no call for it."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    for begin in range(0, nbytes, _AHEAD):
+        os.posix_fadvise(descriptor, offset + begin, min(_AHEAD, nbytes - begin), os.POSIX_FADV_WILLNEED)
     return True
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tiermoe.offload.composition import Composition
 from tiermoe.systems.routings import decode_passes, frequencies
-from tiermoe.trace.file import Trace
+
+if TYPE_CHECKING:
+    from tiermoe.trace.file import Trace
 
 PRESET = Composition(
     "corm",

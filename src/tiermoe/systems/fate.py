@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from tiermoe.errors import TraceError
 from tiermoe.offload.composition import Composition
-from tiermoe.simulate.costs import expert_bytes
 from tiermoe.systems.routings import decode_passes, recall
-from tiermoe.trace.file import Trace
+
+if TYPE_CHECKING:
+    from tiermoe.trace.file import Trace
 
 PRESET = Composition(
     "fate",
@@ -54,6 +56,8 @@ def windows(trace: Trace, bits: int, bandwidth: float) -> list[int]:
     """N_prefetch = floor(T_window / T_io) of each layer (Fate, section 4.3): T_window = T_moe + T_gate + T_attn is the
     layer's share of a decode pass, T_io the time of one expert of the next layer. 0 where no expert can be read
     meanwhile, and for the last layer. bandwidth: of the link, bytes per second. TraceError without times."""
+    from tiermoe.simulate.costs import expert_bytes  # late: listing the presets imports no simulator
+
     header = trace.header
     if header.times is None:
         raise TraceError(f"the trace of {header.model} holds no computing times; make it again with tiermoe trace")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tiermoe.errors import TraceError
-from tiermoe.trace.file import Pass, Trace
+
+if TYPE_CHECKING:
+    from tiermoe.trace.file import Pass, Trace
 
 
 def routings(trace: Trace) -> Iterator[list[list[int]]]:
@@ -37,7 +41,7 @@ def halves(trace: Trace) -> tuple[Trace, Trace]:
     """The even sequences of a trace, and the odd ones, so that a result of one half is judged on the other. TraceError
     where there is one sequence."""
     even, odd = (
-        Trace(trace.header, [passed for passed in trace.passes if passed.sequence % 2 == first]) for first in (0, 1)
+        replace(trace, passes=[passed for passed in trace.passes if passed.sequence % 2 == first]) for first in (0, 1)
     )
     if not odd.passes:
         raise TraceError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_file import GgufFile
+from tiermoe.formats.gguf_file import GgufFile, GgufTensor
 
 AGAIN = "download it again"
 """What to do about a file that contradicts itself."""
@@ -25,6 +25,14 @@ def experts(file: GgufFile) -> int:
 def dense_layers(file: GgufFile) -> list[int]:
     """Layers without a router."""
     return [layer for layer in range(blocks(file)) if f"blk.{layer}.ffn_gate_inp.weight" not in file.tensors]
+
+
+def read_whole(file: GgufFile) -> list[GgufTensor]:
+    """The tensors that loading reads whole, in the order of the file: all but the experts, and the input embedding, of
+    which a token needs a row, unless it is the output layer too."""
+    rows = "token_embd.weight" if "output.weight" in file.tensors else ""
+    found = [tensor for name, tensor in file.tensors.items() if "_exps." not in name and name != rows]
+    return sorted(found, key=lambda tensor: (file.shards.index(tensor.file), tensor.offset))
 
 
 def leading_dense(file: GgufFile) -> int:

@@ -208,7 +208,7 @@ def inspect_model(
     its headers are known already. ModelError: not a MoE model, an unsupported family, missing or torn files."""
     fields: dict[str, Any] = {}
     if is_gguf(directory):
-        checkpoint = open_checkpoint(open_gguf(directory))
+        checkpoint = checkpoint or open_checkpoint(open_gguf(directory))
     else:
         fields = read_fields(directory)
         checkpoint = checkpoint or Checkpoint(directory)

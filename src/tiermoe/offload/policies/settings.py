@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,8 @@ def setting(default: Any, **values: Any) -> Any:
     return dataclasses.field(default=default, kw_only=True, metadata={"setting": Setting(**values)})
 
 
-def declared(part: Any) -> dict[str, tuple[Setting, Any]]:
+@functools.cache
+def declared(part: Any) -> Mapping[str, tuple[Setting, Any]]:
     """The settings of a part: name → possible values, and the default (None where calibrated)."""
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
     found = {field.name: (field.metadata["setting"], field.default) for field in fields if "setting" in field.metadata}
