@@ -20,6 +20,8 @@ Cases that need experts in fewer bits load once before the rounds, for two token
 preset that chooses otherwise than the model does is not held to the trace.
 
 `--beside` runs another tree of tiermoe in the same rounds (a git worktree, built), with a store of its own.
+`--peer-python` runs llama.cpp too: its mapped file in a memory cgroup of the same size, the file dropped from the page
+cache before; what tiermoe decodes before the clock begins is part of its prompt.
 """
 
 from __future__ import annotations
@@ -29,27 +31,33 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from benchmarks.random_gguf import routing_for
 from benchmarks.recorded_routing import Routing
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, say, shown
-from tiermoe.bench.cases import alternating
+from tiermoe.bench.cases import LLAMA, Condition, alternating
 from tiermoe.bench.child import CaseFailed, last_object
+from tiermoe.bench.engines import Common, LlamaCpp
 from tiermoe.bench.summary import number, spread
-from tiermoe.config import BITS
+from tiermoe.config import BITS, parse_size
 from tiermoe.errors import TiermoeError
 from tiermoe.formats.gguf_file import open_gguf
 from tiermoe.model.gguf.parameters import config_of
+from tiermoe.platform.machine import processors
 from tiermoe.simulate.costs import run_bits
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.systems import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 1800.0  # of a run of llama.cpp
 AGAIN = 16  # tokens whose experts are resident
 
 
@@ -117,6 +125,21 @@ def measure(model: Path, case: Case, tokens: Tokens) -> dict[str, Any]:
     if done.returncode:
         raise CaseFailed(f"{case.name}: {done.stderr.strip().rpartition(chr(10))[2]} (status {done.returncode})")
     return last_object(done.stdout)
+
+
+def measure_peer(model: Path, memory: str, tokens: Tokens, python: str) -> dict[str, Any]:
+    """llama.cpp's `decode_tok_s` over the measured tokens, and `peak_memory_bytes`. CaseFailed as `run_child`."""
+    with tempfile.TemporaryDirectory(prefix="full-size-") as folder:
+        common = Common(model, processors(), TIMEOUT_S, Path(folder))
+        peer = LlamaCpp(common, model, python)
+        if (reason := peer.missing()) is not None:
+            raise CaseFailed(reason)
+        ids = np.array([[*tokens.prompt, *tokens.before, *tokens.measured]])
+        np.save(Path(folder) / "ids.npy", ids)
+        condition = Condition(
+            parse_size(memory), ids.shape[1] - len(tokens.measured), len(tokens.measured), start="cold"
+        )
+        return peer.run(condition, Path(folder) / "ids.npy")
 
 
 def check_routing(chosen: Sequence[Sequence[int]], routing: Routing, token: int) -> None:
@@ -228,6 +251,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=at_least_one, default=120, help="decoded tokens (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=at_least_one, help="default: the trace's prompt")
     parser.add_argument("--beside", type=Path, metavar="TREE", help="a tree of another commit, built")
+    parser.add_argument("--peer-python", help="interpreter that has llama-cpp-python, which runs the file too")
     args = parser.parse_args()
     try:
         document = run(args)
@@ -255,13 +279,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if not case.runs[-1]["lossy"]:
             check_routing(chosen, routing, tokens.measured[-1])
         say(f"round {number_ + 1}: {case.name}: {case.runs[-1]['ms']:.0f} ms a token")
+    peers: dict[str, list[dict[str, Any]]] = {memory: [] for memory in args.memory if args.peer_python}
+    for memory, runs in peers.items():
+        for _ in range(args.rounds):
+            runs.append(measure_peer(args.model, memory, tokens, args.peer_python))
+            say(f"llama.cpp in {memory}: {runs[-1]['decode_tok_s']:.2f} tokens a second")
     rows = []
     for index, case in enumerate(cases):
         other = cases[index + 1] if args.beside and case.tree == ROOT else None
         last = case.runs[-1]
         least = replayed(routing, tokens, last["slots"], last["expert_bytes"])
         rows.append(row(case, len(tokens.prompt), least, other))
-    return {**about(args.rounds), "model": str(args.model), "tokens": args.tokens, "rows": rows}
+    return {**about(args.rounds), "model": str(args.model), "tokens": args.tokens, "rows": rows, LLAMA: peers}
 
 
 if __name__ == "__main__":
