@@ -79,7 +79,7 @@ def chat(
         _refuse_encoder_decoder(blueprint)
         sampling = choose_sampling(blueprint, named, make_sampling(**OTHERWISE))
 
-    session = open_session(model, options, no_context, headers)
+    session = open_session(model, options, no_context, headers=headers)
     if not getattr(session.tokenizer, "chat_template", None):
         note("this model has no chat template: what you type is continued as plain text")
     note("type /help for the commands, /bye to leave")

@@ -43,7 +43,7 @@ def run(
         length = check_length(ids.shape[1], max_tokens, blueprint.max_context(), options.get("context"))
         return int(ids.shape[1]) + length
 
-    session = open_session(model, options, context_for, headers)
+    session = open_session(model, options, context_for, headers=headers)
     from tiermoe.engine.generate import generate
 
     show = (lambda _: None) if as_json else (lambda text: print(text, end="", flush=True))

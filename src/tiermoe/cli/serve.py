@@ -135,7 +135,7 @@ def serve(
         _serve_replicas(deployed, replicas, address)
         return
     with _http_server(listener) as gate:
-        session = open_session(model, options, context_for, gate.report, served=True, kv_memory=kv_bytes)
+        session = open_session(model, options, context_for, on_progress=gate.report, served=True, kv_memory=kv_bytes)
         _serve_session(session, gate, listener, served_name, access, max_queue, **chosen)
 
 

@@ -53,6 +53,7 @@ def open_session(
     model: str,
     options: dict[str, Any],
     context_for: Callable[[Any, Any], int | None],
+    *,
     headers: GgufFile | None = None,
     on_progress: Callable[[str, int, int], None] | None = None,
     served: bool = False,
