@@ -71,19 +71,6 @@ def test_headers_are_read_as_the_gguf_package_reads_them(file: Path) -> None:
         assert mine.kind.name == tensor.tensor_type.name
 
 
-def test_matrices_in_one_piece_have_the_bytes_of_the_file(tmp_path: Path) -> None:
-    model = gguf_files.model_of("mixtral")  # whose queries and keys are turned
-    file = gguf_files.write(tmp_path / "m.gguf", model, "mixtral", kinds("q8_0"))
-    checkpoint = open_checkpoint(open_gguf(file))
-    names = [f"model.layers.{layer}.self_attn.{each}_proj.weight" for layer in (0, 1) for each in "qkvo"]
-    for name, fields in zip(names, [*checkpoint.fields(names)], strict=True):
-        assert np.array_equal(
-            dequantize(fields["blocks"].numpy(), gguf.GGMLQuantizationType.Q8_0), checkpoint.read(name).numpy()
-        )
-    blocks = [*checkpoint.fields(names)][-1]["blocks"]
-    assert np.array_equal(blocks.numpy(), _raw(file, "blk.1.attn_output.weight")[0])
-
-
 def test_what_loading_reads_whole_is_all_but_experts_and_a_table_of_rows(file: Path) -> None:
     raw = sorted(GGUFReader(file).tensors, key=lambda tensor: tensor.data_offset)
     output = any(tensor.name == "output.weight" for tensor in raw)

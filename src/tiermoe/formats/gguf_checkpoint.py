@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tiermoe.formats.expert_format import align
 from tiermoe.formats.gguf_file import GgufFile, GgufTensor
 from tiermoe.formats.gguf_types import PREFIX, gguf_encoding
 from tiermoe.formats.safetensors import FileReader, fingerprint_of
 from tiermoe.formats.source import StoredAs
-from tiermoe.platform.process_memory import anonymous_memory
 from tiermoe.types import Segment
 
 ReadBytes = Callable[[GgufTensor, int, int], Tensor]
 """(tensor, first, last) → a fresh uint8 tensor of the entries first..last - 1 along dimension 0."""
-
-_LINE = 64  # bytes of a cache line, at which a matrix begins
 
 Change = Callable[[Tensor], Tensor]
 
@@ -203,21 +199,11 @@ class GgufCheckpoint:
             return None
         return parameter.encoding()
 
-    def fields(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """The blocks of such matrices, one after the other: uint8 (rows, bytes of a row), in the parameter's order.
-        Matrices that have the file's order lie in one piece of memory, so that huge pages hold all but its ends."""
-        parameters = [parameter for name in names if isinstance(parameter := self.parameters[name], Rows)]
-        rooms = [0 if each.order is not None else align(each.tensor.nbytes, _LINE) for each in parameters]
-        memory, begin = memoryview(anonymous_memory(max(sum(rooms), 1))), 0
-        for parameter, room in zip(parameters, rooms, strict=True):
-            tensor = parameter.tensor
-            if parameter.order is None:
-                view = memory[begin : begin + tensor.nbytes]
-                self._files.fill(view, tensor.file, tensor.offset)
-                yield {"blocks": _in_rows(tensor, torch.frombuffer(view, dtype=torch.uint8))}
-            else:
-                yield {"blocks": parameter.blocks(self._read, 0, parameter.shape[0])}
-            begin += room
+    def fields(self, name: str) -> dict[str, Tensor]:
+        """The blocks of such a matrix, uint8 (rows, bytes of a row), in the parameter's order."""
+        parameter = self.parameters[name]
+        assert isinstance(parameter, Rows)
+        return {"blocks": parameter.blocks(self._read, 0, parameter.shape[0])}
 
     def columns(self, name: str) -> Tensor | None:
         """Where each column of such a matrix is in its blocks; None: in order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,13 +185,12 @@ class Checkpoint:
             return None
         return entry.encoding.name
 
-    def fields(self, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-        """The slot fields of such matrices, one after the other."""
-        for name in names:
-            entry = self.tensors[name]
-            assert isinstance(entry, QuantizedTensor)
-            parts = {each: self._read(name, part, 0, part.rows) for each, part in entry.fields.items()}
-            yield entry.slot(parts, entry.out_in[0])
+    def fields(self, name: str) -> dict[str, Tensor]:
+        """The slot fields of such a matrix."""
+        entry = self.tensors[name]
+        assert isinstance(entry, QuantizedTensor)
+        parts = {each: self._read(name, part, 0, part.rows) for each, part in entry.fields.items()}
+        return entry.slot(parts, entry.out_in[0])
 
     def columns(self, name: str) -> Tensor | None:
         """None: columns are in order."""
@@ -256,25 +255,18 @@ class FileReader:
             self.fill(buffer.numpy().data, file, offset, what)
             return buffer
         memory = memoryview(process_memory.anonymous_memory(nbytes))
-        self.fill(memory, file, offset, what)
+        self.descriptor(file)  # opened once
+
+        def fill(begin: int) -> None:
+            self.fill(memory[begin : begin + READ_BYTES], file, offset + begin, what)
+
+        with ThreadPoolExecutor(_READ_THREADS) as threads:
+            list(threads.map(fill, range(0, nbytes, READ_BYTES)))
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def fill(self, view: memoryview, file: Path, offset: int, what: str = "it") -> None:
-        """Reads as many bytes of a file as `view` has: many by several threads. ModelError where they cannot be
-        read."""
-        descriptor = self.descriptor(file)
-        if len(view) < 2 * READ_BYTES:
-            self._fill(view, descriptor, file, offset, what)
-            return
-
-        def fill(begin: int) -> None:
-            self._fill(view[begin : begin + READ_BYTES], descriptor, file, offset + begin, what)
-
-        with ThreadPoolExecutor(_READ_THREADS) as threads:
-            list(threads.map(fill, range(0, len(view), READ_BYTES)))
-
-    def _fill(self, view: memoryview, descriptor: int, file: Path, offset: int, what: str) -> None:
-        done = 0
+        """Reads as many bytes of a file as `view` has. ModelError where they cannot be read."""
+        descriptor, done = self.descriptor(file), 0
         while done < len(view):
             try:
                 count = file_io.read_at(descriptor, view[done:], offset + done)

@@ -6,7 +6,7 @@ A source of a part of an expert names the tensors of the part's rows: a tensor o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -79,8 +79,8 @@ class TensorSource(Protocol):
     def own_encoding(self, name: str) -> str | None:
         """The encoding in which a matrix can be used as it is stored; None where it cannot, or is plain values."""
 
-    def fields(self, names: Sequence[str]) -> Iterator[Mapping[str, torch.Tensor]]:
-        """The slot fields of such matrices, one after the other."""
+    def fields(self, name: str) -> Mapping[str, torch.Tensor]:
+        """The slot fields of such a matrix."""
 
     def columns(self, name: str) -> torch.Tensor | None:
         """Where each column of such a matrix is in its fields; None: in order."""

@@ -300,11 +300,10 @@ def read_own(
 ) -> Iterator[tuple[str, PackedLinear]]:
     """`own_linears`, each with its path, read one after the other and given the bias that `bias_of` has for its path.
     ModelError where one cannot be read."""
-    linears = own_linears(blueprint, device)
-    for (path, key), fields in zip(linears.items(), blueprint.checkpoint.fields([*linears.values()]), strict=True):
+    for path, key in own_linears(blueprint, device).items():
         form = _own_format(blueprint, key)
         encoding, (out, in_) = form.encodings["weight"], form.layer.parts[0].out_in
-        matrix = PackedMatrix(encoding, fields, out, in_, bias_of(path))
+        matrix = PackedMatrix(encoding, blueprint.checkpoint.fields(key), out, in_, bias_of(path))
         kernel = linear_for(encoding.name, "cpu", blueprint.dtype)
         yield path, PackedLinear(kernel, matrix, blueprint.dtype, blueprint.checkpoint.columns(key))
 
