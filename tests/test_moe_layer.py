@@ -111,6 +111,15 @@ def test_a_layer_that_misses_nothing_asks_nobody(shipped: Path) -> None:
     decoded.close()
 
 
+def test_a_layer_that_hits_asks_what_is_read_ahead(shipped: Path) -> None:
+    decoded = Decoded(shipped, cache="90%", set={"speculate": "always"})
+    decoded.run(WARMED_UP)
+    hits = decoded.engine.loader.counts.hits
+    assert calls(lambda: decoded.run(4))["ExpertLoader.run_layer"] == 4 * 8
+    assert decoded.engine.loader.counts.hits > hits
+    decoded.close()
+
+
 def test_an_expert_that_has_left_is_read_again(shipped: Path) -> None:
     """With as many slots as one layer's token needs, every layer overwrites what the one before used."""
     small, whole = (

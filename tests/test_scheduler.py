@@ -63,6 +63,19 @@ def test_a_prefetch_begins_before_what_is_here_is_computed() -> None:
     list(steps)
 
 
+def test_hits_that_are_recorded_late_count_for_their_own_layer() -> None:
+    scheduler, _ = scheduler_with("default", prefetch="none")
+    scheduler.begin_pass(1, Said(), "decode")
+    for layer in range(3):
+        run(scheduler, layer, [0, 1], [0.5, 0.5])
+    scheduler.begin_pass(1, Said(), "decode")
+    run(scheduler, 0, [0, 1], [0.5, 0.5])
+    for layer in (1, 2):
+        scheduler.all_hit(layer, 2, [[0, 1]])
+        assert scheduler.uses.counts[layer] == [2, 2, 0, 0]
+        assert scheduler.clock.layer == layer  # as policies have seen it
+
+
 def test_a_discarded_pass_is_counted_apart_and_its_token_once() -> None:
     scheduler, _ = scheduler_with("mobile")
     scheduler.begin_pass(1, Said(), "decode")

@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -64,13 +63,12 @@ def run_tests(root: Path, tests: Sequence[str], log: Path | None = None) -> int 
     run.start()
     run.join(PATIENCE_S)
     if hangs := run.is_alive():
-        os.killpg(run.ident or 0, signal.SIGKILL)
+        run.kill()
         run.join()
     return None if hangs else run.exitcode
 
 
 def _pytest(root: Path, tests: Sequence[str], log: Path | None) -> None:
-    os.setsid()
     os.chdir(root)
     os.environ.update(PYTHONPATH=str(root / "src"), TMPDIR=str(root.parent))
     sys.path[0] = str(root / "src")

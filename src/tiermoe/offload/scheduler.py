@@ -229,16 +229,13 @@ class Scheduler:
         if not self._hits:
             return
         hits, self._hits = self._hits, []
-        loader, clock = self.loader, self.clock
-        running = clock.layer
         for layer, chosen in hits:
-            clock.layer = layer
+            self.clock.layer = layer
             routed = Routed(layer, self._phase, chosen, [()] * len(chosen))
             self.prediction.observe(routed)
             demands = self.precision.demands(routed)
             self._record_uses(layer, demands, self._phase)
-            loader.hit(layer, demands)
-        clock.layer = running
+            self.loader.hit(layer, demands)
 
     def size_curve(self, slots: int, decode: PhaseMetrics) -> SizeCurve | None:
         """What decoding, which took `decode` with a cache of `slots` slots, says of other sizes; None where it was
