@@ -17,7 +17,7 @@ from small_engines import NATIVE, OnRoute, engine_of, logits_of_steps, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.cli.output import prompt_progress
-from tiermoe.engine.loop import RequestLoop
+from tiermoe.engine.loop import BESIDE, RequestLoop
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.sampling import Sampling
 from tiermoe.model.rotary import Rotary
@@ -199,6 +199,60 @@ def test_a_request_that_leaves_amid_the_layers_leaves_what_was_read_before(missi
     loop.add(Request(ids, Sampling(5)))
     found = [[token for piece in rest_of(each) for token in piece.tokens] for each in (loop, clear)]
     assert found[0] == found[1]
+
+
+def test_an_answer_waits_for_one_turn_of_a_long_prompt(missing: Any) -> None:
+    """Also where a group of chunks ends and the next one begins."""
+    short, long = Request(tokens(5, 2), Sampling(40)), Request(tokens(60), Sampling(2))
+    loop = RequestLoop(missing, Letters(), 2, set())
+    answer, prompt = loop.add(short), 0
+    steps: list[set[int]] = []  # the requests that get a token, by step
+    found: dict[int, list[int]] = {}
+    while not loop.idle:
+        pieces = loop.step()
+        steps.append({piece.number for piece in pieces})
+        for piece in pieces:
+            found.setdefault(piece.number, []).extend(piece.tokens)
+        prompt = prompt or loop.add(long)
+    turns = "".join(
+        " " if answer in step else "L" for step in steps[: next(i for i, s in enumerate(steps) if prompt in s)]
+    )
+    assert turns.split() == ["L"] * 7  # three for each whole group, and the last with the prompt's first token
+    for number, request in ((answer, short), (prompt, long)):
+        alone = RequestLoop(missing, Letters(), 2, set())
+        alone.add(request)
+        assert found[number] == [token for piece in rest_of(alone) for token in piece.tokens]
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Iterator[Any]:
+    """An engine with slots for half of its experts, eight of whose chunks go through a layer together."""
+    sizes = {**NATIVE, "num_hidden_layers": 8, "max_position_embeddings": 512}
+    directory = write(tmp_path, "qwen3_moe", torch.bfloat16, **sizes)
+    loaded = engine_of(directory, bits=4, dense_bits=4, chunk=8, cache="50%", batch=3, context=160)
+    yield loaded
+    loaded.close()
+
+
+@pytest.mark.parametrize(("chunks", "beside"), [(1, True), (BESIDE, True), (BESIDE + 1, False)])
+def test_a_short_prompt_does_not_wait_for_a_long_one(deep: Any, chunks: int, beside: bool) -> None:
+    """It runs a chunk after each turn of the other's layers. A long one waits until the other's chunks are through."""
+    assert deep.plan.prompt_chunks == 8
+    asked = [Request(tokens(128), Sampling(3)), Request(tokens(8 * chunks, 2), Sampling(3))]
+    loop = RequestLoop(deep, Letters(), 3, set())
+    numbers, steps, found = [loop.add(asked[0])], 0, dict[int, list[int]]()
+    loop.step()
+    numbers.append(loop.add(asked[1]))
+    while not loop.idle:
+        steps += numbers[1] not in found
+        for piece in loop.step():
+            found.setdefault(piece.number, []).extend(piece.tokens)
+    assert (steps <= 2 * chunks) == beside
+    assert beside or steps > 7
+    for number, request in zip(numbers, asked, strict=True):
+        alone = RequestLoop(deep, Letters(), 3, set())
+        alone.add(request)
+        assert found[number] == [token for piece in rest_of(alone) for token in piece.tokens]
 
 
 def rest_of(loop: RequestLoop) -> list[Piece]:

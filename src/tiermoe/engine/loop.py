@@ -4,9 +4,9 @@ server is this loop with many.
 A step is one call of the engine: a chunk of one prompt, or a token of every answer, by turns where there are both. So a
 long prompt delays the others by a chunk. Where experts are missing, a step has both, and more prompts as far as they
 fit into a chunk: it reads each expert once. Chunks of a long prompt go through a layer together there, and a step is so
-many layers of them as compute as much as a chunk does (`_Layered`), by turns with all else. No request's tokens depend
-on what else runs: a ragged batch computes each prompt separately, and tokens that are generated together have the bits
-that each has alone.
+many layers of them as compute as much as a chunk does (`_Layered`), by turns with answers and short prompts. No
+request's tokens depend on what else runs: a ragged batch computes each prompt separately, and tokens that are generated
+together have the bits that each has alone.
 
 KV memory is reserved for a prompt and the beginning of its answer, and for more as the answer grows. Where it ends, the
 request that came last is preempted for those that came before it. Preempted requests run again later, in the steps in
@@ -47,6 +47,10 @@ def use_of(vocabulary: int, chunk: int) -> Use:
     """What the loop asks of a step at most: a chunk of prompts, of which all tokens may be scored."""
     return Use(prompts=1, scored=min(chunk, scored_tokens(vocabulary)))
 
+
+BESIDE = 4
+"""Most chunks of a prompt that runs chunk by chunk beside one whose chunks go through the layers together. It reads its
+experts so many times at most, and does not wait for the other's."""
 
 _number = attrgetter("number")
 
@@ -205,9 +209,10 @@ class RequestLoop:
 
     def _take_turns(self, answering: list[RequestState]) -> tuple[list[RequestState], list[RequestState]]:
         """These answers or the next prompt, by turns; or both with more prompts, where experts are missing. All of that
-        by turns with chunks that go layer by layer (`_layered_last`), beside which only prompts of a chunk run."""
+        by turns with chunks that go layer by layer (`_layered_last`), beside which only short prompts run (`BESIDE`).
+        So an answer's next token waits for one turn of them at most."""
         layered, was_last = self._layered, self._layered_last
-        reading = [row for row in self._reading if layered is None or len(self._next_prompts(row)) == 1]
+        reading = [row for row in self._reading if layered is None or self._runs_beside(row, layered)]
         self._layered_last = layered is not None and not (was_last and (answering or reading))
         if self._layered_last:
             return [], []
@@ -223,10 +228,17 @@ class RequestLoop:
         if self._together > 1 and self._cache.kept(first.slab, first.length) < first.length:
             self._preempt(first)  # an interruption has overwritten what it would go on from
             return answering, []
-        if len(chunks := self._next_prompts(first)) > 1:
+        if layered is None and len(chunks := self._next_prompts(first)) > 1:
+            if was_last and answering:
+                return answering, []
             self._begin_layers(first, chunks)
             return [], []
         return (answering, self._that_fit(first, reading)) if joined else ([], [first])
+
+    def _runs_beside(self, row: RequestState, layered: _Layered) -> bool:
+        """Whether a prompt runs chunk by chunk between turns of another."""
+        short = len(row.request.ids) - row.length <= BESIDE * self._chunk
+        return row is not layered.row and (short or len(self._next_prompts(row)) == 1)
 
     def _begin_layers(self, row: RequestState, chunks: list[Row]) -> None:
         """The next steps run chunks of a prompt layer by layer."""
@@ -315,7 +327,6 @@ class RequestLoop:
             return
         self.counts.steps += 1
         if logits is not None:
-            self._layered_last = False
             self._has_read(row, chunks, logits, pieces)
             return
         layered.done += layered.layers
