@@ -243,13 +243,15 @@ engine = tiermoe.load(folder, memory=memory, warm=False, **options)[0].tiermoe  
 class Watch(Observer):
     def on_route(self, routed, hidden):
         taken.append(resident_bytes())
-def read():
+def read(chunks):
     cache = engine.new_cache()
-    engine.step(Batch((prompt(cache.open(), [5 + i % 90 for i in range(128 * engine.plan.prompt_chunks)]),)), cache)
-read()
+    engine.step(Batch((prompt(cache.open(), [5 + i % 90 for i in range(128 * chunks)]),)), cache)
+read(engine.plan.prompt_chunks)
+for _ in range(3):
+    read(1)  # lends nothing, and fills the slots again
 taken = [resident_bytes()]
 engine.observe(Watch())
-read()
+read(engine.plan.prompt_chunks)
 plan = engine.plan
 lent = plan.lent(plan.prompt_chunks) * plan.slot_bytes
 print(json.dumps({

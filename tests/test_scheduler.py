@@ -72,6 +72,7 @@ def test_hits_that_are_recorded_late_count_for_their_own_layer() -> None:
     run(scheduler, 0, [0, 1], [0.5, 0.5])
     for layer in (1, 2):
         scheduler.all_hit(layer, 2, [[0, 1]])
+        scheduler.record_hits()
         assert scheduler.uses.counts[layer] == [2, 2, 0, 0]
         assert scheduler.clock.layer == layer  # as policies have seen it
 
