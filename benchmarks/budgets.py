@@ -27,15 +27,9 @@ _REFUSAL = "are too little"  # what the plan's messages have in common
 
 def prompt_of(model: Path, tokens: int) -> str:
     """A text of so many tokens."""
-    if model.is_file():
-        from tiermoe.formats.gguf_file import open_gguf
-        from tiermoe.model.gguf.tokenizer import load_tokenizer
+    from tiermoe.model.hf.hub import load_tokenizer
 
-        tokenizer = load_tokenizer(open_gguf(model))
-    else:
-        from tiermoe.model.hf.hub import load_tokenizer as load_directory
-
-        tokenizer = load_directory(model)
+    tokenizer = load_tokenizer(model)
     ids = tokenizer(_TEXT * (1 + tokens // 8))["input_ids"][:tokens]
     text: str = tokenizer.decode(ids, skip_special_tokens=True)
     return text
@@ -64,9 +58,9 @@ def measure(words: Sequence[str], limit: int) -> dict[str, Any]:
     return {"ended": "refused" if _REFUSAL in done.stderr else "failed", "oom_kills": 0, "message": message}
 
 
-def runs_of(args: argparse.Namespace, budget: str, dense: str, tokens: int) -> list[dict[str, Any]]:
-    """The first run, in an empty store, and the second; or one in the store that is given."""
-    limit, prompt = parse_size(budget), prompt_of(args.model, tokens)
+def runs_of(args: argparse.Namespace, budget: str, dense: str, tokens: int, prompt: str) -> list[dict[str, Any]]:
+    """The first run, in an empty store, and the second; or one in the store that is given. prompt: of `tokens`."""
+    limit = parse_size(budget)
     with tempfile.TemporaryDirectory(prefix="budgets-", dir=args.scratch) as folder:
         if args.later:
             chosen = {"later": args.later}
@@ -103,12 +97,13 @@ def main() -> None:
     top.add_argument("--scratch", type=Path, help="where stores are packed and removed again")
     top.add_argument("--later", type=Path, metavar="STORE", help="a packed store; no first runs")
     args = top.parse_args()
+    prompts = {tokens: prompt_of(args.model, tokens) for tokens in map(int, args.prompt_tokens.split(","))}
     found = [
         run
         for budget in args.budgets.split(",")
         for dense in args.dense.split(",")
-        for tokens in args.prompt_tokens.split(",")
-        for run in runs_of(args, budget, dense, int(tokens))
+        for tokens, prompt in prompts.items()
+        for run in runs_of(args, budget, dense, tokens, prompt)
     ]
     head = ("budget", "dense", "prompt", "run", "ended", "peak", "within", "message")
     print_table(head, [row_of(each) for each in found])

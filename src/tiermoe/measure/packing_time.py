@@ -13,6 +13,7 @@ from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.gptq import SECONDS_A_WEIGHT
 from tiermoe.formats.quantizers import CALIBRATED, QUANTIZERS
 from tiermoe.formats.source import ExpertSource
+from tiermoe.platform.threads import torch_threads
 from tiermoe.types import MoeLayer, Segment
 
 _SHORT = 1.0  # seconds of an expert up to which another one is encoded: the first touches memory and imports
@@ -44,16 +45,12 @@ def packing_seconds(formats: Sequence[ExpertFormat], quantizer: str, source: Exp
 
 
 def _seconds_of_expert(form: ExpertFormat, quantizer: str, source: ExpertSource) -> float:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as each worker of packing has
-    try:
+    with torch_threads(1):  # as each worker of packing has
         encoded = encoded_experts(form, QUANTIZERS[quantizer], source, 0, 1)
         found = _seconds_of_next(encoded)
         if found < _SHORT and form.layer.experts > 1:
             found = min(found, _seconds_of_next(encoded))
         encoded.close()
-    finally:
-        torch.set_num_threads(threads)
     return found
 
 
