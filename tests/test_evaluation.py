@@ -22,7 +22,7 @@ def test_figures_are_compared_as_they_are_shown() -> None:
 
 def test_a_chunk_is_what_a_server_scores_at_once(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert same_chunk(str(shipped)) == 512
-    monkeypatch.setattr("tiermoe.engine.loop.SCORED_LOGITS_BYTES", 100 * 4 * 4096)
+    monkeypatch.setattr("tiermoe.engine.request_loop.SCORED_LOGITS_BYTES", 100 * 4 * 4096)
     assert same_chunk(str(shipped)) == 100
 
 

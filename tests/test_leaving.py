@@ -16,7 +16,7 @@ import pytest
 
 from serving import running
 from tiermoe.batch import Batch
-from tiermoe.engine.loop import RequestLoop
+from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.serve.app import create_app
 from tiermoe.serve.served import Served
 from tiermoe.serve.worker import Worker

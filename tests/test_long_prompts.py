@@ -17,8 +17,8 @@ from small_engines import NATIVE, OnRoute, engine_of, logits_of_steps, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.cli.output import prompt_progress
-from tiermoe.engine.loop import BESIDE, RequestLoop
 from tiermoe.engine.request import Piece, Request
+from tiermoe.engine.request_loop import BESIDE, RequestLoop
 from tiermoe.engine.sampling import Sampling
 from tiermoe.model.rotary import Rotary
 from tiermoe.types import Routed

@@ -80,7 +80,7 @@ def sets_of(header: str) -> list[str]:
     if own in SETS:
         return [own]
     needs = {"x86.h": ["avx2", "avx512"], "nibbles.h": ["avx2", "neon"], "rows.h": ["avx2", "neon"]}
-    every = [each for each in SETS if (header, each) != ("isa/strip_products.h", "avx512")]
+    every = [each for each in SETS if (header, each) != ("isa/gguf_products.h", "avx512")]
     return needs.get(Path(header).name, every)
 
 

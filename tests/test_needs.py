@@ -17,9 +17,9 @@ from tiermoe import native
 from tiermoe.config import settings
 from tiermoe.engine.budget import plan_memory
 from tiermoe.engine.load import resolve_for
-from tiermoe.engine.loop import use_of
 from tiermoe.engine.memory_plan import total
 from tiermoe.engine.needs import expanding_needs
+from tiermoe.engine.request_loop import use_of
 from tiermoe.kernels.attention import Slabs, Step, decode_attention_workspace
 from tiermoe.kernels.delta import DeltaKernel, DeltaSizes
 from tiermoe.model.decoder import Decoder, attention_sizes, decoder_for

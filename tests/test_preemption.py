@@ -14,8 +14,8 @@ from torch import Tensor
 from slabs import Slabs
 from tiermoe.batch import Batch, Kind
 from tiermoe.engine import request as requests
-from tiermoe.engine.loop import RequestLoop
 from tiermoe.engine.request import Piece, Request, RequestState
+from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
 from tiermoe.metrics import PhaseMetrics
 

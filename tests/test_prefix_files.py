@@ -17,9 +17,9 @@ from benchmarks.serving import free_port
 from commands import Command
 from serving import Letters, WrappedEngine, ids
 from tiermoe import native
-from tiermoe.engine.loop import RequestLoop
 from tiermoe.engine.numerics import numerics
 from tiermoe.engine.request import Request
+from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import ConfigError
 from tiermoe.model.kv_cache import KVCache, LayerShape

@@ -19,8 +19,8 @@ from tiermoe.batch import Batch, Kind
 from tiermoe.batch import prompt as read
 from tiermoe.engine import request as requests
 from tiermoe.engine.detokenize import Detokenizer
-from tiermoe.engine.loop import RequestLoop, use_of
 from tiermoe.engine.request import Piece, Request
+from tiermoe.engine.request_loop import RequestLoop, use_of
 from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import PromptError
 from tiermoe.serve.served import Served

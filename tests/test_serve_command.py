@@ -17,7 +17,7 @@ from benchmarks.serving import free_port
 
 HANGING = """
 import ctypes, sys
-from tiermoe.engine.loop import RequestLoop
+from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.cli.main import main
 RequestLoop.step = lambda self: ctypes.CDLL(None).sleep(3600)
 sys.exit(main())

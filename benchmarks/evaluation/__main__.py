@@ -27,7 +27,7 @@ import tiermoe
 from benchmarks.rounds import at_least_one, print_table
 from benchmarks.serving import Server, free_port
 from tiermoe.config import Settings
-from tiermoe.engine.loop import scored_tokens
+from tiermoe.engine.request_loop import scored_tokens
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.hub import load_tokenizer, resolve_model

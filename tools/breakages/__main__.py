@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -86,8 +87,8 @@ def _pytest(root: Path, tests: Sequence[str], log: Path | None) -> None:
 
 
 def verdict(breakage: Breakage, root: Path, tests: Sequence[str]) -> str:
-    """'found' and the test that did, 'missed', or why neither can be said. The copy at `root` is as before
-    afterwards."""
+    """'found' and the test that did, 'missed', or why neither can be said. A breakage that ends the tests' process by a
+    signal (memory that is not there) is found. The copy at `root` is as before afterwards."""
     path, text = breakage.broken(root)
     changed = [path] if path.suffix == ".py" else [path, *root.glob(BUILT)]
     for file in changed:
@@ -103,6 +104,8 @@ def verdict(breakage: Breakage, root: Path, tests: Sequence[str]) -> str:
             file.with_suffix(".whole").replace(file)
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", log.read_text(errors="replace"), re.MULTILINE)
     found = f"found by {failed[1]}" if failed else "found"
+    if code is not None and code < 0:
+        return f"found ({signal.Signals(-code).name} ends the tests)"
     return {0: "missed", 1: found, None: "found (hangs)"}.get(code, f"pytest ended with {code}")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tiermoe.engine.engine import engine_of
 from tiermoe.engine.generate import Report, encode_chat, encode_prompt, generate
-from tiermoe.engine.loop import RequestLoop
+from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import PromptError
 

@@ -12,8 +12,8 @@ import torch
 from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.engine import engine_of, transformers_model
 from tiermoe.engine.expectation import OtherBudget
-from tiermoe.engine.loop import RequestLoop
 from tiermoe.engine.request import Request
+from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import ModelError, PromptError, reason
 from tiermoe.metrics import Metrics, PhaseMetrics, named

@@ -11,8 +11,8 @@ from fastapi import Request as HttpRequest
 from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
-from tiermoe.engine.loop import TooLongError
 from tiermoe.engine.request import Piece, Request
+from tiermoe.engine.request_loop import TooLongError
 from tiermoe.errors import PromptError, TiermoeError
 from tiermoe.serve.errors import TOO_LONG, Refused
 from tiermoe.serve.grammar import Compiling

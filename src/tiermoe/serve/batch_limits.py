@@ -9,9 +9,9 @@ from pathlib import Path
 from tiermoe.config import Settings, format_size
 from tiermoe.engine.budget import context_of
 from tiermoe.engine.load import plans_for, resolve_for
-from tiermoe.engine.loop import use_of
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.needs import longest_request, sizes_for
+from tiermoe.engine.request_loop import use_of
 from tiermoe.errors import BudgetError
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.prefix_files import PrefixFolder, check_size

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tiermoe.engine.loop import RequestLoop
 from tiermoe.engine.request import Piece
+from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.model.prefix_files import PrefixDisk
 from tiermoe.serve.worker import Times
 

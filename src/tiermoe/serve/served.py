@@ -11,8 +11,8 @@ from itertools import takewhile
 from typing import Any
 
 from tiermoe.engine.expectation import OtherBudget, other_budgets
-from tiermoe.engine.loop import RequestLoop
 from tiermoe.engine.numerics import numerics
+from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling, end_tokens
 from tiermoe.model.kv_cache import KVCache
 from tiermoe.model.prefix_files import PrefixDisk, PrefixFolder, first_name

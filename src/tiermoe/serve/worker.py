@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tiermoe.engine.loop import RequestLoop
 from tiermoe.engine.request import Piece, Request
+from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.errors import TiermoeError
 
 STALLED_S = 60

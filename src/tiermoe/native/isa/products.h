@@ -1,5 +1,5 @@
 /* The quants of a set: its products with packed blocks, with rows, with GGUF's blocks and published codes, and what they want
- * to know of x beforehand. Where a set has none of its own, those of plain C over Eight (strip_products.h, rows.h) serve. */
+ * to know of x beforehand. Where a set has none of its own, those of plain C over Eight (gguf_products.h, rows.h) serve. */
 #ifndef TIERMOE_ISA_PRODUCTS_H
 #define TIERMOE_ISA_PRODUCTS_H
 
@@ -8,21 +8,21 @@
 #include "strips.h"
 
 #if defined(SIMD_AVX512)
-#include "avx512/blocks.h"
+#include "avx512/row_blocks.h"
 #include "avx512/rows.h"
-#include "avx512/strip_products.h"
+#include "avx512/gguf_products.h"
 #elif defined(SIMD_AVX2)
-#include "avx2/blocks.h"
-#include "avx2/strip_products.h"
+#include "avx2/row_blocks.h"
+#include "avx2/gguf_products.h"
 #include "rows.h"
 #elif defined(SIMD_NEON)
-#include "neon/blocks.h"
+#include "neon/row_blocks.h"
 #include "rows.h"
-#include "strip_products.h"
+#include "gguf_products.h"
 #else
-#include "generic/blocks.h"
+#include "generic/row_blocks.h"
 #include "generic/rows.h"
-#include "strip_products.h"
+#include "gguf_products.h"
 #endif
 
 PRODUCT(int4) { block_times(INT4, matrix, block, x, prepared, tokens, out, stride); }

@@ -73,7 +73,7 @@ INLINE void whole_alone(Coding coding, size_t group, const Matrix *matrix, const
 /* One token times Q4_K and Q5_K: four rows at a time, whose scales are taken apart together.
  *
  * Lane r + 4 h is of row r and of columns 16 h .. 16 h + 15 of each group. Sums of the groups 2 j and 2 j + 1 are integers, in
- * all the same as those of lane 4 h + j in strip_products.h, and become floats in the same order: the bits are those among many tokens. */
+ * all the same as those of lane 4 h + j in gguf_products.h, and become floats in the same order: the bits are those among many tokens. */
 enum { GROUPS = STRIP / PART, PAIRS = GROUPS / 2, STEPS = 4 };
 
 /* A strip of a token: bytes of columns 4 t .. 4 t + 3 of each half of a group, four times: `high` times 256 and `low`; beside

@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-#include "../strip_products.h"
+#include "../gguf_products.h"
 #include "strips.h"
 
 enum {

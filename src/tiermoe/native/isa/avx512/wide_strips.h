@@ -8,7 +8,7 @@
 #ifndef TIERMOE_ISA_AVX512_WIDE_STRIPS_H
 #define TIERMOE_ISA_AVX512_WIDE_STRIPS_H
 
-#include "blocks.h"
+#include "row_blocks.h"
 #include "strips.h"
 
 enum { WIDE = 8 }; /* registers */

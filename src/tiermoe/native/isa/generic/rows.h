@@ -4,7 +4,7 @@
 
 #include "../../matrix.h"
 #include "../simd.h"
-#include "blocks.h"
+#include "row_blocks.h"
 
 static inline Vector load_codes(const int8_t *from) {
     Vector v;

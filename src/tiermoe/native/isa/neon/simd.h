@@ -1,4 +1,4 @@
-/* Sixteen numbers at a time, in four registers of NEON, and eight in two (shared/eight_*.h, blocks.h); products fused. */
+/* Sixteen numbers at a time, in four registers of NEON, and eight in two (shared/eight_*.h, row_blocks.h); products fused. */
 #ifndef TIERMOE_ISA_NEON_SIMD_H
 #define TIERMOE_ISA_NEON_SIMD_H
 

@@ -10,8 +10,8 @@
  * Codes are summed as they are, from 0 on: the 8, 32 or 2 that is to be taken away joins the zero; in NL4, NL3 and NL2, whose group is no
  * longer than a span, 128 times the sum of x is taken away before the first of them. Sums are scaled after at most SPAN
  * columns, for one token as for many. */
-#ifndef TIERMOE_ISA_NEON_BLOCKS_H
-#define TIERMOE_ISA_NEON_BLOCKS_H
+#ifndef TIERMOE_ISA_NEON_ROW_BLOCKS_H
+#define TIERMOE_ISA_NEON_ROW_BLOCKS_H
 
 #include <string.h>
 

@@ -1,12 +1,12 @@
 /* Products of tokens with the blocks of GGUF files and published codes of 4 bits, on integers (strip_tokens.h): a function for
  * each quant. */
-#ifndef TIERMOE_ISA_AVX2_STRIP_PRODUCTS_H
-#define TIERMOE_ISA_AVX2_STRIP_PRODUCTS_H
+#ifndef TIERMOE_ISA_AVX2_GGUF_PRODUCTS_H
+#define TIERMOE_ISA_AVX2_GGUF_PRODUCTS_H
 
 #include <string.h>
 
 #include "../activations.h"
-#include "blocks.h"
+#include "row_blocks.h"
 #include "strip_one_token.h"
 #include "strip_tokens.h"
 

@@ -7,8 +7,8 @@
  *
  * In INT4 and INT2 the high nibbles stay in their place, 16 times as large. What codes are too large by (8, 32, 2, 128) is taken
  * away in integers, before the first product. */
-#ifndef TIERMOE_ISA_AVX2_BLOCKS_H
-#define TIERMOE_ISA_AVX2_BLOCKS_H
+#ifndef TIERMOE_ISA_AVX2_ROW_BLOCKS_H
+#define TIERMOE_ISA_AVX2_ROW_BLOCKS_H
 
 #include <string.h>
 

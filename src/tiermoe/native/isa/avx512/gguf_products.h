@@ -1,8 +1,8 @@
 /* Products with the blocks of GGUF files and with published codes, a row at a time over its columns, which strips.h and
  * wide_strips.h unpack in the order of the tokens that arrange() makes. A group's codes are summed in its lanes, scaled, and
  * the lanes are added up at the end of a row: for one token as for many. */
-#ifndef TIERMOE_ISA_AVX512_STRIP_PRODUCTS_H
-#define TIERMOE_ISA_AVX512_STRIP_PRODUCTS_H
+#ifndef TIERMOE_ISA_AVX512_GGUF_PRODUCTS_H
+#define TIERMOE_ISA_AVX512_GGUF_PRODUCTS_H
 
 #include "rows.h"
 #include "wide_strips.h"

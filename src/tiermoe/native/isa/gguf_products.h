@@ -2,8 +2,8 @@
  *
  * A group's codes are summed in 8 lanes before its scale is applied, the lanes are added up after a strip, then the strips:
  * for one token as for many. */
-#ifndef TIERMOE_ISA_STRIP_PRODUCTS_H
-#define TIERMOE_ISA_STRIP_PRODUCTS_H
+#ifndef TIERMOE_ISA_GGUF_PRODUCTS_H
+#define TIERMOE_ISA_GGUF_PRODUCTS_H
 
 #include "../matrix.h"
 #include "simd.h"

@@ -1,6 +1,6 @@
 /* Products with matrices that are kept in blocks of rows: INT4, INT6, INT2, NL4, NL3 and NL2. */
-#ifndef TIERMOE_ISA_AVX512_BLOCKS_H
-#define TIERMOE_ISA_AVX512_BLOCKS_H
+#ifndef TIERMOE_ISA_AVX512_ROW_BLOCKS_H
+#define TIERMOE_ISA_AVX512_ROW_BLOCKS_H
 
 #include "../../matrix.h"
 #include "../simd.h"
