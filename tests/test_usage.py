@@ -226,8 +226,16 @@ def test_a_run_says_it_and_the_next_plan_too(tiermoe_: Command, tmp_path: Path) 
     assert rows[-1]["slots"] == 24
     assert rows[-1]["hit_rate"] > plan["found"]["hit_rate"] > 0
     said = tiermoe_("plan", checkpoint, *common).out
-    assert "the last run says:" in said
     assert "with more memory:" in said
+    expected, found = plan["expectation"], plan["found"]
+    assert expected["measured"] and not before["expectation"]["measured"]
+    assert expected["decode_tok_s"]["low"] * 1.2 == pytest.approx(found["decode_tok_s"])
+    assert expected["decode_tok_s"]["high"] / 1.2 == pytest.approx(found["decode_tok_s"])
+    assert expected["hit_rate"] == {"low": found["hit_rate"], "high": found["hit_rate"]}
+    drive = json.loads(tiermoe_("plan", checkpoint, *common, "--machine", "sata", "--json").out)
+    assert (drive["found"], drive["expectation"]["measured"]) == (None, False)
+    everything = ("--memory", "4GiB", "--device", "cpu", "--bits", 4, "--store", tmp_path / "store")
+    assert not json.loads(tiermoe_("plan", checkpoint, *everything, "--json").out)["expectation"]["measured"]
     lossy = json.loads(tiermoe_("plan", checkpoint, *common, "--preset", "frugal", "--json").out)
     assert lossy["found"] is None
 

@@ -48,7 +48,7 @@ def plan(
         from tiermoe.cli.preview import preview
 
         settings = make_settings(**options)
-        found = preview(model, settings, _rates(settings, machine, named), here=named is None)
+        found = preview(model, settings, _rates(settings, machine, named), here=machine is None)
     if as_json:
         print(json.dumps(_document(found)))
         return
@@ -146,7 +146,8 @@ def _lines(found: Preview) -> Iterator[tuple[str, str]]:
     else:
         yield from _expected(found.expectation, found.plan.dense_bits)
     if found.found is not None:
-        yield "the last run says:", _measured(found.found)
+        if found.expectation is None or not found.expectation.measured:
+            yield "the last run says:", _measured(found.found)
         more = [each for each in found.other_budgets if each.slots > found.found.slots]
         for label, each in zip(("with more memory:", ""), _two_of(more), strict=False):
             yield label, f"{format_size(each.memory_bytes)}: {_measured(each)}"
@@ -190,8 +191,7 @@ def _expected(expected: Expectation, dense_bits: str) -> Iterator[tuple[str, str
         f"{_range(expected.decode_tok_s)} tokens a second; first token {_range(expected.first_token_s)} s after a "
         f"prompt of {expected.prompt} tokens, once loaded",
     )
-    low, high = expected.hit_rate.low, expected.hit_rate.high
-    missed = f"; {low:.0%} to {high:.0%} of its experts are in the cache, the drive reads {_sizes(drive)}"
+    missed = f"; {_shares(expected.hit_rate)} of its experts are in the cache, the drive reads {_sizes(drive)}"
     yield "a token:", f"reads {format_size(expected.memory_bytes)} of memory{missed if drive.high else ''}"
     if dense_bits == "16" and expected.dense_bytes > expected.memory_bytes / 2:
         size = format_size(expected.dense_bytes)
@@ -205,8 +205,7 @@ def _expected(expected: Expectation, dense_bits: str) -> Iterator[tuple[str, str
 
 
 def _range(numbers: Range) -> str:
-    low, high = _number(numbers.low), _number(numbers.high)
-    return low if low == high else f"{low} to {high}"
+    return _between(_number(numbers.low), _number(numbers.high))
 
 
 def _number(value: float) -> str:
@@ -215,4 +214,12 @@ def _number(value: float) -> str:
 
 
 def _sizes(nbytes: Range) -> str:
-    return f"{format_size(nbytes.low)} to {format_size(nbytes.high)}"
+    return _between(format_size(nbytes.low), format_size(nbytes.high))
+
+
+def _shares(shares: Range) -> str:
+    return _between(f"{shares.low:.0%}", f"{shares.high:.0%}")
+
+
+def _between(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"

@@ -8,14 +8,15 @@ as go through a layer together, and computes.
 
 Where torch's operators compute, products take what they were measured to take, and what stands between them longer.
 
-After a run, `other_budgets` says what other budgets than the plan's would bring, by what the run has measured."""
+After a run, `as_measured` narrows the range to what the run has measured, and `other_budgets` says what other budgets
+than the plan's would bring."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan
 from tiermoe.offload.usage import SizeCurve
@@ -35,6 +36,7 @@ _GATHERING = 5e-4  # seconds of an expert's operators on a prompt beside its pro
 _DECIDING = (1e-4, 6e-4)  # seconds of a decoded token's MoE layer where not all experts are in memory, likewise
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the experts, that other budgets hold
 _COMING = (5e-5, 5e-4)  # seconds of an expert that comes, beside its bytes
+_AS_MEASURED = 1.2  # by which a run may be faster or slower than an earlier one says (docs/notebook/plan.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +85,15 @@ class Expectation:
     memory_bytes: float  # that a token reads from memory
     dense_bytes: int  # of `memory_bytes`, dense weights
     drive_bytes: Range  # that a token reads from the drive
-    routing: str  # whose recorded routing the hit rates are of
+    routing: str  # whose recorded routing the hit rates are of; empty: every expert has its slot, or a run's own
     rates: Rates
+    measured: bool = False  # decoding as the last run here had it, and its hit rate
 
     @property
     def assumptions(self) -> str:
         """For people, in a line or two."""
+        if self.measured:
+            return f"decoding as in the last run, {_AS_MEASURED - 1:.0%} either way; nothing else runs"
         layer, expert = (f"{low * 1e3:.2g} to {high * 1e3:.2g} ms" for low, high in (_DECIDING, _COMING))
         decided = f"beside the bytes {expert} an expert that is read"
         hits = "every expert has its slot"
@@ -132,6 +137,19 @@ def expect(work: Work, rates: Rates) -> Expectation:
         drive_bytes=missed,
         routing=routing,
         rates=rates,
+    )
+
+
+def as_measured(expected: Expectation, work: Work, found: OtherBudget) -> Expectation:
+    """The range with decoding as the last run says (`at_slots`), on the machine that it ran on."""
+    used, hits = sum(layer.top_k * layer.stored_bytes for layer in work.moe), found.hit_rate
+    return replace(
+        expected,
+        decode_tok_s=Range(found.decode_tok_s / _AS_MEASURED, found.decode_tok_s * _AS_MEASURED),
+        hit_rate=Range(hits, hits),
+        drive_bytes=Range(used * (1 - hits), used * (1 - hits)),
+        routing="",
+        measured=True,
     )
 
 
