@@ -79,22 +79,23 @@ def preview(
 ) -> Preview:
     """The preview of a model with `settings`. rates: called once, after everything else is known, with the format of
     experts that torch's operators compute (None: compiled kernels compute them); gives the rates of the machine. here:
-    the model is to run on this machine as it is, where the time of packing can be measured and earlier runs count. ModelError as
-    `inspect_without_download`, BudgetError as `plan_memory`."""
+    the model is to run on this machine as it is: the time of packing can be measured, and earlier runs count.
+    ModelError as `inspect_without_download`, BudgetError as `plan_memory`."""
     blueprint, download = inspect_without_download(model, settings.store)
     plan = plan_for(blueprint, settings)
     resolved = resolve_for(blueprint, settings)
     backend = backend_of(blueprint, resolved)
     unknown = _unknown(blueprint, resolved.composition, plan)
     curve = _earlier_run(blueprint, resolved) if here else None
-    found, others = (None, []) if curve is None else (at_slots(plan, curve, plan.slots), other_budgets(plan, curve))
+    found = None if curve is None else at_slots(plan, curve, plan.slots)
+    others = other_budgets(plan, curve)
     expectation = None
     if not unknown:
         try:
             by_torch = _formats(blueprint, resolved)[0] if backend.by_torch else None
             work = work_of(blueprint, resolved, plan, backend.ours)
             expectation = expect(work, rates(by_torch))
-            expectation = as_measured(expectation, work, found) if found and work.share < 1 else expectation
+            expectation = expectation if curve is None else as_measured(expectation, work, curve, plan)
         except OSError as error:
             unknown = f"this machine cannot be measured ({error})"
     packing = _packing(blueprint, resolved, download is not None, here)

@@ -36,7 +36,8 @@ _GATHERING = 5e-4  # seconds of an expert's operators on a prompt beside its pro
 _DECIDING = (1e-4, 6e-4)  # seconds of a decoded token's MoE layer where not all experts are in memory, likewise
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the experts, that other budgets hold
 _COMING = (5e-5, 5e-4)  # seconds of an expert that comes, beside its bytes
-_AS_MEASURED = 1.2  # by which a run may be faster or slower than an earlier one says (docs/notebook/plan.md)
+_AS_MEASURED = 1.2  # by which a run may be faster or slower than an earlier one says (docs/notebook/plan.md) that had
+_NEAR = 2  # times or 1 / _NEAR of the slots, or between
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +141,18 @@ def expect(work: Work, rates: Rates) -> Expectation:
     )
 
 
-def as_measured(expected: Expectation, work: Work, found: OtherBudget) -> Expectation:
-    """The range with decoding as the last run says (`at_slots`), on the machine that it ran on."""
-    used, hits = sum(layer.top_k * layer.stored_bytes for layer in work.moe), found.hit_rate
+def as_measured(expected: Expectation, work: Work, curve: SizeCurve, plan: MemoryPlan) -> Expectation:
+    """The range with decoding as the last run on this machine had it. `expected` as it is where that run says too
+    little: every expert has a slot now and nobody decides anything, or the cache is of quite another size."""
+    if plan.slots >= plan.all_slots or not 1 / _NEAR <= plan.slots / curve.slots <= _NEAR:
+        return expected
+    hits, tok_s = curve.at(plan.slots)
+    missed = sum(layer.top_k * layer.stored_bytes for layer in work.moe) * (1 - hits)
     return replace(
         expected,
-        decode_tok_s=Range(found.decode_tok_s / _AS_MEASURED, found.decode_tok_s * _AS_MEASURED),
+        decode_tok_s=Range(tok_s / _AS_MEASURED, tok_s * _AS_MEASURED),
         hit_rate=Range(hits, hits),
-        drive_bytes=Range(used * (1 - hits), used * (1 - hits)),
+        drive_bytes=Range(missed, missed),
         routing="",
         measured=True,
     )
