@@ -89,6 +89,17 @@ def shipped() -> Path:
     return SHIPPED
 
 
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No compiled kernels and no native threads, as with TIERMOE_NATIVE=0."""
+    monkeypatch.delenv(native.ISA, raising=False)
+    monkeypatch.setenv(native.SWITCH, "0")
+    native.available.cache_clear()
+    yield
+    monkeypatch.undo()
+    native.available.cache_clear()
+
+
 @pytest.fixture(scope="module", params=native.instruction_sets())
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     """Native kernels of one instruction set after the other, of those that this machine has."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.prediction import recall_table
 from small_traces import decode, layer, prompt, trace_of
 from tiermoe.config import CacheSize
 from tiermoe.errors import TraceError
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.prediction import count_paths
+from tiermoe.papers.prediction import recall_table
 from tiermoe.systems import PRESETS, corm, fate, hobbit, hobbit_weights
 from tiermoe.systems.routings import frequencies, halves, routings
 from tiermoe.trace.file import Little, Pass, Times, Trace

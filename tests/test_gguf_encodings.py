@@ -13,7 +13,6 @@ from tiermoe.formats.gguf_types import ENCODINGS, gguf_encoding
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_named
 from tiermoe.kernels.linear import linear_for
-from tiermoe.native import ISA, SWITCH, available
 
 NAMES = [each.type for each in ENCODINGS]
 
@@ -36,16 +35,6 @@ def test_decodes_to_what_the_gguf_package_dequantises(type, dtype, monkeypatch):
     assert torch.equal(decoded, gguf_blocks.weights(type, slot).to(dtype))
     assert decoded.isfinite().all()
     assert decoded.float().std() > 0
-
-
-@pytest.fixture
-def without_native(monkeypatch):
-    monkeypatch.delenv(ISA, raising=False)
-    monkeypatch.setenv(SWITCH, "0")
-    available.cache_clear()
-    yield
-    monkeypatch.undo()
-    available.cache_clear()
 
 
 @pytest.mark.usefixtures("without_native")

@@ -55,7 +55,12 @@ def test_types_are_mixed_within_an_expert_and_between_layers(dtype: torch.dtype,
     engine.close()
 
 
-def test_biases_in_float32_are_rounded_in_the_slot(tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", ["native", "python"])
+def test_biases_in_float32_are_rounded_in_the_slot(
+    threads: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if threads == "python":
+        request.getfixturevalue("without_native")
     model = gguf_files.model_of("gpt_oss")
     file = gguf_files.write(tmp_path / "m.gguf", model, "gpt_oss", kinds("mxfp4", dense="q8_0"))
     engine = engine_of(file, torch.bfloat16, store=tmp_path / "store", cache="40%")

@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": ("tiermoe.cli.bench:bench", "Measure speed beside llama.cpp, transformers and accelerate."),
     "trace": ("tiermoe.cli.trace:trace", "Record a routing trace: which experts a text uses."),
     "simulate": ("tiermoe.cli.simulate:simulate", "Replay a routing trace on a simulated machine."),
+    "paper": ("tiermoe.cli.paper:paper", "Make the figures of one of the five papers, its values beside yours."),
     "eval": ("tiermoe.cli.evaluate:evaluate", "Measure perplexity and KL divergence of a preset on a text."),
 }
 """Command → (module:function, its line in the list of commands), in the order of that list."""

@@ -1,0 +1,219 @@
+"""The papers' figures: what is counted and replayed for them, and the command that prints them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Command
+from small_traces import TIMES, decode, layer, prompt, trace_of, write_trace
+from tiermoe.config import CacheSize
+from tiermoe.errors import ConfigError, TraceError
+from tiermoe.papers import PAPERS, Row, Runs
+from tiermoe.papers import statistics as counted
+from tiermoe.papers.figure import Counted, Loss, Measure, Ratio, Replayed
+from tiermoe.papers.mobile import OFFLOADING, RTX_4080, Estimated, at
+from tiermoe.papers.runs import Place, Side
+from tiermoe.simulate import ReplaySettings, parse_link, replay, spread
+from tiermoe.systems import compose
+from tiermoe.trace.file import Little, Trace
+
+ROWS = [(paper.name, figure.name, row) for paper in PAPERS.values() for figure in paper.figures for row in figure.rows]
+SATA = Place("sata", "75%")
+
+
+def small() -> Trace:
+    return trace_of([decode(layer([0, 1]), layer([token % 4, 3])) for token in range(3)], nbytes=1 << 20)
+
+
+def measures(row: Row) -> list[Measure]:
+    return [row.ours, *row.moved.values()]
+
+
+@pytest.mark.parametrize(
+    ("paper", "figure", "row"), ROWS, ids=[f"{paper}-{name}-{row.what}" for paper, name, row in ROWS]
+)
+def test_every_setting_is_one_that_the_parts_read(paper: str, figure: str, row: Row) -> None:
+    for measure in measures(row):
+        for side in (getattr(measure, name) for name in ("ours", "theirs", "side") if hasattr(measure, name)):
+            compose(side.preset, dict(side.changes))
+        if isinstance(measure, Ratio | Replayed):
+            parse_link(measure.place.link)
+
+
+def test_each_paper_has_a_figure_once() -> None:
+    for paper in PAPERS.values():
+        names = [figure.name for figure in paper.figures] + list(paper.missing)
+        assert len(names) == len(set(names))
+    assert sum(len(paper.figures) for paper in PAPERS.values()) >= 35
+
+
+def test_a_ratio_is_that_of_two_replays() -> None:
+    trace, machine = small(), parse_link("sata")
+    times = spread(trace.header, 2e-3, 2e-4)
+
+    def speed(preset: str, nbytes: int) -> float:
+        settings = ReplaySettings(CacheSize(nbytes=nbytes), machine.bandwidth, machine.latency, bits=4, times=times)
+        return replay(trace, compose(preset, {}), settings).metrics.decode.tok_s
+
+    ratio = Ratio(Side("lru"), Side("load-on-demand"), SATA)
+    expected = speed("lru", 6 << 20) / speed("load-on-demand", 6 << 20)
+    assert expected > 1.2
+    assert float(ratio.value(Runs(trace))) == pytest.approx(expected, abs=0.005)
+    half = Ratio(Side("lru", bits=2, share="50%", share_of=4), Side("load-on-demand"), SATA)
+    assert float(half.value(Runs(trace))) > float(ratio.value(Runs(trace)))
+
+
+def test_fates_windows_are_of_the_machine_that_is_replayed() -> None:
+    """A link on which nothing can be read while a layer is computed reads nothing ahead, a fast one does."""
+    passes = [decode(layer([0, 1], forecasts={1: [(2, 0.6), (3, 0.4)]}), layer([2, 3])) for _ in range(4)]
+    trace = trace_of(passes, nbytes=1 << 20)
+
+    def ahead(link: str, seconds: float) -> int:
+        side = Side("fate", {"precision": "fixed", "allotment": "pool", "cache": "lru"})
+        result = Runs(trace).replayed(side, Place(link, "50%", (seconds, seconds)))
+        return int(result.counts.speculative_loads)
+
+    assert ahead("1MB/s", 2e-3) == 0
+    assert ahead("4GB/s", 2e-3) > 0
+
+
+def test_mobiles_equation_is_of_times_that_were_replayed() -> None:
+    passes = [
+        decode(layer([0, 1]), layer([token % 4, 3]), little=Little(confidence, [layer([0, 1]), layer([token % 4, 3])]))
+        for token, confidence in enumerate((0.9, 0.5, 0.8, 0.1))
+    ]
+    runs = Runs(trace_of(passes, nbytes=1 << 20))
+    seconds = [
+        runs.replayed(side, RTX_4080).metrics.decode.seconds
+        for side in (OFFLOADING, Side("mobile", {"routing": "half", "prefetch": "none"}), at(1.0))
+    ]
+    expected = seconds[0] / (seconds[1] + 0.5 * (seconds[2] - seconds[1]))
+    assert float(Estimated(0.7).value(runs)) == pytest.approx(expected, abs=0.005)
+
+
+def test_an_evaluation_is_made_once_and_has_its_error() -> None:
+    asked: list[Side] = []
+
+    def evaluate(side: Side) -> dict[str, Any]:
+        asked.append(side)
+        return {"perplexity_loss": 0.01234, "perplexity_loss_se": 0.002}
+
+    runs = Runs(None, None, evaluate)
+    assert [Loss(Side("fate")).value(runs) for _ in range(2)] == ["1.23% ± 0.20%"] * 2
+    assert asked == [Side("fate")]
+    with pytest.raises(ConfigError, match="give --model MODEL and --text FILE"):
+        Loss(Side("fate")).value(Runs(small()))
+    with pytest.raises(ConfigError, match="give --trace FILE"):
+        Counted(counted.first_is_used_again, ".2f").value(runs)
+
+
+# statistics, counted by hand
+
+
+def test_uses_by_the_next_token() -> None:
+    """First experts 0, 1, 1, and 2 in another sequence: 0 is not used again, 1 is; of {0, 3} none, of {1, 2} one."""
+    passes = [decode(layer([0, 3])), decode(layer([1, 2])), decode(layer([1, 0])), decode(layer([2, 1]), sequence=1)]
+    trace = trace_of(passes)
+    assert counted.first_is_used_again(trace) == 0.5
+    assert counted.one_is_used_again(trace) == 0.5
+    assert counted.first_at_random(trace) == 0.5
+    assert counted.one_at_random(trace) == pytest.approx(5 / 6)  # of 6 pairs one has neither of two
+
+
+def test_the_most_used_experts_of_a_sequence_and_of_all() -> None:
+    trace = trace_of([decode(layer([0])), decode(layer([0])), decode(layer([1]), sequence=1)], top_k=1)
+    assert counted.most_used(0.25, per_sequence=True)(trace) == 1
+    assert counted.most_used(0.25, per_sequence=False)(trace) == pytest.approx(2 / 3)
+
+
+def test_paths_are_the_experts_of_all_layers() -> None:
+    passes = [decode(layer([a]), layer([b])) for a, b in [(0, 1), (0, 1), (0, 1), (0, 2), (1, 1), (2, 1)]]
+    assert counted.paths_covered(0.25)(trace_of(passes, top_k=1)) == 0.5  # one of four paths, three of six tokens
+
+
+def test_unpopular_experts_of_a_prompt() -> None:
+    trace = trace_of([prompt(layer([0], [0], [0], [1], [2], [2]))], top_k=1)  # active: 3, 1 and 2 tokens
+    assert counted.popular_tokens(0.34)(trace) == pytest.approx(1 / 6)
+    with pytest.raises(TraceError, match="holds no prompts"):
+        counted.popular_tokens(0.3)(small())
+
+
+def test_the_first_expert_of_a_forecast() -> None:
+    passes = [
+        decode(layer([0, 1], forecasts={1: [(named, 0.9), (1, 0.1)]}), layer([used, 1]))
+        for named, used in ((2, 2), (3, 0))
+    ]
+    assert counted.first_predicted(1)(trace_of(passes)) == 0.5
+    with pytest.raises(TraceError, match="no forecasts 2 layers on"):
+        counted.first_predicted(2)(trace_of([decode(*[layer([0, 1])] * 3)]))
+
+
+def test_recall_is_judged_on_the_sequences_between() -> None:
+    """Counted on sequence 0, where layer 1 has 1 after 0; judged on sequence 1, where it has it once of twice."""
+    pairs = [(0, 1, 0), (0, 1, 0), (0, 1, 1), (0, 2, 1)]
+    trace = trace_of([decode(layer([a]), layer([b]), sequence=sequence) for a, b, sequence in pairs], top_k=1)
+    assert counted.recall_of("path 1")(trace) == 0.5
+    assert counted.recall_by_layer("path 1")(trace) == [None, 0.5]
+    with pytest.raises(TraceError, match="nothing that recalled names"):
+        counted.recall_of("recalled")(trace_of(trace.passes, top_k=1, holds=frozenset()))
+
+
+def test_fallbacks_weights_neurons_and_sizes() -> None:
+    one = layer([0, 1], weights=[[0.75, 0.25]], neurons={0: 0b0111, 1: 0b0001})
+    passes = [decode(one, little=Little(sure, [one])) for sure in (0.9, 0.6, 0.7, 0.1)]
+    trace = trace_of(passes, neurons=4, dense_bytes=100)
+    assert counted.fallback_ratio(0.6)(trace) == 0.5  # kept strictly above gamma
+    assert counted.first_weight(trace) == [0.75]
+    assert counted.inactive_neurons(trace) == [0.5]
+    trace.header.expert_bytes[16] = [400]
+    assert counted.memory_saved(0.5, 4)(trace) == pytest.approx((100 + 4 * 400) / (100 + 2 * 100))
+    assert counted.bytes_moved(4)(trace) == 4
+    with pytest.raises(TraceError, match="no little pass"):
+        counted.fallback_ratio(0.5)(small())
+
+
+def test_hits_without_time() -> None:
+    passes = [decode(layer([expert])) for expert in (0, 1, 0, 1, 2)]
+    assert counted.hits("lru", 0.5)(trace_of(passes, top_k=1)) == 0.4
+
+
+# the command
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    passes = [decode(layer([0, 1]), layer([token % 4, 3]), sequence=token // 2) for token in range(4)]
+    return write_trace(tmp_path / "small.trace", trace_of(passes, nbytes=1 << 20, times=TIMES))
+
+
+def test_lists_and_tables(tiermoe_: Command, trace_file: Path) -> None:
+    papers = tiermoe_("paper").out
+    assert all(name in papers for name in PAPERS)
+    assert "figure 13" in tiermoe_("paper", "fate").out
+    rows = json.loads(tiermoe_("paper", "hobbit", "--figure", "10a", "--trace", trace_file, "--json").out)
+    assert (rows[0]["figure"], rows[0]["what"]) == ("figure 10a", "the first expert")
+    assert {row["paper"] for row in rows} == {"above .25", ".25", "above .46", ".46"}
+    table = tiermoe_("paper", "edgemoe", "--figure", "figure 13", "--trace", trace_file, "--markdown").out
+    assert "| EdgeMoE's, 10% of the experts | the most |" in table
+    assert table.count("\n| ") == 16
+    without = tiermoe_("paper", "fate", "--figure", "12", "--trace", trace_file, "--json").out
+    assert "--profiles" in json.loads(without)[0]["ours"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("corn",), "unknown paper 'corn'; known: hobbit, edgemoe, mobile, fate, corm"),
+        (("fate", "--figure", "99"), "no figure 99 of fate here; known: table 1, section 4.2"),
+        (("hobbit", "--figure", "7a"), "figure 7a of hobbit cannot be had here: a trace holds choices"),
+        (("fate", "--figure", "12"), "on which model? give --trace FILE"),
+        (("fate", "--figure", "12", "--model", "m"), "--model and --text go together"),
+        (("--figure", "12"), "--figure 12 of which paper?"),
+    ],
+)
+def test_bad_input_is_one_line(words: tuple[str, ...], error: str, tiermoe_: Command) -> None:
+    assert error in tiermoe_("paper", *words).cause
