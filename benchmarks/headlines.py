@@ -21,7 +21,7 @@ from tiermoe.errors import TiermoeError
 from tiermoe.metrics import Metrics
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.profiles import read_profile
-from tiermoe.simulate import BeladyHits, ReplaySettings, parse_link, replay, spread
+from tiermoe.simulate import GATHER, BeladyHits, ReplaySettings, parse_link, replay, spread
 from tiermoe.simulate.costs import run_bits, slot_sizes
 from tiermoe.simulate.replay import Result
 from tiermoe.systems import compose
@@ -228,7 +228,7 @@ class Replays:
             composition = with_windows(composition, trace, times, machine.bandwidth)
         settings = ReplaySettings(
             self._cache(side, setting), machine.bandwidth, machine.latency, bits=composition.bits or side.bits,
-            times=times, profile=profile, copies=machine.copies,
+            times=times, profile=profile, copies=machine.copies, gather=GATHER / machine.bandwidth,
         )  # fmt: skip
         return replay(trace, composition, settings, _Unasked(trace))
 

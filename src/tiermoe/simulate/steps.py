@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tiermoe.errors import ConfigError, ProfileError, TraceError
+from tiermoe.errors import ProfileError, TraceError
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.prediction import Ranked
 from tiermoe.offload.policies.routing import is_confident, little, require_little
@@ -163,10 +163,7 @@ class Future:
 
 
 def require(composition: Composition, header: Header) -> None:
-    """TraceError, with the preset and what the trace lacks, where a trace is not enough; ConfigError for a part that no
-    replay has."""
-    if composition.misses != "load":
-        raise ConfigError(f"preset {composition.name}: a replay has one processor; use --set misses=load")
+    """TraceError, with the preset and what the trace lacks, where a trace is not enough."""
     if composition.routing == "cached":
         raise TraceError(
             f"preset {composition.name} chooses by the scores of all experts, and a trace holds those of the chosen "
