@@ -395,8 +395,6 @@ BARE = trace_of([decode(layer([0, 1]), layer([0, 1]))], holds=frozenset(), times
         ("mixtral-offload", {}, "forecasts"),
         ("lru", {"routing": "half"}, "gate weights"),
         ("lru", {"routing": "confident"}, "little passes"),
-        ("lru", {"prefetch": "hash"}, "hash tables"),
-        ("lru", {"prefetch": "hash+path"}, "hash tables"),
         ("mobile", {"prefetch": "recalled+next-gate"}, "forecasts .* and no little passes"),
     ],
 )

@@ -83,7 +83,7 @@ def _sized(known: Mapping[int, Sequence[int]], layer: int, bits: int) -> int:
 
 
 def shape_of(header: Header) -> ModelShape:
-    """The shape of a traced model; a trace holds no hash tables."""
+    """The shape of a traced model, without hash tables."""
     return ModelShape(header.experts, header.top_k, header.encoder_layers)
 
 

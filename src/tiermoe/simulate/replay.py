@@ -21,7 +21,16 @@ from tiermoe.simulate.costs import Costs, NeuronLoads, nearest, run_bits, shape_
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import HostTier, VirtualClock, VirtualCpu, VirtualLink
 from tiermoe.simulate.machines import NamedLink
-from tiermoe.simulate.steps import Future, RecordedForecasts, Step, require, require_calibration, steps_of
+from tiermoe.simulate.steps import (
+    HASHED,
+    Future,
+    RecordedForecasts,
+    Step,
+    hash_tables,
+    require,
+    require_calibration,
+    steps_of,
+)
 from tiermoe.trace.file import Header, Times, Trace
 from tiermoe.types import ExpertKey
 
@@ -195,11 +204,14 @@ class _Run:
 
     def __init__(self, trace: Trace, composition: Composition, settings: ReplaySettings, costs: Costs) -> None:
         header, found = trace.header, tables(settings.profile)
+        shape = shape_of(header)
+        if composition.prefetch in HASHED:
+            shape = replace(shape, hash_tables=hash_tables(trace))
         self.steps = steps_of(trace, composition)
         self.metrics = Metrics(bandwidth=settings.bandwidth)
         self.bits = settings.bits or composition.bits or run_bits(header)
         sizes = slot_sizes(header, precisions(composition, self.bits, found.bits), composition.unit)
-        self.nbytes = cache_bytes(composition, settings.cache, shape_of(header), sizes)
+        self.nbytes = cache_bytes(composition, settings.cache, shape, sizes)
         self.slots = divide(self.nbytes, composition, sizes, found.bits.values(), sum(header.experts))
         self._costs = costs
         self._future = Future(self.steps, len(header.experts))
@@ -209,7 +221,7 @@ class _Run:
         )
         self._host = None
         if settings.ram is not None and (drive := settings.drive) is not None:
-            ram = cache_bytes(replace(composition, cache="lru"), settings.ram, shape_of(header), sizes)
+            ram = cache_bytes(replace(composition, cache="lru"), settings.ram, shape, sizes)
             runs = divide(ram, composition, sizes, found.bits.values(), sum(header.experts), settings.lanes)
             stored = Costs(header, costs.times).nbytes
             self._host = HostTier(SecondLevelCache(runs), drive.bandwidth, drive.latency, stored)
@@ -220,7 +232,7 @@ class _Run:
         )  # fmt: skip
         self._cpu = cpu = VirtualCpu(link, lambda bits, tokens: tokens * nearest(settings.cpu, bits))
         self._scheduler = assemble(
-            composition, shape_of(header), self.slots, link, self.bits, found,
+            composition, shape, self.slots, link, self.bits, found,
             FutureTrace(self._future.next_use, self._future.choices), settings.seed,
             lambda: MissCosts(link.seconds_per_load, cpu.seconds_per_expert),
         )  # fmt: skip
