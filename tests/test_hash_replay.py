@@ -68,7 +68,8 @@ def test_a_layer_that_runs_for_the_last_tokens_shows_theirs() -> None:
 def test_what_a_trace_lacks_is_told() -> None:
     plain = trace_of(TWO.passes, top_k=1, times=TIMES)
     for prefetch in ("hash", "hash+path"):
-        with pytest.raises(TraceError, match=rf"prefetch={re.escape(prefetch)}\), and the trace of tiny names none.*next-gate"):
+        told = rf"prefetch={re.escape(prefetch)}\), and the trace of tiny names none.*next-gate"
+        with pytest.raises(TraceError, match=told):
             replayed(plain, changes={"prefetch": prefetch})
     without = trace_of(TWO.passes, top_k=1, hash_layers=[0], holds=frozenset({"weights"}))
     with pytest.raises(TraceError, match="no ids of tokens"):
