@@ -42,7 +42,7 @@ from tiermoe.offload.policies.allotment import Pool
 from tiermoe.offload.policies.cpu_fallback import MissCosts, averaged, misses_on_cpu
 from tiermoe.offload.profiles import Tables
 from tiermoe.offload.slots import HostSlots
-from tiermoe.simulate.link import VirtualClock, VirtualLink
+from tiermoe.simulate.link import Move, VirtualClock, VirtualLink
 from tiermoe.systems import PRESETS, compose
 from tiermoe.types import Demand, ExpertKey, Extent, Load, Ready, Routed
 
@@ -725,7 +725,7 @@ def test_gpu_slots_fill_too_and_none_is_overwritten_in_use(seed: int, lanes: int
 
 def test_the_virtual_link_serves_the_background_last() -> None:
     clock = VirtualClock()
-    link = VirtualLink(clock, 100.0, lambda _: 100)
+    link = VirtualLink(clock, 100.0, lambda _: Move(100))
     link.submit(Load(key(0, 0), 0, urgent=False, background=True))
     link.submit(Load(key(0, 1), 1, urgent=False, background=True))
     link.submit(Load(key(0, 2), 2, urgent=False, background=True))

@@ -23,7 +23,7 @@ from tiermoe.offload.profiles import Profile, to_json
 from tiermoe.simulate import LINKS, all_evictions, compare_evictions, parse_link, spread
 from tiermoe.simulate.costs import expert_bytes, run_bits
 from tiermoe.simulate.evictions import hits_of
-from tiermoe.simulate.link import VirtualClock, VirtualLink
+from tiermoe.simulate.link import Move, VirtualClock, VirtualLink
 from tiermoe.systems import PRESETS, compose
 from tiermoe.trace.file import LayerTrace, Little, Pass, Times, Trace, read_trace
 from tiermoe.types import ExpertKey, Load
@@ -37,7 +37,7 @@ def load(expert: int, urgent: bool = True) -> Load:
 
 def link(lanes: int = 1, latency: float = 0.0) -> tuple[VirtualClock, VirtualLink]:
     clock = VirtualClock()
-    return clock, VirtualLink(clock, 100.0, lambda key: 100, latency, lanes)
+    return clock, VirtualLink(clock, 100.0, lambda key: Move(100), latency, lanes)
 
 
 def test_transfers_share_the_bandwidth() -> None:
@@ -65,7 +65,7 @@ def test_latency_is_paid_by_each_transfer_and_shares_nothing() -> None:
 
 def test_who_waits_goes_on_a_little_after_the_end() -> None:
     clock = VirtualClock()
-    link_ = VirtualLink(clock, 100.0, lambda key: 100, wake=0.25)
+    link_ = VirtualLink(clock, 100.0, lambda key: Move(100), wake=0.25)
     link_.submit(load(0))
     link_.submit(load(1))
     link_.wait()
@@ -77,7 +77,7 @@ def test_who_waits_goes_on_a_little_after_the_end() -> None:
 
 def test_a_lane_without_work_begins_late_and_the_next_load_at_once() -> None:
     clock = VirtualClock()
-    link_ = VirtualLink(clock, 100.0, lambda key: 100, start=0.5)
+    link_ = VirtualLink(clock, 100.0, lambda key: Move(100), start=0.5)
     link_.submit(load(0, urgent=False))
     clock.compute(0.25)
     assert link_.recall() == [load(0, urgent=False)]  # not yet begun
@@ -395,8 +395,6 @@ BARE = trace_of([decode(layer([0, 1]), layer([0, 1]))], holds=frozenset(), times
         ("mixtral-offload", {}, "forecasts"),
         ("lru", {"routing": "half"}, "gate weights"),
         ("lru", {"routing": "confident"}, "little passes"),
-        ("lru", {"prefetch": "hash"}, "hash tables"),
-        ("lru", {"prefetch": "hash+path"}, "hash tables"),
         ("mobile", {"prefetch": "recalled+next-gate"}, "forecasts .* and no little passes"),
     ],
 )

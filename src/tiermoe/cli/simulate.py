@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,16 +21,20 @@ from tiermoe.offload.composition import Composition, declarations, parsed, unrea
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.profiles import Profile, read_profile
 from tiermoe.simulate import (
-    LINKS,
+    GATHER,
     BeladyHits,
     EvictionRow,
-    NamedLink,
+    Machine,
     ReplaySettings,
     Result,
     all_evictions,
     compare_evictions,
+    computed_times,
+    expert_times,
+    machine_of,
     parse_link,
     replay,
+    run_bits,
     spread,
 )
 from tiermoe.systems import PRESETS, compose
@@ -49,6 +53,20 @@ Evictions = Annotated[
     typer.Option(help="Hit rates of eviction policies alone, like lru,arc, or all: one pool, no prefetch, no time."),
 ]
 Link = Annotated[str | None, typer.Option(help="A bandwidth like 16GB/s, or pcie1, pcie3, pcie4, nvme, sata, sdcard.")]
+MachineName = Annotated[
+    str | None, typer.Option("--machine", help="A machine of the papers, like rtx4090 or jetson-orin, or a computer.")
+]
+Ram = Annotated[
+    str | None, typer.Option(help="Experts that main memory caches between a drive and a GPU, like 16GiB or 60%.")
+]
+Drive = Annotated[str | None, typer.Option(help="With --link and --ram: what main memory is filled from, as --link.")]
+CpuExpert = Annotated[
+    str | None, typer.Option(help="Time of a missing expert on a CPU beside the GPU, like 5ms (misses=cpu, measured).")
+]
+Gather = Annotated[
+    str | None,
+    typer.Option(help="Rate at which single neurons are gathered in memory, like 80GB/s. Default: 3 times the link's."),
+]
 Lanes = Annotated[int, typer.Option(help="Transfers that share the link at once.", min=1, max=64)]
 Compute = Annotated[
     str | None, typer.Option(help="Compute time of a decoded token, like 20ms. Default: as the trace measured.")
@@ -88,10 +106,15 @@ def simulate(
     evictions: Evictions = None,
     cache: Caches = "20%",
     link: Link = None,
+    machine: MachineName = None,
+    ram: Ram = None,
+    drive: Drive = None,
     lanes: Lanes = 1,
     set_: opt.Set = None,
     compute: Compute = None,
     prefill_compute: PrefillCompute = None,
+    cpu_expert: CpuExpert = None,
+    gather: Gather = None,
     bits: ExpertBits = None,
     profiles: Profiles = None,
     seed: SeedOption = 0,
@@ -103,26 +126,43 @@ def simulate(
     caches = [parse_cache(text) for text in cache.split(",")]
     changes = opt.changes(set_) or {}
     if evictions is not None:
-        timed = {"link": link, "compute": compute, "prefill-compute": prefill_compute, "bits": bits}
-        _refuse_without_effect(timed | {"profiles": profiles, "lanes": None if lanes == 1 else lanes}, changes)
+        timed = {"link": link, "machine": machine, "ram": ram, "drive": drive, "compute": compute, "gather": gather}
+        timed |= {"prefill-compute": prefill_compute, "cpu-expert": cpu_expert}
+        given = {"bits": bits, "profiles": profiles, "lanes": None if lanes == 1 else lanes}
+        _refuse_without_effect(timed | given, changes)
         with spinner("replaying"):
             rows = _evictions(read_trace(trace), evictions, caches, changes, seed)
         _print_json(rows) if as_json else _print_evictions(rows)
         return
-    if link is None:
-        raise ConfigError(f"how fast is the link? give --link 16GB/s, or a name: {', '.join(LINKS)}")
+    place = machine_of(machine, link, drive)
+    if compute is not None:
+        place = replace(place, processor=None)
+    if drive is not None and ram is None:
+        raise ConfigError(f"--drive {drive} fills main memory, and --ram does not say how much of it; give --ram 16GiB")
     if bits is not None and bits not in BITS:
         raise ConfigError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits}")
     names = _names(presets, list(PRESETS), "preset") if presets else [preset or "default"]
+    if len(names) == 1:
+        _refuse_unread_by(compose(names[0], changes), gather, cpu_expert)
     with spinner("replaying"):
         recorded = read_trace(trace)
-        machine, times = parse_link(link), _times(recorded, compute, prefill_compute)
-        replays = _Replays(recorded, BeladyHits(recorded), machine, lanes, times, bits, profiles, seed, changes)
+        times = _times(recorded, compute, prefill_compute)
+        if times is None and place.processor is not None:
+            times = computed_times(recorded.header, place.processor)
+        hop, behind = place.hops(ram is not None)
+        settings = ReplaySettings(
+            caches[0], hop.bandwidth, hop.latency, lanes, bits, times, seed=seed, copies=hop.copies,
+            ram=parse_cache(ram) if ram else None, drive=behind, cpu=_cpu(recorded, place, cpu_expert),
+            gather=1 / parse_link(gather).bandwidth if gather else GATHER / hop.bandwidth,
+        )  # fmt: skip
+        replays = _Replays(recorded, BeladyHits(recorded), settings, profiles, changes)
         results = [replays.result(name, size, keep_going=len(names) > 1) for size in caches for name in names]
+    described = place.described(ram is not None)
     if as_json:
-        _print_json(results)
+        print(json.dumps([described | result.as_dict() for result in results]))
     else:
-        _print_results(results, machine, "as given" if times else "as the trace measured")
+        computed = "as given" if compute else "as of its processor" if times else "as the trace measured"
+        _print_results(results, described, computed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +171,8 @@ class _Replays:
 
     trace: Trace
     belady: BeladyHits  # of the trace
-    machine: NamedLink
-    lanes: int  # transfers at once
-    times: Times | None  # compute times; None: as the trace measured
-    bits: int | None  # precision of the experts; None: the preset's
+    settings: ReplaySettings  # but the cache and the profile
     profiles: Path | None  # folder of calibration profiles
-    seed: int
     changes: dict[str, str]  # part or setting of a preset → its value
 
     def result(self, name: str, cache: CacheSize, keep_going: bool) -> Result | Refused:
@@ -145,10 +181,7 @@ class _Replays:
         try:
             composition = compose(name, self.changes)
             profile = self._profile(composition)
-            settings = ReplaySettings(
-                cache, self.machine.bandwidth, self.machine.latency, self.lanes, self.bits, self.times, profile,
-                seed=self.seed, copies=self.machine.copies,
-            )  # fmt: skip
+            settings = replace(self.settings, cache=cache, profile=profile)
             return replay(self.trace, composition, settings, self.belady)
         except TiermoeError as error:
             if not keep_going:
@@ -219,6 +252,22 @@ def _times(trace: Trace, compute: str | None, prefill: str | None) -> Times | No
     return spread(trace.header, _seconds(compute), _seconds(prefill or compute))
 
 
+def _cpu(trace: Trace, machine: Machine, expert: str | None) -> dict[int, float]:
+    """Bits → seconds of an expert on the processor beside the one that computes layers: of --cpu-expert, else the
+    machine's; empty where there is none."""
+    if expert is not None:
+        return {run_bits(trace.header): _seconds(expert)}
+    return expert_times(trace.header, machine.cpu.rate) if machine.cpu is not None else {}
+
+
+def _refuse_unread_by(composition: Composition, gather: str | None, cpu_expert: str | None) -> None:
+    """ConfigError for an option that a preset does not read."""
+    if gather is not None and composition.unit != "neuron":
+        raise ConfigError(f"preset {composition.name} gathers no neurons; leave --gather out, or use --set unit=neuron")
+    if cpu_expert is not None and composition.misses == "load":
+        raise ConfigError(f"preset {composition.name} computes no misses; leave --cpu-expert out, or --set misses=cpu")
+
+
 def _seconds(text: str) -> float:
     match = _TIME.fullmatch(text)
     if match is None or not float(match[1]):
@@ -245,8 +294,8 @@ def _print_evictions(rows: list[EvictionRow]) -> None:
     Terminal().print(table)
 
 
-def _print_results(results: list[Result | Refused], machine: NamedLink, times: str) -> None:
-    note(f"link: {machine.name}, {machine.bandwidth / 1e9:g} GB/s ({machine.source}); computing times: {times}")
+def _print_results(results: list[Result | Refused], described: dict[str, str], times: str) -> None:
+    note("; ".join(f"{part}: {told}" for part, told in described.items()) + f"; computing times: {times}")
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # as wide as 80 columns allow
     table.add_column("preset", no_wrap=True)
     for title in ("cache", "hits", "Belady", "tok/s", "bound", "of it", "prefill", "a token", "waited"):

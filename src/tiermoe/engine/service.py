@@ -52,6 +52,7 @@ class ExpertService:
         hash_tables: Mapping[int, HashTable],
     ) -> None:
         self.store, self.plan, self.resolved = store, plan, resolved
+        self.hash_layers = tuple(sorted(hash_tables))
         self.device = resolve_device(resolved.settings.device)
         known: dict[Layout, Layout] = {}
         self.packed = {bits: PackedExperts(store, self._key_of(bits), known) for bits in resolved.precisions}

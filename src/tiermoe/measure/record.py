@@ -242,6 +242,7 @@ def header_of(
         dense_bytes=plan.dense,
         encoder_layers=sum(layer.name.startswith("encoder.") for layer in store.layers),
         made_from=made_from,
+        hash_layers=engine.service.hash_layers,
         **(neuron_sizes(store, engine.settings, engine.dtype) if "neurons" in holds else {}),
     )
 

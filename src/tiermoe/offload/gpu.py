@@ -19,14 +19,12 @@ from typing import Any, Protocol
 
 import torch
 
-from tiermoe.offload.cache import ExpertCache
 from tiermoe.offload.io_threads import IOThreads
 from tiermoe.offload.link import Finished
-from tiermoe.offload.policies.allotment import Pool
 from tiermoe.offload.policies.cpu_fallback import averaged
-from tiermoe.offload.policies.eviction import EVICTIONS, Clock, EvictionContext
+from tiermoe.offload.second_level import SecondLevelCache
 from tiermoe.offload.slots import HostSlots, Slots
-from tiermoe.types import Demand, ExpertKey, Load
+from tiermoe.types import ExpertKey, Load
 
 Mark = Any
 """A point in the order of computation, as its `Copier` has it."""
@@ -136,41 +134,32 @@ class Filler(Protocol):
     def close(self) -> None: ...
 
 
-class HostCache:
-    """Pinned slots in main memory, filled by `filler` and copied from by `copies`. Any thread may call. slots: of the
-    experts of each precision; precisions may share slots.
+class HostCache(SecondLevelCache):
+    """The second-level cache in pinned memory, filled by `filler` and copied from by `copies`. Any thread may call.
+    slots: of the experts of each precision; precisions may share slots.
 
-    An expert that is still here is not read again. The expert that was copied longest ago is evicted, never one that is
-    being read or copied, or borrowed: its slot is in use. `hits` and `misses` count what was found here, to be copied
-    or borrowed, and what was not. `read_s`: what the last reads took on average, 0 before the first.
-    """
+    An expert that is read, copied or borrowed is pinned. `read_s`: what the last reads took on average, 0 before the
+    first."""
 
     def __init__(self, filler: Filler, slots: Mapping[int, HostSlots], copies: CopyQueue) -> None:
-        self.hits = 0
-        self.misses = 0
+        shared: dict[HostSlots, list[int]] = {}
+        for bits, run in slots.items():
+            shared.setdefault(run, []).append(bits)
+        super().__init__((precisions, run.count) for run, precisions in shared.items())
         self.read_s = 0.0
         self._filler = filler
         self._slots = slots
         self._copies = copies
         self._lock, self._changed = copies.lock, copies.changed
-        self._runs = {run: _least_recently_used(run.count, [*slots]) for run in set(slots.values())}
-        self._caches = {bits: self._runs[run] for bits, run in slots.items()}
 
     def pin_if_here(self, key: ExpertKey) -> bool:
-        """Whether `key` is here; it is then pinned until `copy` is done or `give_back`."""
         with self._lock:
-            cache = self._caches[key.bits]
-            if cache.slot(key) is None:
-                return False
-            cache.used([key], [Demand(key.expert, 1, key.bits)])
-            cache.pin(key)
-            self.hits += 1
-            return True
+            return super().pin_if_here(key)
 
     def bring(self, key: ExpertKey) -> None:
         """Pins `key`, which is read if it is not here yet. LoadError where it cannot be read."""
         while not self.pin_if_here(key):
-            slot = self._reserve(key)
+            slot = self._slot_for(key)
             if slot is not None:
                 self._read(key, slot)
                 return
@@ -191,7 +180,7 @@ class HostCache:
     def give_back(self, key: ExpertKey) -> None:
         """Ends one `borrow` or `bring`: the expert's slot may be taken again."""
         with self._lock:
-            self._caches[key.bits].unpin(key)
+            self.unpin(key)
             self._changed.notify_all()
 
     def copy(self, key: ExpertKey, nbytes: int, target: torch.Tensor, after: Mark) -> Ticket:
@@ -211,13 +200,13 @@ class HostCache:
         self._filler.roll_back()
         with self._lock:
             self._copies.take_ended()  # whose pins go with all others
-        for cache in self._runs.values():
+        for cache in set(self._caches.values()):
             cache.roll_back()
 
     def close(self) -> None:
         """Gives the slots back. Nothing may be read, copied or borrowed."""
         self._filler.close()
-        for run in self._runs:
+        for run in set(self._slots.values()):
             run.close()
 
     def _read(self, key: ExpertKey, slot: int) -> None:
@@ -231,25 +220,23 @@ class HostCache:
             raise
         with self._lock:
             self.read_s = averaged(self.read_s or None, time.perf_counter() - started)
-            self._caches[key.bits].arrived(key)
-            self._caches[key.bits].pin(key)
+            self.arrived(key)
             self._changed.notify_all()
 
-    def _reserve(self, key: ExpertKey) -> int | None:
+    def _slot_for(self, key: ExpertKey) -> int | None:
         """A slot for `key`; where all are in use, waits for the oldest copy, for a thread or for what is borrowed. None
         where another thread reads `key` meanwhile, once it is done."""
         cache = self._caches[key.bits]
         while True:
             with self._lock:
-                if cache.in_flight(key):
-                    self._changed.wait_for(lambda: not cache.in_flight(key))
+                if self.being_read(key):
+                    self._changed.wait_for(lambda: not self.being_read(key))
                     return None
                 if cache.slot(key) is not None:
                     return None
                 self._unpin_copied()
-                slot = cache.reserve(key)
+                slot = self.reserve(key)
                 if slot is not None:
-                    self.misses += 1
                     return slot
                 oldest = self._copies.oldest()
                 if oldest is None:
@@ -259,12 +246,7 @@ class HostCache:
 
     def _unpin_copied(self) -> None:
         for key in self._copies.take_ended():
-            self._caches[key.bits].unpin(key)
-
-
-def _least_recently_used(slots: int, precisions: list[int]) -> ExpertCache:
-    context = EvictionContext(Clock(), slots, layers=1)
-    return ExpertCache([Pool(slots, None, range(0))], lambda _: [EVICTIONS["lru"](context)], precisions)
+            self.unpin(key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,27 @@
 """Replays of routing traces on a virtual clock and link, through the decisions that the engine takes."""
 
-from tiermoe.simulate.costs import spread
+from tiermoe.simulate.costs import GATHER, computed_times, expert_times, run_bits, spread
 from tiermoe.simulate.evictions import EvictionRow, all_evictions, compare_evictions
-from tiermoe.simulate.machines import LINKS, NamedLink, parse_link
+from tiermoe.simulate.machines import LINKS, MACHINES, Machine, NamedLink, machine_of, parse_link
 from tiermoe.simulate.replay import BeladyHits, ReplaySettings, Result, replay
 
 __all__ = [
+    "GATHER",
     "LINKS",
+    "MACHINES",
     "BeladyHits",
     "EvictionRow",
+    "Machine",
     "NamedLink",
     "ReplaySettings",
     "Result",
     "all_evictions",
     "compare_evictions",
+    "computed_times",
+    "expert_times",
+    "machine_of",
     "parse_link",
     "replay",
+    "run_bits",
     "spread",
 ]

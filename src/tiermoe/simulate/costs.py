@@ -5,16 +5,25 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
+from tiermoe.errors import TraceError
 from tiermoe.offload.assembly import ModelShape
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.neurons import NeuronCache, Records, to_load, whole
+from tiermoe.simulate.link import Move
+from tiermoe.simulate.machines import Processor
 from tiermoe.trace.file import Header, LayerTrace, Times, Trace
 from tiermoe.types import ExpertKey
 
 RECALL = 0.85
 """Share of the active neurons that a prediction names, where a trace does not say which: CORM, section 4, has 80 to
 90 %."""
+
+GATHER = 1 / 3
+"""Seconds of gathering a byte of single neurons, in those that the link takes for one: what makes three quarters of an
+expert's neurons cost as much as the whole, as CORM's figure 9 measures it. Here it is .48 (docs/systems.md, CORM's
+gathering kernel)."""
 
 _PAGE = 4096  # bytes that a drive reads at least
 
@@ -31,6 +40,10 @@ class Costs:
         """Bytes that a load moves. A precision without a size in the trace is taken in proportion from the nearest."""
         return (copied_bytes if self.copies else expert_bytes)(self.header, key.layer, key.bits)
 
+    def move(self, key: ExpertKey) -> Move:
+        """What a load of a whole expert moves."""
+        return Move(self.nbytes(key))
+
     def dense_s(self, phase: str, tokens: int) -> float:
         """Seconds of everything but experts in a pass over `tokens` tokens."""
         return self.times.dense if phase == "decode" else self.times.prefill_token * tokens
@@ -39,7 +52,7 @@ class Costs:
         """Seconds of one expert on `tokens` tokens, 0 for none; of the nearest precision that was measured."""
         if not tokens:
             return 0.0
-        first, further = (_nearest(times, bits) for times in (self.times.expert, self.times.prefill_expert))
+        first, further = (nearest(times, bits) for times in (self.times.expert, self.times.prefill_expert))
         return first + (tokens - 1) * further
 
 
@@ -70,7 +83,7 @@ def _sized(known: Mapping[int, Sequence[int]], layer: int, bits: int) -> int:
 
 
 def shape_of(header: Header) -> ModelShape:
-    """The shape of a traced model; a trace holds no hash tables."""
+    """The shape of a traced model, without hash tables."""
     return ModelShape(header.experts, header.top_k, header.encoder_layers)
 
 
@@ -94,7 +107,30 @@ def spread(header: Header, decode_s: float, prefill_s: float) -> Times:
     )
 
 
-def _nearest(times: dict[int, float], bits: int) -> float:
+def computed_times(header: Header, processor: Processor) -> Times:
+    """Times of a processor that decodes at the rate at which it reads weights, and computes prompts as fast as its
+    arithmetic allows: two operations a weight and token. TraceError where the trace does not say how many bytes its
+    dense layers have."""
+    if not header.dense_bytes:
+        raise TraceError(
+            f"the trace of {header.model} does not say how many bytes its dense layers have, from which their time "
+            f"would follow; give times with --compute 20ms"
+        )
+    precise = max(header.expert_bytes)
+    weights = fmean(header.expert_bytes[precise]) * 8 / precise
+    dense_weights = header.dense_bytes * 8 / int(header.made_from.get("dense_bits", precise))
+    expert = expert_times(header, processor.rate)
+    further = dict.fromkeys(expert, 2 * weights / processor.arithmetic)
+    return Times(header.dense_bytes / processor.rate, expert, 2 * dense_weights / processor.arithmetic, further)
+
+
+def expert_times(header: Header, rate: float) -> dict[int, float]:
+    """Bits → seconds of one expert on one token, of a processor that reads so many bytes a second of slots."""
+    return {bits: fmean(sizes) / rate for bits, sizes in (header.slot_bytes or header.expert_bytes).items()}
+
+
+def nearest(times: Mapping[int, float], bits: int) -> float:
+    """The time of the precision that is nearest among those that are known, the lower of two."""
     return times[min(times, key=lambda known: (abs(known - bits), known))]
 
 
@@ -107,9 +143,9 @@ class NeuronLoads:
     runs, or left out (on_mispredict=proceed). An expert that was predicted and not chosen has no recorded neurons: it
     brings the trace's mean number. Above the share `upper_limit` of active neurons, and in a pass over several tokens,
     a whole expert comes. A drive reads whole pages, and through gaps (`Composition.gap_bytes`); from main memory single
-    neurons are copied."""
+    neurons are copied, after they were gathered in `gather` seconds a byte."""
 
-    def __init__(self, trace: Trace, costs: Costs, composition: Composition) -> None:
+    def __init__(self, trace: Trace, costs: Costs, composition: Composition, gather: float = 0.0) -> None:
         header = trace.header
         self._costs = costs
         self._limit = composition.upper_limit
@@ -127,6 +163,7 @@ class NeuronLoads:
         self._records = Records(header.head_bytes, header.neuron_bytes, header.neurons, end)
         copied = costs.copies or composition.store == "memory"
         self._page, self._gap = (1, 0) if copied else (_PAGE, composition.gap_bytes)
+        self._gather = gather if copied else 0.0
 
     def start_pass(self, layers: Sequence[LayerTrace], tokens: int) -> None:
         """A pass over `tokens` tokens begins; active neurons are known of a single token."""
@@ -139,29 +176,36 @@ class NeuronLoads:
         """Layer `layer` runs: a load for another layer is a prefetch."""
         self._layer = layer
 
-    def load(self, key: ExpertKey) -> int:
-        """Bytes that move when `key` is loaded: W1 and the neurons wanted now."""
+    def load(self, key: ExpertKey) -> Move:
+        """What moves when `key` is loaded: W1 and the neurons wanted now."""
         wanted = self._wanted(key, self._mean)
         self._predicted.discard(key)
         if self._active is not None and key.layer != self._layer:
             self._predicted.add(key)
             named = self._named[key.layer].get(key.expert)
             wanted = as_predicted(wanted, self._neurons, f"{self._pass} {key}") if named is None else named
-        brought, share = self._read(to_load(wanted, self._neurons, self._limit))
+        loaded = to_load(wanted, self._neurons, self._limit)
+        brought, share = self._read(loaded)
         self._cache.put(key, brought)
-        return round(self._costs.nbytes(key) * (self._head_share + share))
+        return self._move(key, self._head_share + share, share if loaded != whole(self._neurons) else 0.0)
 
-    def complete(self, key: ExpertKey) -> int:
-        """Bytes to fetch before a cached `key` can be computed: of active neurons that are not in the cache, where they
-        then stay. 0 where a prediction brought the expert and the layer goes on with its neurons."""
+    def complete(self, key: ExpertKey) -> Move:
+        """What to fetch before a cached `key` can be computed: active neurons that are not in the cache, where they
+        then stay. Nothing where a prediction brought the expert and the layer goes on with its neurons."""
         predicted = key in self._predicted
         self._predicted.discard(key)
         if predicted and self._proceeds and self._active is not None:
-            return 0
+            return Move(0)
         missing = self._cache.missing(key, self._wanted(key, 0))
-        brought, share = self._read(to_load(missing, self._neurons, self._limit))
+        loaded = to_load(missing, self._neurons, self._limit)
+        brought, share = self._read(loaded)
         self._cache.add(key, brought)
-        return round(self._costs.nbytes(key) * share)
+        return self._move(key, share, share if loaded != whole(self._neurons) else 0.0)
+
+    def _move(self, key: ExpertKey, share: float, gathered: float) -> Move:
+        """The share `share` of an expert's bytes, of which the share `gathered` is gathered first."""
+        nbytes = self._costs.nbytes(key)
+        return Move(round(nbytes * share), nbytes * gathered * self._gather)
 
     def _wanted(self, key: ExpertKey, unknown: int) -> int:
         if self._active is None:

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 from tiermoe.config import CacheSize
-from tiermoe.errors import TraceError
+from tiermoe.errors import ConfigError, TraceError
 from tiermoe.metrics import Metrics, PhaseMetrics, named
 from tiermoe.offload.assembly import FutureTrace, assemble, cache_bytes, divide, precisions
 from tiermoe.offload.composition import Composition, filled, with_low_share
+from tiermoe.offload.loader import CPU_FALLBACK
+from tiermoe.offload.policies.cpu_fallback import MissCosts
 from tiermoe.offload.profiles import Profile, tables
-from tiermoe.simulate.costs import Costs, NeuronLoads, run_bits, shape_of, slot_sizes
+from tiermoe.offload.second_level import SecondLevelCache
+from tiermoe.simulate.costs import Costs, NeuronLoads, nearest, run_bits, shape_of, slot_sizes
 from tiermoe.simulate.evictions import hits_of
-from tiermoe.simulate.link import VirtualClock, VirtualLink
-from tiermoe.simulate.steps import Future, RecordedForecasts, Step, require, require_calibration, steps_of
+from tiermoe.simulate.link import HostTier, VirtualClock, VirtualCpu, VirtualLink
+from tiermoe.simulate.machines import NamedLink
+from tiermoe.simulate.steps import (
+    HASHED,
+    Future,
+    RecordedForecasts,
+    Step,
+    hash_tables,
+    require,
+    require_calibration,
+    steps_of,
+)
 from tiermoe.trace.file import Header, Times, Trace
 from tiermoe.types import ExpertKey
 
@@ -36,6 +50,11 @@ class ReplaySettings:
     wake: float = 0.0  # seconds from a load's end until the processor that waits for it goes on
     start: float = 0.0  # seconds from a load's submission until an idle lane begins it
     copies: bool = False  # the link moves copies to a GPU (`Header.copied_bytes`), not what a drive stores
+    ram: CacheSize | None = None  # of experts in main memory, which a drive fills; None: there is no level in between
+    drive: NamedLink | None = None  # that fills it
+    gather: float = 0.0  # seconds a byte of single neurons that main memory gathers before they move
+    cpu: Mapping[int, float] = field(default_factory=dict)
+    """Bits → seconds of one expert on one token, on the processor that computes misses; empty: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +69,7 @@ class Result:
     slots: dict[str, int]  # 'bits' of copies → slots
     metrics: Metrics
     belady: Metrics  # of Belady's choice in one pool of equal slots of the same bytes, without prefetch and time
+    second_level: dict[str, int] = field(default_factory=dict)  # a GPU's counters, named as in `stats()`; with `ram`
 
     hit_rate = property(attrgetter("metrics.headline_hit_rate"))
     prefill_hit_rate = property(attrgetter("metrics.prefill.counts.hit_rate"))
@@ -98,6 +118,8 @@ class Result:
                 "bytes_per_token", "wait_s",
             ),
             **named(counts, "hits", "misses", "skipped", "loads", "low_loads", "speculative_loads"),
+            "experts_on_cpu": counts.cpu_fallback,
+            **self.second_level,
             "prefetched_hits": counts.prefetched,
             "discarded_hits": discarded.hits,
             "discarded_misses": discarded.misses,
@@ -110,9 +132,10 @@ def replay(
 ) -> Result:
     """Runs `composition` over the passes of `trace`, from an empty cache. belady: of this trace, for a caller that
     replays it several times. TraceError where the trace lacks what the composition needs, ProfileError where a
-    calibration is missing, ConfigError for a cache that cannot be divided."""
+    calibration is missing, ConfigError for a cache that cannot be divided and a part that the machine lacks."""
     header = trace.header
     require(composition, header)
+    _require_machine(composition, settings)
     composition = _with_theta(filled(composition, settings.profile), header)
     require_calibration(composition, settings.profile, header.model)
     composition = with_low_share(composition, len(header.experts))
@@ -129,6 +152,7 @@ def replay(
         slots={",".join(map(str, share.bits)): share.slots for share in run.slots},
         metrics=run.metrics,
         belady=(belady or BeladyHits(trace)).of(max(run.nbytes // unit, 1), run.bits),
+        second_level=run.second_level,
     )
 
 
@@ -145,6 +169,20 @@ class BeladyHits:
         if (slots, bits) not in self._known:
             self._known[slots, bits] = hits_of(self._trace, "belady", slots, bits)
         return self._known[slots, bits]
+
+
+def _require_machine(composition: Composition, settings: ReplaySettings) -> None:
+    """ConfigError for a part that the machine cannot have."""
+    if composition.misses != "load" and not settings.cpu:
+        raise ConfigError(
+            f"preset {composition.name}: misses={composition.misses} computes on a CPU beside a GPU, and this machine "
+            f"has none; take --machine rtx4090, give --cpu-expert 5ms, or use --set misses=load"
+        )
+    if composition.unit == "neuron" and (settings.ram is not None or composition.misses != "load"):
+        raise ConfigError(
+            f"preset {composition.name}: main memory has all experts where their neurons are loaded one by one, and "
+            f"the CPU computes none; leave --ram out and use --set misses=load"
+        )
 
 
 def _with_theta(composition: Composition, header: Header) -> Composition:
@@ -166,23 +204,37 @@ class _Run:
 
     def __init__(self, trace: Trace, composition: Composition, settings: ReplaySettings, costs: Costs) -> None:
         header, found = trace.header, tables(settings.profile)
+        shape = shape_of(header)
+        if composition.prefetch in HASHED:
+            shape = replace(shape, hash_tables=hash_tables(trace))
         self.steps = steps_of(trace, composition)
         self.metrics = Metrics(bandwidth=settings.bandwidth)
         self.bits = settings.bits or composition.bits or run_bits(header)
         sizes = slot_sizes(header, precisions(composition, self.bits, found.bits), composition.unit)
-        self.nbytes = cache_bytes(composition, settings.cache, shape_of(header), sizes)
+        self.nbytes = cache_bytes(composition, settings.cache, shape, sizes)
         self.slots = divide(self.nbytes, composition, sizes, found.bits.values(), sum(header.experts))
         self._costs = costs
         self._future = Future(self.steps, len(header.experts))
         self._clock = VirtualClock()
-        self._neurons = NeuronLoads(trace, costs, composition) if composition.unit == "neuron" else None
-        nbytes_of = self._neurons.load if self._neurons else costs.nbytes
-        self._link = VirtualLink(
-            self._clock, settings.bandwidth, nbytes_of, settings.latency, settings.lanes, settings.wake, settings.start
+        self._neurons = (
+            NeuronLoads(trace, costs, composition, settings.gather) if composition.unit == "neuron" else None
         )
+        self._host = None
+        if settings.ram is not None and (drive := settings.drive) is not None:
+            ram = cache_bytes(replace(composition, cache="lru"), settings.ram, shape, sizes)
+            runs = divide(ram, composition, sizes, found.bits.values(), sum(header.experts), settings.lanes)
+            stored = Costs(header, costs.times).nbytes
+            self._host = HostTier(SecondLevelCache(runs), drive.bandwidth, drive.latency, stored)
+            self.metrics.bandwidth = drive.bandwidth
+        self._link = link = VirtualLink(
+            self._clock, settings.bandwidth, self._neurons.load if self._neurons else costs.move, settings.latency,
+            settings.lanes, settings.wake, settings.start, self._host,
+        )  # fmt: skip
+        self._cpu = cpu = VirtualCpu(link, lambda bits, tokens: tokens * nearest(settings.cpu, bits))
         self._scheduler = assemble(
-            composition, shape_of(header), self.slots, self._link, self.bits, found,
+            composition, shape, self.slots, link, self.bits, found,
             FutureTrace(self._future.next_use, self._future.choices), settings.seed,
+            lambda: MissCosts(link.seconds_per_load, cpu.seconds_per_expert),
         )  # fmt: skip
         self._sequence: int | None = None
 
@@ -191,6 +243,14 @@ class _Run:
         for number, step in enumerate(self.steps):
             self._step(number, step)
         self.metrics.prefetching = self._scheduler.prefetching
+
+    @property
+    def second_level(self) -> dict[str, int]:
+        """`Result.second_level`."""
+        if self._host is None:
+            return {}
+        cache = self._host.cache
+        return {"host_hits": cache.hits, "host_misses": cache.misses, "bytes_copied": self._link.bytes_copied}
 
     def _step(self, number: int, step: Step) -> None:
         """Runs one pass and adds it to its phase's metrics."""
@@ -220,9 +280,14 @@ class _Run:
         routed = step.routed(layer)
         tokens = routed.tokens_per_expert()
         for ready in chain.from_iterable(self._scheduler.run_layer(routed, forecasts)):
-            if self._neurons and (more := self._neurons.complete(ExpertKey(layer, ready.expert, ready.bits))):
+            key = ExpertKey(layer, ready.expert, ready.bits)
+            if ready.slot == CPU_FALLBACK:
+                self._cpu.submit(key, tokens[ready.expert])
+                continue
+            if self._neurons and (more := self._neurons.complete(key)).nbytes:
                 self._link.fetch(more)
             self._clock.compute(self._costs.expert_s(ready.bits, tokens.get(ready.expert, 0)))
+        self._clock.compute_s += self._cpu.finish()
 
     def _meter(self) -> PhaseMetrics:
         link, clock = self._link, self._clock

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tiermoe.errors import ConfigError, ProfileError, TraceError
+from tiermoe.errors import ProfileError, TraceError
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.prediction import Ranked
 from tiermoe.offload.policies.routing import is_confident, little, require_little
@@ -16,6 +16,8 @@ from tiermoe.trace.file import Header, LayerTrace, Pass, Trace
 from tiermoe.types import ExpertKey, Routed
 
 _TABLES = {"bits": "table of bits per expert", "paths": "activation paths", "frequencies": "frequencies of experts"}
+HASHED = ("hash", "hash+path")
+"""Predictions by the tables of layers that are routed by the token."""
 _LITTLE = (("routing", "confident"), ("prefetch", "recalled"), ("prefetch", "recalled+next-gate"))
 
 
@@ -91,6 +93,31 @@ def _little(layers: Sequence[LayerTrace], count: int | None) -> list[LayerTrace]
     return passes
 
 
+class RecordedTable(dict[int, list[int]]):
+    """The table of a layer that is routed by the token alone, as far as the trace's tokens show it: token id → its
+    experts; none for another token."""
+
+    def __missing__(self, token_id: int) -> list[int]:
+        return []
+
+
+def hash_tables(trace: Trace) -> dict[int, RecordedTable]:
+    """MoE layer → its table, of the trace's `hash_layers`: what such a layer chose for a token is what its table has.
+    TraceError where one token got two choices: then the layer is no such layer."""
+    tables = {layer: RecordedTable() for layer in trace.header.hash_layers}
+    for passed in trace.passes:
+        for layer, table in tables.items():
+            chosen = passed.layers[layer].experts
+            # a layer that runs for the last tokens alone
+            for token, experts in zip(passed.tokens[len(passed.tokens) - len(chosen) :], chosen, strict=True):
+                if table.setdefault(token, experts) != experts:
+                    raise TraceError(
+                        f"layer {layer} of the trace of {trace.header.model} is said to be routed by the token, and "
+                        f"token {token} got experts {table[token]} and {experts}; make it again with tiermoe trace"
+                    )
+    return tables
+
+
 class RecordedForecasts:
     """Implements `Forecasts` from a step's recording. `layer`: the one that runs (-1: none yet)."""
 
@@ -163,17 +190,18 @@ class Future:
 
 
 def require(composition: Composition, header: Header) -> None:
-    """TraceError, with the preset and what the trace lacks, where a trace is not enough; ConfigError for a part that no
-    replay has."""
-    if composition.misses != "load":
-        raise ConfigError(f"preset {composition.name}: a replay has one processor; use --set misses=load")
+    """TraceError, with the preset and what the trace lacks, where a trace is not enough."""
     if composition.routing == "cached":
         raise TraceError(
             f"preset {composition.name} chooses by the scores of all experts, and a trace holds those of the chosen "
             f"ones; use --set routing=all, or measure it with tiermoe eval"
         )
-    if composition.prefetch in ("hash", "hash+path"):
-        raise TraceError(f"preset {composition.name} needs hash tables, which no trace holds; use --set prefetch=none")
+    if composition.prefetch in HASHED and not header.hash_layers:
+        raise TraceError(
+            f"preset {composition.name} prefetches layers that are routed by a hash of the token "
+            f"(prefetch={composition.prefetch}), and the trace of {header.model} names none: the model has none, or an "
+            f"older tiermoe made the trace; make it again with tiermoe trace, or use --set prefetch=next-gate"
+        )
     if composition.routing in ("half", "confident"):
         require_little(composition.routing, composition.little, header.top_k)
     recorded = header.made_from.get("little")
@@ -218,6 +246,8 @@ def _lacking(composition: Composition, header: Header) -> Iterator[str]:
         yield f"forecasts {max(beyond)} layers ahead (prefetch={composition.prefetch}, ahead={composition['ahead']})"
     if composition.prefetch == "percentile" and composition["popularity"] == "counts" and "counts" not in holds:
         yield "predicted counts of tokens (popularity=counts)"
+    if composition.prefetch in HASHED and "tokens" not in holds:
+        yield f"ids of tokens (prefetch={composition.prefetch})"
     if composition.policy("precision").reads_weights and "weights" not in holds:
         yield f"gate weights (precision={composition.precision})"
     if composition.routing == "half" and "weights" not in holds:

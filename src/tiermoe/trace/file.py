@@ -112,6 +112,7 @@ class Header:
     copied_bytes: dict[int, list[int]] = field(default_factory=dict)  # bits → bytes of a copy to a GPU; none: as stored
     neuron_slot_bytes: dict[int, int] = field(default_factory=dict)
     """Bits → bytes of a slot of the neuron unit; none: as of whole experts."""
+    hash_layers: Sequence[int] = ()  # MoE layers whose experts follow from the token alone
 
 
 @dataclass(slots=True)
@@ -247,14 +248,18 @@ def _header_to_json(header: Header) -> dict[str, Any]:
         "encoder_layers": header.encoder_layers,
         "made_from": header.made_from,
         **{name: getattr(header, name) for name in _LATER},
+        "hash_layers": list(header.hash_layers),
     }
 
 
 def _header_from_json(document: dict[str, Any]) -> Header:
-    values = {name: document[name] for name in Header.__slots__ if name not in _LATER}
+    values = {name: document[name] for name in Header.__slots__ if name not in (*_LATER, "hash_layers")}
     values |= {name: _by_number(document.get(name, {})) for name in _LATER}
+    values["hash_layers"] = tuple(map(int, document.get("hash_layers", [])))
     if len(values["experts"]) != len(values["top_k"]):
         raise ValueError(f"{len(values['experts'])} layers of experts and {len(values['top_k'])} of top_k")
+    if set(values["hash_layers"]) - set(range(len(values["experts"]))):
+        raise ValueError(f"hash-routed layers {values['hash_layers']} of {len(values['experts'])}")
     unknown = set(values["holds"]) - set(HOLDS)
     if unknown:
         raise ValueError(f"holds {', '.join(sorted(unknown))}, which this version does not know")
