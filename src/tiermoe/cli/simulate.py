@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,8 +16,21 @@ from rich.table import Table
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, spinner
 from tiermoe.cli.terminal import Terminal
+from tiermoe.cli.variants import (
+    Column,
+    Ladder,
+    Picture,
+    Sweep,
+    check_picture,
+    failures,
+    naming_columns,
+    ratio_columns,
+    variants,
+    write_picture,
+)
 from tiermoe.config import BITS, CacheSize, format_size, parse_cache
-from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.errors import ConfigError
+from tiermoe.measure.compare import Measured, Variant, measure_all, ratios
 from tiermoe.offload.composition import Composition, declarations, parsed, unread
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.profiles import Profile, read_profile
@@ -26,20 +40,22 @@ from tiermoe.simulate import (
     EvictionRow,
     NamedLink,
     ReplaySettings,
-    Result,
     all_evictions,
     compare_evictions,
     parse_link,
     replay,
     spread,
 )
-from tiermoe.systems import PRESETS, compose
-from tiermoe.trace.file import Times, Trace, read_trace
+from tiermoe.systems import compose
+from tiermoe.trace.file import Trace, read_trace
+
+CACHE = "20%"
+"""Size of the cache where none is given."""
 
 TraceFile = Annotated[
     Path, typer.Argument(help="A routing trace: a file of `tiermoe trace`, or a route_trace CSV.", show_default=False)
 ]
-Caches = Annotated[str, typer.Option(help="Cache sizes, like 20% or 10%,20%,3GiB.")]
+Caches = Annotated[str | None, typer.Option(help="Cache sizes, like 20% or 10%,20%,3GiB.", show_default=CACHE)]
 Presets = Annotated[str | None, typer.Option(help="Presets to replay, like fate,lru, or all.")]
 OnePreset = Annotated[
     str | None, typer.Option(help="One preset to replay; `tiermoe presets` lists them.", show_default="default")
@@ -70,90 +86,106 @@ _TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s)\s*")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A preset that cannot be replayed on this trace with these options, and the reason."""
-
-    preset: str
-    reason: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"preset": self.preset, "refused": self.reason}
-
-
 def simulate(
     trace: TraceFile,
     preset: OnePreset = None,
     presets: Presets = None,
     evictions: Evictions = None,
-    cache: Caches = "20%",
+    cache: Caches = None,
     link: Link = None,
     lanes: Lanes = 1,
     set_: opt.Set = None,
+    sweep: Sweep = None,
+    ladder: Ladder = False,
     compute: Compute = None,
     prefill_compute: PrefillCompute = None,
     bits: ExpertBits = None,
     profiles: Profiles = None,
     seed: SeedOption = 0,
+    picture: Picture = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replay a routing trace without weights: speed of presets on a given link, or hit rates of eviction policies."""
+    """Replay a routing trace without weights: speed of presets on a given link, or hit rates of eviction policies.
+
+    --sweep takes cache, link and compute beside the settings of --set."""
     if sum(given is not None for given in (preset, presets, evictions)) > 1:
         raise ConfigError("--preset, --presets and --evictions exclude each other; give one of them")
-    caches = [parse_cache(text) for text in cache.split(",")]
     changes = opt.changes(set_) or {}
     if evictions is not None:
         timed = {"link": link, "compute": compute, "prefill-compute": prefill_compute, "bits": bits}
-        _refuse_without_effect(timed | {"profiles": profiles, "lanes": None if lanes == 1 else lanes}, changes)
+        rows = {"sweep": sweep or None, "ladder": ladder or None, "picture": picture}
+        others = {"profiles": profiles, "lanes": None if lanes == 1 else lanes}
+        _refuse_without_effect({**timed, **rows, **others}, changes)
+        caches = [parse_cache(text) for text in (cache or CACHE).split(",")]
         with spinner("replaying"):
-            rows = _evictions(read_trace(trace), evictions, caches, changes, seed)
-        _print_json(rows) if as_json else _print_evictions(rows)
+            found = _evictions(read_trace(trace), evictions, caches, changes, seed)
+        print(json.dumps([row.as_dict() for row in found])) if as_json else _print_evictions(found)
         return
-    if link is None:
+    if cache is not None and "," in cache:
+        if sweep or ladder:
+            raise ConfigError(f"--{'ladder' if ladder else 'sweep'} takes one size of the cache; give one to --cache")
+        sweep, cache = [f"cache={cache}"], None
+    given = {"cache": cache, "link": link, "compute": compute}
+    chosen = variants(presets or preset or "default", changes, sweep, ladder, {**given, "bits": bits}, SWEPT)
+    if link is None and "link" not in chosen[0].options:
         raise ConfigError(f"how fast is the link? give --link 16GB/s, or a name: {', '.join(LINKS)}")
     if bits is not None and bits not in BITS:
         raise ConfigError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits}")
-    names = _names(presets, list(PRESETS), "preset") if presets else [preset or "default"]
+    if prefill_compute is not None and compute is None and "compute" not in chosen[0].options:
+        raise ConfigError("--prefill-compute needs --compute beside it; give both")
+    if picture is not None:
+        check_picture(picture)
+    options = {name: SWEPT[name](text) for name, text in given.items() if text is not None}
+    prefill_s = None if prefill_compute is None else _seconds(prefill_compute)
     with spinner("replaying"):
         recorded = read_trace(trace)
-        machine, times = parse_link(link), _times(recorded, compute, prefill_compute)
-        replays = _Replays(recorded, BeladyHits(recorded), machine, lanes, times, bits, profiles, seed, changes)
-        results = [replays.result(name, size, keep_going=len(names) > 1) for size in caches for name in names]
+        replays = _Replays(recorded, BeladyHits(recorded), options, prefill_s, lanes, bits, profiles, seed)
+        measured = measure_all(chosen, 1, replays.replay, lambda done, total: None)
+    failed = failures(measured, "replayed")
+    results = [_result(row, measured) for row in measured]
+    whole = [result for result in results if "refused" not in result]
     if as_json:
-        _print_json(results)
+        print(json.dumps(results))
     else:
-        _print_results(results, machine, "as given" if times else "as the trace measured")
+        _print_results(whole, failed, options)
+    if picture is not None:
+        write_picture(picture, whole)
+
+
+def _result(row: Measured, rows: Sequence[Measured]) -> dict[str, Any]:
+    """What `--json` prints of a row."""
+    if row.error is not None:
+        return {"preset": row.variant.preset, **row.variant.point, "refused": row.error}
+    return {**row.rounds[0], **row.variant.point, **ratios(row, rows)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Replays:
-    """Replays of presets over one trace on one machine."""
+    """Replays over one trace."""
 
     trace: Trace
     belady: BeladyHits  # of the trace
-    machine: NamedLink
+    options: Mapping[str, Any]  # values of the options in `SWEPT` that were given
+    prefill_s: float | None  # compute time of a prompt token; None: as that of a decoded one
     lanes: int  # transfers at once
-    times: Times | None  # compute times; None: as the trace measured
     bits: int | None  # precision of the experts; None: the preset's
     profiles: Path | None  # folder of calibration profiles
     seed: int
-    changes: dict[str, str]  # part or setting of a preset → its value
 
-    def result(self, name: str, cache: CacheSize, keep_going: bool) -> Result | Refused:
-        """The replay of the preset `name`. A preset that cannot be replayed is `Refused` with keep_going, else its
-        error is raised."""
-        try:
-            composition = compose(name, self.changes)
-            profile = self._profile(composition)
-            settings = ReplaySettings(
-                cache, self.machine.bandwidth, self.machine.latency, self.lanes, self.bits, self.times, profile,
-                seed=self.seed, copies=self.machine.copies,
-            )  # fmt: skip
-            return replay(self.trace, composition, settings, self.belady)
-        except TiermoeError as error:
-            if not keep_going:
-                raise
-            return Refused(name, str(error))
+    def replay(self, row: Variant) -> dict[str, Any]:
+        """The replay of a row. TiermoeError, with the reason, where it cannot be replayed."""
+        composition = compose(row.preset, row.set)
+        options = {**self.options, **row.options}
+        machine: NamedLink = options["link"]
+        times = None  # as the trace measured
+        if "compute" in options:
+            times = spread(self.trace.header, options["compute"], self.prefill_s or options["compute"])
+        settings = ReplaySettings(
+            options.get("cache") or parse_cache(CACHE), machine.bandwidth, machine.latency, self.lanes, self.bits,
+            times, self._profile(composition), seed=self.seed, copies=machine.copies,
+        )  # fmt: skip
+        result = replay(self.trace, composition, settings, self.belady).as_dict()
+        return {**result, "set": dict(row.set), "lossy": composition.lossy}
 
     def _profile(self, composition: Composition) -> Profile | None:
         if self.profiles is None or not composition.needs_profile:
@@ -168,8 +200,10 @@ def _evictions(
 ) -> list[EvictionRow]:
     """Hit rates of the policies named in --evictions, a row for each policy and cache size."""
     settings = parsed(changes)
-    names = _names(evictions, list(EVICTIONS), "eviction policy")
-    names = all_evictions() if evictions == "all" else names
+    names = all_evictions() if evictions == "all" else [name.strip() for name in evictions.split(",")]
+    for name in names:
+        if name not in EVICTIONS:
+            raise ConfigError(f"unknown eviction policy '{name}'; known: {', '.join(EVICTIONS)}, or all")
     _refuse_unread(settings, names)
     per_sequence = settings.pop("records", "model") == "sequence"
     return compare_evictions(trace, names, caches, settings, per_sequence, seed)
@@ -192,31 +226,13 @@ def _refuse_without_effect(options: dict[str, Any], changes: dict[str, str]) -> 
     """ConfigError for an option or setting that has no effect beside --evictions."""
     for name, value in options.items():
         if value is not None:
-            raise ConfigError(f"--{name} has no effect on --evictions, which knows no time; leave it out")
+            raise ConfigError(
+                f"--{name} has no effect on --evictions, which counts hits at the sizes of --cache; leave it out"
+            )
     read = [*(name for name, declaration in declarations().items() if declaration.part == "cache"), "records"]
     for name in changes:
         if name not in read:
             raise ConfigError(f"--set {name} has no effect on --evictions; it takes {' and '.join(read)}")
-
-
-def _names(text: str, known: list[str], what: str) -> list[str]:
-    """Names separated by commas, or all that are known. ConfigError for an unknown one."""
-    if text == "all":
-        return known
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"unknown {what} '{name}'; known: {', '.join(known)}, or all")
-    return names
-
-
-def _times(trace: Trace, compute: str | None, prefill: str | None) -> Times | None:
-    """Compute times of --compute and --prefill-compute; None: as the trace measured."""
-    if compute is None:
-        if prefill is not None:
-            raise ConfigError("--prefill-compute needs --compute beside it; give both")
-        return None
-    return spread(trace.header, _seconds(compute), _seconds(prefill or compute))
 
 
 def _seconds(text: str) -> float:
@@ -226,8 +242,19 @@ def _seconds(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def _print_json(rows: list[Any]) -> None:
-    print(json.dumps([row.as_dict() for row in rows]))
+def _prompt(text: str) -> None:
+    raise ConfigError(
+        "a trace has the prompts that it was recorded with; make one of each length: tiermoe trace --prompt"
+    )
+
+
+SWEPT: dict[str, Callable[[str], Any]] = {
+    "cache": parse_cache,
+    "link": parse_link,
+    "compute": _seconds,
+    "prompt": _prompt,
+}
+"""Option → what makes a value of its text."""
 
 
 def _print_evictions(rows: list[EvictionRow]) -> None:
@@ -245,35 +272,42 @@ def _print_evictions(rows: list[EvictionRow]) -> None:
     Terminal().print(table)
 
 
-def _print_results(results: list[Result | Refused], machine: NamedLink, times: str) -> None:
-    note(f"link: {machine.name}, {machine.bandwidth / 1e9:g} GB/s ({machine.source}); computing times: {times}")
+def _print_results(results: list[dict[str, Any]], failed: list[str], options: Mapping[str, Any]) -> None:
+    machine: NamedLink | None = options.get("link")
+    named = f"{machine.name}, {machine.bandwidth / 1e9:g} GB/s ({machine.source})" if machine else "as swept"
+    swept = results[0].get("sweep") == "compute"
+    times = "as given" if "compute" in options else "as swept" if swept else "as the trace measured"
+    note(f"link: {named}; computing times: {times}")
+    columns = _columns(results)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # as wide as 80 columns allow
-    table.add_column("preset", no_wrap=True)
-    for title in ("cache", "hits", "Belady", "tok/s", "bound", "of it", "prefill", "a token", "waited"):
-        table.add_column(title, justify="right", no_wrap=True)
+    for index, (title, _) in enumerate(columns):
+        table.add_column(title.replace("\n", ""), justify="right" if index else "left", no_wrap=True)
     for result in results:
-        if isinstance(result, Result):
-            table.add_row(*_cells(result))
-    if table.row_count:
-        Terminal().print(table)
-    for refused in dict.fromkeys(result for result in results if isinstance(result, Refused)):
-        note(f"left out {refused.preset}: {refused.reason}")
+        table.add_row(*(show(result) for _, show in columns))
+    Terminal().print(table)
+    if any(result["lossy"] for result in results):
+        note("* lossy: may change what the model says")
+    for line in failed:
+        note(f"left out {line}")
 
 
-def _cells(result: Result) -> list[str]:
+def _columns(results: list[dict[str, Any]]) -> list[Column]:
+    """80 columns have room for ratios or bounds."""
+    ladder, alone = "part" in results[0], not results[0].keys() & {"part", "sweep"}
     return [
-        result.preset,
-        f"{result.cache_fraction:.1%}",
-        f"{result.hit_rate:.1%}",
-        f"{result.belady_hit_rate:.1%}",
-        _number(result.decode_tok_s),
-        _number(result.bound_tok_s),
-        "" if result.bound_fraction is None else f"{result.bound_fraction:.0%}",
-        _number(result.prefill_tok_s),
-        "" if result.bytes_per_token is None else format_size(result.bytes_per_token),
-        f"{result.wait_s:.1f} s",
+        *naming_columns(results),
+        ("cached", _cell("cache_fraction", ".1%")),
+        ("hits", _cell("hit_rate", ".1%")),
+        *([] if ladder else [("Belady", _cell("belady_hit_rate", ".1%"))]),
+        ("tok/s", _cell("decode_tok_s", ".2f")),
+        *(ratio_columns(results) if ladder else [("bound", _cell("bound_tok_s", ".2f"))]),
+        *([("of it", _cell("bound_fraction", ".0%"))] if alone else []),
+        ("prefill", _cell("prefill_tok_s", ".2f")),
+        ("a token", lambda row: "" if row["bytes_per_token"] is None else format_size(row["bytes_per_token"])),
+        *([] if ladder else [("waited, s", _cell("wait_s", ".1f"))]),
     ]
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _cell(name: str, form: str) -> Callable[[dict[str, Any]], str]:
+    """The figure `name` in the format `form`; empty where there is none."""
+    return lambda row: "" if row[name] is None else f"{row[name]:{form}}"
