@@ -11,12 +11,11 @@ import json
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from tiermoe.errors import TiermoeError
-from tiermoe.measure.compare import Measured, measure_all
+from tiermoe.measure.compare import Measured, Variant, measure_all
 
 WITHOUT: dict[str, dict[str, list[str]]] = {
     "default": {
@@ -57,41 +56,26 @@ WITHOUT: dict[str, dict[str, list[str]]] = {
 WHOLE = "all parts"
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One preset with what `--set` changes in it."""
-
-    preset: str
-    part: str
-    changes: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.preset}: {self.part}"
-
-
 def variants(presets: list[str], extra: dict[str, list[str]]) -> list[Variant]:
     """The whole preset first, then without each part. extra: settings of a preset that all its variants share."""
     found = []
     for preset in presets:
-        shared = extra.get(preset, [])
-        found.append(Variant(preset, WHOLE, tuple(shared)))
-        found += [Variant(preset, part, (*shared, *changes)) for part, changes in WITHOUT[preset].items()]
+        for part, without in {WHOLE: [], **WITHOUT[preset]}.items():
+            pairs = (change.partition("=") for change in [*extra.get(preset, []), *without])
+            changes = {name: value for name, _, value in pairs}
+            found.append(Variant(preset, changes, point={"without": part}))
     return found
 
 
 def measured(chosen: list[Variant], rounds: int, words: list[str]) -> list[Measured]:
-    by_name = {variant.name: variant for variant in chosen}
-
-    def measure(name: str) -> dict[str, Any]:
-        variant = by_name[name]
-        changes = [word for change in variant.changes for word in ("--set", change)]
+    def measure(variant: Variant) -> dict[str, Any]:
+        changes = [word for name, value in variant.set.items() for word in ("--set", f"{name}={value}")]
         return eval_in_process([*words, "--preset", variant.preset, *changes])
 
     def progress(done: int, total: int) -> None:
         print(f"{done}/{total}", file=sys.stderr, flush=True)
 
-    return measure_all(list(by_name), rounds, measure, progress)
+    return measure_all(chosen, rounds, measure, progress)
 
 
 def eval_in_process(words: list[str]) -> dict[str, Any]:
@@ -104,13 +88,13 @@ def eval_in_process(words: list[str]) -> dict[str, Any]:
     return result
 
 
-def rows(chosen: list[Variant], results: list[Measured]) -> list[dict[str, Any]]:
+def rows(results: list[Measured]) -> list[dict[str, Any]]:
     """One object per variant; `ratio` is [median, least, most] of whole / without in decode tokens per second."""
-    by_name = {result.preset: result for result in results}
+    wholes = {each.variant.preset: each for each in results if each.variant.point["without"] == WHOLE}
     table = []
-    for variant in chosen:
-        result, whole = by_name[variant.name], by_name[f"{variant.preset}: {WHOLE}"]
-        row: dict[str, Any] = {"preset": variant.preset, "without": variant.part, "set": list(variant.changes)}
+    for result in results:
+        variant, whole = result.variant, wholes[result.variant.preset]
+        row: dict[str, Any] = {"preset": variant.preset, **variant.point, "set": dict(variant.set)}
         if result.error is not None:
             table.append(row | {"error": result.error})
             continue
@@ -165,7 +149,7 @@ def main() -> None:
         extra.setdefault(preset, []).append(change)
     chosen = variants(args.presets.split(","), extra)
     words = [args.model, "--text", args.text, "--cache", args.cache, *options]
-    table = rows(chosen, measured(chosen, args.rounds, words))
+    table = rows(measured(chosen, args.rounds, words))
     print(json.dumps({"machine": platform.platform(), "command": sys.argv, "rows": table}))
     print(markdown(table), file=sys.stderr)
 

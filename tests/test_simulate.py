@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands import Command
 from small_traces import TIMES, decode, layer, replayed, trace_of, write_trace
+from tiermoe.bench.plots import missing_plots
 from tiermoe.cli.simulate import simulate
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, ProfileError, TiermoeError, TraceError
@@ -24,7 +27,7 @@ from tiermoe.simulate import LINKS, all_evictions, compare_evictions, parse_link
 from tiermoe.simulate.costs import expert_bytes, run_bits
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import Move, VirtualClock, VirtualLink
-from tiermoe.systems import PRESETS, compose
+from tiermoe.systems import LADDERS, PRESETS, compose
 from tiermoe.trace.file import LayerTrace, Little, Pass, Times, Trace, read_trace
 from tiermoe.types import ExpertKey, Load
 
@@ -541,7 +544,7 @@ def test_what_cannot_be_replayed_is_listed_with_the_reason(
     assert "--for edgemoe and give the folder" in found["edgemoe"]["refused"]
     assert "no boundary and no activation paths" in found["eap"]["refused"]
     assert "little passes" in found["mobile"]["refused"]
-    assert found["lru"]["misses"] == 4
+    assert found["lru"]["expert_misses"] == 4
 
 
 def test_compute_times_can_be_given(file: Path, rows: Callable[..., list[dict[str, Any]]]) -> None:
@@ -592,6 +595,160 @@ def test_the_tables_name_what_was_replayed(file: Path, profiles: Path, capsys: p
 def test_what_was_typed_wrong_is_told(file: Path, options: dict[str, Any], cause: str) -> None:
     with pytest.raises(TiermoeError, match=cause):
         simulate(file, **options)
+
+
+# rows of one setting, and of parts that are switched on
+
+
+def test_a_sweep_has_a_row_for_each_value_and_preset(
+    file: Path, profiles: Path, rows: Callable[..., list[dict[str, Any]]]
+) -> None:
+    """Each row is the replay that --set asks for alone."""
+    given = {"link": "300B/s", "cache": "50%", "profiles": profiles}
+    found = rows(file, presets="mobile,lru", sweep=["ahead=1,2"], **given)
+    assert [(row["preset"], row["value"]) for row in found] == [("mobile", 1), ("lru", 1), ("mobile", 2), ("lru", 2)]
+    assert {row["sweep"] for row in found} == {"ahead"}
+    assert "ahead does nothing with prefetch=none" in found[1]["refused"]
+    for row in (found[0], found[2]):
+        (alone,) = rows(file, preset="mobile", set_=[f"ahead={row['value']}"], **given)
+        assert {name: row[name] for name in alone if name != "set"} == {k: v for k, v in alone.items() if k != "set"}
+
+
+def test_fallbacks_follow_gamma(file: Path, rows: Callable[..., list[dict[str, Any]]]) -> None:
+    """The little passes of `full_trace` are 0, 1/6, … 5/6 sure; a token is kept above gamma."""
+    found = rows(file, preset="mobile", sweep=["gamma=0,0.4,1"], link="1KB/s")
+    sure = [seed / 6 for seed in range(6)]
+    assert [row["fallback_ratio"] for row in found] == [
+        sum(probability <= gamma for probability in sure) / 6 for gamma in (0, 0.4, 1)
+    ]
+    assert [row["value"] for row in found] == [0, 0.4, 1]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "option", "values"),
+    [
+        ("cache", "cache", ["40%", "800"]),
+        ("link", "link", ["sata", "200B/s"]),
+        ("compute", "compute", ["2s", "500ms"]),
+        ("bits", "bits", [4, 2]),
+    ],
+)
+def test_options_are_swept(
+    sweep: str, option: str, values: list[Any], file: Path, rows: Callable[..., list[dict[str, Any]]]
+) -> None:
+    given = {name: value for name, value in {"link": "300B/s", "cache": "50%"}.items() if name != option}
+    found = rows(file, preset="lru", sweep=[f"{sweep}={','.join(map(str, values))}"], **given)
+    assert [row["value"] for row in found] == values
+    speeds = [rows(file, preset="lru", **{option: value}, **given)[0]["decode_tok_s"] for value in values]
+    assert [row["decode_tok_s"] for row in found] == speeds
+    assert speeds[0] != speeds[1]
+
+
+def test_cache_is_swept_by_size_or_by_policy(file: Path, rows: Callable[..., list[dict[str, Any]]]) -> None:
+    sizes = rows(file, preset="lru", sweep=["cache=40%,60%"], link="1KB/s")
+    assert [row["cache_fraction"] for row in sizes] == [6 / 16, 9 / 16]
+    policies = rows(file, preset="lru", sweep=["cache=lru,lfu"], cache="40%", link="1KB/s")
+    assert [(row["eviction"], row["cache_fraction"]) for row in policies] == [("lru", 6 / 16), ("lfu", 6 / 16)]
+
+
+@pytest.mark.parametrize("preset", LADDERS)
+def test_a_ladder_goes_from_the_baseline_to_the_whole_preset(
+    preset: str, file: Path, profiles: Path, rows: Callable[..., list[dict[str, Any]]]
+) -> None:
+    given = {"link": "300B/s", "cache": "50%", "profiles": profiles}
+    found = rows(file, preset=preset, ladder=True, **given)
+    assert [row["part"] for row in found] == [LADDERS[preset].baseline, *(part for part, _ in LADDERS[preset].parts)]
+    assert (found[0]["prefetched_hits"], found[0]["lossy"]) == (0, [])
+    speeds = [row["decode_tok_s"] for row in found]
+    assert [row["decode_vs_first"] for row in found] == pytest.approx([speed / speeds[0] for speed in speeds])
+    assert [row["decode_vs_before"] for row in found[1:]] == pytest.approx(
+        [after / before for before, after in itertools.pairwise(speeds)]
+    )
+    assert "decode_vs_before" not in found[0]
+    (whole,) = rows(file, preset=preset, **given)
+    assert found[-2 if LADDERS[preset].beyond else -1]["decode_tok_s"] == whole["decode_tok_s"]
+
+
+BASELINES = {
+    "default": {"prefetch": "none", "cache": "lru", "allotment": "pool"},
+    "hobbit": {"prefetch": "none", "cache": "lru", "precision": "fixed"},
+    "edgemoe": {"prefetch": "none", "cache": "none", "precision": "fixed", "bits": 16},
+    "mobile": {"prefetch": "none", "cache": "lru", "routing": "all"},
+    "fate": {"prefetch": "none", "cache": "none", "precision": "fixed", "bits": 16},
+    "corm": {"prefetch": "none", "cache": "none", "precision": "fixed", "unit": "expert", "on_mispredict": "reload"},
+}
+"""What the papers begin their step-by-step figures with."""
+
+
+@pytest.mark.parametrize("preset", LADDERS)
+def test_ladders_begin_as_the_papers_do_and_end_with_the_preset(preset: str) -> None:
+    steps = [compose(preset, changes) for _, changes in LADDERS[preset].steps(PRESETS[preset], {})]
+    assert {name: steps[0][name] for name in BASELINES[preset]} == BASELINES[preset]
+    assert steps[-1].settings() == compose(preset, LADDERS[preset].beyond).settings()
+    assert all(before.settings() != after.settings() for before, after in itertools.pairwise(steps))
+
+
+def test_what_is_given_holds_in_every_step_that_reads_it() -> None:
+    steps = dict(LADDERS["fate"].steps(PRESETS["fate"], {"bits": "8", "percentile": "50"}))
+    assert [changes.get("bits") for changes in steps.values()] == [8, 8, 8, 8]
+    assert [changes.get("percentile") for changes in steps.values()] == [None, 50, 50, 50]
+
+
+def test_tables_and_pictures_have_every_row(tiermoe_: Command, file: Path, profiles: Path, tmp_path: Path) -> None:
+    start = ("simulate", file, "--link", "300B/s", "--profiles", profiles)
+    for words, names in (
+        (("--presets", "lru,fate", "--sweep", "allotment=pool,even"), ["lru", "fate *", "pool", "even"]),
+        (("--preset", "fate", "--ladder"), ["fate: LoD, 16 bits", "+ prefetch", "+ cache", "+ quantisation"]),
+        (("--presets", "lru,fate"), ["lru", "fate *"]),
+    ):
+        picture = tmp_path / "picture.svg"
+        ended = tiermoe_(*start, *words, *(["--picture", picture] if missing_plots() is None else []))
+        assert ended.code == 0, ended.err
+        assert max(map(len, ended.out.splitlines())) <= 80
+        assert "…" not in ended.out
+        assert all(name in ended.out for name in names), ended.out
+        if missing_plots() is None:
+            assert all(f"{name.removesuffix(' *')}<" in picture.read_text() for name in names)
+
+
+def test_reasons_name_the_rows_that_are_left_out(tiermoe_: Command, file: Path) -> None:
+    ended = tiermoe_(
+        "simulate", file, "--presets", "lru,hobbit", "--sweep", "t1=0.4,0.9", "--set", "t2=0.8", "--link", "nvme",
+        "--set", "weights=0.25,0.25,0.25,0.25",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert "left out lru: t2 does nothing with precision=fixed" in ended.err
+    assert "left out hobbit (0.9): " in ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("--preset lru --sweep gamma=0.5,0.7", "gamma does nothing with routing=all; it is read by routing=confident"),
+        ("--preset mobile --sweep gama=0.5", "unknown setting 'gama' to sweep; did you mean gamma"),
+        ("--preset mobile --sweep gamma=0.5,often", "gamma must be a number, got 'often'"),
+        ("--preset mobile --sweep gamma=0.5,2", "gamma must be from 0 to 1, got 2"),
+        ("--preset mobile --sweep gamma=0.5,,1", "is not NAME=V1,V2; write it like"),
+        ("--preset mobile --sweep gamma", "is not NAME=V1,V2; write it like"),
+        ("--preset mobile --sweep gamma=0.5 --sweep ahead=1", "one --sweep at a time"),
+        ("--preset mobile --sweep gamma=0.5 --set gamma=0.7", "--set gamma and --sweep gamma exclude each other"),
+        ("--preset mobile --sweep gamma=0.5 --ladder", "--sweep and --ladder exclude each other"),
+        ("--preset mobile --sweep cache=10%,all-of-it", "is not a size"),
+        ("--preset mobile --sweep cache=10% --cache 20%", "--cache and --sweep cache exclude each other"),
+        ("--preset mobile --sweep gamma=1 --cache 10%,20%", "--sweep takes one size of the cache"),
+        ("--preset mobile --sweep link=nvme", "--link and --sweep link exclude each other"),
+        ("--preset mobile --sweep bits=4,2 --bits 4", "--bits and --sweep bits exclude each other"),
+        ("--preset mobile --sweep prompt=8,16", "tiermoe trace --prompt"),
+        ("--preset lru --ladder", "preset lru has no parts to switch on; --ladder takes default, hobbit"),
+        ("--preset fate --ladder --set gamma=0.5", "gamma does nothing with routing=all"),
+        ("--preset fate --ladder --cache 10%,20%", "--ladder takes one size of the cache"),
+        ("--evictions lru --ladder", "--ladder has no effect on --evictions"),
+        ("--preset mobile --ladder --picture speed.png", "must be named .svg"),
+    ],
+)
+def test_a_wrong_sweep_or_ladder_is_told_in_a_line(tiermoe_: Command, file: Path, words: str, cause: str) -> None:
+    link = () if "--evictions" in words else ("--link", "nvme")
+    assert cause in tiermoe_("simulate", file, *words.split(), *link).cause
 
 
 PHONE = Path(__file__).parents[2] / "shared" / "traces" / "qwen3-30b-a3b.csv"

@@ -106,6 +106,27 @@ class PhaseMetrics:
         return self.counts.hit_rate or 0.0
 
     @property
+    def expert_counts(self) -> dict[str, int | float]:
+        """What became of the experts, by the names that `--json` and `stats()` print. Counts are of the passes that
+        were kept; `discarded_…` are of the others (MoBiLE)."""
+        counts, discarded = self.counts, self.discarded
+        return {
+            "expert_hits": counts.hits,
+            "expert_misses": counts.misses,
+            "expert_skips": counts.skipped,
+            "prefetched_hits": counts.prefetched,
+            "experts_on_cpu": counts.cpu_fallback,
+            "loads": counts.loads,
+            "low_loads": counts.low_loads,
+            "speculative_loads": counts.speculative_loads,
+            "warmed_experts": counts.warmed,
+            "displaced_choices": counts.displaced,
+            "moved_weight": counts.moved_weight,
+            "discarded_hits": discarded.hits,
+            "discarded_misses": discarded.misses,
+        }
+
+    @property
     def displaced_share(self) -> float:
         """Share of the tokens' experts that stood in for others; 0 where nothing ran."""
         counts = self.counts

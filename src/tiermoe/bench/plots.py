@@ -1,5 +1,5 @@
 """Pictures as SVG text, drawn by matplotlib (extra `plots`): speed over memory budgets, the time of a token in parts,
-presets' speed beside what they cost, and curves."""
+presets' speed beside what they cost, also over the values of a setting, and curves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import importlib.util
 import io
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiermoe.bench.cases import OURS, Condition, named
 from tiermoe.bench.summary import case_of, number
@@ -33,7 +33,7 @@ _LOG_FROM = 20  # times that the largest speed is the smallest, from which on it
 _PRESETS_LOG_FROM = 3  # the same of the presets' picture, whose rows are many
 _PARTS = {"compute_ms": "compute", "wait_ms": "waiting", "framework_ms": "framework"}
 _EXACT, _LOSSY = ("#1f77b4", "o"), ("#d1570b", "D")  # colour and mark
-_QUALITIES = {"kl": "KL divergence to 16 bits, nats per token", "perplexity": "perplexity"}
+_SPEED = "decode, tokens per second (more is better)"
 
 Case = dict[str, Any]
 """What `summary.summarise` says of a case."""
@@ -163,25 +163,21 @@ def time_per_token(cases: Sequence[Case]) -> str:
     return _svg(text)
 
 
-def compare_presets(results: Sequence[dict[str, Any]]) -> str:
-    """The picture of `tiermoe compare`'s results: a row for each preset that was measured, in their order; in it decode
-    tokens per second with the range over rounds, and KL divergence (perplexity where there was no reference) with its
-    standard error."""
+def compare_presets(results: Sequence[dict[str, Any]], labels: Sequence[str] = ()) -> str:
+    """Rows of `tiermoe compare` or `simulate`, in their order, without those that failed: decode tokens per second with
+    the range over rounds (in a ladder also over the first row's), and KL divergence with its standard error (perplexity
+    where there was no reference, hits where nothing was scored). labels: of the rows; empty: their presets."""
     measured = [result for result in results if "error" not in result]
-    key = next(key for key in _QUALITIES if all(key in result for result in measured))
-    speeds = [(each["decode_tok_s_range"][0], each["decode_tok_s"], each["decode_tok_s_range"][1]) for each in measured]
-    errors = [result.get(f"{key}_se") or 0.0 for result in measured]
-    qualities = [
-        (each[key] - error, each[key], each[key] + error) for each, error in zip(measured, errors, strict=True)
-    ]
+    quality = _quality(measured)
+    speeds = [_speed(each) for each in measured]
     first, lossy = measured[0], [bool(result["lossy"]) for result in measured]
     with _drawing(9.2, 1.6 + 0.26 * len(measured)) as (figure, text):
         left, right = figure.subplots(1, 2, sharey=True)
-        _rows(left, speeds, lossy, [speed_in_figures(each["decode_tok_s"]) for each in measured])
-        _rows(right, qualities, lossy, [f"{each[key]:#.3g}" for each in measured])
-        left.set_title("decode, tokens per second (more is better)", fontsize=9)
-        right.set_title(f"{_QUALITIES[key]} (less is better)", fontsize=9)
-        left.set_yticks(range(len(measured)), [each["preset"] for each in measured])
+        _rows(left, speeds, lossy, [_speed_and_ratio(each) for each in measured])
+        _rows(right, [quality.of(each) for each in measured], lossy, [quality.figure(each) for each in measured])
+        left.set_title(_SPEED, fontsize=9)
+        right.set_title(quality.title, fontsize=9)
+        left.set_yticks(range(len(measured)), labels or [each["preset"] for each in measured])
         shares = right.secondary_yaxis("left")
         shares.set_yticks(range(len(measured)), [f"{each['cache_fraction']:.0%}" for each in measured])
         shares.set_ylabel("experts that are cached")
@@ -189,9 +185,95 @@ def compare_presets(results: Sequence[dict[str, Any]]) -> str:
         for (colour, mark), label in ((_EXACT, "exact"), (_LOSSY, "lossy: may change what the model says")):
             left.plot([], [], mark, color=colour, label=label)
         figure.legend(loc="outside lower center", ncols=2)
-        what = f"{first['tokens']} tokens; rounds: {first['rounds']}"
-        figure.suptitle(f"Decode speed and what it costs\n{what}; lines: speed's range, the standard error of quality")
+        figure.suptitle(f"Decode speed and {quality.beside}\n{_conditions(first)}")
     return _svg(text)
+
+
+def sweep(results: Sequence[dict[str, Any]]) -> str:
+    """Rows of a sweep (`sweep`, `value`): a line for each preset over the values, decode tokens per second with the
+    range over rounds, and quality as in `compare_presets`. Values that are no numbers stand side by side."""
+    measured = [result for result in results if "error" not in result]
+    quality, name = _quality(measured), measured[0]["sweep"]
+    values = list(dict.fromkeys(each["value"] for each in measured))
+    numbers = [_as_number(value) for value in values]
+    numeric = None not in numbers and len(numbers) > 1
+    place = dict(zip(values, numbers if numeric else range(len(values)), strict=True))
+    with _drawing(9.2, 3.9) as (figure, text):
+        left, right = figure.subplots(1, 2)
+        for index, preset in enumerate(dict.fromkeys(each["preset"] for each in measured)):
+            mine = sorted(
+                (each for each in measured if each["preset"] == preset), key=lambda each: place[each["value"]]
+            )
+            xs = [place[each["value"]] for each in mine]
+            for axes, of in ((left, _speed), (right, quality.of)):
+                lows, middles, highs = zip(*map(of, mine), strict=True)
+                ranges = [[y - low for low, y in zip(lows, middles, strict=True)],
+                          [high - y for high, y in zip(highs, middles, strict=True)]]  # fmt: skip
+                axes.errorbar(xs, middles, ranges, fmt="o-", color=f"C{index}", label=preset)
+        for axes, title in ((left, _SPEED), (right, quality.title)):
+            axes.set_title(title, fontsize=9)
+            axes.set_xlabel(name)
+            axes.set_xticks(list(place.values()), list(map(str, place)))
+            axes.set_ylim(bottom=0)
+        handles, names = left.get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=5)
+        figure.suptitle(f"Decode speed and {quality.beside} over {name}\n{_conditions(measured[0])}")
+    return _svg(text)
+
+
+class _Quality(NamedTuple):
+    """What is drawn beside speed."""
+
+    key: str
+    title: str
+    beside: str  # in the picture's title
+    form: str  # of its figures
+
+    def of(self, result: dict[str, Any]) -> tuple[float, float, float]:
+        """(low, value, high) by the standard error."""
+        value, error = result[self.key], result.get(f"{self.key}_se") or 0.0
+        return value - error, value, value + error
+
+    def figure(self, result: dict[str, Any]) -> str:
+        return f"{result[self.key]:{self.form}}"
+
+
+def _quality(measured: Sequence[dict[str, Any]]) -> _Quality:
+    return next(each for each in _QUALITIES if all(each.key in result for result in measured))
+
+
+_QUALITIES = (
+    _Quality("kl", "KL divergence to 16 bits, nats per token (less is better)", "what it costs", "#.3g"),
+    _Quality("perplexity", "perplexity (less is better)", "what it costs", "#.3g"),
+    _Quality("hit_rate", "hits, share of the experts asked for (more is better)", "hits", ".1%"),
+)
+"""The first that all rows have is drawn."""
+
+
+def _speed(result: dict[str, Any]) -> tuple[float, float, float]:
+    """(low, median, high) of decoding; 0 where nothing was decoded."""
+    speed = result["decode_tok_s"] or 0.0
+    low, high = result.get("decode_tok_s_range", (speed, speed))
+    return low, speed, high
+
+
+def _speed_and_ratio(result: dict[str, Any]) -> str:
+    figures, ratio = speed_in_figures(result["decode_tok_s"] or 0.0), result.get("decode_vs_first")
+    return figures if ratio is None else f"{figures}  ×{ratio:.2f}"
+
+
+def _conditions(result: dict[str, Any]) -> str:
+    if "rounds" not in result:
+        return "replayed"
+    return f"{result['tokens']} tokens; rounds: {result['rounds']}; lines: speed's range, the standard error of quality"
+
+
+def _as_number(value: Any) -> float | None:
+    """The number of a value, also of a share like '20%'; None: it is none."""
+    try:
+        return float(value.removesuffix("%") if isinstance(value, str) else value)
+    except (TypeError, ValueError):
+        return None
 
 
 def speed_in_figures(speed: float) -> str:

@@ -1,10 +1,9 @@
-"""`tiermoe compare`: presets on one text and budget, in a table and a picture."""
+"""`tiermoe compare`: presets, or variants of them, on one text and budget, in a table and a picture."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,111 +12,131 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tiermoe.bench.plots import compare_presets, require_plots, speed_in_figures
+from tiermoe.bench.plots import speed_in_figures
 from tiermoe.cli import options as opt
 from tiermoe.cli.evaluate import scored
 from tiermoe.cli.output import note, progress_bar
 from tiermoe.cli.terminal import Terminal
-from tiermoe.config import format_size, settings
+from tiermoe.cli.variants import (
+    Column,
+    Ladder,
+    Picture,
+    Sweep,
+    check_picture,
+    check_settings,
+    counter_columns,
+    failures,
+    naming_columns,
+    ratio_columns,
+    variants,
+    write_picture,
+)
+from tiermoe.config import format_size, parse_cache, parse_size, settings
 from tiermoe.errors import ConfigError
-from tiermoe.measure.compare import BASELINES, Case, evaluate_apart, measure_all, presets_asked, summarise
+from tiermoe.measure.compare import Case, Measured, Variant, evaluate_apart, measure_all, summarise
 
 _WIDE = 120  # columns of a table that goes to a file or a pipe
 
 
-@opt.engine_options(without=["context", "preset", "set", "also"])
+@opt.engine_options(without=["context", "preset", "also"])
 def compare(
     model: opt.Model,
     text: opt.ScoredText,
     options: dict[str, Any],
     presets: Annotated[str, typer.Option(help="all, or names with commas.")] = "all",
+    sweep: Sweep = None,
+    ladder: Ladder = False,
     tokens: opt.ScoredTokens = 512,
     window: opt.Window = 128,
     prompt: opt.WindowPrompt = 32,
-    rounds: Annotated[int, typer.Option(help="Times that each preset is measured.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Times that each row is measured.")] = 3,
     reference: opt.Reference = "16bit",
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="Draw speed over quality into this .svg file.", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects, one for each preset.")] = False,
+    picture: Picture = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects, one for each row.")] = False,
 ) -> None:
     """Measure presets on the same text and budget: speed, bytes, hits, and quality against 16 bits.
 
     Each preset runs once a round, in a process of its own, from an empty cache
     that a window which is not scored warms. Progress says how long it takes.
+    --sweep takes cache, memory and prompt beside the settings of --set.
 
     decode, prefill tok/s: medians over the rounds; range: decode's.
-    / lru: median of the ratios to that preset's decode speed within a round.
+    / lru: median of the ratios to that preset's decode speed within a round;
+    / first, / before: to the first row of a ladder, and to the row before.
     read a token: what a decoded token reads from the store.
     hits: share of the experts that were in memory when they were asked for.
     loss: of perplexity, against the checkpoint's own weights.
     KL: divergence from those weights' distribution of the next token.
     same top-1: how often the likeliest token is the same as theirs.
     ±: standard error over the windows. --json has more: waiting, peak memory.
+    The second table has what parts did, where they did anything.
     """
     settings(**options)
     content = opt.read_text(text)
-    names = presets_asked(presets)
+    given = options.pop("set", {})
+    swept = {"cache": parse_cache, "memory": lambda value: parse_size(value, "memory"), "prompt": _prompt}
+    rows = variants(presets, given, sweep, ladder, options, swept)
+    check_settings(rows)
     if rounds < 1:
         raise ConfigError(f"rounds must be at least 1, got {rounds}")
     if picture is not None:
-        _check_picture(picture)
-    results = _measure(Case(model, content, (prompt, window, tokens), options, reference), names, rounds)
-    if all("error" in result for result in results):
-        raise ConfigError(f"no preset could be measured; {results[0]['preset']}: {results[0]['error']}")
+        check_picture(picture)
+    measured = _measure(Case(model, content, (prompt, window, tokens), options, reference), rows, rounds)
+    failed = failures(measured, "measured")
+    results = summarise(measured)
+    whole = [result for result in results if "error" not in result]
     if as_json:
         print(json.dumps(results))
     else:
-        _print(results)
+        _print(whole, failed)
     if picture is not None:
-        _write(picture, compare_presets(results))
+        write_picture(picture, whole)
 
 
-def _measure(case: Case, names: list[str], rounds: int) -> list[dict[str, Any]]:
+def _prompt(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"prompt must be a number of tokens from 1 on, got '{text}'")
+    return int(text)
+
+
+def _measure(case: Case, rows: list[Variant], rounds: int) -> list[Measured]:
+    references: dict[tuple[int, int, int], str] = {}  # of each shape of windows
+
+    def measure(row: Variant) -> dict[str, Any]:
+        mine = _case(case, row)
+        return evaluate_apart(replace(mine, reference=references.get(mine.shape, case.reference)), progress)
+
     with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
-        if case.reference == "16bit":
-            case = replace(case, reference=str(Path(folder) / "reference"))
-            evaluate_apart(replace(case, save=Path(case.reference)), progress)
-        rows = measure_all(
-            names,
-            rounds,
-            lambda preset: evaluate_apart(replace(case, options={**case.options, "preset": preset}), progress),
-            lambda done, total: progress("measuring presets", done, total),
-        )
-    return summarise(rows)
+        for shape in dict.fromkeys(_case(case, row).shape for row in rows):
+            if case.reference == "16bit":
+                file = Path(folder) / f"reference-{shape[0]}"
+                evaluate_apart(replace(case, shape=shape, reference=str(file), save=file), progress)
+                references[shape] = str(file)
+        return measure_all(rows, rounds, measure, lambda done, total: progress("measuring presets", done, total))
 
 
-def _check_picture(picture: Path) -> None:
-    if picture.suffix != ".svg":
-        raise ConfigError(f"the picture {picture} must be named .svg; a browser shows it and converts it")
-    if not picture.absolute().parent.is_dir():
-        raise ConfigError(f"the picture's folder {picture.parent} does not exist; make it first")
-    require_plots()
+def _case(case: Case, row: Variant) -> Case:
+    """What the process of a row evaluates."""
+    options = {**case.options, "preset": row.preset, **({"set": dict(row.set)} if row.set else {}), **row.options}
+    prompt, window, tokens = case.shape
+    return replace(case, shape=(options.pop("prompt", prompt), window, tokens), options=options)
 
 
-def _write(picture: Path, drawing: str) -> None:
-    try:
-        picture.write_text(drawing, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the picture {picture} cannot be written: {error.strerror}; name another file") from error
-
-
-def _print(results: list[dict[str, Any]]) -> None:
+def _print(results: list[dict[str, Any]], failed: list[str]) -> None:
     console = Terminal(piped=_WIDE)
-    measured = [result for result in results if "error" not in result]
-    console.print(_table(measured))
-    if any(result["lossy"] for result in measured):
+    naming = naming_columns(results)
+    console.print(_table([*naming, *_columns(results)], results))
+    if counters := counter_columns(results):
+        console.print(_table([*naming, *counters], results))
+    if any(result["lossy"] for result in results):
         note("* lossy: may change what the model says")
-    rounds, threads = measured[0]["rounds"], measured[0]["threads"]
-    note(f"[{scored(measured[0])}; compute threads: {threads}; rounds: {rounds}; the figures: tiermoe compare --help]")
-    for result in results:
-        if "error" in result:
-            note(f"{result['preset']} was not measured: {result['error']}")
+    rounds, threads = results[0]["rounds"], results[0]["threads"]
+    note(f"[{scored(results[0])}; compute threads: {threads}; rounds: {rounds}; the figures: tiermoe compare --help]")
+    for line in failed:
+        note(f"not measured: {line}")
 
 
-def _table(results: list[dict[str, Any]]) -> Table:
-    columns = _columns(results)
+def _table(columns: list[Column], results: list[dict[str, Any]]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0)
     for index, (heading, _) in enumerate(columns):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)
@@ -126,19 +145,13 @@ def _table(results: list[dict[str, Any]]) -> Table:
     return table
 
 
-Column = tuple[str, Callable[[dict[str, Any]], str]]
-"""(heading, function from a row of results to the cell's text)."""
-
-
 def _columns(results: list[dict[str, Any]]) -> list[Column]:
-    ratios = {f"/ {name}".replace("-", "-\n"): f"decode_vs_{name.replace('-', '_')}" for name in BASELINES}
     columns: list[Column] = [
-        ("preset", lambda row: row["preset"] + (" *" if row["lossy"] else "")),
         ("bits", lambda row: str(row["bits"])),
         ("cached", lambda row: f"{row['cache_fraction']:.0%}"),
         ("decode\ntok/s", lambda row: speed_in_figures(row["decode_tok_s"])),
         ("range", lambda row: "–".join(map(speed_in_figures, row["decode_tok_s_range"]))),
-        *((heading, _ratio(key)) for heading, key in ratios.items() if key in results[0]),
+        *ratio_columns(results),
         ("prefill\ntok/s", lambda row: speed_in_figures(row["prefill_tok_s"])),
         ("read a\ntoken", lambda row: format_size(row["bytes_per_token"])),
         ("hits", lambda row: f"{row['hit_rate']:.0%}"),
@@ -151,10 +164,6 @@ def _columns(results: list[dict[str, Any]]) -> list[Column]:
         ("KL, nats", lambda row: _with_error(row, "kl", ".2g")),
         ("same\ntop-1", lambda row: f"{row['same_top1']:.1%}"),
     ]
-
-
-def _ratio(key: str) -> Callable[[dict[str, Any]], str]:
-    return lambda row: f"{row[key]:.2f}" if key in row else ""
 
 
 def _with_error(row: dict[str, Any], name: str, form: str, times: int = 1) -> str:

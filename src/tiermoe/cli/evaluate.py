@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -120,9 +121,27 @@ def _speed(result: dict[str, Any]) -> list[tuple[str, str]]:
         ("read a token", format_size(result["bytes_per_token"])),
         ("waited", f"{result['wait_s']:.2f} s"),
     ]
-    if result["fallback_ratio"]:
-        rows.append(("fallback", f"{result['fallback_ratio']:.1%}"))
-    if result["displaced_share"]:
-        moved = f"{result['moved_weight_share']:.2%} of the gate weight"
-        rows.append(("stood in for others", f"{result['displaced_share']:.1%} of the experts, {moved}"))
-    return rows
+    return rows + [(name, f"{share(result):.1%}") for name, share in COUNTERS.items() if share(result)]
+
+
+def _share_of(part: str, *whole: str) -> Callable[[dict[str, Any]], float]:
+    """A counter as a share of the sum of others; 0 where these are 0. With no others: the figure itself."""
+
+    def share(result: dict[str, Any]) -> float:
+        value: float = result.get(part, 0)
+        return value / max(sum(result[name] for name in whole), 1) if value and whole else value
+
+    return share
+
+
+COUNTERS: dict[str, Callable[[dict[str, Any]], float]] = {
+    "prefetched, of hits": _share_of("prefetched_hits", "expert_hits"),
+    "low, of loads": _share_of("low_loads", "loads"),
+    "skipped, of choices": _share_of("expert_skips", "expert_hits", "expert_misses", "expert_skips"),
+    "on the CPU, of misses": _share_of("experts_on_cpu", "expert_misses"),
+    "fallbacks, of tokens": _share_of("fallback_ratio"),
+    "neurons spared": _share_of("neurons_spared"),
+    "stood in for others": _share_of("displaced_share"),
+    "gate weight moved": _share_of("moved_weight_share"),
+}
+"""What parts of a preset did: name → its share, from a result."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,8 +16,21 @@ from rich.table import Table
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, spinner
 from tiermoe.cli.terminal import Terminal
+from tiermoe.cli.variants import (
+    Column,
+    Ladder,
+    Picture,
+    Sweep,
+    check_picture,
+    failures,
+    naming_columns,
+    ratio_columns,
+    variants,
+    write_picture,
+)
 from tiermoe.config import BITS, CacheSize, format_size, parse_cache
-from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.errors import ConfigError
+from tiermoe.measure.compare import Measured, Variant, measure_all, ratios
 from tiermoe.offload.composition import Composition, declarations, parsed, unread
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.profiles import Profile, read_profile
@@ -26,7 +40,6 @@ from tiermoe.simulate import (
     EvictionRow,
     Machine,
     ReplaySettings,
-    Result,
     all_evictions,
     compare_evictions,
     computed_times,
@@ -37,13 +50,16 @@ from tiermoe.simulate import (
     run_bits,
     spread,
 )
-from tiermoe.systems import PRESETS, compose
-from tiermoe.trace.file import Times, Trace, read_trace
+from tiermoe.systems import compose
+from tiermoe.trace.file import Header, Trace, read_trace
+
+CACHE = "20%"
+"""Size of the cache where none is given."""
 
 TraceFile = Annotated[
     Path, typer.Argument(help="A routing trace: a file of `tiermoe trace`, or a route_trace CSV.", show_default=False)
 ]
-Caches = Annotated[str, typer.Option(help="Cache sizes, like 20% or 10%,20%,3GiB.")]
+Caches = Annotated[str | None, typer.Option(help="Cache sizes, like 20% or 10%,20%,3GiB.", show_default=CACHE)]
 Presets = Annotated[str | None, typer.Option(help="Presets to replay, like fate,lru, or all.")]
 OnePreset = Annotated[
     str | None, typer.Option(help="One preset to replay; `tiermoe presets` lists them.", show_default="default")
@@ -88,29 +104,20 @@ _TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s)\s*")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A preset that cannot be replayed on this trace with these options, and the reason."""
-
-    preset: str
-    reason: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"preset": self.preset, "refused": self.reason}
-
-
 def simulate(
     trace: TraceFile,
     preset: OnePreset = None,
     presets: Presets = None,
     evictions: Evictions = None,
-    cache: Caches = "20%",
+    cache: Caches = None,
     link: Link = None,
     machine: MachineName = None,
     ram: Ram = None,
     drive: Drive = None,
     lanes: Lanes = 1,
     set_: opt.Set = None,
+    sweep: Sweep = None,
+    ladder: Ladder = False,
     compute: Compute = None,
     prefill_compute: PrefillCompute = None,
     cpu_expert: CpuExpert = None,
@@ -118,75 +125,144 @@ def simulate(
     bits: ExpertBits = None,
     profiles: Profiles = None,
     seed: SeedOption = 0,
+    picture: Picture = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replay a routing trace without weights: speed of presets on a given link, or hit rates of eviction policies."""
+    """Replay a routing trace without weights: speed of presets on a given machine, or hit rates of eviction policies.
+
+    --sweep takes cache, link, machine, ram and compute beside the settings of --set."""
     if sum(given is not None for given in (preset, presets, evictions)) > 1:
         raise ConfigError("--preset, --presets and --evictions exclude each other; give one of them")
-    caches = [parse_cache(text) for text in cache.split(",")]
     changes = opt.changes(set_) or {}
+    given = {"cache": cache, "link": link, "machine": machine, "ram": ram, "compute": compute}
+    other = {"drive": drive, "prefill-compute": prefill_compute, "cpu-expert": cpu_expert, "gather": gather}
     if evictions is not None:
-        timed = {"link": link, "machine": machine, "ram": ram, "drive": drive, "compute": compute, "gather": gather}
-        timed |= {"prefill-compute": prefill_compute, "cpu-expert": cpu_expert}
-        given = {"bits": bits, "profiles": profiles, "lanes": None if lanes == 1 else lanes}
-        _refuse_without_effect(timed | given, changes)
+        rows = {"sweep": sweep or None, "ladder": ladder or None, "picture": picture, "bits": bits}
+        rows |= {"profiles": profiles, "lanes": None if lanes == 1 else lanes}
+        _refuse_without_effect({**given, "cache": None, **other, **rows}, changes)
+        caches = [parse_cache(text) for text in (cache or CACHE).split(",")]
         with spinner("replaying"):
-            rows = _evictions(read_trace(trace), evictions, caches, changes, seed)
-        _print_json(rows) if as_json else _print_evictions(rows)
+            found = _evictions(read_trace(trace), evictions, caches, changes, seed)
+        print(json.dumps([row.as_dict() for row in found])) if as_json else _print_evictions(found)
         return
-    place = machine_of(machine, link, drive)
-    if compute is not None:
-        place = replace(place, processor=None)
-    if drive is not None and ram is None:
-        raise ConfigError(f"--drive {drive} fills main memory, and --ram does not say how much of it; give --ram 16GiB")
+    if cache is not None and "," in cache:
+        if sweep or ladder:
+            raise ConfigError(f"--{'ladder' if ladder else 'sweep'} takes one size of the cache; give one to --cache")
+        sweep, cache = [f"cache={cache}"], None
+    given["cache"] = cache
+    chosen = variants(presets or preset or "default", changes, sweep, ladder, {**given, "bits": bits}, SWEPT)
     if bits is not None and bits not in BITS:
         raise ConfigError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits}")
-    names = _names(presets, list(PRESETS), "preset") if presets else [preset or "default"]
-    if len(names) == 1:
-        _refuse_unread_by(compose(names[0], changes), gather, cpu_expert)
+    options = {name: SWEPT[name](text) for name, text in given.items() if text is not None}
+    place = _Place(
+        options, drive, None if prefill_compute is None else _seconds(prefill_compute),
+        None if cpu_expert is None else _seconds(cpu_expert), None if gather is None else parse_link(gather).bandwidth,
+    )  # fmt: skip
+    place.check(chosen)
+    if picture is not None:
+        check_picture(picture)
     with spinner("replaying"):
         recorded = read_trace(trace)
-        times = _times(recorded, compute, prefill_compute)
-        if times is None and place.processor is not None:
-            times = computed_times(recorded.header, place.processor)
-        hop, behind = place.hops(ram is not None)
-        settings = ReplaySettings(
-            caches[0], hop.bandwidth, hop.latency, lanes, bits, times, seed=seed, copies=hop.copies,
-            ram=parse_cache(ram) if ram else None, drive=behind, cpu=_cpu(recorded, place, cpu_expert),
-            gather=1 / parse_link(gather).bandwidth if gather else GATHER / hop.bandwidth,
-        )  # fmt: skip
-        replays = _Replays(recorded, BeladyHits(recorded), settings, profiles, changes)
-        results = [replays.result(name, size, keep_going=len(names) > 1) for size in caches for name in names]
-    described = place.described(ram is not None)
+        replays = _Replays(recorded, BeladyHits(recorded), place, lanes, bits, profiles, seed)
+        measured = measure_all(chosen, 1, replays.replay, lambda done, total: None)
+    failed = failures(measured, "replayed")
+    results = [_result(row, measured) for row in measured]
+    whole = [result for result in results if "refused" not in result]
     if as_json:
-        print(json.dumps([described | result.as_dict() for result in results]))
+        print(json.dumps(results))
     else:
-        computed = "as given" if compute else "as of its processor" if times else "as the trace measured"
-        _print_results(results, described, computed)
+        _print_results(whole, failed, place)
+    if picture is not None:
+        write_picture(picture, whole)
+
+
+def _result(row: Measured, rows: Sequence[Measured]) -> dict[str, Any]:
+    """What `--json` prints of a row."""
+    if row.error is not None:
+        return {"preset": row.variant.preset, **row.variant.point, "refused": row.error}
+    return {**row.rounds[0], **row.variant.point, **ratios(row, rows)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where rows are replayed: what was given beside what they name themselves."""
+
+    options: Mapping[str, Any]  # values of the options in `SWEPT` that were given
+    drive: str | None  # behind main memory, as --drive
+    prefill_s: float | None  # compute time of a prompt token; None: as that of a decoded one
+    cpu_expert_s: float | None  # time of an expert on a CPU beside the GPU; None: the machine's
+    gather: float | None  # bytes a second at which neurons are gathered; None: `GATHER` times the link's
+
+    def check(self, rows: Sequence[Variant]) -> None:
+        """ConfigError for a place that is none, and for an option that no row reads."""
+        values = {**self.options, **rows[0].options}
+        self.machine(values)
+        if self.drive is not None and "ram" not in values:
+            raise ConfigError(
+                f"--drive {self.drive} fills main memory, and --ram does not say how much of it; give --ram 16GiB"
+            )
+        if self.prefill_s is not None and "compute" not in values:
+            raise ConfigError("--prefill-compute needs --compute beside it; give both")
+        if len({row.preset for row in rows}) == 1:
+            composition = compose(rows[-1].preset, rows[-1].set)
+            _refuse_unread_by(composition, self.gather is not None, self.cpu_expert_s is not None)
+
+    def machine(self, values: Mapping[str, Any]) -> Machine:
+        """The machine of a row. values: of the options in `SWEPT`, the row's own first."""
+        found = machine_of(values.get("machine"), values.get("link"), self.drive)
+        return replace(found, processor=None) if "compute" in values else found
+
+    def settings(self, values: Mapping[str, Any], header: Header) -> ReplaySettings:
+        """The settings of a row but precision, profile, lanes and seed."""
+        machine, ram = self.machine(values), values.get("ram")
+        times = None  # as the trace measured
+        if "compute" in values:
+            times = spread(header, values["compute"], self.prefill_s or values["compute"])
+        elif machine.processor is not None:
+            times = computed_times(header, machine.processor)
+        cpu = expert_times(header, machine.cpu.rate) if machine.cpu is not None else {}
+        if self.cpu_expert_s is not None:
+            cpu = {run_bits(header): self.cpu_expert_s}
+        hop, behind = machine.hops(ram is not None)
+        return ReplaySettings(
+            values.get("cache") or parse_cache(CACHE), hop.bandwidth, hop.latency, times=times, copies=hop.copies,
+            ram=ram, drive=behind, cpu=cpu, gather=1 / self.gather if self.gather else GATHER / hop.bandwidth,
+        )  # fmt: skip
+
+    def described(self, results: Sequence[dict[str, Any]]) -> str:
+        """What the rows were replayed on, for people."""
+        swept = results[0].get("sweep")
+        times = "as given" if "compute" in self.options else "as swept" if swept == "compute" else ""
+        if swept in ("link", "machine"):
+            return f"{swept}: as swept; computing times: {times or 'as the trace measured, or as of the processor'}"
+        machine = self.machine(self.options)
+        parts = machine.described("ram" in self.options or swept == "ram")
+        times = times or ("as of its processor" if machine.processor else "as the trace measured")
+        return "; ".join(f"{part}: {told}" for part, told in parts.items()) + f"; computing times: {times}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Replays:
-    """Replays of presets over one trace on one machine."""
+    """Replays over one trace."""
 
     trace: Trace
     belady: BeladyHits  # of the trace
-    settings: ReplaySettings  # but the cache and the profile
+    place: _Place
+    lanes: int  # transfers at once
+    bits: int | None  # precision of the experts; None: the preset's
     profiles: Path | None  # folder of calibration profiles
-    changes: dict[str, str]  # part or setting of a preset → its value
+    seed: int
 
-    def result(self, name: str, cache: CacheSize, keep_going: bool) -> Result | Refused:
-        """The replay of the preset `name`. A preset that cannot be replayed is `Refused` with keep_going, else its
-        error is raised."""
-        try:
-            composition = compose(name, self.changes)
-            profile = self._profile(composition)
-            settings = replace(self.settings, cache=cache, profile=profile)
-            return replay(self.trace, composition, settings, self.belady)
-        except TiermoeError as error:
-            if not keep_going:
-                raise
-            return Refused(name, str(error))
+    def replay(self, row: Variant) -> dict[str, Any]:
+        """The replay of a row. TiermoeError, with the reason, where it cannot be replayed."""
+        composition, values = compose(row.preset, row.set), {**self.place.options, **row.options}
+        settings = replace(
+            self.place.settings(values, self.trace.header), lanes=self.lanes, bits=self.bits, seed=self.seed,
+            profile=self._profile(composition),
+        )  # fmt: skip
+        result = replay(self.trace, composition, settings, self.belady).as_dict()
+        described = self.place.machine(values).described("ram" in values)
+        return {**described, **result, "set": dict(row.set), "lossy": composition.lossy}
 
     def _profile(self, composition: Composition) -> Profile | None:
         if self.profiles is None or not composition.needs_profile:
@@ -201,8 +277,10 @@ def _evictions(
 ) -> list[EvictionRow]:
     """Hit rates of the policies named in --evictions, a row for each policy and cache size."""
     settings = parsed(changes)
-    names = _names(evictions, list(EVICTIONS), "eviction policy")
-    names = all_evictions() if evictions == "all" else names
+    names = all_evictions() if evictions == "all" else [name.strip() for name in evictions.split(",")]
+    for name in names:
+        if name not in EVICTIONS:
+            raise ConfigError(f"unknown eviction policy '{name}'; known: {', '.join(EVICTIONS)}, or all")
     _refuse_unread(settings, names)
     per_sequence = settings.pop("records", "model") == "sequence"
     return compare_evictions(trace, names, caches, settings, per_sequence, seed)
@@ -225,46 +303,20 @@ def _refuse_without_effect(options: dict[str, Any], changes: dict[str, str]) -> 
     """ConfigError for an option or setting that has no effect beside --evictions."""
     for name, value in options.items():
         if value is not None:
-            raise ConfigError(f"--{name} has no effect on --evictions, which knows no time; leave it out")
+            raise ConfigError(
+                f"--{name} has no effect on --evictions, which counts hits at the sizes of --cache; leave it out"
+            )
     read = [*(name for name, declaration in declarations().items() if declaration.part == "cache"), "records"]
     for name in changes:
         if name not in read:
             raise ConfigError(f"--set {name} has no effect on --evictions; it takes {' and '.join(read)}")
 
 
-def _names(text: str, known: list[str], what: str) -> list[str]:
-    """Names separated by commas, or all that are known. ConfigError for an unknown one."""
-    if text == "all":
-        return known
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"unknown {what} '{name}'; known: {', '.join(known)}, or all")
-    return names
-
-
-def _times(trace: Trace, compute: str | None, prefill: str | None) -> Times | None:
-    """Compute times of --compute and --prefill-compute; None: as the trace measured."""
-    if compute is None:
-        if prefill is not None:
-            raise ConfigError("--prefill-compute needs --compute beside it; give both")
-        return None
-    return spread(trace.header, _seconds(compute), _seconds(prefill or compute))
-
-
-def _cpu(trace: Trace, machine: Machine, expert: str | None) -> dict[int, float]:
-    """Bits → seconds of an expert on the processor beside the one that computes layers: of --cpu-expert, else the
-    machine's; empty where there is none."""
-    if expert is not None:
-        return {run_bits(trace.header): _seconds(expert)}
-    return expert_times(trace.header, machine.cpu.rate) if machine.cpu is not None else {}
-
-
-def _refuse_unread_by(composition: Composition, gather: str | None, cpu_expert: str | None) -> None:
+def _refuse_unread_by(composition: Composition, gather: bool, cpu_expert: bool) -> None:
     """ConfigError for an option that a preset does not read."""
-    if gather is not None and composition.unit != "neuron":
+    if gather and composition.unit != "neuron":
         raise ConfigError(f"preset {composition.name} gathers no neurons; leave --gather out, or use --set unit=neuron")
-    if cpu_expert is not None and composition.misses == "load":
+    if cpu_expert and composition.misses == "load":
         raise ConfigError(f"preset {composition.name} computes no misses; leave --cpu-expert out, or --set misses=cpu")
 
 
@@ -275,8 +327,26 @@ def _seconds(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def _print_json(rows: list[Any]) -> None:
-    print(json.dumps([row.as_dict() for row in rows]))
+def _prompt(text: str) -> None:
+    raise ConfigError(
+        "a trace has the prompts that it was recorded with; make one of each length: tiermoe trace --prompt"
+    )
+
+
+def _link(text: str) -> str:
+    parse_link(text)
+    return text
+
+
+SWEPT: dict[str, Callable[[str], Any]] = {
+    "cache": parse_cache,
+    "link": _link,
+    "machine": str,
+    "ram": parse_cache,
+    "compute": _seconds,
+    "prompt": _prompt,
+}
+"""Option → what makes a value of its text."""
 
 
 def _print_evictions(rows: list[EvictionRow]) -> None:
@@ -294,35 +364,38 @@ def _print_evictions(rows: list[EvictionRow]) -> None:
     Terminal().print(table)
 
 
-def _print_results(results: list[Result | Refused], described: dict[str, str], times: str) -> None:
-    note("; ".join(f"{part}: {told}" for part, told in described.items()) + f"; computing times: {times}")
+def _print_results(results: list[dict[str, Any]], failed: list[str], place: _Place) -> None:
+    note(place.described(results))
+    columns = _columns(results)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # as wide as 80 columns allow
-    table.add_column("preset", no_wrap=True)
-    for title in ("cache", "hits", "Belady", "tok/s", "bound", "of it", "prefill", "a token", "waited"):
-        table.add_column(title, justify="right", no_wrap=True)
+    for index, (title, _) in enumerate(columns):
+        table.add_column(title.replace("\n", ""), justify="right" if index else "left", no_wrap=True)
     for result in results:
-        if isinstance(result, Result):
-            table.add_row(*_cells(result))
-    if table.row_count:
-        Terminal().print(table)
-    for refused in dict.fromkeys(result for result in results if isinstance(result, Refused)):
-        note(f"left out {refused.preset}: {refused.reason}")
+        table.add_row(*(show(result) for _, show in columns))
+    Terminal().print(table)
+    if any(result["lossy"] for result in results):
+        note("* lossy: may change what the model says")
+    for line in failed:
+        note(f"left out {line}")
 
 
-def _cells(result: Result) -> list[str]:
+def _columns(results: list[dict[str, Any]]) -> list[Column]:
+    """80 columns have room for ratios or bounds."""
+    ladder, alone = "part" in results[0], not results[0].keys() & {"part", "sweep"}
     return [
-        result.preset,
-        f"{result.cache_fraction:.1%}",
-        f"{result.hit_rate:.1%}",
-        f"{result.belady_hit_rate:.1%}",
-        _number(result.decode_tok_s),
-        _number(result.bound_tok_s),
-        "" if result.bound_fraction is None else f"{result.bound_fraction:.0%}",
-        _number(result.prefill_tok_s),
-        "" if result.bytes_per_token is None else format_size(result.bytes_per_token),
-        f"{result.wait_s:.1f} s",
+        *naming_columns(results),
+        ("cached", _cell("cache_fraction", ".1%")),
+        ("hits", _cell("hit_rate", ".1%")),
+        *([] if ladder else [("Belady", _cell("belady_hit_rate", ".1%"))]),
+        ("tok/s", _cell("decode_tok_s", ".2f")),
+        *(ratio_columns(results) if ladder else [("bound", _cell("bound_tok_s", ".2f"))]),
+        *([("of it", _cell("bound_fraction", ".0%"))] if alone else []),
+        ("prefill", _cell("prefill_tok_s", ".2f")),
+        ("a token", lambda row: "" if row["bytes_per_token"] is None else format_size(row["bytes_per_token"])),
+        *([] if ladder else [("waited, s", _cell("wait_s", ".1f"))]),
     ]
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _cell(name: str, form: str) -> Callable[[dict[str, Any]], str]:
+    """The figure `name` in the format `form`; empty where there is none."""
+    return lambda row: "" if row[name] is None else f"{row[name]:{form}}"

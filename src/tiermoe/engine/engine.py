@@ -191,27 +191,15 @@ class Engine:
     def stats(self) -> dict[str, float | int | str]:
         """Counters since loading: hits and misses of experts, bytes read, seconds waited for the link, memory."""
         now, run = self.snapshot(), self.complete(Metrics())
-        counts, discarded = now.counts, now.discarded
         return {
             "preset": self.composition.name,
             "lossy": ", ".join(self.lossy),
             "bits": self.settings.bits_used,
             "dense_bits": self.settings.dense_bits_used,
             "kv_bits": self.settings.kv_bits,
-            "expert_hits": counts.hits,
-            "expert_misses": counts.misses,
+            **now.expert_counts,
             "expert_evictions": self.loader.cache.evictions,
-            "prefetched_hits": counts.prefetched,
-            "warmed_experts": counts.warmed,
-            "expert_skips": counts.skipped,
-            "experts_on_cpu": counts.cpu_fallback,
-            "low_loads": counts.low_loads,
-            "displaced_choices": counts.displaced,
-            "moved_weight": counts.moved_weight,
-            "speculative_loads": counts.speculative_loads,
             "prefetching": run.prefetching,
-            "discarded_hits": discarded.hits,
-            "discarded_misses": discarded.misses,
             "fallback_ratio": run.fallback_ratio,
             "hit_rate": now.hit_rate,
             "bytes_read": now.bytes_read,

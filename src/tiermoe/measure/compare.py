@@ -1,4 +1,5 @@
-"""Presets side by side: each measured in a process of its own, round after round, and summed up over the rounds.
+"""Presets side by side, or variants of presets: each measured in a process of its own, round after round, and summed up
+over the rounds.
 
 A process of its own gives every preset the same empty start and the same budget, and a preset that cannot run takes no
 other with it. The processes are forked from one that has imported torch, which took longer than many a measurement.
@@ -10,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,20 +20,32 @@ from typing import Any
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.systems import PRESETS, preset_named
 
-Measure = Callable[[str], dict[str, Any]]
-"""Preset → the object that `tiermoe eval --json` prints. TiermoeError, with the reason, where it cannot run."""
-
 BASELINES = ("load-on-demand", "lru")
 """Presets that the others' speeds are divided by."""
 
 _RANGED = ("decode_tok_s", "prefill_tok_s")
 
 
-@dataclass(slots=True)
-class Measured:
-    """The measurements of one preset."""
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A preset with what one row of a table changes."""
 
     preset: str
+    set: Mapping[str, Any] = field(default_factory=dict)  # parts and settings
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of the command
+    point: Mapping[str, Any] = field(default_factory=dict)
+    """Names the row among those of its preset, as `--json` prints it: `sweep` and `value`, or `part`."""
+
+
+Measure = Callable[[Variant], dict[str, Any]]
+"""Variant → the object that `tiermoe eval --json` prints. TiermoeError, with the reason, where it cannot run."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """The measurements of one variant."""
+
+    variant: Variant
     rounds: list[dict[str, Any]] = field(default_factory=list)  # the result of each round
     error: str | None = None  # why there is none
 
@@ -48,10 +61,10 @@ def presets_asked(text: str) -> list[str]:
 
 
 def measure_all(
-    presets: Sequence[str], rounds: int, measure: Measure, progress: Callable[[int, int], None]
+    variants: Sequence[Variant], rounds: int, measure: Measure, progress: Callable[[int, int], None]
 ) -> list[Measured]:
-    """Measures each preset once a round; a preset that fails is not run again. progress: called with (done, in all)."""
-    rows = [Measured(preset) for preset in presets]
+    """Measures each variant once a round; one that fails is not run again. progress: called with (done, in all)."""
+    rows = [Measured(variant) for variant in variants]
     done, total = 0, rounds * len(rows)
     progress(done, total)
     for round_ in range(rounds):
@@ -65,22 +78,24 @@ def measure_all(
 
 def _measure(row: Measured, measure: Measure) -> None:
     try:
-        row.rounds.append(measure(row.preset))
+        row.rounds.append(measure(row.variant))
     except TiermoeError as error:
         row.error = str(error)
 
 
 def summarise(rows: Sequence[Measured]) -> list[dict[str, Any]]:
-    """One object per preset, fastest decode first, those that failed (`preset`, `error`) last.
+    """One object per variant, those that failed (`preset`, `error`) last. Presets alone stand with the fastest decode
+    first, points of a sweep or a ladder in the order of `rows`.
 
     Numbers are medians over the rounds; `NAME_range` is [least, most] of a speed; `decode_vs_lru` and the like are
     medians of the ratios within a round, so that what slows a whole round down does not count.
     """
     whole = [row for row in rows if row.error is None]
-    by_name = {row.preset: row for row in whole}
-    results = [_median(row) | _ratios(row, by_name) for row in whole]
-    results.sort(key=lambda result: -result["decode_tok_s"])
-    return results + [{"preset": row.preset, "error": row.error} for row in rows if row.error is not None]
+    results = [{**_median(row), **row.variant.point, **ratios(row, rows)} for row in whole]
+    if not any(row.variant.point for row in whole):
+        results.sort(key=lambda result: -result["decode_tok_s"])
+    failed = [row for row in rows if row.error is not None]
+    return results + [{"preset": row.variant.preset, **row.variant.point, "error": row.error} for row in failed]
 
 
 def _median(row: Measured) -> dict[str, Any]:
@@ -99,17 +114,29 @@ def _middle(values: list[Any]) -> Any:
     return statistics.median(values)
 
 
-def _ratios(row: Measured, by_name: dict[str, Measured]) -> dict[str, float]:
-    ratios = {}
-    for baseline in BASELINES:
-        if baseline not in by_name:
-            continue
+def ratios(row: Measured, rows: Sequence[Measured]) -> dict[str, float]:
+    """How many times as fast a row is as others, by the names that `--json` prints: in a ladder as the preset's first
+    row (`decode_vs_first`) and as the one before (`decode_vs_before`), else as `BASELINES` at the same point."""
+    found = {}
+    for other, theirs in _others(row, rows).items():
         for name in _RANGED:
-            pairs = zip(row.rounds, by_name[baseline].rounds, strict=True)
-            values = [ours[name] / theirs[name] for ours, theirs in pairs if theirs[name]]
+            pairs = zip(row.rounds, theirs.rounds, strict=True)
+            values = [ours[name] / their[name] for ours, their in pairs if ours[name] and their[name]]
             if values:
-                ratios[f"{name.removesuffix('_tok_s')}_vs_{baseline.replace('-', '_')}"] = statistics.median(values)
-    return ratios
+                found[f"{name.removesuffix('_tok_s')}_vs_{other.replace('-', '_')}"] = statistics.median(values)
+    return found
+
+
+def _others(row: Measured, rows: Sequence[Measured]) -> dict[str, Measured]:
+    """Name → the row that the speeds of `row` are divided by; those that failed are absent."""
+    if "part" in row.variant.point:
+        steps = [each for each in rows if each.variant.preset == row.variant.preset]
+        at = steps.index(row)
+        found = {"first": steps[0]} | ({"before": steps[at - 1]} if at else {})
+    else:
+        beside = {each.variant.preset: each for each in rows if each.variant.point == row.variant.point}
+        found = {name: beside[name] for name in BASELINES if name in beside}
+    return {name: each for name, each in found.items() if each.error is None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,8 @@ def _speed(engine: Engine, metrics: Metrics) -> dict[str, Any]:
         "quantizer": engine.settings.quantizer_used,
         "cache_fraction": plan.experts / (plan.all_slots * plan.slot_bytes),
         **figures,
+        **metrics.total.expert_counts,
+        **engine.service.unit.stats(),
         "other_budgets": [asdict(each) for each in engine.other_budgets(metrics.decode)],
         "threads": torch.get_num_threads(),
         "memory_budget_bytes": plan.budget,

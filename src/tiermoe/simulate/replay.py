@@ -77,6 +77,7 @@ class Result:
     counts = property(attrgetter("metrics.total.counts"))  # of both phases, but not of discarded passes
     bytes_read = property(attrgetter("metrics.bytes_read"))
     wait_s = property(attrgetter("metrics.wait_s"))
+    fallback_ratio = property(attrgetter("metrics.fallback_ratio"))
     prefetching = property(attrgetter("metrics.prefetching"))
 
     @property
@@ -110,20 +111,15 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """What `--json` prints."""
-        counts, discarded = self.counts, self.metrics.total.discarded
         return {
             **named(
                 self, "preset", "eviction", "cache_fraction", "slots", "hit_rate", "prefill_hit_rate",
                 "belady_hit_rate", "decode_tok_s", "prefill_tok_s", "bound_tok_s", "belady_bound_tok_s", "bytes_read",
                 "bytes_per_token", "wait_s",
             ),
-            **named(counts, "hits", "misses", "skipped", "loads", "low_loads", "speculative_loads"),
-            "experts_on_cpu": counts.cpu_fallback,
+            **self.metrics.total.expert_counts,
             **self.second_level,
-            "prefetched_hits": counts.prefetched,
-            "discarded_hits": discarded.hits,
-            "discarded_misses": discarded.misses,
-            **named(self, "prefetching", "bound_fraction"),
+            **named(self, "fallback_ratio", "prefetching", "bound_fraction"),
         }  # fmt: skip
 
 
@@ -243,6 +239,8 @@ class _Run:
         for number, step in enumerate(self.steps):
             self._step(number, step)
         self.metrics.prefetching = self._scheduler.prefetching
+        fallbacks, decoded = sum(step.discarded for step in self.steps), self.metrics.decode.tokens
+        self.metrics.fallback_ratio = fallbacks / decoded if decoded else 0.0
 
     @property
     def second_level(self) -> dict[str, int]:

@@ -11,12 +11,19 @@ from tiermoe.offload.composition import Composition, changed
 from tiermoe.offload.policies.settings import near
 from tiermoe.systems import corm, edgemoe, fate, hobbit, mobile
 from tiermoe.systems.baselines import BASELINES
-from tiermoe.systems.ours import OURS
+from tiermoe.systems.ladder import Ladder
+from tiermoe.systems.ours import DEFAULT_LADDER, OURS
 
 PRESETS: dict[str, Composition] = {
     preset.name: preset
     for preset in (*OURS, hobbit.PRESET, edgemoe.PRESET, mobile.PRESET, fate.PRESET, corm.PRESET, *BASELINES)
 }
+
+LADDERS: dict[str, Ladder] = {
+    "default": DEFAULT_LADDER,
+    **{system.PRESET.name: system.LADDER for system in (hobbit, edgemoe, mobile, fate, corm)},
+}
+"""Preset → its parts in the order in which they are switched on."""
 
 
 def preset_named(name: str) -> Composition:

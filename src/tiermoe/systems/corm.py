@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tiermoe.offload.composition import Composition
+from tiermoe.systems.ladder import Ladder
 from tiermoe.systems.routings import decode_passes, frequencies
 
 if TYPE_CHECKING:
@@ -19,6 +20,16 @@ PRESET = Composition(
     precision="table", prefetch="neurons", cache="lru", allotment="even", unit="neuron", store="memory",
     on_mispredict="proceed", profile="corm",
 )  # fmt: skip
+
+LADDER = Ladder(
+    "on demand, whole experts",
+    (
+        ("neurons and mixed bits", {"unit": "expert", "precision": "fixed"}),
+        ("prefetch", {"prefetch": "none", "on_mispredict": "reload"}),
+        ("cache", {"cache": "none"}),
+    ),
+)
+"""Section 5.3, figure 8."""
 
 
 BITS = 4

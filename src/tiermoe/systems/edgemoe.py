@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from tiermoe.errors import ConfigError
 from tiermoe.offload.composition import Composition
+from tiermoe.systems.ladder import Ladder
 
 PRESET = Composition(
     "edgemoe",
@@ -27,6 +28,16 @@ PRESET = Composition(
     precision="table", prefetch="path", cache="distance", profile="edgemoe", quantizer="linear",
     dense_bits=16, own={"path": 2},
 )  # fmt: skip
+
+LADDER = Ladder(
+    "IO-EXP, 16 bits",
+    (
+        ("bitwidths", {"precision": "fixed", "bits": 16}),
+        ("preloading", {"prefetch": "none"}),
+        ("buffer", {"cache": "none"}),
+    ),
+)
+"""Section 4.4, figure 16."""
 
 
 Place = tuple[int, int]

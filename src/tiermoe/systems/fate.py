@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tiermoe.errors import TraceError
 from tiermoe.offload.composition import Composition
+from tiermoe.systems.ladder import Ladder
 from tiermoe.systems.routings import decode_passes, recall
 
 if TYPE_CHECKING:
@@ -21,6 +22,16 @@ PRESET = Composition(
     precision="popularity", prefetch="percentile", cache="arc", allotment="shallow", profile="fate",
     low_share=None,
 )  # fmt: skip
+
+LADDER = Ladder(
+    "LoD, 16 bits",
+    (
+        ("prefetch", {"prefetch": "none"}),
+        ("cache", {"cache": "none"}),
+        ("quantisation", {"precision": "fixed", "low_share": 0, "bits": 16}),
+    ),
+)
+"""Section 5.4, figure 14."""
 
 
 def accuracies(trace: Trace) -> list[float]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.precision import thresholds, unimportance
+from tiermoe.systems.ladder import Ladder
 from tiermoe.systems.routings import decode_passes
 
 if TYPE_CHECKING:
@@ -20,6 +21,16 @@ PRESET = Composition(
     precision="gate-score", prefetch="stacked-gates", cache="weighted", records="sequence", start="together",
     profile="hobbit", low_share=0.2, own={"ahead": 3},
 )  # fmt: skip
+
+LADDER = Ladder(
+    "LRU, one precision",
+    (
+        ("dynamic loading", {"precision": "fixed", "low_share": 0}),
+        ("prefetch", {"prefetch": "none"}),
+        ("weighted cache", {"cache": "lru"}),
+    ),
+)
+"""In the order of section 5.5, which measures each mechanism by itself."""
 
 
 HIGH_SHARE, SKIP_SHARE = 0.67, 0.03

@@ -4,6 +4,7 @@ found for the model (`measure/gamma.py`)."""
 from __future__ import annotations
 
 from tiermoe.offload.composition import Composition
+from tiermoe.systems.ladder import Ladder
 
 PRESET = Composition(
     "mobile",
@@ -11,3 +12,14 @@ PRESET = Composition(
     "MoBiLE (2025)",
     routing="confident", prefetch="recalled", profile="mobile", own={"ahead": 2},
 )  # fmt: skip
+
+LADDER = Ladder(
+    "all K experts",
+    (
+        ("K/2 and fallback", {"routing": "all"}),
+        ("prefetch in fallback", {"prefetch": "none"}),
+        ("pre-gating", {"prefetch": "recalled"}),
+    ),
+    beyond={"prefetch": "recalled+next-gate"},
+)
+"""Section IV-B: offloading, MoBiLE, and MoBiLE with pre-gating beside it."""

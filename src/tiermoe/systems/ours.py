@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tiermoe.offload.composition import Composition
+from tiermoe.systems.ladder import Ladder
 
 OURS = (
     Composition(
@@ -35,3 +36,13 @@ OURS = (
         own={"weights": (0.25, 0.25, 0.25, 0.25)},
     ),
 )  # fmt: skip
+
+DEFAULT_LADDER = Ladder(
+    "LRU, one pool",
+    (
+        ("eviction by next use", {"cache": "lru"}),
+        ("slots by use", {"allotment": "pool"}),
+        ("prefetch", {"prefetch": "none"}),
+    ),
+)
+"""Of `default`."""
