@@ -43,7 +43,7 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    if family.startswith("deepseek"):
+    if family.startswith("deepseek_v"):
         _latent_metadata(writer, family, config)
         return
     if family == "lfm2_moe":
@@ -56,7 +56,7 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     if config.get("head_dim") is not None:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-    if family == "mixtral":
+    if family in TURNED:
         writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
         writer.add_vocab_size(config["vocab_size"])
     if "moe_intermediate_size" in config:
@@ -71,6 +71,11 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "glm4_moe":
         _router_metadata(writer, config)
+    if family == "deepseek":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_weights_scale(1.0)
+        writer.add_expert_shared_count(config["n_shared_experts"])
     if family == "ernie4_5_moe":
         writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
         writer.add_leading_dense_block_count(config["moe_layer_start_index"])
@@ -143,6 +148,7 @@ ARCHITECTURES = {
     "mixtral": gguf.MODEL_ARCH.LLAMA,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "deepseek": gguf.MODEL_ARCH.DEEPSEEK,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
@@ -152,6 +158,10 @@ ARCHITECTURES = {
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
 }
+
+
+TURNED = ("mixtral", "deepseek")
+"""Families whose queries and keys are written with the halves of each head in turns."""
 
 
 CENTRED = ("qwen3_next", "qwen3_5_moe_text")
@@ -300,7 +310,7 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH) -> Views:
             to_keys, to_values = each[:, :keys].transpose(1, 2), each[:, keys:]
             yield name_of(path.replace("kv_b_proj", "k_b_proj")), (to_keys,), tuple(to_keys.shape)
             yield name_of(path.replace("kv_b_proj", "v_b_proj")), (to_values,), tuple(to_values.shape)
-        elif family == "mixtral" and stem.endswith(("q_proj", "k_proj")):
+        elif family in TURNED and stem.endswith(("q_proj", "k_proj")):
             heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
             turned = value.view(heads, 2, value.shape[0] // heads // 2, *value.shape[1:]).swapaxes(1, 2)
             yield name_of(path), (turned,), tuple(value.shape)

@@ -29,6 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "olmoe": ("olmoe", {}),
     "gpt_oss": ("gpt_oss", {"rope_parameters": {**YARN, "truncate": False}}),
+    "deepseek": ("deepseek", {}),
     "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v2 lite": (
         "deepseek_v2",

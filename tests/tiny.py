@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from tiermoe.model.hf import configuration_deepseek, modeling_deepseek
+
+configuration_deepseek.register()
+modeling_deepseek.register()
+
 _COMMON = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -45,6 +50,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
     },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 5, "intermediate_size": 32},
+    "deepseek": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+        "n_shared_experts": 2,
+    },
     "deepseek_v2": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "topk_method": "greedy"},
     "deepseek_v3": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1},
     "deepseek_v32": {

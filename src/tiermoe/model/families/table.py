@@ -3,8 +3,9 @@ whose decoders are tiermoe's own.
 
 Every causal family of transformers whose experts go through its experts interface runs without an entry: classes,
 routers, sizes and caches are found from the model (`hf/shells.py`, `hf/skeleton.py`), and transformers' code computes
-it (`hf/generic.py`). An entry of `ARCHITECTURES` says which blocks a family's layers are made of; a config that asks
-for what no block computes is run by transformers' code too."""
+it (`hf/generic.py`). Of DeepSeekMoE, which transformers does not have, that code is `hf/modeling_deepseek.py`. An entry
+of `ARCHITECTURES` says which blocks a family's layers are made of; a config that asks for what no block computes is run
+by transformers' code too."""
 
 from __future__ import annotations
 
@@ -56,6 +57,7 @@ _TABLE = (
     Family("Qwen3-Next", "qwen3_next", plain_router=True),
     Family("Qwen3.5-MoE", "qwen3_5_moe_text", normalised=True, plain_router=True),
     Family("OLMoE", "olmoe", plain_router=True),
+    Family("DeepSeekMoE", "deepseek", plain_router=True),
     Family("DeepSeek-V2", "deepseek_v2", latent_kv=True, normalised=False),
     Family("DeepSeek-V3", "deepseek_v3", latent_kv=True),
     Family("DeepSeek-V3.2", "deepseek_v32", latent_kv=True),
@@ -242,6 +244,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         epsilon="norm_eps",
         activation="silu",
     ),
+    "deepseek": Architecture(softmax_router, shared="shared_experts"),
     "deepseek_v2": Architecture(deepseek_v2_router, shared="shared_experts", latent=True, rope="complex"),
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v32": replace(_DEEPSEEK_V3, index_rope="halves", lacks=indexer_lacks),

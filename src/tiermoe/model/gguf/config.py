@@ -123,6 +123,21 @@ def gpt_oss(file: GgufFile) -> Config:
     }
 
 
+def deepseek(file: GgufFile) -> Config:
+    if (scale := file.decimal("expert_weights_scale", 1.0)) != 1.0:
+        raise ModelError(f"{file.path} scales its experts' weights by {scale:g}, which no DeepSeekMoE does")
+    return {
+        **_grouped(file),
+        "model_type": "deepseek",
+        "n_routed_experts": experts(file),
+        "n_shared_experts": file.count("expert_shared_count"),
+        "moe_intermediate_size": inner(file),
+        "intermediate_size": dense_inner(file),
+        "first_k_dense_replace": leading_dense(file),
+        "norm_topk_prob": False,  # models/deepseek.cpp
+    }
+
+
 def deepseek2(file: GgufFile) -> Config:
     rotary = file.count("rope.dimension_count")
     key = file.count("attention.key_length_mla", file.count("attention.key_length"))

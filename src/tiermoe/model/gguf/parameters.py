@@ -91,6 +91,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama": GgufArchitecture(configs.mixtral, "mixtral", turned=True),
     "olmoe": GgufArchitecture(configs.olmoe, "olmoe"),
     "gpt-oss": GgufArchitecture(configs.gpt_oss, "gpt_oss", _LATE_NORM | {"attn_sinks": "self_attn.sinks"}),
+    "deepseek": GgufArchitecture(configs.deepseek, "deepseek", turned=True),
     "deepseek2": GgufArchitecture(configs.deepseek2, "deepseek_v3"),  # V2 has the same names, and no correction
     "qwen35moe": _QWEN35,
     # Qwen3-Next's layers, with their projection's matrices apart, as the file has them, are Qwen3.5's

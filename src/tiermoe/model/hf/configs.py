@@ -130,8 +130,8 @@ def origin_of(fingerprint: str) -> Origin:
 def read_configs(directory: Path, fields: dict[str, Any]) -> Configs:
     """transformers' configs of a checkpoint directory with these `fields` in its config.json. ModelError where they are
     refused."""
-    process_memory.import_transformers()
-    from transformers import CONFIG_MAPPING, AutoConfig
+    auto_config = _auto_config()
+    from transformers import CONFIG_MAPPING
 
     if OWN_CODE in fields and fields["model_type"] not in CONFIG_MAPPING:
         raise ModelError(
@@ -139,7 +139,7 @@ def read_configs(directory: Path, fields: dict[str, Any]) -> Configs:
             f"know and the checkpoint brings code for; tiermoe never runs a checkpoint's own code: choose another model"
         )
     try:
-        whole = writing_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        whole = writing_config(auto_config.from_pretrained(directory, trust_remote_code=False))
         text = text_config(whole)
         if text.is_encoder_decoder and not family_of(text.model_type).encodes:
             raise ValueError(f"no '{text.model_type}' model has an encoder and a decoder")
@@ -157,21 +157,27 @@ def read_configs(directory: Path, fields: dict[str, Any]) -> Configs:
 def gguf_configs(checkpoint: GgufCheckpoint) -> Configs:
     """transformers' configs of the model in a GGUF file. ModelError where the file lacks an entry, or transformers
     refuses what it says."""
-    process_memory.import_transformers()
-    from transformers import AutoConfig
-
+    auto_config = _auto_config()
     fields = config_of(checkpoint.file)
     model_type = fields.pop("model_type")
     family_of(model_type)
     check_counts(fields, checkpoint.tensors, checkpoint.directory)
     try:
-        config = AutoConfig.for_model(model_type, **fields, dtype=compute_dtype(checkpoint))
+        config = auto_config.for_model(model_type, **fields, dtype=compute_dtype(checkpoint))
     except Exception as error:
         raise ModelError(
             f"transformers {transformers_version()} refuses what {checkpoint.directory} says of its model "
             f"({reason(error)}); download it again, or another file of the model"
         ) from error
     return Configs(config, config, False)
+
+
+def _auto_config() -> Any:
+    """transformers' AutoConfig, with the config classes of ours. Imports transformers."""
+    process_memory.import_transformers()
+    from tiermoe.model.hf.configuration_deepseek import register
+
+    return register()
 
 
 def _looks_like_moe(raw: dict[str, Any]) -> bool:
@@ -307,9 +313,14 @@ def unread(config: Any) -> str:
 
 
 def model_class(family: Family, config: Any) -> Any:
-    """transformers' class of models with this config. ModelError where it has none that continues a text, and the
-    family is no encoder alone."""
+    """transformers' class of models with this config, or ours where it has none of the family. ModelError where there
+    is none that continues a text, and the family is no encoder alone."""
     import transformers
+
+    if config.model_type == "deepseek":
+        from tiermoe.model.hf.modeling_deepseek import register
+
+        register()
 
     if family.encoder_class:
         return getattr(transformers, family.encoder_class)
