@@ -235,6 +235,16 @@ def test_distance_is_edgemoes_score() -> None:
     assert order_of_leaving(policy) == [unused, c, a, b, d]
 
 
+def test_distance_behind_is_the_formula_that_edgemoe_prints() -> None:
+    # S = 4, I = 1, ((S - i + I) mod S) / f: a (layer 2, f 1) 3; b (layer 0, f 6) 1/6; c (layer 3, f 1) 2; d (layer 1) 0
+    clock = Clock()
+    policy = EVICTIONS["distance"](context(clock), distance="behind")
+    a, b, c, d, unused = key(2, 0), key(0, 1), key(3, 2), key(1, 3), key(1, 4)
+    holding(policy, a, b, c, d, unused, uses=(1, 6, 1, 1))
+    clock.layer = 1
+    assert order_of_leaving(policy) == [unused, a, c, b, d]
+
+
 def test_distance_starts_from_known_frequencies() -> None:
     policy = EVICTIONS["distance"](context(frequencies={(2, 0): 8.0, (2, 1): 1.5}))
     holding(policy, *(key(2, expert) for expert in range(3)), uses=(0, 0, 1))

@@ -20,6 +20,7 @@ from tiermoe.measure.texts import Feed
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import load_tokenizer
 from tiermoe.offload.policies.eviction import EVICTIONS, EvictionContext
+from tiermoe.offload.policies.eviction.edgemoe import DistanceByFrequency
 from tiermoe.offload.policies.eviction.hobbit import Weighted
 from tiermoe.offload.policies.eviction.lru import LeastRecentlyUsed
 from tiermoe.offload.policies.prediction import PREDICTIONS, count_paths, paths_to_json
@@ -109,6 +110,8 @@ class Shadowed:
             "not the least recent": LeastRecentlyUsed(context),
             "forgotten at a sequence": policy(replace(context, per_sequence=False), **options),  # type: ignore[call-arg]
         }
+        if policy is DistanceByFrequency:
+            self.others["not the farthest ahead"] = policy(context)
         if policy is Weighted:
             for number, term in enumerate(TERMS):
                 left = [0.0 if at == number else weight for at, weight in enumerate(self.weights)]
@@ -250,6 +253,7 @@ PARTS = [
     Part("edgemoe", "bits by a table", "low_loads", {"precision": "fixed"}),
     Part("edgemoe", "activation paths", "prefetched_hits", ALONE),
     Part("edgemoe", "distance by frequency", "not the least recent", {"cache": "lru"}),
+    Part("edgemoe", "distance behind", "not the farthest ahead", {"distance": "ahead"}, {"distance": "behind"}),
     Part("mobile", "falling back", "fallback_ratio", {"gamma": 0}, MOBILE),
     Part("mobile", "the little pass", "discarded_hits", {"routing": "all"}, ALONE),
     Part("mobile", "recalled experts", "prefetched_hits", ALONE, MOBILE),

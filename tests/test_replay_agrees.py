@@ -186,6 +186,7 @@ EXACT = {
     "lru": {},
     "lfu by sequence": {"cache": "lfu", "records": "sequence"},
     "distance": {"cache": "distance"},
+    "distance behind": {"cache": "distance", "distance": "behind"},
     "arc by layer": {"cache": "arc", "allotment": "even"},
     "weighted": {"cache": "weighted", "weights": "0.4,0.3,0.2,0.1"},
     "next use, slots that move": {"cache": "next-use", "allotment": "by-use"},

@@ -755,6 +755,13 @@ BREAKAGES = (
         ("tests/test_eviction.py",),
     ),
     Breakage(
+        "EdgeMoE's two readings of a distance are one",
+        "DistanceByFrequency.priority",
+        "ahead if self.distance == 'ahead' else -ahead",
+        "ahead",
+        ("test_distance_behind_is_the_formula_that_edgemoe_prints", "tests/test_parts.py"),
+    ),
+    Breakage(
         "no token falls back",
         "is_confident",
         "probability > gamma",

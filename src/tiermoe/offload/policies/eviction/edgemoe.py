@@ -1,16 +1,22 @@
-"""EdgeMoE's eviction (section 3.3.3): layers ahead divided by frequency."""
+"""EdgeMoE's eviction (section 3.3.3): distance in layers divided by frequency."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import dataclass
 
 from tiermoe.offload.policies.eviction.base import EvictionContext, ScoredEviction
+from tiermoe.offload.policies.settings import setting
 from tiermoe.types import Demand, ExpertKey
 
 
+@dataclass(eq=False)
 class DistanceByFrequency(ScoredEviction):
-    """Evicts the highest ((i - I) mod S) / f over the S layers of the decoder: far ahead and rarely used.
+    """Evicts the highest d / f over the S layers of the decoder: far away and rarely used.
+
+    d is ((i - I) mod S), the layers until layer i runs, or with distance='behind' ((S - i + I) mod S), those since it
+    ran: the paper's text asks for the first, the formula that it prints has the second.
 
     f is `context.frequencies` (0 for an expert that it lacks) plus the uses since, one for each token served. Where f
     is 0 the quotient is infinite. Of equal quotients the expert with fewer uses leaves first.
@@ -20,7 +26,11 @@ class DistanceByFrequency(ScoredEviction):
     the encoder's, and its uses count.
     """
 
-    def __init__(self, context: EvictionContext) -> None:
+    context: EvictionContext
+    distance: str = setting("ahead", read=str, one_of=("ahead", "behind"))
+
+    def __post_init__(self) -> None:
+        context = self.context
         super().__init__(context)
         self._clock = context.clock
         self._first = context.encoder_layers if context.encoder_layers < context.layers else 0
@@ -43,5 +53,5 @@ class DistanceByFrequency(ScoredEviction):
     def priority(self, layer: int, score: float) -> float:
         if score == 0:
             return -math.inf
-        distance = (layer - max(self._clock.layer, self._first)) % self._layers
-        return -distance / score
+        ahead = layer - max(self._clock.layer, self._first)
+        return -((ahead if self.distance == "ahead" else -ahead) % self._layers) / score
