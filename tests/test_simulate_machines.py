@@ -16,7 +16,8 @@ from small_traces import TIMES, decode, layer, prompt, replayed, trace_of, write
 from tiermoe.cli.simulate import simulate
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, TiermoeError, TraceError
-from tiermoe.simulate import LINKS, MACHINES, NamedLink, computed_times, machine_of
+from tiermoe.simulate import LINKS, MACHINES, NamedLink, machine_of
+from tiermoe.simulate.costs import computed_times
 from tiermoe.simulate.machines import Processor
 from tiermoe.trace.file import Trace
 

@@ -35,20 +35,17 @@ from tiermoe.offload.composition import Composition, declarations, parsed, unrea
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.profiles import Profile, read_profile
 from tiermoe.simulate import (
-    GATHER,
     BeladyHits,
     EvictionRow,
     Machine,
     ReplaySettings,
     all_evictions,
     compare_evictions,
-    computed_times,
-    expert_times,
     machine_of,
     parse_link,
     replay,
     run_bits,
-    spread,
+    settings_on,
 )
 from tiermoe.systems import compose
 from tiermoe.trace.file import Header, Trace, read_trace
@@ -214,20 +211,12 @@ class _Place:
 
     def settings(self, values: Mapping[str, Any], header: Header) -> ReplaySettings:
         """The settings of a row but precision, profile, lanes and seed."""
-        machine, ram = self.machine(values), values.get("ram")
-        times = None  # as the trace measured
-        if "compute" in values:
-            times = spread(header, values["compute"], self.prefill_s or values["compute"])
-        elif machine.processor is not None:
-            times = computed_times(header, machine.processor)
-        cpu = expert_times(header, machine.cpu.rate) if machine.cpu is not None else {}
+        seconds = (values["compute"], self.prefill_s or values["compute"]) if "compute" in values else None
+        cache = values.get("cache") or parse_cache(CACHE)
+        found = settings_on(self.machine(values), header, cache, seconds, values.get("ram"))
         if self.cpu_expert_s is not None:
-            cpu = {run_bits(header): self.cpu_expert_s}
-        hop, behind = machine.hops(ram is not None)
-        return ReplaySettings(
-            values.get("cache") or parse_cache(CACHE), hop.bandwidth, hop.latency, times=times, copies=hop.copies,
-            ram=ram, drive=behind, cpu=cpu, gather=1 / self.gather if self.gather else GATHER / hop.bandwidth,
-        )  # fmt: skip
+            found = replace(found, cpu={run_bits(header): self.cpu_expert_s})
+        return found if self.gather is None else replace(found, gather=1 / self.gather)
 
     def described(self, results: Sequence[dict[str, Any]]) -> str:
         """What the rows were replayed on, for people."""

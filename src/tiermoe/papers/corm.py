@@ -15,12 +15,13 @@ from tiermoe.papers.figure import (
     Row,
     bytes_a_token,
     decoding,
+    rungs,
 )
 from tiermoe.papers.runs import Place, Side
 from tiermoe.simulate import Result
 from tiermoe.systems.corm import neuron_recall
 
-RTX_3090 = Place("pcie4")
+RTX_3090 = Place("rtx3090ti")
 OURS, ON_DEMAND, OFFLOADING = Side("corm"), Side("load-on-demand"), Side("mixtral-offload")
 PROCEEDS = OURS.but(on_mispredict="reload")
 
@@ -69,6 +70,8 @@ PAPER = Paper(
             Row("computing", "398, 144", _milliseconds("computing")),
             Row("overlap", "328, 110", _milliseconds("overlap")),
         ]),
+        Figure("figure 8", "speed over int4 on demand, part by part",
+               rungs("corm", RTX_3090, 4, ("1.25, 1.40", "1.59, 1.84", "2.07, 2.14"))),
         Figure("figure 9", "bytes a token with active neurons over those of whole experts", [
             Row("without prefetch, on demand", "in proportion to the active neurons",
                 Ratio(OURS.but(prefetch="none", on_mispredict="reload"),

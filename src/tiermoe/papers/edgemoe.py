@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiermoe.papers import statistics as trace
-from tiermoe.papers.figure import Counted, Figure, Loss, Paper, Ratio, Replayed, Row, decoding
+from tiermoe.papers.figure import Counted, Figure, Loss, Paper, Ratio, Replayed, Row, decoding, rungs
 from tiermoe.papers.runs import Place, Side
 
-TX2, CARD = Place("sata", "20%"), Place("sdcard", "20%")
-HDD = Place("50MB/s", "20%")  # as the paper's drive is named (section 4.1)
+TX2, CARD = Place("jetson-tx2", "20%"), Place("raspberry-pi-4b", "20%")
+HDD = Place("jetson-tx2-hdd", "20%")
 OURS, IO_EXP, IO_QEXP = Side("edgemoe"), Side("load-on-demand", bits=16), Side("io-qexp")
 STI, KEPT = Side("sti"), Side("sti", {"cache": "belady"})
 POLICIES = {"EdgeMoE's": "distance", "LFU": "lfu", "LRU": "lru", "FIFO": "fifo", "random": "random"}
@@ -82,6 +82,7 @@ PAPER = Paper(
             Row(f"every expert at {bits} bits", "rises with the loss",
                 Replayed(OURS.but(precision="fixed", bits=bits), TX2, decoding, ".2f")) for bits in (8, 4, 2)
         ]),
+        Figure("figure 16", "speed over IO-EXP, part by part, TX2", rungs("edgemoe", TX2, 4, ("2.01", "2.59", "3.22"))),
     ],
     {
         "figure 2": "is of other papers",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiermoe.papers import statistics as trace
-from tiermoe.papers.figure import Counted, Figure, Loss, Paper, Ratio, Replayed, Row, prompts
+from tiermoe.papers.figure import Counted, Figure, Loss, Paper, Ratio, Replayed, Row, prompts, rungs
 from tiermoe.papers.runs import Place, Side
 from tiermoe.simulate import Result
 
-HIGH_END, LOW_END = Place("pcie3"), Place("pcie1")
+HIGH_END, LOW_END = Place("rtx3090"), Place("low-end-pc")
 OURS, LOD, EAP = Side("fate"), Side("load-on-demand", bits=16), Side("eap", bits=16)
 WIDER = Side("eap", bits=8, share_of=4)
 DENSE = {"dense_bits": "16"}
@@ -92,6 +92,8 @@ PAPER = Paper(
                 else "", Ratio(side, LOD, replace(LOW_END, share=share)))
             for share in SHARES for name, side in (("Fate", OURS), ("EAP", EAP))
         ]),
+        Figure("figure 14", "decoding over LoD, part by part, high-end PC",
+               rungs("fate", HIGH_END, 4, ("1.3", "2 at most", "3.7 at most"))),
         Figure("table 3", "loss of perplexity, for that of tasks", [
             Row("high-end PC", ".55 points at most", Loss(OURS)),
             Row("low-end PC: mispredicted experts at 2 bits", "1.8 points at most",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from tiermoe.papers.runs import Place, Runs, Side
+from tiermoe.systems import LADDERS, PRESETS
 
 if TYPE_CHECKING:
     from tiermoe.simulate import Result
@@ -132,3 +133,14 @@ class Loss:
         found = runs.evaluated(self.side)
         lost, error = found["perplexity_loss"], found["perplexity_loss_se"]
         return f"{lost:.2%}" if error is None else f"{lost:.2%} ± {error:.2%}"
+
+
+def rungs(system: str, place: Place, bits: int, papers: Sequence[str]) -> list[Row]:
+    """A row for each part of a system's ladder: decoding over the baseline, with the part and those before it. bits:
+    of the parts that do not say themselves. papers: the paper's ratios, one for each part."""
+    steps = LADDERS[system].steps(PRESETS[system], {})
+    sides = [Side(system, {name: str(value) for name, value in changes.items()}, bits) for _, changes in steps]
+    return [
+        Row(f"with {part}", value, Ratio(side, sides[0], place))
+        for (part, _), side, value in zip(steps[1:], sides[1:], papers, strict=True)
+    ]

@@ -9,7 +9,7 @@ from tiermoe.papers import statistics as trace
 from tiermoe.papers.figure import Counted, Figure, Loss, Paper, Ratio, Row, decoding
 from tiermoe.papers.runs import Place, Runs, Side
 
-RTX_4080 = Place("pcie4")
+RTX_4080 = Place("rtx4080")
 OFFLOADING, LITTLE = Side("load-on-demand"), Side("mobile", {"routing": "half", "prefetch": "none"})
 FALLBACKS = {0.0: ("0", "1.85"), 0.5: (".10", "1.65"), 0.7: (".21", "1.57"), 0.8: (".27", "1.54")}  # table III
 SURE = (0.4, 0.2, 0.1)  # for a model that is seldom sure

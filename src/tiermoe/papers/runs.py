@@ -12,11 +12,11 @@ from tiermoe.errors import ConfigError
 from tiermoe.metrics import Metrics
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.profiles import Profile, read_profile
-from tiermoe.simulate import BeladyHits, ReplaySettings, Result, parse_link, replay, spread
-from tiermoe.simulate.costs import run_bits, slot_sizes
+from tiermoe.simulate import BeladyHits, ReplaySettings, Result, machine_of, replay, run_bits, settings_on
+from tiermoe.simulate.costs import slot_sizes
 from tiermoe.systems import compose
 from tiermoe.systems.fate import windows
-from tiermoe.trace.file import Times, Trace
+from tiermoe.trace.file import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where sides are replayed. Computing takes what the papers' GPUs take, unless said otherwise."""
+    """Where sides are replayed."""
 
-    link: str  # as `tiermoe simulate --link` takes it
+    machine: str  # as `tiermoe simulate --machine` takes it
     share: str = "45%"  # of the experts that are cached
-    seconds: tuple[float, float] = (2e-3, 2e-4)  # of computing: a decoded token, a prompt's token
+    seconds: tuple[float, float] | None = None  # of computing: a decoded token, a prompt's token; None: the machine's
 
 
 @dataclass
@@ -78,15 +78,12 @@ class Runs:
         return self._replays[name]
 
     def _replay(self, side: Side, place: Place) -> Result:
-        trace, machine = self.trace, parse_link(place.link)
-        composition = compose(side.preset, dict(side.changes))
-        times = spread(trace.header, *place.seconds)
+        trace, composition = self.trace, compose(side.preset, dict(side.changes))
+        machine = machine_of(place.machine, None, None)
+        settings = settings_on(machine, trace.header, self._cache(side, place), place.seconds)
         if composition.prefetch == "percentile" and "window" not in side.changes:
-            composition = _with_windows(composition, trace, times, machine.bandwidth)
-        settings = ReplaySettings(
-            self._cache(side, place), machine.bandwidth, machine.latency, bits=composition.bits or side.bits,
-            times=times, profile=self.profile(composition), copies=machine.copies,
-        )  # fmt: skip
+            composition = _with_windows(composition, trace, settings)
+        settings = replace(settings, bits=composition.bits or side.bits, profile=self.profile(composition))
         return replay(trace, composition, settings, _NoBelady(trace))
 
     def profile(self, composition: Composition) -> Profile | None:
@@ -104,10 +101,10 @@ class Runs:
         return CacheSize(nbytes=int(cache.fraction * sum(header.experts)) * unit)
 
 
-def _with_windows(composition: Composition, trace: Trace, times: Times, bandwidth: float) -> Composition:
+def _with_windows(composition: Composition, trace: Trace, settings: ReplaySettings) -> Composition:
     """Fate's composition with the windows that its calibration would find on the machine that is replayed."""
-    timed = Trace(replace(trace.header, times=times), [])
-    return composition.having({"window": tuple(windows(timed, run_bits(trace.header), bandwidth))})
+    timed = Trace(replace(trace.header, times=settings.times or trace.header.times), [])
+    return composition.having({"window": tuple(windows(timed, run_bits(trace.header), settings.bandwidth))})
 
 
 class _NoBelady(BeladyHits):

@@ -1,12 +1,11 @@
 """Replays of routing traces on a virtual clock and link, through the decisions that the engine takes."""
 
-from tiermoe.simulate.costs import GATHER, computed_times, expert_times, run_bits, spread
+from tiermoe.simulate.costs import run_bits, spread
 from tiermoe.simulate.evictions import EvictionRow, all_evictions, compare_evictions
 from tiermoe.simulate.machines import LINKS, MACHINES, Machine, NamedLink, machine_of, parse_link
-from tiermoe.simulate.replay import BeladyHits, ReplaySettings, Result, replay
+from tiermoe.simulate.replay import BeladyHits, ReplaySettings, Result, replay, settings_on
 
 __all__ = [
-    "GATHER",
     "LINKS",
     "MACHINES",
     "BeladyHits",
@@ -17,11 +16,10 @@ __all__ = [
     "Result",
     "all_evictions",
     "compare_evictions",
-    "computed_times",
-    "expert_times",
     "machine_of",
     "parse_link",
     "replay",
     "run_bits",
+    "settings_on",
     "spread",
 ]

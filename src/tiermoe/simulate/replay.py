@@ -17,10 +17,21 @@ from tiermoe.offload.loader import CPU_FALLBACK
 from tiermoe.offload.policies.cpu_fallback import MissCosts
 from tiermoe.offload.profiles import Profile, tables
 from tiermoe.offload.second_level import SecondLevelCache
-from tiermoe.simulate.costs import Costs, NeuronLoads, nearest, run_bits, shape_of, slot_sizes
+from tiermoe.simulate.costs import (
+    GATHER,
+    Costs,
+    NeuronLoads,
+    computed_times,
+    expert_times,
+    nearest,
+    run_bits,
+    shape_of,
+    slot_sizes,
+    spread,
+)
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import HostTier, VirtualClock, VirtualCpu, VirtualLink
-from tiermoe.simulate.machines import NamedLink
+from tiermoe.simulate.machines import Machine, NamedLink
 from tiermoe.simulate.steps import (
     HASHED,
     Future,
@@ -55,6 +66,28 @@ class ReplaySettings:
     gather: float = 0.0  # seconds a byte of single neurons that main memory gathers before they move
     cpu: Mapping[int, float] = field(default_factory=dict)
     """Bits → seconds of one expert on one token, on the processor that computes misses; empty: there is none."""
+
+
+def settings_on(
+    machine: Machine,
+    header: Header,
+    cache: CacheSize,
+    seconds: tuple[float, float] | None = None,
+    ram: CacheSize | None = None,
+) -> ReplaySettings:
+    """The settings of a machine. seconds: of computing, a decoded token's and a prompt's token's; None: the processor's
+    own, or what the trace measured. ram: as `ReplaySettings.ram`. ConfigError where there is no main memory in between,
+    TraceError where the trace does not say what the processor's times would follow from."""
+    times = None
+    if seconds is not None:
+        times = spread(header, *seconds)
+    elif machine.processor is not None:
+        times = computed_times(header, machine.processor)
+    hop, behind = machine.hops(ram is not None)
+    return ReplaySettings(
+        cache, hop.bandwidth, hop.latency, times=times, copies=hop.copies, ram=ram, drive=behind,
+        cpu=expert_times(header, machine.cpu.rate) if machine.cpu else {}, gather=GATHER / hop.bandwidth,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
