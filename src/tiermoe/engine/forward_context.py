@@ -77,13 +77,15 @@ class ForwardContext:
             if row.first == 0:
                 self.scheduler.new_sequence()
                 break
-        self._begin(batch.phase, batch.tokens, len(batch.tokens), 0)
+        tokens = batch.tokens
+        self._begin(batch.phase, tokens, len(tokens), 0)
         self._batch = batch
 
     def resume(self, batch: Batch, first: int) -> None:
         """The pass over a batch goes on with MoE layer `first`, perhaps after other passes."""
         if self._batch is not batch:
-            self._begin(batch.phase, batch.tokens, len(batch.tokens), first, resumed=True)
+            tokens = batch.tokens
+            self._begin(batch.phase, tokens, len(tokens), first, resumed=True)
             self._batch = batch
 
     def begin_call(self, ids: torch.Tensor | None, rows: int, length: int, past: int, prompt: bool) -> None:
