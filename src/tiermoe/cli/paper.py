@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -171,11 +171,31 @@ _OWN_BITS = ("sti", "io-qexp")
 """Presets that say themselves in how many bits experts are."""
 
 
+_LACKING = "not had: "
+
+
 def _ours(measure: Measure, runs: Runs) -> str:
     try:
         return measure.value(runs)
     except TiermoeError as error:
-        return f"not had: {error}"
+        return f"{_LACKING}{error}"
+
+
+class _Reasons:
+    """Why values of a table are lacking, each told once below it."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def cell(self, value: str) -> str:
+        """A value, or the number of its reason."""
+        if not value.startswith(_LACKING):
+            return value
+        number = self.numbers.setdefault(value.removeprefix(_LACKING), len(self.numbers) + 1)
+        return f"({number})"
+
+    def lines(self) -> list[str]:
+        return [f"({number}) not had: {reason}" for reason, number in self.numbers.items()]
 
 
 def _print_papers(papers: Sequence[Paper]) -> None:
@@ -202,20 +222,33 @@ def _print_figures(of: Paper) -> None:
 
 def _print(figures: Sequence[Figure], found: Sequence[Found]) -> None:
     for figure in figures:
-        table = Table(title=f"{figure.name}: {figure.title}", title_justify="left", box=SIMPLE_HEAD)
-        for heading in ("what", "paper", "ours", "moved by"):
+        table, reasons = Table(title=_titled(figure), title_justify="left", box=SIMPLE_HEAD), _Reasons()
+        for heading in _HEADINGS:
             table.add_column(heading)
-        for each in found:
-            if each.figure is figure:
-                table.add_row(each.row.what, each.row.paper, each.ours, _moved(each, "\n"))
+        for cells in _cells(figure, found, reasons, "\n"):
+            table.add_row(*cells)
         Terminal(piped=_WIDE).print(table)
+        for line in reasons.lines():
+            note(line)
 
 
 def _markdown(figure: Figure, found: Sequence[Found]) -> str:
-    lines = [f"{figure.name}: {figure.title}", "", "| what | paper | ours | moved by |", "|---|--:|--:|---|"]
-    lines += [f"| {each.row.what} | {each.row.paper} | {each.ours} | {_moved(each, '; ')} |" for each in found]
-    return "\n".join(lines)
+    reasons = _Reasons()
+    rows = ["| " + " | ".join(cells) + " |" for cells in _cells(figure, found, reasons, "; ")]
+    heads = ["| " + " | ".join(_HEADINGS) + " |", "|---|--:|--:|---|"]
+    return "\n".join([_titled(figure), "", *heads, *rows, *(f"\n{line}" for line in reasons.lines())])
 
 
-def _moved(found: Found, between: str) -> str:
-    return between.join(f"{what}: {ours}" for what, ours in found.moved.items())
+_HEADINGS = ("what", "paper", "ours", "moved by")
+
+
+def _titled(figure: Figure) -> str:
+    return f"{figure.name}: {figure.title}"
+
+
+def _cells(figure: Figure, found: Sequence[Found], reasons: _Reasons, between: str) -> Iterator[tuple[str, ...]]:
+    """The rows of a figure. between: what stands between two things that move a value."""
+    for each in found:
+        if each.figure is figure:
+            moved = between.join(f"{what}: {reasons.cell(ours)}" for what, ours in each.moved.items())
+            yield each.row.what, each.row.paper, reasons.cell(each.ours), moved

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from tiermoe.errors import TraceError
 from tiermoe.papers.runs import Place, Runs, Side
 from tiermoe.systems import LADDERS, PRESETS
 
@@ -120,6 +121,8 @@ class Counted:
     def value(self, runs: Runs) -> str:
         found = self.count(runs.trace)
         numbers = [found] if isinstance(found, int | float) else found
+        if all(each is None for each in numbers):
+            raise TraceError(f"the trace of {runs.trace.header.model} holds nothing of it; see tiermoe trace --help")
         return " ".join("-" if each is None else format(each, self.form) for each in numbers)
 
 
