@@ -210,11 +210,11 @@ def sweep(results: Sequence[dict[str, Any]]) -> str:
                 ranges = [[y - low for low, y in zip(lows, middles, strict=True)],
                           [high - y for high, y in zip(highs, middles, strict=True)]]  # fmt: skip
                 axes.errorbar(xs, middles, ranges, fmt="o-", color=f"C{index}", label=preset)
-        for axes, title in ((left, _SPEED), (right, quality.title)):
+        for axes, title, of in ((left, _SPEED, _speed), (right, quality.title, quality.of)):
             axes.set_title(title, fontsize=9)
             axes.set_xlabel(name)
             axes.set_xticks(list(place.values()), list(map(str, place)))
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.1 * max(of(each)[2] for each in measured) or 1)
         handles, names = left.get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=5)
         figure.suptitle(f"Decode speed and {quality.beside} over {name}\n{_conditions(measured[0])}")
@@ -290,7 +290,8 @@ def _rows(
     lowest = min(low for low, _, _ in values)
     if middles and _far_apart(middles, _PRESETS_LOG_FROM):
         lowest = min(middles) / 1.5
-        axes.set_xscale("log")
+        axes.set_xscale("log", subs=())
+        axes.xaxis.get_major_locator().set_params(subs=(1, 2, 5))  # type: ignore[call-arg]
         axes.xaxis.set_major_formatter("{x:g}")
     for row, ((low, value, high), changes, figure) in enumerate(zip(values, lossy, figures, strict=True)):
         colour, mark = _LOSSY if changes else _EXACT

@@ -77,9 +77,9 @@ def paper(
     Replays and statistics take --trace (tiermoe trace MODEL --text FILE --out
     TRACE; corm's with --neurons THETA) and --profiles (a folder of
     calibrations, which tiermoe calibrate makes beside a model's store). Quality
-    takes --model and --text. Speeds are replayed over the paper's link with a
-    GPU's computing times, 2 ms a token, at the cache that the row names or 45 %
-    of the experts (EdgeMoE: 20 %).
+    takes --model and --text. Speeds are replayed on the paper's machine
+    (simulate --machine), with the cache that the row names or 45 % of the
+    experts (EdgeMoE: 20 %).
 
     moved by: the same with what may be the cause of a difference taken away.
     """

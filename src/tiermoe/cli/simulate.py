@@ -50,6 +50,7 @@ from tiermoe.simulate import (
 from tiermoe.systems import compose
 from tiermoe.trace.file import Header, Trace, read_trace
 
+_WIDE = 120  # columns of a table that goes to a file or a pipe
 CACHE = "20%"
 """Size of the cache where none is given."""
 
@@ -361,7 +362,7 @@ def _print_results(results: list[dict[str, Any]], failed: list[str], place: _Pla
         table.add_column(title.replace("\n", ""), justify="right" if index else "left", no_wrap=True)
     for result in results:
         table.add_row(*(show(result) for _, show in columns))
-    Terminal().print(table)
+    Terminal(piped=_WIDE).print(table)
     if any(result["lossy"] for result in results):
         note("* lossy: may change what the model says")
     for line in failed:
@@ -369,19 +370,20 @@ def _print_results(results: list[dict[str, Any]], failed: list[str], place: _Pla
 
 
 def _columns(results: list[dict[str, Any]]) -> list[Column]:
-    """80 columns have room for ratios or bounds."""
+    """Those that 80 columns have room for beside what names the rows."""
     ladder, alone = "part" in results[0], not results[0].keys() & {"part", "sweep"}
+    size: Column = ("cached", _cell("cache_fraction", ".1%"))
+    bounds: list[Column] = [("bound", _cell("bound_tok_s", ".2f")), ("of it", _cell("bound_fraction", ".0%"))]
     return [
         *naming_columns(results),
-        ("cached", _cell("cache_fraction", ".1%")),
+        *([] if ladder else [size]),
         ("hits", _cell("hit_rate", ".1%")),
         *([] if ladder else [("Belady", _cell("belady_hit_rate", ".1%"))]),
         ("tok/s", _cell("decode_tok_s", ".2f")),
-        *(ratio_columns(results) if ladder else [("bound", _cell("bound_tok_s", ".2f"))]),
-        *([("of it", _cell("bound_fraction", ".0%"))] if alone else []),
+        *(ratio_columns(results) if ladder else bounds if alone else bounds[:1]),
         ("prefill", _cell("prefill_tok_s", ".2f")),
         ("a token", lambda row: "" if row["bytes_per_token"] is None else format_size(row["bytes_per_token"])),
-        *([] if ladder else [("waited, s", _cell("wait_s", ".1f"))]),
+        *([("waited, s", _cell("wait_s", ".1f"))] if alone else []),
     ]
 
 

@@ -23,21 +23,21 @@ Sweep = Annotated[
     typer.Option(
         "--sweep",
         metavar="NAME=V1,V2",
-        help="A row for each value of one setting: any that --set takes, or an option (below). Values that hold commas "
-        "are parted by ';'.",
+        help="A row for each value of one setting, like gamma=0.5,0.7: any that --set takes, and the options that are "
+        "named above. Values that hold commas are parted by ';'.",
         show_default=False,
     ),
 ]
 Picture = Annotated[
     Path | None,
-    typer.Option(help="Draw speed beside quality, or hits, into this .svg file.", show_default=False),
+    typer.Option(help="Draw the rows' speed and quality (simulate: hits) into this .svg file.", show_default=False),
 ]
 Ladder = Annotated[
     bool,
     typer.Option(
         "--ladder",
-        help="A row for each part of a preset, switched on one after the other in its paper's order. "
-        f"all: {', '.join(LADDERS)}.",
+        help="A row for each part of a preset, switched on one after the other in its paper's order: "
+        f"{', '.join(LADDERS)}.",
     ),
 ]
 
