@@ -58,7 +58,7 @@ class MeasuredRun:
     def _delays(self) -> tuple[tuple[int, float], tuple[int, float]]:
         """How often, and seconds in all: until a lane without work took a load, until who waited for one went on."""
         link = self._engine.link
-        return (link.lanes.starts, link.lanes.start_s), (link.wakes, link.wake_s)
+        return (link.starts, link.start_s), (link.wakes, link.wake_s)
 
     def _feed(self, sequences: Any) -> Metrics:
         import torch

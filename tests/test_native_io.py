@@ -215,6 +215,21 @@ def test_waiting_is_counted(tmp_path: Path, linked: Linked) -> None:
     assert link.busy_s > 0
 
 
+def test_a_start_that_comes_too_late_counts_with_the_time_until_it_was_not_needed(
+    tmp_path: Path, linked: Linked
+) -> None:
+    """Taken back before a thread had begun."""
+    link = linked(write_experts(tmp_path / "experts"), threads=1)
+    for _ in range(200):
+        starts, start_s = link.starts, link.start_s
+        link.submit(load(0, urgent=False))
+        if link.recall() and link.starts == starts:
+            break
+        within(10, link.wait)
+    assert link.starts == starts
+    assert link.start_s > start_s
+
+
 def test_closed_threads_refuse() -> None:
     threads = _native.IOThreads(2)
     threads.close()

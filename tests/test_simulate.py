@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
@@ -80,17 +81,32 @@ def test_who_waits_goes_on_a_little_after_the_end() -> None:
 
 def test_a_lane_without_work_begins_late_and_the_next_load_at_once() -> None:
     clock = VirtualClock()
-    link_ = VirtualLink(clock, 100.0, lambda key: Move(100), start=0.5)
+    link_ = VirtualLink(clock, 100.0, lambda key: Move(100), start=lambda: 0.5)
     link_.submit(load(0, urgent=False))
     clock.compute(0.25)
     assert link_.recall() == [load(0, urgent=False)]  # not yet begun
     link_.submit(load(1))
     link_.submit(load(2))
+    clock.compute(0.5)
+    link_.catch_up()
+    assert link_.busy_s == pytest.approx(0.25)  # since .5: it was woken for the one that was recalled
     assert link_.wait().load == load(1)
-    assert (clock.now, link_.busy_s) == (pytest.approx(1.5), pytest.approx(1.0))  # woken for the one that was recalled
+    assert clock.now == pytest.approx(1.5)
     link_.wait()
     assert clock.now == pytest.approx(2.5)
     assert link_.busy_s == pytest.approx(2.0)
+
+
+def test_who_waits_reads_by_itself_what_no_lane_has_begun() -> None:
+    clock = VirtualClock()
+    link_ = VirtualLink(clock, 100.0, lambda key: Move(100), wake=0.25, start=lambda: 0.5)
+    link_.submit(load(0))
+    clock.compute(0.125)
+    assert link_.wait().load == load(0)
+    assert clock.now == pytest.approx(1.125)  # at once, and no thread has to wake it
+    link_.submit(load(1, urgent=False))
+    link_.wait()
+    assert clock.now == pytest.approx(1.125 + 0.5 + 1.0 + 0.25)  # it reads nothing ahead
 
 
 def test_urgent_before_speculative_and_what_has_begun_is_not_interrupted() -> None:
@@ -162,6 +178,36 @@ def test_a_prefetch_comes_while_the_layer_runs() -> None:
     assert (counts.hits, counts.misses, counts.speculative_loads) == (0, 2, 1)  # it was still on its way
     fast = replayed(trace, changes={"prefetch": "oracle"}, bandwidth=1000.0)
     assert (fast.counts.hits, fast.counts.prefetched, fast.counts.misses) == (1, 1, 1)
+
+
+def test_what_is_read_ahead_comes_after_it_was_named_and_while_nothing_is_decided() -> None:
+    trace = trace_of([decode(layer([0]), layer([1]))], top_k=1)
+    times = dataclasses.replace(TIMES, layers=0.3, prefetch=0.05)
+    result = replayed(trace, changes={"prefetch": "oracle"}, times=times)
+    # dense .1 | 0 until 1.1, the layer decides meanwhile | named by 1.15, 1 until 2.15 | 0 runs until 1.55, dense until
+    # 1.65 | 1 is on its way: the layer decides until 1.8, waits, names nothing until 2.2 | runs .4
+    assert result.decode_tok_s == pytest.approx(1 / 2.6)
+    fast = replayed(trace, changes={"prefetch": "oracle"}, times=times, bandwidth=100 / 0.55)
+    # 1 is there at 1.2, half a second after it was named; the router asks for it at 1.2
+    assert (fast.counts.prefetched, fast.counts.misses) == (0, 2)
+    assert replayed(trace, changes={"prefetch": "oracle"}, times=times, bandwidth=100 / 0.45).counts.prefetched == 1
+    prompt_ = Pass("prefill", 0, [1, 2], [layer([0], [0])])
+    times = dataclasses.replace(TIMES, prefill_layers=0.05, prefill_prefetch=0.25)
+    slow = replayed(trace_of([prompt_], experts=6, top_k=1), changes={"prefetch": "oracle"}, times=times)
+    # dense 2 x .05, 0 until 1.1, decided meanwhile; naming 2 x .25; two tokens .45
+    assert slow.prefill_tok_s == pytest.approx(2 / (0.1 + 1.0 + 0.5 + 0.45))
+
+
+@pytest.mark.parametrize(("mean", "seconds", "ahead"), [(0.05, None, 1), (0.5, 3.3, 0)])
+def test_an_idle_lane_begins_after_times_that_are_drawn(mean: float, seconds: float | None, ahead: int) -> None:
+    trace = trace_of([decode(layer([0]), layer([1]))], top_k=1)
+    draws = random.Random(0)
+    _, second = (draws.expovariate(1 / mean) for _ in range(2))
+    # dense .25, 0 is read by who waits for it; 1 is named at 1.25 and begins after the second draw, or is taken back at
+    # 1.9 and read by who waits
+    result = replayed(trace, changes={"prefetch": "oracle"}, start=mean)
+    assert result.decode_tok_s == pytest.approx(1 / (seconds or 1.25 + second + 1.0 + 0.4))
+    assert result.counts.speculative_loads == ahead
 
 
 def test_a_prompt_is_charged_by_token() -> None:

@@ -118,18 +118,22 @@ def test_main_memory_hits_as_a_plain_lru_behind_a_plain_lru(chosen: list[list[in
     hits = misses = 0
     for experts in chosen:
         lacking = [expert for expert in experts if expert not in gpu]
-        for expert in [*(expert for expert in experts if expert in gpu), *lacking]:
+        read = []
+        for expert in lacking:
+            hits += expert in memory
+            if expert not in memory:
+                misses += 1
+                read.append(expert)
+                if len(memory) == second:
+                    memory.popitem(last=False)
+            memory[expert] = None
+            memory.move_to_end(expert)
+        # the GPU computes in the order of arrival, and what is not read arrives first
+        for expert in sorted(experts, key=lambda expert: (expert in lacking, expert in read)):
             gpu[expert] = None
             gpu.move_to_end(expert)
         while len(gpu) > slots:
             gpu.popitem(last=False)
-        for expert in lacking:
-            hits += expert in memory
-            misses += expert not in memory
-            if expert not in memory and len(memory) == second:
-                memory.popitem(last=False)
-            memory[expert] = None
-            memory.move_to_end(expert)
     trace = trace_of([decode(layer(experts)) for experts in chosen], experts=6)
     found = replayed(trace, slots=slots, **ram(second)).second_level
     assert (found["host_hits"], found["host_misses"]) == (hits, misses)

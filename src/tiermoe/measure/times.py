@@ -53,18 +53,25 @@ def times_of(
     dense = average((lap.seconds - lap.experts_s) / lap.passes for lap in decodes)
     further = average(lap.further(one) for lap in prefills)
     prefill_token = average(lap.beside(one, further) / prompt for lap in prefills)
-    return Times(dense, {bits: one}, prefill_token, {bits: further})
+    layers = min(average(lap.layers_s / lap.passes for lap in decodes), dense)
+    prefill_layers = min(average(lap.layers_s / prompt for lap in prefills), prefill_token)
+    prefetch = average(lap.prefetch_s / max(lap.layers, 1) for lap in decodes)
+    prefill_prefetch = average(lap.prefetch_s / max(lap.layers, 1) / prompt for lap in prefills)
+    return Times(dense, {bits: one}, prefill_token, {bits: further}, layers, prefill_layers, prefetch, prefill_prefetch)
 
 
 @dataclass(frozen=True, slots=True)
 class Lap:
     """What one pass took."""
 
-    seconds: float
+    seconds: float  # without those of prefetching
     experts_s: float  # seconds of its experts
     used: int  # (token, expert) pairs that ran
     active: int  # (layer, expert) pairs that ran
     passes: int = 1  # 2 where a token's little pass was discarded (MoBiLE)
+    layers: int = 0  # that ran
+    layers_s: float = 0.0  # seconds from the routers' choices to the layers' first experts
+    prefetch_s: float = 0.0  # seconds of naming what to read ahead
 
     def further(self, one: float) -> float:
         """Seconds of each token after an expert's first token, which takes `one`."""
@@ -76,16 +83,19 @@ class Lap:
 
 
 class Stopwatch(Observer):
-    """Times a model's passes and their experts, less the waiting for the link. A context."""
+    """Times a model's passes and their experts, less the waiting for the link and the naming of what to read ahead,
+    which it times apart. A context."""
 
     def __init__(self, model: Any) -> None:
         engine = engine_of(model)
         self._engine: Any = engine
         self._device = engine.device
-        self._experts_s = 0.0
-        self._used = self._active = self._passes = 0
+        self._experts_s = self._layers_s = 0.0
+        self._used = self._active = self._passes = self._layers = 0
         self._layer = -1  # that ran last; a pass begins where it falls
-        self._first: float | None = None  # when the running layer's first expert could be computed
+        self._routed = 0.0  # when the running layer's router had spoken
+        self._first: float | None = None  # when its first expert could be computed
+        self._prefetch_s = engine.scheduler.predicted_s
         self._began = self._now()
 
     def __enter__(self) -> Stopwatch:
@@ -98,8 +108,16 @@ class Stopwatch(Observer):
     def lap(self) -> Lap:
         """What has passed since the last lap."""
         seconds = self._now() - self._began
-        lap = Lap(seconds, self._experts_s, self._used, self._active, max(self._passes, 1))
+        named_s, self._prefetch_s = (
+            self._engine.scheduler.predicted_s - self._prefetch_s,
+            self._engine.scheduler.predicted_s,
+        )
+        lap = Lap(
+            seconds, self._experts_s, self._used, self._active, max(self._passes, 1), self._layers, self._layers_s,
+            named_s,
+        )  # fmt: skip
         self._experts_s, self._used, self._active, self._passes, self._layer = 0.0, 0, 0, 0, -1
+        self._layers, self._layers_s = 0, 0.0
         self._began = self._now()
         return lap
 
@@ -109,11 +127,14 @@ class Stopwatch(Observer):
         self._active += len(counts)
         self._passes += self._layer < 0 or routed.layer <= self._layer
         self._layer = routed.layer
+        self._layers += 1
         self._first = None
+        self._routed = self._now()
 
     def on_ready(self, layer: int, ready: Ready) -> None:
         if self._first is None:
             self._first = self._now()
+            self._layers_s += self._first - self._routed
 
     def on_computed(self, layer: int) -> None:
         if self._first is not None:
@@ -122,4 +143,4 @@ class Stopwatch(Observer):
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # so that each part's work is done within it
-        return time.perf_counter() - float(self._engine.wait_s)
+        return time.perf_counter() - float(self._engine.wait_s) - float(self._engine.scheduler.predicted_s)

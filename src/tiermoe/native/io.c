@@ -316,6 +316,13 @@ static void clear(Queue *queue) {
     for (Load *load; (load = pop(queue));) let_go(load);
 }
 
+/* No thread began what was asked for at `since`, and nothing is left to begin; under the lock. The time counts, the start
+ * does not: those that come too late would be missing in the mean otherwise. */
+static void none_began(IOThreads *io) {
+    if (io->since) io->start += now() - io->since;
+    io->since = 0;
+}
+
 /* Drops what is queued, and returns when what has begun has ended. */
 static void quiet(IOThreads *io) {
     pthread_mutex_lock(&io->lock);
@@ -408,7 +415,7 @@ static void await(IOThreads *io, int64_t began) {
     if (io->finished.first) return;
     if (io->reading < io->count && io->queues[URGENT].first && own(io->queues[URGENT].first)) {
         Load *load = pop(&io->queues[URGENT]);
-        if (!io->queues[URGENT].first && !io->queues[SPECULATIVE].first) io->since = 0;
+        if (!io->queues[URGENT].first && !io->queues[SPECULATIVE].first) none_began(io);
         work(io, load, &io->own);
         if (io->sleeping && (io->queues[URGENT].first || io->queues[SPECULATIVE].first || io->queues[BACKGROUND].first))
             pthread_cond_signal(&io->asked);
@@ -465,7 +472,7 @@ static PyObject *io_recall(PyObject *self, PyObject *none) {
         Py_XDECREF(number);
         let_go(load);
     }
-    if (!io->queues[URGENT].first) io->since = 0;
+    if (!io->queues[URGENT].first) none_began(io);
     pthread_mutex_unlock(&io->lock);
     return numbers;
 }

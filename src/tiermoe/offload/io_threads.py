@@ -15,7 +15,8 @@ class IOThreads:
     """`count` threads that call `work` for one load at a time each. `work` itself reports how a load ended
     and raises nothing. Of several threads one is kept free of background loads, so that an urgent one never waits for
     these; where there is one, for the one that has begun. `starts`: how many loads, background ones apart, found a
-    thread without work; `start_s`: seconds from their submission until it took them.
+    thread without work; `start_s`: seconds from their submission until it took them, or until all were taken back: a
+    start that would have come later is then no less in the mean, `start_s / starts`.
 
     The thread that computes may be interrupted anywhere (Ctrl-C). It uses plain locks and queues alone, which Python
     takes and gives back in one piece; in the midst of a `threading.Condition` it would leave the threads locked."""
@@ -56,7 +57,8 @@ class IOThreads:
         with self._lock:
             loads = list(self._speculative)
             self._speculative.clear()
-            if not self._urgent:
+            if not self._urgent and self._asked is not None:
+                self.start_s += time.perf_counter() - self._asked
                 self._asked = None
             return loads
 

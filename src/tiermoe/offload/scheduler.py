@@ -65,6 +65,7 @@ class Scheduler:
     exact: bool = True
     uses: Uses = field(init=False)  # tokens that each expert has served, as far as `record_hits` knows
     reuse: Reuse = field(init=False)
+    predicted_s: float = field(default=0.0, init=False)  # seconds of naming what to read ahead, by the link's clock
     discarded: ExpertCounts = field(default_factory=ExpertCounts)
     _hits: list[tuple[int, Sequence[Sequence[int]]]] = field(default_factory=list)  # that policies have not learnt of
     _phase: str = "prefill"  # of the running pass
@@ -319,10 +320,12 @@ class Scheduler:
         loader.recall()  # then it is known what is here
         loader.collect()
         named = []
+        began = loader.link.now()
         for target, expert, _ in prediction.candidates(layer, forecasts, here):
             bits = bits_of(target, expert)
             if bits:
                 named.append(ExpertKey(target, expert, bits))
+        self.predicted_s += loader.link.now() - began
         if self._watches:
             first: dict[int, list[int]] = {}  # as many as a token uses: some predictors rank all
             for target, expert, _ in named:

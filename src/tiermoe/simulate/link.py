@@ -111,8 +111,9 @@ class VirtualLink:
     at an equal share of `bandwidth` (bytes per second) with the others under way.
 
     move_of: what a load moves; called when the load begins. start: seconds from a load's submission until an
-    idle lane begins it; till then it can be recalled. A lane that has just ended a load begins the next at once. wake:
-    seconds from a transfer's end until the processor that waits for it goes on. `wait_s`: seconds in which the clock
+    idle lane begins it, asked each time; till then it can be recalled, and a processor that waits reads what is urgent
+    itself. None: at once, as a lane that has just ended a load begins the next. wake: seconds from the end of a lane's
+    transfer until the processor that waits for it goes on. `wait_s`: seconds in which the clock
     stood at `wait` or `fetch`; `busy_s`: seconds in which the link, or the drive behind it, was at work. `at`: the time
     up to which they are simulated, between two calls the clock's.
 
@@ -129,7 +130,7 @@ class VirtualLink:
         latency: float = 0.0,
         lanes: int = 1,
         wake: float = 0.0,
-        start: float = 0.0,
+        start: Callable[[], float] | None = None,
         host: HostTier | None = None,
     ) -> None:
         self.wait_s = 0.0
@@ -187,7 +188,12 @@ class VirtualLink:
 
     def wait(self) -> Finished:
         self._run_to(self._clock.now)
-        self._wait_for(lambda: bool(self._finished))
+        wake = self._wake
+        if self._urgent and not self._finished and len(self._on_lanes) < self._lanes:
+            wake = 0.0
+            self._on_lanes.append(load := self._urgent.popleft())
+            self._serve(load)
+        self._wait_for(lambda: bool(self._finished), wake)
         return self._take_finished()
 
     def poll(self) -> Finished | None:
@@ -221,7 +227,7 @@ class VirtualLink:
         arrived: list[Move] = []
         self._fetches.append((move, arrived))
         self._begin()
-        self._wait_for(lambda: bool(arrived))
+        self._wait_for(lambda: bool(arrived), self._wake)
 
     def bring(self, key: ExpertKey, then: Callable[[], None]) -> None:
         """Pins `key` in main memory, from the drive where it is not there, and calls `then`."""
@@ -257,11 +263,11 @@ class VirtualLink:
         self._clock.now = max(began, self.at)
         return self._clock.now - began
 
-    def _wait_for(self, done: Callable[[], bool]) -> None:
-        """The processor waits for the link."""
+    def _wait_for(self, done: Callable[[], bool], wake: float) -> None:
+        """The processor waits for the link, and goes on `wake` seconds later."""
         if not done():
-            self.wait_s += self.run_until(done) + self._wake
-            self._clock.now += self._wake
+            self.wait_s += self.run_until(done) + wake
+            self._clock.now += wake
 
     def _take_finished(self) -> Finished:
         finished = self._finished.popleft()
@@ -270,11 +276,11 @@ class VirtualLink:
 
     def _wake_lane(self) -> None:
         """Wakes an idle lane for a load that was submitted."""
-        if not self._start:
+        if self._start is None:
             self._begin()
         elif len(self._on_lanes) + self._waking < self._lanes:
             self._waking += 1
-            self.after(self._start, self._woken)
+            self.after(self._start(), self._woken)
 
     def _woken(self) -> None:
         self._waking -= 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -37,6 +39,7 @@ from tiermoe.simulate.steps import (
     Future,
     RecordedForecasts,
     Step,
+    TimedPredictor,
     hash_tables,
     require,
     require_calibration,
@@ -59,7 +62,7 @@ class ReplaySettings:
     profile: Profile | None = None
     seed: int = 0
     wake: float = 0.0  # seconds from a load's end until the processor that waits for it goes on
-    start: float = 0.0  # seconds from a load's submission until an idle lane begins it
+    start: float = 0.0  # mean seconds from a load's submission until an idle lane begins it; they are drawn exponential
     copies: bool = False  # the link moves copies to a GPU (`Header.copied_bytes`), not what a drive stores
     ram: CacheSize | None = None  # of experts in main memory, which a drive fills; None: there is no level in between
     drive: NamedLink | None = None  # that fills it
@@ -255,9 +258,12 @@ class _Run:
             stored = Costs(header, costs.times).nbytes
             self._host = HostTier(SecondLevelCache(runs), drive.bandwidth, drive.latency, stored)
             self.metrics.bandwidth = drive.bandwidth
+        start = (
+            functools.partial(random.Random(settings.seed).expovariate, 1 / settings.start) if settings.start else None
+        )
         self._link = link = VirtualLink(
             self._clock, settings.bandwidth, self._neurons.load if self._neurons else costs.move, settings.latency,
-            settings.lanes, settings.wake, settings.start, self._host,
+            settings.lanes, settings.wake, start, self._host,
         )  # fmt: skip
         self._cpu = cpu = VirtualCpu(link, lambda bits, tokens: tokens * nearest(settings.cpu, bits))
         self._scheduler = assemble(
@@ -265,6 +271,7 @@ class _Run:
             FutureTrace(self._future.next_use, self._future.choices), settings.seed,
             lambda: MissCosts(link.seconds_per_load, cpu.seconds_per_expert),
         )  # fmt: skip
+        self._prediction = self._scheduler.prediction = TimedPredictor(self._scheduler.prediction, self._clock)
         self._sequence: int | None = None
 
     def all_steps(self) -> None:
@@ -293,6 +300,7 @@ class _Run:
             self._neurons.start_pass(step.layers, step.size)
         self._future.start_step(number)
         forecasts = RecordedForecasts(step)
+        self._prediction.seconds = self._costs.prefetch_s(step.phase, step.size)
         running = step.running
         self._scheduler.begin_pass(step.size, forecasts, step.phase, running[0])
         for layer in running:
@@ -310,7 +318,9 @@ class _Run:
     def _layer(self, step: Step, layer: int, forecasts: RecordedForecasts) -> None:
         routed = step.routed(layer)
         tokens = routed.tokens_per_expert()
-        for ready in chain.from_iterable(self._scheduler.run_layer(routed, forecasts)):
+        groups = self._scheduler.run_layer(routed, forecasts)
+        self._clock.compute(self._costs.layers_s(step.phase, step.size) / len(step.running))
+        for ready in chain.from_iterable(groups):
             key = ExpertKey(layer, ready.expert, ready.bits)
             if ready.slot == CPU_FALLBACK:
                 self._cpu.submit(key, tokens[ready.expert])

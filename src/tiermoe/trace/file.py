@@ -34,6 +34,7 @@ _RATIO, _PLAIN = 32, 16 * MIB
 _NEURONS = ("neurons", "named")  # fields of a layer
 _RANKED = ("forecasts", "counts")  # likewise
 _LATER = ("slot_bytes", "copied_bytes", "neuron_slot_bytes")  # files of earlier versions of tiermoe lack them
+_LATER_TIMES = ("layers", "prefill_layers", "prefetch", "prefill_prefetch")
 
 _CSV = "# route_trace"  # a CSV's first characters
 _CSV_VERSION = "v1"
@@ -88,6 +89,10 @@ class Times:
     expert: dict[int, float]  # bits → one expert on one token
     prefill_token: float  # everything but experts, per prompt token
     prefill_expert: dict[int, float]  # bits → one expert per prompt token beyond its first
+    layers: float = 0.0  # of `dense`, what layers take from the router's choice to their first expert
+    prefill_layers: float = 0.0  # likewise of `prefill_token`
+    prefetch: float = 0.0  # naming what to read ahead, in one layer of a decode pass
+    prefill_prefetch: float = 0.0  # likewise per prompt token
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +271,9 @@ def _header_from_json(document: dict[str, Any]) -> Header:
     times = values["times"]
     if times is not None:
         times = Times(
-            times["dense"], _by_number(times["expert"]), times["prefill_token"], _by_number(times["prefill_expert"])
-        )
+            times["dense"], _by_number(times["expert"]), times["prefill_token"], _by_number(times["prefill_expert"]),
+            **{name: times.get(name, 0.0) for name in _LATER_TIMES},
+        )  # fmt: skip
     return Header(
         **values | {"expert_bytes": _by_number(values["expert_bytes"]), "holds": frozenset(values["holds"])}
         | {"times": times}
