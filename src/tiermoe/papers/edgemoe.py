@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiermoe.papers import statistics as trace
-from tiermoe.papers.figure import Counted, Figure, Loss, Paper, Ratio, Replayed, Row, decoding, rungs
+from tiermoe.papers.figure import OF_FIGURE, Counted, Figure, Loss, Paper, Ratio, Replayed, Row, decoding, rungs
 from tiermoe.papers.runs import Place, Side
 
 TX2, CARD = Place("jetson-tx2", "20%"), Place("raspberry-pi-4b", "20%")
@@ -38,7 +38,7 @@ PAPER = Paper(
     "edgemoe",
     "EdgeMoE: Fast On-Device Inference of MoE-based Large Language Models (2023)",
     [
-        Figure("figure 3", "a token's time over that with every expert in memory", [
+        Figure("figure 3", OF_FIGURE.format("a token's time over that with every expert in memory"), [
             Row("TX2 with an SSD", "3.2 to 3.9", Ratio(Side("io-free", bits=16), IO_EXP, TX2),
                 Ratio(Side("io-free", bits=16), IO_EXP, TX2).slower(0.1, 0.3)),
             Row("Raspberry Pi with a card", "3.3 to 3.8", Ratio(Side("io-free", bits=16), IO_EXP, CARD),

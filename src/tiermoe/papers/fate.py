@@ -28,6 +28,10 @@ def _precisions(ratio: Ratio) -> dict[str, Ratio]:
     return {f"theirs at {bits} bits": replace(ratio, theirs=ratio.theirs.but(bits=bits)) for bits in (8, 4)}
 
 
+def _at(ours: Side, share: str) -> Ratio:
+    return Ratio(ours, LOD, replace(LOW_END, share=share))
+
+
 def _decoding() -> list[Row]:
     lod, eap = _over(LOD, HIGH_END), _over(EAP, HIGH_END)
     return [
@@ -89,7 +93,7 @@ PAPER = Paper(
         Figure("figure 12", "decoding", _decoding()),
         Figure("figure 13", "decoding by budget, low-end PC", [
             Row(f"{name} over LoD, {share} cached", "1.8 at most with little memory" if (name, share) == ("Fate", "10%")
-                else "", Ratio(side, LOD, replace(LOW_END, share=share)))
+                else "", _at(side, share), _precisions(_at(side, share)) if share == "10%" else {})
             for share in SHARES for name, side in (("Fate", OURS), ("EAP", EAP))
         ]),
         Figure("figure 14", "decoding over LoD, part by part, high-end PC",

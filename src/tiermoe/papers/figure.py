@@ -53,6 +53,10 @@ class Paper:
     missing: Mapping[str, str]  # name of a figure that cannot be had here → why
 
 
+OF_FIGURE = "{} (how fast the machines compute is of this figure)"
+"""Title of a figure that `simulate.machines` takes a processor's rate from."""
+
+
 def decoding(result: Result) -> float:
     """Tokens a second."""
     return result.metrics.decode.tok_s

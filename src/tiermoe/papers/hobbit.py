@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tiermoe.papers import statistics as trace
 from tiermoe.papers.figure import (
+    OF_FIGURE,
     Counted,
     Figure,
     Loss,
@@ -49,6 +50,7 @@ def _hit_rate(result: Result) -> float:
 
 def _groups() -> list[Figure]:
     over = Ratio(OURS, OFFLOADING, RTX_4090)
+    read = replace(over, figure=prompts)
     others = {
         "t1=.5 t2=.75": replace(over, ours=OURS.but(t1=0.5, t2=0.75)),
         "all but the first rank low": replace(over, ours=OURS.but(t1=0, t2=0.99, low_share=0.5)),
@@ -61,7 +63,8 @@ def _groups() -> list[Figure]:
     return [
         Figure("figure 14", "speed beside others; RTX 4090, float16 with int4", [
             Row("decoding over MoE-Offloading", "3.21, 3.29", over, others),
-            Row("prompts over MoE-Offloading", "2.0, 2.2", replace(over, figure=prompts)),
+            Row("prompts over MoE-Offloading", "2.0, 2.2", read, {
+                "8 + 2 bits beside 16 in the same bytes": replace(read, ours=ON_ORIN.but(share_of=16))}),
         ]),
         Figure("figure 15", "the CPU computes misses beside the GPU, RTX 4090", [
             Row("decoding over Fiddler (`misses=measured`, no prefetch)", ".99, 1.46",
@@ -99,7 +102,7 @@ PAPER = Paper(
     "hobbit",
     "HOBBIT: A Mixed Precision Expert Offloading System for Fast MoE Inference (2024)",
     [
-        Figure("figure 3a", "share of a token's time that loads take, on demand at 16 bits", [
+        Figure("figure 3a", OF_FIGURE.format("share of a token's time that loads take, on demand at 16 bits"), [
             Row("RTX 4090", "85.5 %", Replayed(Side("load-on-demand", bits=16), RTX_4090, waiting, ".1%")),
             Row("Jetson Orin", "94.5 %", Replayed(Side("load-on-demand", bits=16), ORIN, waiting, ".1%")),
         ]),
