@@ -225,6 +225,17 @@ def test_packing_prints_its_speed_and_memory(tmp_path: Path, run_: Printed) -> N
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model"]
 
 
+def test_a_run_and_its_replay_stand_side_by_side(shipped: Path, run_: Printed) -> None:
+    text = shipped.parents[1] / "data" / "heldout.txt"
+    words = ["--tokens", "16", "--sequence", "16", "--prompt", "8", "--lanes", "1"]
+    found, err = run_("benchmarks.replay", shipped, "--text", text, *words, "--preset", "lru")
+    assert found["hits_agree"]
+    assert found["run"]["decode"]["misses"] == found["replay"]["decode"]["misses"] > 0
+    assert all(ratio > 0 for ratio in found["replay_to_run"].values())
+    assert found["start"] >= 0
+    assert "points" in err
+
+
 PAGE = 4096
 
 

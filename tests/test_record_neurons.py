@@ -93,9 +93,9 @@ def test_the_neurons_that_a_trace_names_are_those_that_a_prefetch_brings() -> No
     loads = NeuronLoads(trace, costs, composition())
     loads.start_pass(trace.passes[0].layers, 1)
     loads.start_layer(0)
-    assert loads.load(key) == 40 + 2 * 15
+    assert loads.load(key).nbytes == 40 + 2 * 15
     loads.start_layer(1)
-    assert loads.complete(key) == 15  # of neurons 1 and 2 it named 1
+    assert loads.complete(key).nbytes == 15  # of neurons 1 and 2 it named 1
     assert corm.neuron_recall(trace) == [None, 0.5]
 
 
@@ -168,13 +168,13 @@ def test_bytes_of_whole_experts_in_a_prompt_and_of_active_neurons_after_it() -> 
     loads.start_pass(active, 1)
     loads.start_layer(0)
     # of 100 bytes 40 are W1 and 15 each neuron; expert 2 was not chosen: the mean is two neurons
-    assert [loads.load(key) for key in keys] == [55, 85, 70]
+    assert [loads.load(key).nbytes for key in keys] == [55, 85, 70]
     loads.start_pass([layer([0], neurons={0: 0b1001})], 1)
     loads.start_layer(0)
-    assert loads.complete(keys[0]) == 15
+    assert loads.complete(keys[0]).nbytes == 15
     loads.start_pass(active, 3)
-    assert loads.complete(keys[1]) == 15  # what is missing of all four
-    assert loads.load(keys[0]) == 100
+    assert loads.complete(keys[1]).nbytes == 15  # what is missing of all four
+    assert loads.load(keys[0]).nbytes == 100
 
 
 def composition(**changes: Any) -> Composition:
@@ -194,14 +194,14 @@ def test_what_is_read_ahead_brings_other_neurons_than_those_that_are_active() ->
     loads = NeuronLoads(trace, costs, composition())
     loads.start_pass(passed, 1)
     loads.start_layer(0)
-    assert loads.load(key) == 40  # as many as are active
+    assert loads.load(key).nbytes == 40  # as many as are active
     loads.start_layer(1)
-    assert loads.complete(key) == round((1 - RECALL) * 40)  # the active ones among them that it did not name
-    assert loads.complete(key) == 0
+    assert loads.complete(key).nbytes == round((1 - RECALL) * 40)  # the active ones among them that it did not name
+    assert loads.complete(key).nbytes == 0
     going_on = NeuronLoads(trace, costs, composition(on_mispredict="proceed"))
     going_on.start_pass(passed, 1)
     going_on.start_layer(0)
-    assert going_on.load(key) == 40
+    assert going_on.load(key).nbytes == 40
     going_on.start_layer(1)
-    assert going_on.complete(key) == 0  # it goes on with what was predicted
-    assert going_on.complete(key) == round((1 - RECALL) * 40)  # and fetches the rest when it is asked for again
+    assert going_on.complete(key).nbytes == 0  # it goes on with what was predicted
+    assert going_on.complete(key).nbytes == round((1 - RECALL) * 40)  # and fetches the rest when it is asked for again
