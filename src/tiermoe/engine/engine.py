@@ -206,6 +206,8 @@ class Engine:
             "expert_skips": counts.skipped,
             "experts_on_cpu": counts.cpu_fallback,
             "low_loads": counts.low_loads,
+            "dropped_experts": counts.dropped,
+            "cached_experts": len(self.loader.cache),
             "displaced_choices": counts.displaced,
             "moved_weight": counts.moved_weight,
             "speculative_loads": counts.speculative_loads,

@@ -50,6 +50,7 @@ class Result:
     slots: dict[str, int]  # 'bits' of copies → slots
     metrics: Metrics
     belady: Metrics  # of Belady's choice in one pool of equal slots of the same bytes, without prefetch and time
+    cached_experts: int  # in the end
 
     hit_rate = property(attrgetter("metrics.headline_hit_rate"))
     prefill_hit_rate = property(attrgetter("metrics.prefill.counts.hit_rate"))
@@ -99,6 +100,8 @@ class Result:
             ),
             **named(counts, "hits", "misses", "skipped", "loads", "low_loads", "speculative_loads"),
             "prefetched_hits": counts.prefetched,
+            "dropped_experts": counts.dropped,
+            "cached_experts": self.cached_experts,
             "discarded_hits": discarded.hits,
             "discarded_misses": discarded.misses,
             **named(self, "prefetching", "bound_fraction"),
@@ -128,6 +131,7 @@ def replay(
         cache_fraction=run.nbytes / (unit * sum(header.experts)),
         slots={",".join(map(str, share.bits)): share.slots for share in run.slots},
         metrics=run.metrics,
+        cached_experts=run.cached_experts,
         belady=(belady or BeladyHits(trace)).of(max(run.nbytes // unit, 1), run.bits),
     )
 
@@ -185,6 +189,10 @@ class _Run:
             FutureTrace(self._future.next_use, self._future.choices), settings.seed,
         )  # fmt: skip
         self._sequence: int | None = None
+
+    @property
+    def cached_experts(self) -> int:
+        return len(self._scheduler.loader.cache)
 
     def all_steps(self) -> None:
         """Every pass in order; fills `metrics`."""
