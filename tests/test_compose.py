@@ -57,20 +57,50 @@ def test_fates_low_copies_have_their_share_of_one_layers_part() -> None:
     assert with_low_share(compose("fate", {"low_popularity": 0.4, "mispredicted": "low"}), 8).low_share is None
 
 
-def test_precisions_share_slots_where_nothing_divides_them() -> None:
+def test_precisions_share_bytes_where_nothing_divides_them() -> None:
     fate = compose("fate", {"low_popularity": 0.4, "low_share": 0})
-    assert divide(1000, fate, {4: 100, 2: 50}, (), 100) == [PrecisionSlots((4, 2), 10)]
+    assert divide(1050, fate, {4: 100, 2: 50}, (), 100) == [PrecisionSlots((4, 2), 10, (100, 50))]
+    edgemoe, table = compose("edgemoe"), [4, 4, 4, 2, 2] * 6
+    assert divide(2000, edgemoe, {4: 100, 2: 50}, table, 30) == [PrecisionSlots((4, 2), 20, (100, 50))]
+    # no more than there are: 18 of 100 bytes and 12 of 50
+    assert divide(9999, edgemoe, {4: 100, 2: 50}, table, 30) == [PrecisionSlots((4, 2), 24, (100, 50))]
+    assert divide(1000, edgemoe, {4: 100}, (), 7) == [PrecisionSlots((4,), 7)]
+
+
+def test_a_high_copy_takes_the_bytes_of_two_low_ones() -> None:
+    """EdgeMoE's one budget: 500 bytes hold five experts at 4 bits or ten at 2."""
+    lru = compose("lru", {"precision": "table"})
+    cache = assembled(lru, divide(500, lru, {4: 100, 2: 50}, [4, 2] * 16, 32)).loader.cache
+    low = [ExpertKey(0, 2 * expert + 1, 2) for expert in range(4)] + [ExpertKey(1, 1, 2)]
+    high = [ExpertKey(2, 2 * expert, 4) for expert in range(4)]
+    slots = {key: cache.reserve(key) for key in (*low, *high[:2])}
+    assert None not in slots.values()
+    assert len(set(slots.values())) == 7
+    for key in slots:
+        cache.arrived(key)
+    assert cache.free(0) == 50
+    assert cache.reserve(high[2]) is not None
+    assert (cache.evictions, cache.free(0)) == (1, 0)
+    assert cache.reserve(high[3]) is not None
+    assert cache.evictions == 3
+
+
+def test_precisions_share_whole_slots_where_nothing_divides_them() -> None:
+    fate = compose("fate", {"low_popularity": 0.4, "low_share": 0})
+    assert divide(1000, fate, {4: 100, 2: 50}, (), 100, whole_slots=True) == [PrecisionSlots((4, 2), 10)]
     table = compose("edgemoe")
-    assert divide(1000, table, {4: 100, 2: 84}, [4, 2], 100) == [PrecisionSlots((4, 2), 10)]
-    assert divide(1000, table, {4: 100}, (), 7) == [PrecisionSlots((4,), 7)]
+    assert divide(1000, table, {4: 100, 2: 84}, [4, 2], 100, whole_slots=True) == [PrecisionSlots((4, 2), 10)]
+    assert divide(1000, table, {4: 100}, (), 7, whole_slots=True) == [PrecisionSlots((4,), 7)]
 
 
-def test_a_table_shares_the_bytes_as_it_uses_them() -> None:
+def test_a_table_shares_whole_slots_as_it_uses_them() -> None:
     # three experts at 100 bytes, two at 50: 3/4 and 1/4 of 2000 bytes
     edgemoe, table = compose("edgemoe"), [4, 4, 4, 2, 2] * 6
-    assert divide(2000, edgemoe, {4: 100, 2: 50}, table, 30) == [PrecisionSlots((4,), 15), PrecisionSlots((2,), 10)]
+    shares = divide(2000, edgemoe, {4: 100, 2: 50}, table, 30, whole_slots=True)
+    assert shares == [PrecisionSlots((4,), 15), PrecisionSlots((2,), 10)]
     # no more than there are
-    assert divide(9999, edgemoe, {4: 100, 2: 50}, table, 30) == [PrecisionSlots((4,), 18), PrecisionSlots((2,), 12)]
+    shares = divide(9999, edgemoe, {4: 100, 2: 50}, table, 30, whole_slots=True)
+    assert shares == [PrecisionSlots((4,), 18), PrecisionSlots((2,), 12)]
 
 
 def test_a_pool_has_its_least_slots_before_bytes_are_divided() -> None:
@@ -85,9 +115,10 @@ def test_a_pool_has_its_least_slots_before_bytes_are_divided() -> None:
     st.integers(0, 10_000),
     st.dictionaries(st.sampled_from([2, 4, 8]), st.integers(1, 300), min_size=1),
     st.sampled_from(["hobbit", "edgemoe", "lru"]),
+    st.booleans(),
 )
-def test_slots_never_exceed_the_bytes(nbytes: int, sizes: dict[int, int], preset: str) -> None:
-    shares = divide(nbytes, PRESETS[preset], sizes, list(sizes), 1000)
+def test_slots_never_exceed_the_bytes(nbytes: int, sizes: dict[int, int], preset: str, whole_slots: bool) -> None:
+    shares = divide(nbytes, PRESETS[preset], sizes, list(sizes), 1000, whole_slots=whole_slots)
     taken = sum(share.slots * max(sizes[bits] for bits in share.bits) for share in shares)
     # one slot of each there is in any case
     assert taken <= max(nbytes, sum(sizes.values()))

@@ -276,3 +276,122 @@ def test_nobody_who_is_pinned_lends_and_an_interruption_brings_all_back() -> Non
     cache.roll_back()
     assert cache.free(0) == 1
     assert [cache.slot(key) is None for key in keys] == [False, False, True]
+
+
+SIZES = {4: 9, 2: 5}
+
+
+class Memory:
+    """What lies in the slots of a cache whose copies share bytes, as the system sees it: pages stay until they are
+    given back."""
+
+    def __init__(self, parts: list[Pool]) -> None:
+        self.cache = ExpertCache(parts, lru_of, (4, 2), sizes=SIZES)
+        self.cache.on_shrink = self.shrink
+        self.room = sum(part.slots for part in parts) * SIZES[4]
+        self.written: dict[int, int] = {}
+
+    def shrink(self, slot: int, kept: int) -> None:
+        self.written[slot] = min(self.written.get(slot, 0), kept)
+
+    def write(self, slot: int, key: ExpertKey) -> None:
+        self.written[slot] = max(self.written.get(slot, 0), SIZES[key.bits])
+        assert sum(self.written.values()) <= self.room
+
+
+STEPS = st.tuples(
+    st.sampled_from(
+        ["load", "load", "use", "abandon", "speculate", "commit", "cancel", "pin", "protect", "lend", "end"]
+    ),
+    st.integers(0, 2),
+    st.integers(0, 5),
+    st.sampled_from([4, 2]),
+)
+
+
+@pytest.mark.parametrize(
+    "parts", [[Pool(5, None, range(3))], [Pool(2, None, range(layer, layer + 1)) for layer in range(3)],
+              by_use(Share(6, [99] * 3))], ids=["one", "even", "by use"]
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+@given(script=st.lists(STEPS, min_size=20, max_size=80))
+def test_copies_that_share_bytes_never_take_more(parts: list[Pool], script: list[tuple[str, int, int, int]]) -> None:
+    """Nor does memory that nobody counts any more stay, whatever leaves for whom."""
+    memory = Memory(parts)
+    cache = memory.cache
+    uses = [[0] * 6 for _ in range(3)]
+    begun: dict[ExpertKey, int] = {}  # speculatively
+    pinned: list[ExpertKey] = []
+    for step, layer, expert, bits in script:
+        key = ExpertKey(layer, expert, bits)
+        absent = cache.slot(key) is None and not cache.in_flight(key)
+        if step in ("load", "abandon") and absent and not begun:
+            slot = cache.reserve(key)
+            if slot is None:
+                assert pinned
+                continue
+            memory.write(slot, key)
+            if step == "abandon":
+                cache.abandon(key)
+            else:
+                cache.arrived(key)
+        elif step == "speculate" and absent and (slot := cache.reserve_speculatively(key)) is not None:
+            begun[key] = slot
+        elif step == "cancel" and begun:
+            cache.cancel(begun.popitem()[0])
+        elif step == "commit" and begun:
+            for key, slot in begun.items():
+                memory.write(slot, key)
+            for key in begun:
+                cache.commit(key)
+                cache.arrived(key)
+            begun.clear()
+        elif step == "use" and cache.slot(key) is not None:
+            cache.used([key], [Demand(expert, 1, bits)])
+            uses[layer][expert] += 1
+            cache.follow(uses)
+        elif step == "pin" and cache.slot(key) is not None and not begun:
+            pinned.append(key)
+            cache.pin(key)
+        elif step == "protect" and not absent:
+            cache.protect(key)
+        elif step == "lend" and not begun:
+            for slot in cache.lend(expert, 1):
+                memory.shrink(slot, 0)
+            cache.take_back()
+        elif step == "end":
+            cache.roll_back()
+            begun.clear()
+            pinned.clear()
+        held = {key: slot for row in range(3) for column in range(6) for each in (4, 2)
+                if (slot := cache.slot(key := ExpertKey(row, column, each))) is not None}  # fmt: skip
+        assert len(set(held.values())) == len(held) == len(cache)
+        assert sum(SIZES[key.bits] for key in held) <= memory.room
+        assert all(memory.written[slot] >= SIZES[key.bits] for key, slot in held.items())
+
+
+def test_what_is_fetched_has_room_until_its_layer_has_run() -> None:
+    """Two slots a layer and a room of two: nobody leaves for what is fetched, and then those that LRU does not keep."""
+    layers = [Pool(2, None, range(1)), Pool(2, None, range(1, 2))]
+    cache = ExpertCache(layers, lru_of, (4,), room=2)
+    a, b, c, d, e = (ExpertKey(0, expert, 4) for expert in range(5))
+    fill(cache, a, b, c)
+    ahead = ExpertKey(1, 0, 4)
+    assert cache.reserve_speculatively(d) is not None
+    assert cache.reserve_speculatively(ahead) is not None
+    cache.commit(d)
+    assert cache.evictions == 0
+    cache.arrived(d)
+    cache.used([a, c], [Demand(0, 1, 4), Demand(2, 1, 4)])
+    assert cache.reserve(e) is not None, "the room is full"
+    cache.arrived(e)
+    cache.used([e], [Demand(4, 1, 4)])
+    assert [cache.slot(key) is None for key in (a, b, c, d)] == [False, True, False, False]
+    assert cache.release_layer(0) == 2
+    assert [cache.slot(key) is None for key in (a, c, d, e)] == [True, False, True, False]
+    cache.cancel(ahead)
+    assert [cache.free(0), cache.free(1)] == [0, 2]
+    fill(cache, *(ExpertKey(1, expert, 4) for expert in range(4)))
+    assert cache.evictions == 3, "layer 1 has the whole room"
+    cache.roll_back()
+    assert cache.release_layer(1) == 2

@@ -158,6 +158,7 @@ class Evictions:
         self.found["victims"] += 1
         self.found["victims of other layers"] += victim.layer != incoming.layer
         self.found["victims of the first layer"] += victim.layer < 1
+        self.found["victims when a layer has run"] += incoming.layer < 0
         self.found["victims of other bits"] += victim.bits != incoming.bits
         self.found["victims that were named"] += (victim.layer, victim.expert) in self.named
 
@@ -209,7 +210,9 @@ def counts(blueprint: Blueprint, sequences: torch.Tensor, store: Path) -> Callab
                     for at in range(PROMPT, LENGTH):
                         feed.token(at)
             engine.observe(None)
-            found = {name: value for name, value in engine.stats().items() if isinstance(value, int | float)}
+            more = max(0, len(engine.loader.cache) - engine.plan.slots)
+            found = {"more experts than slots": more}
+            found |= {name: value for name, value in engine.stats().items() if isinstance(value, int | float)}
             engine.close()
         return {**found, **watching.found, **evictions.found}
 
@@ -246,12 +249,14 @@ PARTS = [
     Part("hobbit", "the walk", "named two layers ahead", {"ahead": 1}, HOBBIT),
     Part("hobbit", "masking", "victims that were named", {"mask": False}, HOBBIT, still=True),
     Part("hobbit", "records of a sequence", "forgotten at a sequence", {"records": "model"}, HOBBIT),
+    Part("hobbit", "one budget of bytes", "more experts than slots", {"low_share": 0.3}, HOBBIT | {"low_share": 0}),
     Part("hobbit", "two pools", "victims of other bits", {"low_share": 0}, HOBBIT, still=True),
     Part("hobbit", "waiting for all", "computed while others come", {"start": "arrival"}, HOBBIT | ALONE, still=True),
     Part("hobbit", "high uses", "high uses", {"weights": "0.4,0.3,0,0.3"}, HOBBIT),
     *(Part("hobbit", term, term, {"weights": weights}, HOBBIT) for term, weights in QUARTERS.items()),
     Part("edgemoe", "bits by a table", "low_loads", {"precision": "fixed"}),
     Part("edgemoe", "activation paths", "prefetched_hits", ALONE),
+    Part("edgemoe", "one budget of bytes", "victims of other bits", {"precision": "fixed"}),
     Part("edgemoe", "distance by frequency", "not the least recent", {"cache": "lru"}),
     Part("edgemoe", "distance behind", "not the farthest ahead", {"distance": "ahead"}, {"distance": "behind"}),
     Part("mobile", "falling back", "fallback_ratio", {"gamma": 0}, MOBILE),
@@ -267,6 +272,7 @@ PARTS = [
     Part("fate", "prefetch", "prefetched_hits", ALONE),
     Part("fate", "above the percentile", "named beyond the K", {"percentile": 90}),
     Part("fate", "ARC", "not the least recent", {"cache": "lru"}),
+    Part("fate", "room for fetched experts", "dropped_experts", {"room": 0}, {"room": 6}),
     Part("fate", "shallow first", "victims of the first layer", {"allotment": "pool"}, FIXED_BITS, still=True),
     Part("corm", "active neurons", "neurons_spared", {"upper_limit": 0}),
     Part("corm", "rare experts low", "low_loads", {"precision": "fixed"}),

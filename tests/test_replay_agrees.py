@@ -92,7 +92,7 @@ class Run:
         holds |= {"neurons"} if self.composition.unit == "neuron" else set()
         header = header_of(model, TIMES, frozenset(holds), DISTANCES, {})
         self.trace = Trace(header, self._passes)
-        self.slots = tuple(PrecisionSlots(pool.bits, pool.slots) for pool in engine.plan.pools)
+        self.slots = tuple(PrecisionSlots(pool.bits, pool.slots, pool.sizes) for pool in engine.plan.pools)
         self.stats = engine.stats()
         engine.close()
 
@@ -135,7 +135,7 @@ class Run:
         """The replay of a trace with this run's cache, in slots that it divides by itself."""
         options = ReplaySettings(CACHE, bandwidth, profile=self.profile)
         result = replay(trace, self.composition, options, NoBelady(trace))
-        assert result.slots == {",".join(map(str, bits)): slots for bits, slots in self.slots}
+        assert result.slots == {",".join(map(str, each.bits)): each.slots for each in self.slots}
         return result
 
 
@@ -174,7 +174,14 @@ def assert_agree(run: Run, result: Result) -> None:
         assert replayed.bytes_read == phase.bytes_read
         assert phase.counts.misses
     found = result.as_dict()
-    for name in ("low_loads", "expert_skips", "discarded_hits", "discarded_misses"):
+    for name in (
+        "low_loads",
+        "expert_skips",
+        "discarded_hits",
+        "discarded_misses",
+        "dropped_experts",
+        "cached_experts",
+    ):
         assert found[name] == run.stats[name]
 
 
@@ -188,6 +195,7 @@ EXACT = {
     "distance": {"cache": "distance"},
     "distance behind": {"cache": "distance", "distance": "behind"},
     "arc by layer": {"cache": "arc", "allotment": "even"},
+    "arc with room": {"cache": "arc", "allotment": "even", "room": 6},
     "weighted": {"cache": "weighted", "weights": "0.4,0.3,0.2,0.1"},
     "next use, slots that move": {"cache": "next-use", "allotment": "by-use"},
     "together": {"start": "together"},
@@ -222,8 +230,8 @@ def test_high_and_low_pools_agree(blueprint: Blueprint, sequences: torch.Tensor)
     assert_agree(run, run.replayed(run.trace))
 
 
-def test_precisions_in_slots_of_the_largest_agree(blueprint: Blueprint, sequences: torch.Tensor) -> None:
-    """Fate without prefetch: 2 bits take less of the store than 4, and slots that both share are those of 4."""
+def test_precisions_that_share_bytes_agree(blueprint: Blueprint, sequences: torch.Tensor) -> None:
+    """Fate without prefetch: a copy at 2 bits takes less of the store and of the cache than one at 4."""
     changes = {"prefetch": "none", "low_popularity": 0.5, "mispredicted": "low", "allotment": "even"}
     run = Run(blueprint, sequences, "fate", changes)
     assert [pool.bits for pool in run.slots] == [(4, 2)]

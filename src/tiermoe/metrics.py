@@ -25,6 +25,7 @@ class ExpertCounts:
     low_loads: int = 0  # loads below the highest precision
     speculative_loads: int = 0
     warmed: int = 0  # experts that background loads have brought
+    dropped: int = 0  # experts that left the room for fetched ones when their layer had run (room)
     displaced: int = 0  # choices that fell on a cached expert instead of the router's (routing=cached)
     moved_weight: float = 0.0  # gate weight that moved with them, in shares of a token's, over tokens and layers
 
@@ -118,6 +119,7 @@ class PhaseMetrics:
             "experts_on_cpu": counts.cpu_fallback,
             "loads": counts.loads,
             "low_loads": counts.low_loads,
+            "dropped_experts": counts.dropped,
             "speculative_loads": counts.speculative_loads,
             "warmed_experts": counts.warmed,
             "displaced_choices": counts.displaced,

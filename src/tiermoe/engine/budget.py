@@ -31,7 +31,7 @@ from tiermoe.offload.cuda import free_memory, resolve_device
 from tiermoe.offload.disk import most_lanes
 from tiermoe.offload.policies.prediction import PREDICTIONS
 from tiermoe.platform.machine import available_memory
-from tiermoe.platform.process_memory import ACTIVATIONS_HEAP, resident_bytes
+from tiermoe.platform.process_memory import ACTIVATIONS_HEAP, can_free_pages, resident_bytes
 from tiermoe.systems.resolved import Resolved
 from tiermoe.types import USUAL, MoeLayer, Need, Phase, Use
 
@@ -174,11 +174,12 @@ def shape_of(layers: Sequence[MoeLayer]) -> ModelShape:
 def _divided(base: MemoryPlan, wanted: int, model: PlanInputs, sizes: Mapping[int, int]) -> MemoryPlan:
     """The plan with slots from the rest of the budget, of at most `wanted` bytes."""
     room = min(base.budget - base.fixed, wanted)
-    least = least_room(base, model.resolved, sizes)
+    whole_slots = not can_free_pages()
+    least = least_room(base, model.resolved, sizes, whole_slots)
     if room < least:
         _refuse(base, model, wanted, least)
     _check_phases(base)
-    pools = slot_pools(room, model.resolved, sizes, base.all_slots)
+    pools = slot_pools(room, model.resolved, sizes, base.all_slots, whole_slots)
     slots = sum(pool.slots for pool in pools)
     if model.resolved.composition.cache == "all" and slots < base.all_slots:
         raise BudgetError(
@@ -254,15 +255,15 @@ def divided_with_gpu(
     parts = {name: getattr(base, name) for name in MemoryPlan.__dataclass_fields__ if name != "warnings"}
     empty = GpuMemoryPlan(**parts, device=device, gpu_budget=gpu[0], gpu_budget_source=gpu[1])
     room = min(empty.gpu_budget - empty.gpu_fixed, wanted)
-    least = least_room(empty, resolved, sizes)
+    least = least_room(empty, resolved, sizes, whole_slots=True)
     if room < least:
         raise _gpu_too_small(empty, wanted, least)
-    pools = slot_pools(room, resolved, sizes, base.all_slots)
+    pools = slot_pools(room, resolved, sizes, base.all_slots, whole_slots=True)
     plan = replace(empty, slots=sum(pool.slots for pool in pools), pools=pools)
-    holds_all = pools == slot_pools(_EVERYTHING, resolved, sizes, base.all_slots)
+    holds_all = pools == slot_pools(_EVERYTHING, resolved, sizes, base.all_slots, whole_slots=True)
     host_room = 0 if holds_all else plan.budget - plan.fixed  # a thread reads into a pinned slot in any case
     lanes = most_lanes(resolved.settings)
-    plan = replace(plan, host_pools=slot_pools(host_room, resolved, sizes, base.all_slots, lanes))
+    plan = replace(plan, host_pools=slot_pools(host_room, resolved, sizes, base.all_slots, True, lanes))
     if plan.total > plan.budget:
         raise BudgetError(
             f"{format_size(plan.budget)} of main memory are too little: interpreter {format_size(plan.interpreter)}, "

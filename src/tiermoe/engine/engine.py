@@ -199,6 +199,7 @@ class Engine:
             "kv_bits": self.settings.kv_bits,
             **now.expert_counts,
             "expert_evictions": self.loader.cache.evictions,
+            "cached_experts": len(self.loader.cache),
             "prefetching": run.prefetching,
             "fallback_ratio": run.fallback_ratio,
             "hit_rate": now.hit_rate,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tiermoe.config import format_size
 from tiermoe.offload.assembly import divide as divide_slots
+from tiermoe.offload.cache import slot_numbers
 from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Need, Phase
 
@@ -18,6 +19,12 @@ class SlotPool:
     bits: tuple[int, ...]  # precisions that share the slots
     slots: int
     slot_bytes: int  # of one slot
+    sizes: tuple[int, ...] = ()  # as of `PrecisionSlots`
+
+    @property
+    def addresses(self) -> int:
+        """Slots that have addresses: more than there is memory for where smaller copies leave theirs to others."""
+        return slot_numbers(self.slots, self.sizes) if self.sizes else self.slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,18 +235,24 @@ class GpuMemoryPlan(MemoryPlan):
 
 
 def slot_pools(
-    room: int, resolved: Resolved, sizes: Mapping[int, int], all_slots: int, least: int = 1
+    room: int,
+    resolved: Resolved,
+    sizes: Mapping[int, int],
+    all_slots: int,
+    whole_slots: bool,
+    least: int = 1,
 ) -> tuple[SlotPool, ...]:
     """The slots that fit `room` bytes, and `least` of each pool whatever they take. sizes: precision → bytes of a
-    slot."""
-    shares = divide_slots(room, resolved.composition, sizes, resolved.tables.bits.values(), all_slots, least)
-    return tuple(SlotPool(bits, slots, max(sizes[value] for value in bits)) for bits, slots in shares)
+    slot. whole_slots: as of `divide`."""
+    table = resolved.tables.bits.values()
+    shares = divide_slots(room, resolved.composition, sizes, table, all_slots, least, whole_slots)
+    return tuple(SlotPool(bits, slots, max(sizes[value] for value in bits), own) for bits, slots, own in shares)
 
 
-def least_room(plan: MemoryPlan, resolved: Resolved, sizes: Mapping[int, int]) -> int:
+def least_room(plan: MemoryPlan, resolved: Resolved, sizes: Mapping[int, int], whole_slots: bool) -> int:
     """Bytes of expert cache below which nothing runs: the experts that a token uses in a layer, and a slot of each
-    pool."""
-    one_each = slot_pools(0, resolved, sizes, plan.all_slots)
+    pool. whole_slots: as of `divide`."""
+    one_each = slot_pools(0, resolved, sizes, plan.all_slots, whole_slots)
     return max(plan.layer_slots * plan.slot_bytes, pool_bytes(one_each))
 
 

@@ -94,8 +94,7 @@ class ExpertService:
         """Frees memory for chunks of a prompt that go through a layer together, until the cache takes the slots back
         (`ExpertCache.take_back`)."""
         for slot in self.scheduler.loader.lend(self.plan.lent(chunks), self.plan.layer_slots):
-            memory = self._slots.buffer(slot)
-            free_pages(memory.data_ptr(), memory.nbytes)
+            self._free_slot(slot)
 
     def before_step(self, interrupted: bool) -> None:
         """interrupted: the step before was, anywhere; then nothing is under way any more, and what is resident stays.
@@ -122,7 +121,7 @@ class ExpertService:
         if files is not None:
             return assemble_mapped(files, self.plan.slots, self._extent_of, self._format_of, self.drive.lanes)
         return assemble_tiers(
-            [(pool.slots, pool.slot_bytes) for pool in self.plan.pools],
+            [(pool.addresses, pool.slot_bytes, bool(pool.sizes)) for pool in self.plan.pools],
             self._filler(),
             self.drive.lanes,
             lambda key: self._format_of(key).slot.nbytes,
@@ -160,11 +159,19 @@ class ExpertService:
 
     def _schedule(self, hash_tables: Mapping[int, HashTable], trial: PrefetchTrial) -> Scheduler:
         shape = replace(shape_of(self.store.layers), hash_tables=hash_tables)
-        slots = [PrecisionSlots(pool.bits, pool.slots) for pool in self.plan.pools]
-        return assemble(
+        slots = [PrecisionSlots(pool.bits, pool.slots, pool.sizes) for pool in self.plan.pools]
+        scheduler = assemble(
             self.resolved.composition, shape, slots, self.link, self.resolved.settings.bits_used, self.resolved.tables,
             miss_costs=self.unit.miss_costs, trial=lambda: trial,
         )  # fmt: skip
+        if any(pool.sizes for pool in self.plan.pools):
+            scheduler.loader.cache.on_shrink = self._free_slot
+        return scheduler
+
+    def _free_slot(self, slot: int, kept: int = 0) -> None:
+        """Gives the memory of a slot back, behind its first `kept` bytes."""
+        memory = self._slots.buffer(slot)[kept:]
+        free_pages(memory.data_ptr(), memory.nbytes)
 
     def _earlier_runs(self) -> History:
         share, prefetch = round(20 * self.plan.slots / self.plan.all_slots) * 5, self.resolved.composition.prefetch

@@ -38,10 +38,12 @@ class ModelShape:
 
 
 class PrecisionSlots(NamedTuple):
-    """Slots for copies in any of `bits`."""
+    """Room for copies in any of `bits`."""
 
     bits: tuple[int, ...]
-    slots: int
+    slots: int  # of the largest of them
+    # bytes of a copy in each of `bits`, where smaller copies leave their slots' bytes to others; empty: none does
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +90,16 @@ def divide(
     table: Iterable[int],
     all_slots: int,
     least: int = 1,
+    whole_slots: bool = False,
 ) -> list[PrecisionSlots]:
     """Slots of each precision in `nbytes` bytes of cache: `least` of each whatever they take, and at most as many as
     experts can use. sizes: precision → bytes of a slot. table: the bits of every expert, where there is such a table.
-    all_slots: experts of the model.
+    all_slots: experts of the model. whole_slots: a slot's memory is one piece, as on a GPU.
 
-    Precisions share slots of the largest size, with two exceptions: a composition that keeps a share for low copies
-    (HOBBIT, section 4: two caches), and a table that says how often each precision occurs, where their sizes differ.
-    Then each precision has slots of its own, by the share or in the table's proportion."""
+    Precisions share all bytes, of which a copy takes its own (EdgeMoE, section 3.3.3: one budget), unless a composition
+    keeps a share for low copies (HOBBIT, section 4: two caches). Of whole slots, they share those of the largest size,
+    but with a table that says how often each precision occurs, each has slots of its own in the table's proportion,
+    where sizes differ."""
     high, *lower = sorted(sizes, reverse=True)
     used = list(table) if composition.precision == "table" else []
     if lower and composition.low_share:
@@ -104,6 +108,11 @@ def divide(
             _Part((high,), 1 - composition.low_share, sizes[high], all_slots),
             _Part(tuple(lower), composition.low_share, low_size, all_slots),
         ]
+    elif not whole_slots and min(sizes.values()) < max(sizes.values()):
+        size = max(sizes.values())
+        most = -(-sum(sizes[bits] for bits in used) // size) if used else all_slots
+        count = max(least, min(nbytes // size, most))
+        return [PrecisionSlots((high, *lower), count, tuple(sizes[bits] for bits in (high, *lower)))]
     elif not used or max(sizes.values()) <= _ALIKE * min(sizes.values()):
         parts = [_Part((high, *lower), 1.0, max(sizes.values()), all_slots)]
     else:
@@ -139,6 +148,13 @@ def assemble(
     clock, popularity = Clock(), Popularity()
     loaded = sorted({precision for each in slots for precision in each.bits}, reverse=True)
     all_fit = sum(each.slots for each in slots) >= sum(shape.experts) and len(loaded) == 1
+    room = 0 if all_fit else composition.room
+    if room >= slots[0].slots:
+        raise ConfigError(
+            f"room={room} for experts that are fetched leaves nothing of {slots[0].slots} slots; give more memory, or "
+            f"less room"
+        )
+    own = [slots[0]._replace(slots=slots[0].slots - room), *slots[1:]]
     undoable: list[Undoable] = []
 
     def evictions(pools: Sequence[Pool]) -> list[Eviction]:
@@ -165,10 +181,12 @@ def assemble(
         return policies
 
     pools = ExpertCache(
-        [pool for each in slots for pool in _allotted(composition, shape, each, len(slots) == 1)],
+        [pool for each in own for pool in _allotted(composition, shape, each, len(slots) == 1)],
         evictions,
         loaded,
         composition.exact_bits,
+        _shared_sizes(slots),
+        room,
     )
     on_cpu = _on_cpu(composition, miss_costs)
     prediction_context = PredictionContext(
@@ -207,6 +225,11 @@ def assemble(
         exact=not composition.lossy,
         trial=trial() if predicts and composition.speculate == "measured" else None,
     )
+
+
+def _shared_sizes(slots: Sequence[PrecisionSlots]) -> dict[int, int] | None:
+    """Bits → bytes of a copy, where copies of several precisions share bytes."""
+    return {bits: size for each in slots for bits, size in zip(each.bits, each.sizes, strict=False)} or None
 
 
 def _precision_rule(composition: Composition, context: PrecisionContext) -> Precision:

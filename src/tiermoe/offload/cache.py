@@ -3,17 +3,23 @@
 A key is absent, in flight (it owns a slot that is being filled) or resident. Slots are divided into pools: for layers,
 for precisions, or one for all. Each pool evicts by itself. Where pools share slots, a layer's pool grows with the uses
 of its experts (`SlotShares`).
+
+Copies of several precisions can share bytes: each takes its own, so two low ones may leave for a high one. A slot then
+is a range of addresses that has room for the largest copy and memory for the one that lies in it, since the system
+takes the pages behind a smaller copy back (`on_shrink`). No copy has to move, and no bytes are lost between copies, as
+in an arena whose extents must be contiguous, or in slots of the smallest copy, of which a larger one fills no whole
+number.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from itertools import accumulate
 
 from tiermoe.offload.policies.allotment import Pool
 from tiermoe.offload.policies.eviction import Eviction
@@ -27,15 +33,35 @@ _NOBODY: AbstractSet[ExpertKey] = frozenset()
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """`slots` slots under one eviction policy, those of `first` at the beginning. `free`: slots in which nothing lies.
-    `evictable`: whether a key of this pool may leave now."""
+    """Room for `slots` of the largest copies under one eviction policy, each of size `unit`. `spare`: how much of it
+    nobody has. `free`: slots in which nothing lies, one list for all pools of the same precisions. `evictable`: whether
+    a key of this pool may leave now. `borrowed`: slots beyond `slots` until its layer has run."""
 
     number: int
-    first: range
     eviction: Eviction
     slots: int
+    unit: int
+    spare: int
     free: list[int]
     evictable: Callable[[ExpertKey], bool]
+    borrowed: int = 0
+
+    def give(self, other: _Pool) -> None:
+        """Room for one of the largest copies, which this pool has to spare."""
+        self.slots -= 1
+        self.spare -= self.unit
+        other.slots += 1
+        other.spare += self.unit
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """The slots that pools of the same precisions share, `numbers`; together they have room for `slots` of the largest
+    copies."""
+
+    numbers: range
+    slots: int
+    pools: list[_Pool]
 
 
 class ExpertCache:
@@ -43,13 +69,18 @@ class ExpertCache:
 
     pools: how slots are divided; a single pool takes every key. evictions: makes the policies of all pools. precisions:
     the bits that experts are loaded in. exact_bits: a copy in more bits than a demand asks for does not serve it.
+    sizes: bits → bytes of a copy, where copies share the bytes of their pool, which are those of its largest copy for
+    each of its slots; None: each copy takes a slot. room: further slots for what is fetched for a layer in the highest
+    precision until it has run. Nobody leaves before they are taken; then whoever the policy does not keep does, until
+    the layer's pool has no more than its own slots (Fate, section 4.1: experts that are not on the cache list).
 
     A pinned key and a key in flight never leave: a layer may compute from the slot, or a thread may write into it.
     Protected keys (predicted ones, until their layer has run) leave after all others, and never for a prediction.
 
     A prefetch reserves its slot speculatively: whoever would leave for it stays resident until `commit`, and its policy
     hears of nothing before; `cancel` leaves all as it was. `on_leave` is called with every key whose slot may be
-    written from now on. `evictions`: keys that have left for others.
+    written from now on. `on_shrink` is called with a slot and the bytes of it that stay in use, where copies share
+    bytes: the memory behind them is counted for others from now on. `evictions`: keys that have left for others.
     """
 
     def __init__(
@@ -58,12 +89,17 @@ class ExpertCache:
         evictions: Callable[[Sequence[Pool]], Sequence[Eviction]],
         precisions: Sequence[int],
         exact_bits: bool = False,
+        sizes: Mapping[int, int] | None = None,
+        room: int = 0,
     ) -> None:
         if min(pool.slots for pool in pools) < 1:
             raise ValueError(f"a pool needs at least one slot, got {[pool.slots for pool in pools]}")
-        self.slots = sum(pool.slots for pool in pools)
+        self.slots = sum(pool.slots for pool in pools) + room
         self.evictions = 0
         self.on_leave: Callable[[ExpertKey], None] | None = None
+        self.on_shrink: Callable[[int, int], None] | None = None
+        self._sizes = sizes
+        self._room = self._unborrowed = room
         self._precisions = sorted(precisions, reverse=True)
         self._serving = {bits: self._that_serve(bits, exact_bits) for bits in range(17)}
         self._resident: dict[ExpertKey, int] = {}
@@ -74,6 +110,7 @@ class ExpertCache:
         self._lent: list[tuple[_Pool, int]] = []  # slots whose memory others have for a while
         self.protected: set[ExpertKey] = set()
         self._fresh_evictions = functools.partial(evictions, pools)
+        self._runs: list[_Run] = []
         self._pools = self._made(pools)
         self._pool_of: dict[tuple[int, int], _Pool] = {}
         for pool, made in zip(pools, self._pools, strict=True):
@@ -82,14 +119,11 @@ class ExpertCache:
         if len(pools) == 1:
             self._pool_of = _Everywhere(self._pools[0])
         self._shares: dict[int, SlotShares] = {}  # by precision, where slots move
-        self._alike = [[made] for pool, made in zip(pools, self._pools, strict=True) if not pool.kept]
-        for kind in {pool.bits for pool in pools if pool.kept}:
-            each = [
-                (pool, made) for pool, made in zip(pools, self._pools, strict=True) if pool.kept and pool.bits == kind
-            ]
-            self._alike.append([made for _, made in each])
-            shares = SlotShares(self._alike[-1], each[0][0].kept)
-            self._shares.update(dict.fromkeys(kind or self._precisions, shares))
+        for run in self._runs:
+            kept = pools[run.pools[0].number].kept
+            if kept:
+                shares = SlotShares(run.pools, kept)
+                self._shares.update(dict.fromkeys(pools[run.pools[0].number].bits or self._precisions, shares))
 
     def __len__(self) -> int:
         return len(self._resident)
@@ -122,9 +156,13 @@ class ExpertCache:
         """The number of the pool that the key belongs to."""
         return self._pool_of[key.layer, key.bits].number
 
+    def size(self, key: ExpertKey) -> int:
+        """What a key takes of its pool: 1 slot, or its bytes where copies share them."""
+        return 1 if self._sizes is None else self._sizes[key.bits]
+
     def free(self, pool: int) -> int:
-        """Slots of a pool in which nothing lies and to which nothing is in flight."""
-        return len(self._pools[pool].free)
+        """What nobody has of a pool: slots, or bytes where copies share them."""
+        return self._pools[pool].spare
 
     def pin(self, *keys: ExpertKey) -> None:
         """Keeps resident or arriving keys until `unpin`; pins count."""
@@ -141,45 +179,68 @@ class ExpertCache:
         """Keeps a predicted key until `release_layer` of its layer."""
         self.protected.add(key)
 
-    def release_layer(self, layer: int) -> None:
-        """Layer `layer` has run: what was predicted for it, and for layers before it, is protected no longer."""
+    @property
+    def awaits_layers(self) -> bool:
+        """Whether the end of a layer changes anything."""
+        return bool(self.protected) or self._unborrowed < self._room
+
+    def release_layer(self, layer: int) -> int:
+        """Layer `layer` has run: what was predicted for it, and for layers before it, is protected no longer, and its
+        pool has its own slots again. Returns how many keys have left for that."""
         self.protected = {key for key in self.protected if key.layer > layer}
+        if self._unborrowed == self._room:
+            return 0
+        before = self.evictions
+        for pool in {id(pool): pool for bits in self._precisions if (pool := self._pool_of[layer, bits])}.values():
+            while pool.borrowed:
+                if pool.spare < pool.unit:
+                    victim = self._victim(pool, _NO_KEY, self.protected)
+                    if victim is None:
+                        break
+                    self._vacate(pool, victim)
+                    self._shrink(pool.free[-1], 0)
+                self._pay_back(pool)
+        return self.evictions - before
 
     def reserve(self, key: ExpertKey) -> int | None:
         """A slot for an absent key, which is in flight from now on; a victim is evicted where no slot is free. None
         where every slot is pinned, in flight or reserved speculatively."""
         if key in self._resident or key in self._in_flight:
             raise ValueError(f"{key} already has a slot")
-        pool = self._pool_of[key.layer, key.bits]
-        if self._shares and not pool.free:
-            self._enlarge(pool, key)
-        if pool.free:
+        pool, size = self._pool_of[key.layer, key.bits], self.size(key)
+        before = len(pool.free)
+        slot = None
+        if self._make_room(pool, key, size):
             slot = pool.free.pop()
-        else:
-            victim = self._victim(pool, key, self.protected)
-            if victim is None and self.protected:
-                victim = self._victim(pool, key, _NOBODY)
-            if victim is None:
-                return None
-            slot = self._evict(pool, victim)
+            pool.spare -= size
+            if len(pool.free) >= before:
+                self._shrink(slot, size)
+        for other in pool.free[before:]:
+            self._shrink(other, 0)
+        if slot is None:
+            return None
         self._in_flight[key] = slot
         pool.eviction.admitted(key)
         return slot
 
     def reserve_speculatively(self, key: ExpertKey) -> int | None:
-        """As `reserve`, but never in place of a protected key, and nobody leaves before `commit`. One of `commit` and
-        `cancel` is called before the next key is looked for: a load that has begun has changed the slot's bytes."""
+        """As `reserve`, but never in place of a protected key, nobody leaves before `commit`, and then one key at most,
+        whose bytes and the spare ones are enough. One of `commit` and `cancel` is called before the next key is looked
+        for: a load that has begun has changed the slot's bytes."""
         if key in self._resident or key in self._in_flight:
             raise ValueError(f"{key} already has a slot")
-        pool = self._pool_of[key.layer, key.bits]
+        pool, size = self._pool_of[key.layer, key.bits], self.size(key)
         victim = None
-        if pool.free:
+        self._borrow(pool, size)
+        if pool.spare >= size:
             slot = pool.free.pop()
+            pool.spare -= size
         else:
-            victim = self._victim(pool, key, self.protected)
+            victim = self._victim(pool, key, self.protected, size - pool.spare)
             if victim is None:
                 return None
             slot = self._resident[victim]
+            pool.spare -= max(size - self.size(victim), 0)
             if self.on_leave is not None:
                 self.on_leave(victim)
             self._leaving.add(victim)
@@ -194,17 +255,25 @@ class ExpertCache:
         pool, victim = self._pool_of[key.layer, key.bits], self._uncommitted.pop(key)
         if victim is not None:
             pool.eviction.victim(key, {victim}.__contains__)  # policies learn from being asked: again, at the end
-            self._evict(pool, victim)
+            slot = self._evict(pool, victim)
             self._leaving.discard(victim)
+            if self.size(victim) > self.size(key):
+                self._shrink(slot, self.size(key))
+                pool.spare += self.size(victim) - self.size(key)
         pool.eviction.admitted(key)
 
     def cancel(self, key: ExpertKey) -> None:
         """The load behind a speculative reservation will not begin: all is as before."""
+        pool = self._pool_of[key.layer, key.bits]
         slot, victim = self._in_flight.pop(key), self._uncommitted.pop(key)
         if victim is None:
-            self._pool_of[key.layer, key.bits].free.append(slot)
+            pool.free.append(slot)
+            pool.spare += self.size(key)
+            if pool.borrowed and pool.spare >= pool.unit:
+                self._pay_back(pool)
         else:
             self._leaving.discard(victim)
+            pool.spare += max(self.size(key) - self.size(victim), 0)
 
     @property
     def lent(self) -> int:
@@ -217,13 +286,19 @@ class ExpertCache:
         lent: list[int] = []
         while len(lent) < count:
             pool = max(self._pools, key=operator.attrgetter("slots"))
-            if not pool.free and pool.slots > least:
+            before = len(pool.free)
+            while pool.spare < pool.unit and pool.slots > least:
                 victim = self._victim(pool, _NO_KEY, _NOBODY)
-                pool.free += [] if victim is None else [self._evict(pool, victim)]
-            if not pool.free or pool.slots <= least:
+                if victim is None:
+                    break
+                self._vacate(pool, victim)
+            for slot in pool.free[before:]:
+                self._shrink(slot, 0)
+            if pool.spare < pool.unit or pool.slots <= least:
                 break
             lent.append(pool.free.pop())
             pool.slots -= 1
+            pool.spare -= pool.unit
             self._lent.append((pool, lent[-1]))
         return lent
 
@@ -233,6 +308,7 @@ class ExpertCache:
             pool, slot = self._lent.pop()
             pool.free.append(slot)
             pool.slots += 1
+            pool.spare += pool.unit
 
     def arrived(self, key: ExpertKey) -> int:
         """A key in flight is resident now; returns its slot."""
@@ -242,8 +318,10 @@ class ExpertCache:
 
     def abandon(self, key: ExpertKey) -> None:
         """A key in flight will not arrive: its slot is free again."""
-        pool = self._pool_of[key.layer, key.bits]
-        pool.free.append(self._in_flight.pop(key))
+        pool, slot = self._pool_of[key.layer, key.bits], self._in_flight.pop(key)
+        self._shrink(slot, 0)
+        pool.free.append(slot)
+        pool.spare += self.size(key)
         pool.eviction.removed(key)
 
     def slots_of(self, keys: Iterable[ExpertKey]) -> list[int]:
@@ -274,41 +352,61 @@ class ExpertCache:
         self._resident = {key: slot for key, slot in self._resident.items() if key not in self._leaving}
         for kept in (self._in_flight, self._pins, self._uncommitted, self._leaving, self.protected):
             kept.clear()
+        for pool, _ in self._lent:
+            pool.slots += 1
         self._lent.clear()
         for pool, eviction in zip(self._pools, self._fresh_evictions(), strict=True):
-            pool.eviction, pool.free = eviction, []
-        residents: dict[int, int] = {}
+            pool.eviction = eviction
+        taken: dict[int, int] = {}  # by pool
         for key in self._resident:
             pool = self._pool_of[key.layer, key.bits]
-            residents[pool.number] = residents.get(pool.number, 0) + 1
+            taken[pool.number] = taken.get(pool.number, 0) + self.size(key)
             pool.eviction.admitted(key)
-        taken = set(self._resident.values())
-        for alike in self._alike:
-            free = [slot for pool in alike for slot in reversed(pool.first) if slot not in taken]
-            for pool in alike:
-                resident = residents.get(pool.number, 0)
-                pool.free = [free.pop() for _ in range(min(pool.slots - resident, len(free)))]
-                pool.slots = resident + len(pool.free)
-            alike[0].free += free  # one that was between two pools, and those that were lent
-            alike[0].slots += len(free)
+        held = set(self._resident.values())
+        self._unborrowed = self._room - sum(pool.borrowed for pool in self._pools)
+        for run in self._runs:
+            run.pools[0].free[:] = [slot for slot in reversed(run.numbers) if slot not in held]
+            for slot in run.pools[0].free:
+                self._shrink(slot, 0)
+            # one that was between two pools
+            run.pools[0].slots += run.slots - sum(pool.slots for pool in run.pools)
+            for pool in run.pools:
+                pool.spare = (pool.slots + pool.borrowed) * pool.unit - taken.get(pool.number, 0)
 
     def _made(self, pools: Sequence[Pool]) -> list[_Pool]:
-        ends = accumulate(pool.slots for pool in pools)
         policies = self._fresh_evictions()
-        made = []
-        for number, (pool, end, policy) in enumerate(zip(pools, ends, policies, strict=True)):
-            slots = range(end - pool.slots, end)
-            alone = sum(other is policy for other in policies) == 1
-            evictable = self._evictable if alone else functools.partial(self._evictable_of, number)
-            made.append(_Pool(number, slots, policy, len(slots), [*reversed(slots)], evictable))
+        made: list[_Pool] = []
+        begin = 0
+        for bits, alike in itertools.groupby(pools, operator.attrgetter("bits")):
+            slots = [pool.slots for pool in alike]
+            sizes = [self.size(ExpertKey(0, 0, each)) for each in bits or self._precisions]
+            unit = max(sizes)
+            numbers = range(begin, begin + slot_numbers(sum(slots) + (0 if made else self._room), sizes))
+            free = [*reversed(numbers)]
+            run = _Run(numbers, sum(slots), [])
+            for count in slots:
+                number, policy = len(made), policies[len(made)]
+                alone = sum(other is policy for other in policies) == 1
+                evictable = self._evictable if alone else functools.partial(self._evictable_of, number)
+                made.append(_Pool(number, policy, count, unit, count * unit, free, evictable))
+                run.pools.append(made[-1])
+            self._runs.append(run)
+            begin = numbers.stop
         return made
 
     def _that_serve(self, bits: int, exact: bool) -> Sequence[int]:
         """Precisions of the copies that serve a demand for `bits`, the highest first."""
         return (bits,) if exact else [each for each in self._precisions if each >= bits]
 
-    def _victim(self, pool: _Pool, incoming: ExpertKey, protected: AbstractSet[ExpertKey]) -> ExpertKey | None:
+    def _victim(
+        self, pool: _Pool, incoming: ExpertKey, protected: AbstractSet[ExpertKey], least: int = 1
+    ) -> ExpertKey | None:
+        """least: of its size."""
         evictable = pool.evictable
+        if least > 1:
+            return pool.eviction.victim(
+                incoming, lambda key: self.size(key) >= least and key not in protected and evictable(key)
+            )
         if not protected:
             return pool.eviction.victim(incoming, evictable)
         return pool.eviction.victim(incoming, lambda key: key not in protected and evictable(key))
@@ -318,6 +416,41 @@ class ExpertCache:
 
     def _evictable_of(self, pool: int, key: ExpertKey) -> bool:
         return self._evictable(key) and self._pool_of[key.layer, key.bits].number == pool
+
+    def _make_room(self, pool: _Pool, key: ExpertKey, size: int) -> bool:
+        """Evicts until a pool has `size` to spare for `key`; False where that cannot be had."""
+        self._borrow(pool, size)
+        if self._shares and pool.spare < size:
+            self._enlarge(pool, key)
+        while pool.spare < size:
+            victim = self._victim(pool, key, self.protected)
+            if victim is None and self.protected:
+                victim = self._victim(pool, key, _NOBODY)
+            if victim is None:
+                return False
+            self._vacate(pool, victim)
+        return True
+
+    def _borrow(self, pool: _Pool, size: int) -> None:
+        """A slot of the room beside all pools, where a pool has less than `size` to spare."""
+        if pool.spare < size and self._unborrowed and pool in self._runs[0].pools:
+            self._unborrowed -= 1
+            pool.borrowed += 1
+            pool.spare += pool.unit
+
+    def _pay_back(self, pool: _Pool) -> None:
+        pool.spare -= pool.unit
+        pool.borrowed -= 1
+        self._unborrowed += 1
+
+    def _vacate(self, pool: _Pool, victim: ExpertKey) -> None:
+        """Evicts; the slot is free."""
+        pool.free.append(self._evict(pool, victim))
+        pool.spare += self.size(victim)
+
+    def _shrink(self, slot: int, nbytes: int) -> None:
+        if self.on_shrink is not None:
+            self.on_shrink(slot, nbytes)
 
     def _evict(self, pool: _Pool, victim: ExpertKey) -> int:
         """The slot in which it lay."""
@@ -330,15 +463,14 @@ class ExpertCache:
     def _enlarge(self, pool: _Pool, key: ExpertKey) -> None:
         """A slot more for the pool of `key`, of a pool that has one to give (`SlotShares.givers`)."""
         for other in self._shares[key.bits].givers(pool):
-            if not other.free:
+            while other.spare < other.unit:
                 victim = self._victim(other, key, self.protected)
                 if victim is None:
-                    continue
-                other.free.append(self._evict(other, victim))
-            pool.free.append(other.free.pop())
-            other.slots -= 1
-            pool.slots += 1
-            return
+                    break
+                self._vacate(other, victim)
+            else:
+                other.give(pool)
+                return
 
 
 class _Everywhere(dict[tuple[int, int], _Pool]):
@@ -369,25 +501,27 @@ class SlotShares:
         """The shares are those of `uses` from now on. Free slots move at once, others when a layer misses."""
         sizes = most_used_slots(sum(pool.slots for pool in self._pools), uses, self._minimum)
         self._wanted = {pool.number: size for pool, size in zip(self._pools, sizes, strict=True)}
-        free = [pool for pool in self._pools for _ in range(min(len(pool.free), self._over(pool)))]
+        givers = [pool for pool in self._pools for _ in range(min(pool.spare // pool.unit, self._over(pool)))]
         for pool in self._pools:
-            while free and self._over(pool) < 0:
-                giver = free.pop()
-                pool.free.append(giver.free.pop())
-                giver.slots -= 1
-                pool.slots += 1
+            while givers and self._over(pool) < 0:
+                givers.pop().give(pool)
 
     def givers(self, taker: _Pool) -> list[_Pool]:
         """Who gives a slot to `taker`: the pool with most free slots beyond its minimum, before anybody leaves;
         where none is and `taker` is below its share, pools above theirs, the furthest above first."""
-        if free := [pool for pool in self._pools if pool.free and pool.slots > self._minimum]:
-            return [max(free, key=lambda pool: min(len(pool.free), pool.slots - self._minimum))]
+        if spare := [pool for pool in self._pools if pool.spare >= pool.unit and pool.slots > self._minimum]:
+            return [max(spare, key=lambda pool: min(pool.spare // pool.unit, pool.slots - self._minimum))]
         if self._over(taker) >= 0:
             return []
         return sorted((other for other in self._pools if self._over(other) > 0), key=self._over, reverse=True)
 
     def _over(self, pool: _Pool) -> int:
         return pool.slots - self._wanted[pool.number]
+
+
+def slot_numbers(slots: int, sizes: Sequence[int]) -> int:
+    """How many copies of `sizes` bytes can lie in the bytes of `slots` of the largest."""
+    return slots * max(sizes) // min(sizes)
 
 
 def most_used_slots(slots: int, uses: Sequence[Sequence[float]], minimum: int) -> list[int]:

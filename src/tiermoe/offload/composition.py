@@ -162,6 +162,9 @@ class Composition:
     boundary: int | None = setting(
         None, read=int, low=0, high=1 << 16, calibrated=True, read_by=(_is("allotment", "shallow"),)
     )
+    # slots of the cache for experts that are fetched, until their layer has run and the eviction policy says who stays
+    # (Fate's cache list); 0: they take the place of others at once
+    room: int = setting(0, read=int, low=0, high=1 << 16, read_by=(("cache", _keeps),), off=True)
     # share of the cache's bytes for a pool of low copies, in slots of their own size; 0: they take slots of high ones,
     # None: what follows from the precision (`with_low_share`)
     low_share: float | None = setting(0.0, read=_share, low=0, high=0.9, read_by=(("precision", _several),), off=True)

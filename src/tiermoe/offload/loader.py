@@ -144,8 +144,12 @@ class ExpertLoader:
             self.counts.prefetched += len(self.unused_prefetches.intersection(keys))
             self.unused_prefetches.difference_update(keys)
         self.cache.used(keys, demands)
-        if self.cache.protected:
-            self.cache.release_layer(layer)
+        self.end_layer(layer)
+
+    def end_layer(self, layer: int) -> None:
+        """A layer has run."""
+        if self.cache.awaits_layers:
+            self.counts.dropped += self.cache.release_layer(layer)
 
     def recall(self) -> None:
         """Takes prefetches that have not begun back from the link, as if they had not been asked for. Before anybody
@@ -235,11 +239,11 @@ class ExpertLoader:
         self.counts.low_loads += key.bits < self._high_bits
 
     def _make_room(self, key: ExpertKey) -> None:
-        """Before anything leaves for a key, the background gives up a slot whose load has not begun."""
-        pool = self.cache.pool(key)
-        if not self.cache.free(pool):
+        """Before anything leaves for a key, the background gives up slots whose loads have not begun."""
+        pool, size = self.cache.pool(key), self.cache.size(key)
+        if self.cache.free(pool) < size:
             for other in self._background.least_wanted(pool):
-                if self.withdraw(other):
+                if self.withdraw(other) and self.cache.free(pool) >= size:
                     break
 
 
@@ -291,8 +295,7 @@ class LayerFetch:
                 self.submit()
         if prefetch is not None:
             prefetch()
-        if self._loader.cache.protected:
-            self._loader.cache.release_layer(self._layer)
+        self._loader.end_layer(self._layer)
         if on_end is not None:
             on_end()
 
@@ -401,19 +404,19 @@ class Background:
         del self._pools[self._cache.pool(key)][key]
         self.count -= 1
 
-    def least_wanted(self, pool: int) -> Iterator[ExpertKey]:
+    def least_wanted(self, pool: int) -> list[ExpertKey]:
         """Those of a pool, the least wanted first."""
-        return reversed(self._pools.get(pool, {}))
+        return [*reversed(self._pools.get(pool, {}))]
 
 
 def that_fit(cache: ExpertCache, keys: Iterable[ExpertKey]) -> list[ExpertKey]:
-    """Of absent keys, in their order, as many of each pool as it has free slots."""
+    """Of absent keys, in their order, as many of each pool as it has room for."""
     free: dict[int, int] = {}
     fitting = []
     for key in keys:
         pool = cache.pool(key)
         free.setdefault(pool, cache.free(pool))
-        if free[pool]:
-            free[pool] -= 1
+        if free[pool] >= cache.size(key):
+            free[pool] -= cache.size(key)
             fitting.append(key)
     return fitting

@@ -40,13 +40,14 @@ class FilledSlots(Slots, Protocol):
 class HostSlots:
     """`count` slots of `slot_bytes` (rounded up to 4 KiB) in anonymous memory, outside malloc: pages come
     from the system when first written and O_DIRECT reads go straight into them. `pin` locks them, all pages
-    at once, for copies to a GPU. BudgetError where the system refuses."""
+    at once, for copies to a GPU. shared: the slots share fewer bytes than they have addresses for, in pages of
+    the smallest size. BudgetError where the system refuses."""
 
-    def __init__(self, count: int, slot_bytes: int, pin: bool = False) -> None:
+    def __init__(self, count: int, slot_bytes: int, pin: bool = False, shared: bool = False) -> None:
         self.count = count
         self.slot_bytes = align(slot_bytes, PAGE)
         try:
-            self._memory = anonymous_memory(count * self.slot_bytes)
+            self._memory = anonymous_memory(count * self.slot_bytes, huge=not shared)
         except (OSError, ValueError, OverflowError) as error:
             message = f"cannot reserve {count} slots of {self.slot_bytes:,} bytes: {error}"
             raise BudgetError(message) from error

@@ -32,21 +32,21 @@ class Tiers:
 
 
 def assemble(
-    sizes: Sequence[tuple[int, int]],
+    sizes: Sequence[tuple[int, int, bool]],
     filler: SlotFiller,
     lanes: int,
     bytes_of: Callable[[ExpertKey], int],
     device: str = "cpu",
     pinned: Sequence[tuple[Sequence[int], int, int]] = (),
 ) -> Tiers:
-    """Disk → slots in main memory, filled by `lanes` threads. sizes: (count, bytes) of each run of equal slots,
-    numbered one run after the other. bytes_of: bytes of an expert in its slot. For a GPU: disk → pinned slots → slots
-    on the GPU; pinned: (the bits of the experts that lie there, count, bytes) of each run. BudgetError where memory is
-    refused."""
+    """Disk → slots in main memory, filled by `lanes` threads. sizes: (count, bytes, whether they share fewer bytes) of
+    each run of equal slots, numbered one run after the other. bytes_of: bytes of an expert in its slot. For a GPU: disk
+    → pinned slots → slots on the GPU; pinned: (the bits of the experts that lie there, count, bytes) of each run.
+    BudgetError where memory is refused."""
     if device == "cpu":
-        slots = SlotRuns([HostSlots(count, nbytes) for count, nbytes in sizes if count])
+        slots = SlotRuns([HostSlots(count, nbytes, shared=shared) for count, nbytes, shared in sizes if count])
         return Tiers(slots, _disk_link(filler, slots, lanes))
-    on_device = SlotRuns([DeviceSlots(count, nbytes, device) for count, nbytes in sizes if count])
+    on_device = SlotRuns([DeviceSlots(count, nbytes, device) for count, nbytes, _ in sizes if count])
     link = GpuLink(filler, _pinned(pinned), on_device, bytes_of, CudaCopier(device), lanes)
     return Tiers(on_device, link, lambda: _gpu_stats(device, link))
 

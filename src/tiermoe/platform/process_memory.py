@@ -24,6 +24,7 @@ from tiermoe.platform import windows
 _MADV_DONTNEED = 4
 _FREE_ADVICE = {"linux": _MADV_DONTNEED, "darwin": 5}.get(sys.platform)
 """Advice that frees a range of anonymous memory: MADV_DONTNEED, on macOS MADV_FREE; None: the system has none."""
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = 128 << 10  # glibc's own initial value, also of what it gives back at once
@@ -265,9 +266,11 @@ def _loaded_libraries() -> set[str]:
 
 def anonymous_memory(nbytes: int, huge: bool = True) -> mmap.mmap:
     """Fresh zeroed memory that begins at a page, outside malloc; a page becomes resident when it is first written.
-    huge: huge pages where the system has them; False: never."""
+    huge: huge pages where the system has them; False: never, and there may be more addresses than the system has
+    memory."""
     if hasattr(mmap, "MAP_ANONYMOUS"):
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, nbytes, flags=flags if huge else flags | _MAP_NORESERVE)
     else:
         memory = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):

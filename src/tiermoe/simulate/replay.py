@@ -105,6 +105,7 @@ class Result:
     slots: dict[str, int]  # 'bits' of copies → slots
     metrics: Metrics
     belady: Metrics  # of Belady's choice in one pool of equal slots of the same bytes, without prefetch and time
+    cached_experts: int  # in the end
     second_level: dict[str, int] = field(default_factory=dict)  # a GPU's counters, named as in `stats()`; with `ram`
 
     hit_rate = property(attrgetter("metrics.headline_hit_rate"))
@@ -154,6 +155,7 @@ class Result:
                 "bytes_per_token", "wait_s",
             ),
             **self.metrics.total.expert_counts,
+            "cached_experts": self.cached_experts,
             **self.second_level,
             **named(self, "fallback_ratio", "prefetching", "bound_fraction"),
         }  # fmt: skip
@@ -183,6 +185,7 @@ def replay(
         cache_fraction=run.nbytes / (unit * sum(header.experts)),
         slots={",".join(map(str, share.bits)): share.slots for share in run.slots},
         metrics=run.metrics,
+        cached_experts=run.cached_experts,
         belady=(belady or BeladyHits(trace)).of(max(run.nbytes // unit, 1), run.bits),
         second_level=run.second_level,
     )
@@ -254,7 +257,8 @@ class _Run:
         self._host = None
         if settings.ram is not None and (drive := settings.drive) is not None:
             ram = cache_bytes(replace(composition, cache="lru"), settings.ram, shape, sizes)
-            runs = divide(ram, composition, sizes, found.bits.values(), sum(header.experts), settings.lanes)
+            whole = divide(ram, composition, sizes, found.bits.values(), sum(header.experts), settings.lanes, True)
+            runs = [(each.bits, each.slots) for each in whole]
             stored = Costs(header, costs.times).nbytes
             self._host = HostTier(SecondLevelCache(runs), drive.bandwidth, drive.latency, stored)
             self.metrics.bandwidth = drive.bandwidth
@@ -273,6 +277,10 @@ class _Run:
         )  # fmt: skip
         self._prediction = self._scheduler.prediction = TimedPredictor(self._scheduler.prediction, self._clock)
         self._sequence: int | None = None
+
+    @property
+    def cached_experts(self) -> int:
+        return len(self._scheduler.loader.cache)
 
     def all_steps(self) -> None:
         """Every pass in order; fills `metrics`."""
