@@ -33,7 +33,11 @@ _LOG_FROM = 20  # times that the largest speed is the smallest, from which on it
 _PRESETS_LOG_FROM = 3  # the same of the presets' picture, whose rows are many
 _PARTS = {"compute_ms": "compute", "wait_ms": "waiting", "framework_ms": "framework"}
 _EXACT, _LOSSY = ("#1f77b4", "o"), ("#d1570b", "D")  # colour and mark
-_QUALITIES = {"kl": "KL divergence to 16 bits, nats per token", "perplexity": "perplexity"}
+_QUALITIES = {
+    "kl": "KL divergence to 16 bits, nats per token",
+    "perplexity": "perplexity",
+    "rouge2_loss": "loss of ROUGE-2",
+}
 
 Case = dict[str, Any]
 """What `summary.summarise` says of a case."""

@@ -18,11 +18,13 @@ from tiermoe.config import format_size
 @opt.engine_options(without=["context"])
 def evaluate(
     model: opt.Model,
-    text: opt.ScoredText,
     options: dict[str, Any],
+    text: opt.ScoredText = None,
+    pairs: opt.ScoredPairs = None,
+    metric: opt.ScoredMetric = "perplexity",
     tokens: opt.ScoredTokens = 2048,
     window: opt.Window = 256,
-    prompt: opt.WindowPrompt = 32,
+    prompt: opt.WindowPrompt = None,
     reference: opt.Reference = "16bit",
     save_reference: Annotated[
         Path | None,
@@ -32,13 +34,15 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of one JSON object.")] = False,
 ) -> None:
-    """Score a text: perplexity, KL divergence and same top-1 against the 16-bit weights, with standard errors."""
-    content = opt.read_text(text)
+    """Score a text, or summaries: perplexity, KL divergence and same top-1 against the 16-bit weights, or ROUGE-2 and
+    its loss, with standard errors; and the speed."""
+    material = opt.read_material(text, pairs, prompt)
     with starting():
-        from tiermoe.measure.evaluate import prepare
+        from tiermoe.measure.summaries import prepare
         from tiermoe.measure.texts import WindowShape
 
-        evaluation = prepare(model, content, WindowShape(prompt, window, tokens), options)
+        shape = WindowShape(material.prompt, window, tokens)
+        evaluation = prepare(model, material.pairs or material.text, metric, shape, options)
     with progress_bar() as progress:
         if save_reference is not None:
             result = evaluation.save_reference(save_reference, progress)
@@ -61,11 +65,17 @@ def conditions(result: dict[str, Any]) -> str:
             f"compute threads: {result['threads']}",
             f"peak memory {format_size(result['peak_memory_bytes'])} of {format_size(result['memory_budget_bytes'])}",
         ]
-    return "[" + "; ".join(parts) + "; ± is the standard error over windows]"
+    over = "documents" if "documents" in result else "windows"
+    return "[" + "; ".join(parts) + f"; ± is the standard error over {over}]"
 
 
 def scored(result: dict[str, Any]) -> str:
     """The scored text, in words."""
+    if "documents" in result:
+        return (
+            f"{result['tokens']} tokens of {result['documents']} summaries, at most {result['window']} each, of "
+            f"documents of at most {result['prompt']}"
+        )
     return (
         f"{result['tokens']} tokens in {result['windows']} windows of {result['prompt']} + {result['window']}, "
         f"each token decoded on its own"
@@ -95,6 +105,9 @@ def _scores(result: dict[str, Any]) -> list[tuple[str, str]]:
         "perplexity_loss": ("loss", ".2%"),
         "kl": ("KL to 16 bits, nats", ".3g"),
         "same_top1": ("same top-1", ".1%"),
+        "rouge2": ("ROUGE-2", ".4f"),
+        "rouge2_16bit": ("ROUGE-2 at 16 bits", ".4f"),
+        "rouge2_loss": ("loss", ".2%"),
     }
     return [
         (label, with_error(result[name], result[f"{name}_se"], form))
