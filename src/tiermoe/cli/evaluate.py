@@ -13,6 +13,7 @@ from tiermoe.cli import options as opt
 from tiermoe.cli.output import BOUND, note, progress_bar, starting
 from tiermoe.cli.terminal import Terminal
 from tiermoe.config import format_size
+from tiermoe.errors import ConfigError
 
 
 @opt.engine_options(without=["context"])
@@ -26,6 +27,17 @@ def evaluate(
     window: opt.Window = 256,
     prompt: opt.WindowPrompt = None,
     reference: opt.Reference = "16bit",
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks of lm-eval instead, with commas: gsm8k, mmlu, piqa, truthfulqa, wikitext, winogrande.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of the tasks' published files.", show_default=False)] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Documents of each task. Default: all.", show_default=False, min=1)
+    ] = None,
     save_reference: Annotated[
         Path | None,
         typer.Option(
@@ -36,6 +48,11 @@ def evaluate(
 ) -> None:
     """Score a text, or summaries: perplexity, KL divergence and same top-1 against the 16-bit weights, or ROUGE-2 and
     its loss, with standard errors; and the speed."""
+    if tasks is not None:
+        _evaluate_tasks(model, tasks, data, limit, options, as_json, text or pairs or save_reference)
+        return
+    if data is not None or limit is not None:
+        raise ConfigError("--data and --limit are of --tasks; name the tasks, or leave them out")
     material = opt.read_material(text, pairs, prompt)
     with starting():
         from tiermoe.measure.summaries import prepare
@@ -53,6 +70,43 @@ def evaluate(
         return
     Terminal().print(_table(result))
     note(conditions(result))
+
+
+def _evaluate_tasks(
+    model: str,
+    tasks: str,
+    data: Path | None,
+    limit: int | None,
+    options: dict[str, Any],
+    as_json: bool,
+    more: Path | None,
+) -> None:
+    if more is not None:
+        raise ConfigError(f"--tasks brings texts of its own; leave out {more}")
+    with starting():
+        from tiermoe.measure.harness import evaluate_tasks, need_harness, tasks_asked
+
+        names = tasks_asked(tasks, data)
+        need_harness()
+    assert data is not None
+    with progress_bar() as progress:
+        result = evaluate_tasks(model, names, data, limit, options, progress)
+    if as_json:
+        print(json.dumps([result]))
+        return
+    table = Table(title=_title(result), title_justify="left")
+    for column in ("task", "metric", "value"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for task, values in result["tasks"].items():
+        for name, value in values.items():
+            if not name.endswith("_stderr"):
+                table.add_row(task, name, with_error(value, values.get(f"{name}_stderr"), ".4f"))
+    Terminal().print(table)
+    what = "all documents" if limit is None else f"{limit} documents of each task"
+    note(
+        f"[{what}; experts at {result['bits']} bits, other layers at {result['dense_bits']}; hit rate "
+        f"{result['hit_rate']:.1%}; {format_size(result['bytes_read'])} read; {result['seconds']:.0f} s]"
+    )
 
 
 def conditions(result: dict[str, Any]) -> str:
