@@ -138,7 +138,7 @@ SHARED = {"__init__", "rounds", "serving", "load_clients", "hostile_clients", "f
           "peer", "full_size_child", "recorded_routing"}  # fmt: skip
 
 
-COMMANDS = [*sorted({path.stem for path in FOLDER.glob("*.py")} - SHARED), "evaluation.__main__"]
+COMMANDS = sorted({path.stem for path in FOLDER.glob("*.py")} - SHARED)
 
 
 @pytest.mark.parametrize("module", COMMANDS)
@@ -151,7 +151,7 @@ def test_every_command_says_how_it_is_called(
         command_of(module)()
     out = capsys.readouterr().out
     assert ended.value.code == 0
-    assert f"python -m {module.removesuffix('.__main__')}" in out
+    assert f"python -m {module}" in out
 
 
 def test_calls_alternate_after_one_that_does_not_count() -> None:

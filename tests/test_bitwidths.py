@@ -25,7 +25,8 @@ from tiermoe.config import settings as make_settings
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.measure.bitwidths import find_bitwidths
 from tiermoe.measure.importance import BitsMeter, Journal, ModelSource, by_ray, check_room, places_of
-from tiermoe.measure.tasks import Perplexity, Rouge2, read_pairs
+from tiermoe.measure.pairs import read_pairs
+from tiermoe.measure.tasks import Perplexity, Rouge2
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload.profiles import Profile, profile_path, to_json
 from tiermoe.systems.edgemoe import Loss, accept, bounds, lowered, search

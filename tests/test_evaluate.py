@@ -148,7 +148,7 @@ def test_windows_do_not_overlap_and_reach_over_the_text(prompt: int, window: int
     shape = WindowShape(prompt, window, window * count)
     length = (count + 1) * (shape.length - 1) + more
     windows = cut_windows(Letters(), "x" * length, shape)
-    rows = torch.cat([windows.warming[None], windows.scored])
+    rows = torch.stack([window.ids for window in (windows.warming, *windows.scored)])
     assert rows.shape == (count + 1, shape.length)
     assert (rows[:, 0] == 7).all()
     flat = rows[:, 1:].reshape(-1).tolist()
@@ -193,10 +193,11 @@ def against_itself(sixteen: Evaluation) -> dict[str, Any]:
 def test_perplexity_is_plain_transformers(tiny: Path, against_itself: dict[str, Any]) -> None:
     windows = cut_windows(load_tokenizer(tiny), TEXT, SHAPE)
     model = oracle(tiny, "qwen3_moe", torch.float32)
+    scored = torch.stack([window.ids for window in windows.scored])
     with torch.no_grad():
-        logits = model(windows.scored).logits[:, SHAPE.prompt - 1 : -1]
+        logits = model(scored).logits[:, SHAPE.prompt - 1 : -1]
     log_probs = logits.double().log_softmax(-1)
-    expected = -log_probs.gather(-1, windows.scored[:, SHAPE.prompt :, None]).mean()
+    expected = -log_probs.gather(-1, scored[:, SHAPE.prompt :, None]).mean()
     assert against_itself["perplexity"] == pytest.approx(expected.exp().item(), rel=1e-5)
     assert against_itself["perplexity_16bit"] == pytest.approx(expected.exp().item(), rel=1e-5)
 
@@ -298,7 +299,7 @@ def test_a_budget_that_the_sixteen_bit_model_exceeds_names_the_way_out(
 
 def test_models_that_do_not_continue_a_text_are_refused(tmp_path: Path) -> None:
     switch = write(tmp_path / "switch", "switch_transformers", torch.float32)
-    with pytest.raises(ModelError, match="evaluate a decoder-only model"):
+    with pytest.raises(ModelError, match="by --pairs, or evaluate a decoder-only model"):
         prepare(str(switch), TEXT, SHAPE, {})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.evaluation.__main__ import beside, main, same_chunk, tasks_of
+from benchmarks.evaluation import beside, main, same_chunk, tasks_of
 
 
 def test_figures_are_compared_as_they_are_shown() -> None:

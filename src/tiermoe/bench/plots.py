@@ -245,6 +245,7 @@ def _quality(measured: Sequence[dict[str, Any]]) -> _Quality:
 _QUALITIES = (
     _Quality("kl", "KL divergence to 16 bits, nats per token (less is better)", "what it costs", "#.3g"),
     _Quality("perplexity", "perplexity (less is better)", "what it costs", "#.3g"),
+    _Quality("rouge2_loss", "loss of ROUGE-2 (less is better)", "what it costs", ".1%"),
     _Quality("hit_rate", "hits, share of the experts asked for (more is better)", "hits", ".1%"),
 )
 """The first that all rows have is drawn."""

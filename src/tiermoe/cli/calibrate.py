@@ -12,6 +12,7 @@ from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.cli.terminal import Terminal
 from tiermoe.errors import ConfigError
+from tiermoe.measure.pairs import read_pairs
 from tiermoe.systems import PRESETS
 
 if TYPE_CHECKING:
@@ -73,7 +74,6 @@ def calibrate(
     with starting():
         from tiermoe.measure.calibrate import CalibrationOptions, prepare
         from tiermoe.measure.profiles import MadeProfile, make_profiles
-        from tiermoe.measure.tasks import read_pairs
         from tiermoe.measure.texts import SequenceShape
 
         asked = CalibrationOptions(

@@ -41,20 +41,22 @@ _WIDE = 120  # columns of a table that goes to a file or a pipe
 @opt.engine_options(without=["context", "preset", "also"])
 def compare(
     model: opt.Model,
-    text: opt.ScoredText,
     options: dict[str, Any],
+    text: opt.ScoredText = None,
+    pairs: opt.ScoredPairs = None,
+    metric: opt.ScoredMetric = "perplexity",
     presets: Annotated[str, typer.Option(help="all, or names with commas.")] = "all",
     sweep: Sweep = None,
     ladder: Ladder = False,
     tokens: opt.ScoredTokens = 512,
     window: opt.Window = 128,
-    prompt: opt.WindowPrompt = 32,
+    prompt: opt.WindowPrompt = None,
     rounds: Annotated[int, typer.Option(help="Times that each row is measured.")] = 3,
     reference: opt.Reference = "16bit",
     picture: Picture = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects, one for each row.")] = False,
 ) -> None:
-    """Measure presets on the same text and budget: speed, bytes, hits, and quality against 16 bits.
+    """Measure presets on the same text, or summaries, and budget: speed, bytes, hits, and quality against 16 bits.
 
     Each preset runs once a round, in a process of its own, from an empty cache
     that a window which is not scored warms. Progress says how long it takes.
@@ -65,14 +67,14 @@ def compare(
     / first, / before: to the first row of a ladder, and to the row before.
     read a token: what a decoded token reads from the store.
     hits: share of the experts that were in memory when they were asked for.
-    loss: of perplexity, against the checkpoint's own weights.
+    loss: of perplexity or ROUGE-2, against the checkpoint's own weights.
     KL: divergence from those weights' distribution of the next token.
     same top-1: how often the likeliest token is the same as theirs.
     ±: standard error over the windows. --json has more: waiting, peak memory.
     The second table has what parts did, where they did anything.
     """
     settings(**options)
-    content = opt.read_text(text)
+    material = opt.read_material(text, pairs, prompt)
     given = options.pop("set", {})
     swept = {"cache": parse_cache, "memory": lambda value: parse_size(value, "memory"), "prompt": _prompt}
     rows = variants(presets, given, sweep, ladder, options, swept)
@@ -81,7 +83,13 @@ def compare(
         raise ConfigError(f"rounds must be at least 1, got {rounds}")
     if picture is not None:
         check_picture(picture)
-    measured = _measure(Case(model, content, (prompt, window, tokens), options, reference), rows, rounds)
+        if metric == "rouge2" and reference == "none":
+            raise ConfigError(
+                "--picture draws what ROUGE-2 loses against the 16-bit weights; leave out --reference none"
+            )
+    shape = (material.prompt, window, tokens)
+    case = Case(model, material.text, shape, options, reference, pairs=material.pairs, metric=metric)
+    measured = _measure(case, rows, rounds)
     failed = failures(measured, "measured")
     results = summarise(measured)
     whole = [result for result in results if "error" not in result]
@@ -156,6 +164,10 @@ def _columns(results: list[dict[str, Any]]) -> list[Column]:
         ("read a\ntoken", lambda row: format_size(row["bytes_per_token"])),
         ("hits", lambda row: f"{row['hit_rate']:.0%}"),
     ]
+    if all("rouge2" in result for result in results):
+        losses: list[Column] = [("loss, %", lambda row: _with_error(row, "rouge2_loss", ".1f", 100))]
+        compared = all("rouge2_loss" in result for result in results)
+        return [*columns, ("ROUGE-2", lambda row: _with_error(row, "rouge2", ".3f")), *(losses if compared else [])]
     if not all("kl" in result for result in results):
         return [*columns, ("perplexity", lambda row: f"{row['perplexity']:.4g}")]
     return [

@@ -14,17 +14,31 @@ from tiermoe.cli import options as opt
 from tiermoe.cli.output import BOUND, note, progress_bar, starting
 from tiermoe.cli.terminal import Terminal
 from tiermoe.config import format_size
+from tiermoe.errors import ConfigError
 
 
 @opt.engine_options(without=["context"])
 def evaluate(
     model: opt.Model,
-    text: opt.ScoredText,
     options: dict[str, Any],
+    text: opt.ScoredText = None,
+    pairs: opt.ScoredPairs = None,
+    metric: opt.ScoredMetric = "perplexity",
     tokens: opt.ScoredTokens = 2048,
     window: opt.Window = 256,
-    prompt: opt.WindowPrompt = 32,
+    prompt: opt.WindowPrompt = None,
     reference: opt.Reference = "16bit",
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Tasks of lm-eval instead, with commas: gsm8k, mmlu, piqa, truthfulqa, wikitext, winogrande.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of the tasks' published files.", show_default=False)] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Documents of each task. Default: all.", show_default=False, min=1)
+    ] = None,
     save_reference: Annotated[
         Path | None,
         typer.Option(
@@ -33,13 +47,20 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of one JSON object.")] = False,
 ) -> None:
-    """Score a text: perplexity, KL divergence and same top-1 against the 16-bit weights, with standard errors."""
-    content = opt.read_text(text)
+    """Score a text, or summaries: perplexity, KL divergence and same top-1 against the 16-bit weights, or ROUGE-2 and
+    its loss, with standard errors; and the speed."""
+    if tasks is not None:
+        _evaluate_tasks(model, tasks, data, limit, options, as_json, text or pairs or save_reference)
+        return
+    if data is not None or limit is not None:
+        raise ConfigError("--data and --limit are of --tasks; name the tasks, or leave them out")
+    material = opt.read_material(text, pairs, prompt)
     with starting():
-        from tiermoe.measure.evaluate import prepare
+        from tiermoe.measure.summaries import prepare
         from tiermoe.measure.texts import WindowShape
 
-        evaluation = prepare(model, content, WindowShape(prompt, window, tokens), options)
+        shape = WindowShape(material.prompt, window, tokens)
+        evaluation = prepare(model, material.pairs or material.text, metric, shape, options)
     with progress_bar() as progress:
         if save_reference is not None:
             result = evaluation.save_reference(save_reference, progress)
@@ -52,6 +73,43 @@ def evaluate(
     note(conditions(result))
 
 
+def _evaluate_tasks(
+    model: str,
+    tasks: str,
+    data: Path | None,
+    limit: int | None,
+    options: dict[str, Any],
+    as_json: bool,
+    more: Path | None,
+) -> None:
+    if more is not None:
+        raise ConfigError(f"--tasks brings texts of its own; leave out {more}")
+    with starting():
+        from tiermoe.measure.harness import evaluate_tasks, need_harness, tasks_asked
+
+        names = tasks_asked(tasks, data)
+        need_harness()
+    assert data is not None
+    with progress_bar() as progress:
+        result = evaluate_tasks(model, names, data, limit, options, progress)
+    if as_json:
+        print(json.dumps([result]))
+        return
+    table = Table(title=_title(result), title_justify="left")
+    for column in ("task", "metric", "value"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for task, values in result["tasks"].items():
+        for name, value in values.items():
+            if not name.endswith("_stderr"):
+                table.add_row(task, name, with_error(value, values.get(f"{name}_stderr"), ".4f"))
+    Terminal().print(table)
+    what = "all documents" if limit is None else f"{limit} documents of each task"
+    note(
+        f"[{what}; experts at {result['bits']} bits, other layers at {result['dense_bits']}; hit rate "
+        f"{result['hit_rate']:.1%}; {format_size(result['bytes_read'])} read; {result['seconds']:.0f} s]"
+    )
+
+
 def conditions(result: dict[str, Any]) -> str:
     """The conditions of a result, in a line."""
     parts = [scored(result)]
@@ -62,11 +120,17 @@ def conditions(result: dict[str, Any]) -> str:
             f"compute threads: {result['threads']}",
             f"peak memory {format_size(result['peak_memory_bytes'])} of {format_size(result['memory_budget_bytes'])}",
         ]
-    return "[" + "; ".join(parts) + "; ± is the standard error over windows]"
+    over = "documents" if "documents" in result else "windows"
+    return "[" + "; ".join(parts) + f"; ± is the standard error over {over}]"
 
 
 def scored(result: dict[str, Any]) -> str:
     """The scored text, in words."""
+    if "documents" in result:
+        return (
+            f"{result['tokens']} tokens of {result['documents']} summaries, at most {result['window']} each, of "
+            f"documents of at most {result['prompt']}"
+        )
     return (
         f"{result['tokens']} tokens in {result['windows']} windows of {result['prompt']} + {result['window']}, "
         f"each token decoded on its own"
@@ -96,6 +160,9 @@ def _scores(result: dict[str, Any]) -> list[tuple[str, str]]:
         "perplexity_loss": ("loss", ".2%"),
         "kl": ("KL to 16 bits, nats", ".3g"),
         "same_top1": ("same top-1", ".1%"),
+        "rouge2": ("ROUGE-2", ".4f"),
+        "rouge2_16bit": ("ROUGE-2 at 16 bits", ".4f"),
+        "rouge2_loss": ("loss", ".2%"),
     }
     return [
         (label, with_error(result[name], result[f"{name}_se"], form))

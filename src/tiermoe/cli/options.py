@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -17,6 +18,7 @@ import typer
 
 from tiermoe.config import DEFAULT_QUANTIZER, QUANTIZERS, Settings
 from tiermoe.errors import ConfigError
+from tiermoe.measure.pairs import Pair, read_pairs, require_pairs
 
 Model = Annotated[
     str, typer.Argument(help="A model directory, a GGUF file or a Hugging Face hub id.", show_default=False)
@@ -149,10 +151,32 @@ Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.", sho
 
 # --- a text that is scored: eval, compare ---
 
-ScoredText = Annotated[Path, typer.Option("--text", help="A text file to score, UTF-8.", show_default=False)]
+ScoredText = Annotated[Path | None, typer.Option("--text", help="A text file to score, UTF-8.", show_default=False)]
+ScoredPairs = Annotated[
+    Path | None,
+    typer.Option(
+        "--pairs",
+        help='Score summaries instead, of documents: {"document": ..., "summary": ...} a line. The first one only '
+        "warms the cache.",
+        show_default=False,
+    ),
+]
+ScoredMetric = Annotated[
+    str,
+    typer.Option(
+        "--metric",
+        help="Metric of --pairs: perplexity of the summaries behind their documents, or rouge2 of greedy summaries.",
+    ),
+]
 ScoredTokens = Annotated[int, typer.Option(help="Tokens to score, in whole windows spread over the text.")]
-Window = Annotated[int, typer.Option(help="Scored tokens of a window, each decoded on its own.")]
-WindowPrompt = Annotated[int, typer.Option(help="Tokens before them in a window, which run as a prompt.")]
+Window = Annotated[int, typer.Option(help="Scored tokens of a window, each decoded on its own; of a summary at most.")]
+WindowPrompt = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens before them in a window, which run as a prompt. Default: 32; of a document 512 at most.",
+        show_default=False,
+    ),
+]
 Reference = Annotated[
     str, typer.Option(help="Compare with the checkpoint's own weights: 16bit, none, or a saved file.")
 ]
@@ -236,6 +260,28 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"the text {path} cannot be read: {error.strerror}; name a text file with --text") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start:,}); convert it first") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What eval and compare score: a text, or documents with their summaries. prompt: tokens that are read before."""
+
+    text: str
+    pairs: tuple[Pair, ...]
+    prompt: int
+
+
+def read_material(text: Path | None, pairs: Path | None, prompt: int | None) -> Material:
+    """The text or the pairs. ConfigError unless one of both is named, and where it cannot be read."""
+    if (text is None) == (pairs is None):
+        raise ConfigError(
+            "name what is scored: a text with --text, or documents and their summaries with --pairs"
+            + ("" if text is None else ", not both")
+        )
+    if text is not None:
+        return Material(read_text(text), (), 32 if prompt is None else prompt)
+    assert pairs is not None
+    return Material("", tuple(require_pairs(read_pairs(pairs))), 512 if prompt is None else prompt)
 
 
 def need_ray(option: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.measure.pairs import Pair
 from tiermoe.systems import PRESETS, preset_named
 
 BASELINES = ("load-on-demand", "lru")
@@ -149,6 +150,8 @@ class Case:
     options: dict[str, Any]  # of `tiermoe.load`
     reference: str = "none"  # as `Evaluation.run` takes it
     save: Path | None = None  # the file to which the 16-bit weights' scores go, instead of an evaluation
+    pairs: tuple[Pair, ...] = ()  # documents with their summaries, in the place of a text
+    metric: str = "perplexity"  # of `summaries.METRICS`
 
 
 def evaluate_apart(case: Case, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
@@ -189,14 +192,15 @@ def _ended(code: int) -> str:
 def _evaluate(case: Case, sender: Connection) -> None:
     """Runs in the process: sends progress, and in the end the result or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
-    from tiermoe.measure.fork_server import evaluate, texts  # late: the process that asks needs no torch
+    from tiermoe.measure.fork_server import evaluate, summaries, texts  # late: the process that asks needs no torch
 
     def report(what: str, done: int, total: int) -> None:
         if what != evaluate.SCORING:
             sender.send(("progress", (what, done, total)))
 
     try:
-        evaluation = evaluate.prepare(case.model, case.text, texts.WindowShape(*case.shape), case.options)
+        shape = texts.WindowShape(*case.shape)
+        evaluation = summaries.prepare(case.model, case.pairs or case.text, case.metric, shape, case.options)
         if case.save is not None:
             sender.send(("result", evaluation.save_reference(case.save, report)))
         else:

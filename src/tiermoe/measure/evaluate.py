@@ -1,6 +1,7 @@
 """Evaluation of a preset on a text: how good its distributions are and how fast they came. The 16-bit reference is
 scored first, then the preset, never both in memory. Each window's prompt is read at once, as `generate()` would; the
-other tokens are fed one at a time, whatever the model would have said.
+other tokens are fed one at a time, whatever the model would have said. A window is a piece of a text, or a document and
+its summary.
 
 Many presets act while a model decodes, and on what is in the cache (skipping, a lower precision on a miss, falling
 back), so a forward pass over a whole window would not show what they cost. Every preset is fed the same tokens, so
@@ -10,10 +11,10 @@ speeds compare too. Logits are scored after each window, outside the measured ti
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +24,7 @@ from tiermoe.config import settings as make_settings
 from tiermoe.engine.engine import Engine, engine_of
 from tiermoe.engine.load import plan_for, start
 from tiermoe.errors import BudgetError, ModelError
+from tiermoe.measure.pairs import Pair
 from tiermoe.measure.scoring import (
     Reference,
     TokenScores,
@@ -33,7 +35,7 @@ from tiermoe.measure.scoring import (
     temporary_file,
     working_bytes,
 )
-from tiermoe.measure.texts import Feed, Windows, WindowShape, cut_windows
+from tiermoe.measure.texts import Feed, Windows, WindowShape, cut_pairs, cut_windows
 from tiermoe.metrics import Metrics, named
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import load_tokenizer, resolve_model
@@ -54,12 +56,17 @@ def reserved_bytes(length: int, vocabulary: int, itemsize: int) -> int:
 @torch.inference_mode()
 def write_reference(model: Any, windows: Windows, reference: Reference, progress: Progress) -> list[TokenScores]:
     """Appends the log-probabilities of each scored token to `reference`, whose header is written, and returns the
-    windows' scores. A window takes one forward pass: an exact model's logits do not depend on the cache."""
+    windows' scores. A window takes one forward pass: an exact model's logits do not depend on the cache. An
+    encoder–decoder model is fed token by token, since a pass's length decides what its experts have room for."""
     scores = []
-    for done, window in enumerate(windows, 1):
-        logits = prompt_logits(model, window.tolist())[-windows.shape.window - 1 : -1]
+    for done, window in enumerate(windows.scored, 1):
+        if model.config.is_encoder_decoder:
+            logits = _no_logits(model, len(window.targets))
+            feed_window(model, window.ids, window.prompt, logits, Metrics())
+        else:
+            logits = prompt_logits(model, window.ids.tolist())[window.prompt - 1 : -1]
         reference.append(logits)
-        scores.append(score_tokens(logits.cpu(), windows.targets(window)))
+        scores.append(score_tokens(logits.cpu(), window.targets))
         progress("scoring the 16-bit weights", done, len(windows.scored))
     return scores
 
@@ -73,15 +80,21 @@ def prompt_logits(model: Any, ids: list[int]) -> torch.Tensor:
 
 def evaluate(model: Any, windows: Windows, reference: Reference | None, progress: Progress) -> dict[str, Any]:
     """Scores and speed of a loaded model on windows of a text, by the names that `--json` prints."""
-    logits = torch.empty(windows.shape.window, model.config.vocab_size, dtype=model.dtype)
-    feed_window(model, windows.warming, windows.shape.prompt, logits, Metrics())
+    buffer = _no_logits(model, windows.shape.window)
+    feed_window(model, windows.warming.ids, windows.warming.prompt, buffer[: len(windows.warming.targets)], Metrics())
     metrics, scores = Metrics(), []
-    for index, window in enumerate(windows):
-        feed_window(model, window, windows.shape.prompt, logits, metrics)
+    for index, window in enumerate(windows.scored):
+        logits = buffer[: len(window.targets)]
+        feed_window(model, window.ids, window.prompt, logits, metrics)
         rows = reference.window(index) if reference is not None else None
-        scores.append(score_tokens(logits, windows.targets(window), rows))
+        scores.append(score_tokens(logits, window.targets, rows))
         progress(SCORING, index + 1, len(windows.scored))
-    return {**_speed(engine_of(model), metrics), **summarise(scores)}
+    return {**speed_of(engine_of(model), metrics), **summarise(scores)}
+
+
+def _no_logits(model: Any, tokens: int) -> torch.Tensor:
+    """Memory for logits (tokens, vocabulary)."""
+    return torch.empty(tokens, model.config.vocab_size, dtype=model.dtype)
 
 
 @torch.inference_mode()
@@ -96,7 +109,8 @@ def feed_window(model: Any, window: torch.Tensor, prompt: int, logits: torch.Ten
             logits[row] = feed.token(prompt + row - 1)
 
 
-def _speed(engine: Engine, metrics: Metrics) -> dict[str, Any]:
+def speed_of(engine: Engine, metrics: Metrics) -> dict[str, Any]:
+    """Settings and figures of a run, by the names that `--json` prints."""
     plan = engine.plan
     figures = named(
         engine.complete(metrics), "hit_rate", "prefill_hit_rate", "decode_hit_rate", "prefill_tok_s", "decode_tok_s",
@@ -129,6 +143,7 @@ class Evaluation:
     windows: Windows
     options: dict[str, Any]  # of `tiermoe.load`
     store: Path
+    of_pairs: bool = False  # windows are summaries behind their documents
 
     def run(self, reference: str, progress: Progress) -> dict[str, Any]:
         """Scores and speed of the preset. reference: '16bit' scores the checkpoint's own weights too, 'none' compares
@@ -162,60 +177,105 @@ class Evaluation:
         return Reference(file, name, fingerprint, self.windows, self.blueprint.config.vocab_size)
 
     def _write(self, reference: Reference, progress: Progress) -> dict[str, Any]:
-        options = {name: self.options[name] for name in _SHARED if name in self.options}
-        options |= {"bits": 16, "context": self.windows.shape.length, "chunk": self.windows.shape.length}
         reference.write_header()
-        try:
+        with comparing_with_16_bits():
             scores = self._on_model(
-                options, lambda model: write_reference(model, self.windows, reference, progress), progress
+                self._options_of_16_bits(),
+                lambda model: write_reference(model, self.windows, reference, progress),
+                progress,
             )
-        except BudgetError as error:
-            raise BudgetError(
-                f"the 16-bit model that the scores are compared with does not fit: {error}. Or skip the comparison "
-                f"with --reference none"
-            ) from error
         named = summarise(scores)
         return {"perplexity_16bit": named["perplexity"], "perplexity_16bit_se": named["perplexity_se"]}
 
+    def _options_of_16_bits(self) -> dict[str, Any]:
+        length = self.windows.shape.length
+        chunk = {} if self.blueprint.family.encoder_decoder else {"chunk": length}
+        return {**options_of_16_bits(self.options), "context": length, **chunk}
+
     def _on_model(self, options: dict[str, Any], use: Any, progress: Progress) -> Any:
-        """Loads a model with `options`, calls `use` with it and returns what `use` returns. The experts' memory is
-        given back at once, the rest when the next model is loaded."""
         config, itemsize = self.blueprint.config, self.blueprint.dtype.itemsize
         reserve = reserved_bytes(self.windows.shape.length, config.vocab_size, itemsize)
-        try:
-            engine = start(self.blueprint, make_settings(**_without(options, reserve)), progress)
-        except BudgetError as error:
-            raise BudgetError(f"{error} (beside {format_size(reserve)} for the logits of a window)") from error
-        try:
-            return use(engine)
-        finally:
-            engine.close()
+        return on_model(self.blueprint, options, use, progress, reserve)
 
     def _conditions(self) -> dict[str, Any]:
         shape = self.windows.shape
-        scored = shape.windows * shape.window
-        return {"prompt": shape.prompt, "window": shape.window, "windows": shape.windows, "tokens": scored}
+        return {
+            "prompt": shape.prompt,
+            "window": shape.window,
+            "documents" if self.of_pairs else "windows": len(self.windows.scored),
+            "tokens": self.windows.tokens,
+        }
 
 
-def prepare(model: str, text: str, shape: WindowShape, options: dict[str, Any]) -> Evaluation:
-    """Checks the model, preset, calibration and text of an evaluation. A TiermoeError says what to do where one of them
-    is not usable."""
+def options_of_16_bits(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `tiermoe.load` for the checkpoint's own weights, beside a preset with these `options`."""
+    return {"bits": 16, **{name: options[name] for name in _SHARED if name in options}}
+
+
+@contextlib.contextmanager
+def comparing_with_16_bits() -> Iterator[None]:
+    """Context in which a budget that the 16-bit model exceeds names the way out."""
+    try:
+        yield
+    except BudgetError as error:
+        raise BudgetError(
+            f"the 16-bit model that the scores are compared with does not fit: {error}. Or skip the comparison with "
+            f"--reference none"
+        ) from error
+
+
+def on_model(blueprint: Blueprint, options: dict[str, Any], use: Any, progress: Progress, reserve: int) -> Any:
+    """Starts an engine with `options`, calls `use` with it and returns what `use` returns. The experts' memory is given
+    back at once, the rest when the next model is loaded. reserve: bytes of logits beside the model."""
+    try:
+        engine = start(blueprint, make_settings(**_without(options, reserve)), progress)
+    except BudgetError as error:
+        raise BudgetError(f"{error} (beside {format_size(reserve)} for the logits of a window)") from error
+    try:
+        return use(engine)
+    finally:
+        engine.close()
+
+
+def prepare(model: str, material: str | Sequence[Pair], shape: WindowShape, options: dict[str, Any]) -> Evaluation:
+    """Checks the model, preset, calibration and material of an evaluation: a text, or documents with their summaries. A
+    TiermoeError says what to do where one of them is not usable."""
+    found = inspected(model, shape, options, continues=isinstance(material, str))
+    if isinstance(material, str):
+        windows = cut_windows(found.tokenizer, material, shape)
+    else:
+        windows = cut_pairs(found.tokenizer, material, shape, ends=found.blueprint.family.encoder_decoder)
+    return Evaluation(found.blueprint, windows, found.options, found.store, not isinstance(material, str))
+
+
+class Inspected(NamedTuple):
+    """A model that is to be evaluated."""
+
+    blueprint: Blueprint
+    tokenizer: Any
+    options: dict[str, Any]  # of `tiermoe.load`, with the context that the evaluation takes
+    store: Path
+
+
+def inspected(model: str, shape: WindowShape, options: dict[str, Any], continues: bool = False) -> Inspected:
+    """Looks a model up and plans its memory with `options`. continues: it must be one that continues a text. A
+    TiermoeError says what to do where they are not usable."""
     options = {**options, "context": shape.length}
     settings = make_settings(**options)
     directory = resolve_model(model)
     blueprint = inspect_model(directory, model, settings.store)
-    _refuse_encoder_decoder(blueprint)
+    if continues:
+        _refuse_encoder_decoder(blueprint)
     shape.check_context(blueprint.max_context())
-    windows = cut_windows(load_tokenizer(directory), text, shape)
     plan_for(blueprint, settings)
-    return Evaluation(blueprint, windows, options, store_root(blueprint, settings.store))
+    return Inspected(blueprint, load_tokenizer(directory), options, store_root(blueprint, settings.store))
 
 
 def _refuse_encoder_decoder(blueprint: Blueprint) -> None:
     if blueprint.family.encoder_decoder:
         raise ModelError(
             f"{blueprint.family.name} models answer a prompt rather than continue a text, so a text's perplexity says "
-            f"nothing about them; evaluate a decoder-only model"
+            f"nothing about them; give documents with their summaries by --pairs, or evaluate a decoder-only model"
         )
 
 

@@ -1,15 +1,17 @@
 """From logits to scores: perplexity, KL divergence and same-top-1 against a reference, with standard errors; and the
 reference, the log-probabilities of the model that others are compared with, in a file.
 
-The text is scored in windows of equal length. A score is the mean over all tokens; its standard error is that of the
-mean of the windows' means (their standard deviation, n - 1, over sqrt(n)): tokens of one window are not independent,
-windows that lie apart nearly are. The error of a perplexity, exp of a mean, is the perplexity times that of the mean.
+The text is scored in windows, of one length but for summaries. A score is the mean over all tokens; its standard error
+is that of the mean of the windows' means (their standard deviation, n - 1, over sqrt(n)), and of windows of several
+lengths that of a ratio, to first order: tokens of one window are not independent, windows that lie apart nearly are.
+The error of a perplexity, exp of a mean, is the perplexity times that of the mean.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -128,10 +130,13 @@ def join(parts: list[TokenScores]) -> TokenScores:
 
 
 def mean_over_windows(windows: list[torch.Tensor]) -> Score:
-    """Mean over windows of equally many tokens, with the standard error."""
-    means = torch.stack([window.mean() for window in windows])
-    error = float(means.std(correction=1)) / math.sqrt(len(means)) if len(means) > 1 else None
-    return Score(float(means.mean()), error)
+    """Mean over the tokens of windows, with the standard error."""
+    sums, counts = torch.stack([window.sum() for window in windows]), torch.tensor([len(window) for window in windows])
+    mean = float(sums.sum() / counts.sum())
+    if len(windows) == 1:
+        return Score(mean, None)
+    apart = (sums - mean * counts) / counts.double().mean()  # of windows of one length: their means' differences to it
+    return Score(mean, float(apart.std(correction=1)) / math.sqrt(len(windows)))
 
 
 def exp_of(score: Score) -> Score:
@@ -172,18 +177,18 @@ class Reference:
         self._file = file
         self._name = name
         self._vocabulary = vocabulary
-        self._tokens = windows.shape.window
-        self._windows = len(windows.scored)
-        text = hashlib.sha256(windows.scored.numpy().tobytes()).hexdigest()[:16]
+        counts = [len(window.targets) for window in windows.scored]
+        self._begins = [0, *itertools.accumulate(counts)]  # the row that each window begins with, and their number
+        text = hashlib.sha256(b"".join(window.ids.numpy().tobytes() for window in windows.scored)).hexdigest()[:16]
         self._about = {
-            "format": _FORMAT, "checkpoint": fingerprint, "vocabulary": vocabulary, "windows": self._windows,
-            "prompt": windows.shape.prompt, "window": self._tokens, "text": text,
+            "format": _FORMAT, "checkpoint": fingerprint, "vocabulary": vocabulary, "windows": len(counts),
+            "prompt": windows.shape.prompt, "window": windows.shape.window, "text": text,
         }  # fmt: skip
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole file."""
-        return _HEADER + 4 * self._windows * self._tokens * self._vocabulary
+        return _HEADER + 4 * self._begins[-1] * self._vocabulary
 
     def write_header(self) -> None:
         """Writes the header. ConfigError where the disk has no room for the rows."""
@@ -191,7 +196,7 @@ class Reference:
         free = shutil.disk_usage(folder).free
         if free < self.nbytes:
             raise ConfigError(
-                f"the 16-bit log-probabilities of {self._windows * self._tokens:,} tokens take "
+                f"the 16-bit log-probabilities of {self._begins[-1]:,} tokens take "
                 f"{format_size(self.nbytes)}, {folder} has {format_size(free)} free; lower --tokens, free some space, "
                 f"or skip the comparison with --reference none"
             )
@@ -232,7 +237,7 @@ class Reference:
 
     def window(self, index: int) -> _WindowRows:
         """The rows of a window, read as they are sliced."""
-        return _WindowRows(self._file, _HEADER + 4 * index * self._tokens * self._vocabulary, self._vocabulary)
+        return _WindowRows(self._file, _HEADER + 4 * self._begins[index] * self._vocabulary, self._vocabulary)
 
 
 class _WindowRows:

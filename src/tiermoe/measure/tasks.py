@@ -8,15 +8,14 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Protocol
 
 import torch
 
 from tiermoe.errors import ConfigError
+from tiermoe.measure.pairs import Pair
 from tiermoe.measure.scoring import total_nll
-from tiermoe.platform.json_files import parse_json
 from tiermoe.systems.edgemoe import Loss
 
 LEAST_ITEMS = 4
@@ -95,13 +94,13 @@ class Rouge2:
 
     name = "rouge2"
 
-    def __init__(self, pairs: Sequence[tuple[str, str]], tokenizer: Any, prompt: int = 512, answer: int = 64) -> None:
+    def __init__(self, pairs: Sequence[Pair], tokenizer: Any, prompt: int = 512, answer: int = 64) -> None:
         if not pairs:
             raise ConfigError("ROUGE-2 needs at least one document with its summary, there is none; give some")
         self._pairs = list(pairs)
         self._tokenizer = tokenizer
         self._prompt, self._answer = prompt, answer
-        self._score("a b", "a b")  # refuses before a model is loaded where rouge-score is missing
+        rouge2("a b", "a b")  # refuses before a model is loaded where rouge-score is missing
 
     @property
     def tokens(self) -> int:
@@ -110,19 +109,11 @@ class Rouge2:
     @torch.inference_mode()
     def values(self, model: Any) -> list[float]:
         """The score of each summary, from 0 to 1, higher is better."""
-        return [self._score(reference, self._summary(model, text)) for text, reference in self._pairs]
+        return [rouge2(reference, self._summary(model, text)) for text, reference in self._pairs]
 
     def loss(self, values: Sequence[float], base: Sequence[float]) -> Loss:
         """ConfigError where the base is 0: nothing can be lost."""
-        before = fmean(base)
-        if before <= 0:
-            raise ConfigError(
-                "the model's own summaries have a ROUGE-2 of 0, so no loss can be measured; give other documents, or "
-                "measure perplexity"
-            )
-        kept = fmean(values) / before
-        # to first order: the error of a ratio of means is that of the mean of these
-        return Loss(1 - kept, _error([value - kept * own for value, own in zip(values, base, strict=True)]) / before)
+        return rouge2_loss(values, base)
 
     def halves(self) -> tuple[Rouge2, Rouge2]:
         _require_items(len(self._pairs), "documents with summaries; give more")
@@ -143,47 +134,41 @@ class Rouge2:
         summary: str = self._tokenizer.decode(answer, skip_special_tokens=True)
         return summary
 
-    @staticmethod
-    def _score(reference: str, summary: str) -> float:
-        try:
-            from rouge_score.rouge_scorer import RougeScorer
-        except ImportError:
-            raise ConfigError(
-                "ROUGE-2 is measured with the package rouge-score, which is not installed; install it with "
-                "pip install 'tiermoe[rouge]', or measure perplexity"
-            ) from None
-        return float(RougeScorer(["rouge2"], use_stemmer=True).score(reference, summary)["rouge2"].fmeasure)
+
+def rouge2(reference: str, summary: str) -> float:
+    """ROUGE-2 F score of a summary, from 0 to 1. ConfigError without the rouge-score package."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise ConfigError(
+            "ROUGE-2 is measured with the package rouge-score, which is not installed; install it with pip install "
+            "'tiermoe[rouge]', or measure perplexity"
+        ) from None
+    return float(RougeScorer(["rouge2"], use_stemmer=True).score(reference, summary)["rouge2"].fmeasure)
+
+
+def rouge2_loss(values: Sequence[float], base: Sequence[float]) -> Loss:
+    """Loss of a mean ROUGE-2 beside `base` of the same documents. ConfigError where the base is 0."""
+    before = fmean(base)
+    if before <= 0:
+        raise ConfigError(
+            "the model's own summaries have a ROUGE-2 of 0, so no loss can be measured; give other documents, or "
+            "measure perplexity"
+        )
+    kept = fmean(values) / before
+    # to first order: the error of a ratio of means is that of the mean of these
+    apart = [value - kept * own for value, own in zip(values, base, strict=True)]
+    return Loss(1 - kept, standard_error(apart) / before)
 
 
 def relative_loss(differences: Sequence[float]) -> Loss:
     """Loss of a perplexity, from each item's mean difference in nats; the error to first order."""
     mean = fmean(differences)
-    return Loss(math.expm1(mean), math.exp(mean) * _error(differences))
+    return Loss(math.expm1(mean), math.exp(mean) * standard_error(differences))
 
 
-def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """The documents of a file with their summaries: one JSON object with both a line. ConfigError, naming the line,
-    for anything else."""
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); name a text file") from error
-    pairs = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            pair = parse_json(line)
-            pairs.append((str(pair["document"]), str(pair["summary"])))
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(
-                f"line {number} of {path} is no document with its summary; write each as "
-                f'{{"document": "...", "summary": "..."}}'
-            ) from None
-    return pairs
-
-
-def _error(values: Sequence[float]) -> float:
+def standard_error(values: Sequence[float]) -> float:
+    """Of a mean; 0 of one value."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 

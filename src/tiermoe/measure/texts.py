@@ -3,7 +3,7 @@ token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from tiermoe.batch import Batch, decode, prompt
 from tiermoe.config import Settings
 from tiermoe.engine.engine import engine_of, transformers_model
 from tiermoe.errors import ConfigError
+from tiermoe.measure.pairs import Pair, require_pairs
 
 
 def beginning(tokenizer: Any) -> list[int]:
@@ -116,20 +117,30 @@ class WindowShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """Tokens `ids` (n,) int64, of which `prompt` are read at once and each of the others is scored."""
+
+    ids: torch.Tensor
+    prompt: int
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """The tokens that are scored, (n - prompt,)."""
+        return self.ids[self.prompt :]
+
+
+@dataclass(frozen=True, slots=True)
 class Windows:
-    """Windows of a text."""
+    """Windows of a text, or summaries behind their documents. No window is longer than `shape` says."""
 
     shape: WindowShape
-    warming: torch.Tensor  # (length,) int64: run first and not scored
-    scored: torch.Tensor  # (windows, length) int64
+    warming: Window  # run first and not scored
+    scored: list[Window]
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        """Each scored window, (length,)."""
-        return iter(self.scored)
-
-    def targets(self, window: torch.Tensor) -> torch.Tensor:
-        """The tokens of a window (length,) that are scored, (window,)."""
-        return window[self.shape.prompt :]
+    @property
+    def tokens(self) -> int:
+        """Tokens that are scored."""
+        return sum(len(window.targets) for window in self.scored)
 
 
 def cut_windows(tokenizer: Any, text: str, shape: WindowShape) -> Windows:
@@ -149,8 +160,30 @@ def cut_windows(tokenizer: Any, text: str, shape: WindowShape) -> Windows:
             f"{shape.prompt:,} + {shape.window:,}, and one more to warm the cache, takes {count * length:,}: give a "
             f"longer text, {instead}"
         )
-    rows = torch.tensor(_spread(start, ids, length, count))
-    return Windows(shape, rows[0], rows[1:])
+    first, *others = (Window(torch.tensor(row), shape.prompt) for row in _spread(start, ids, length, count))
+    return Windows(shape, first, others)
+
+
+def document_ids(tokenizer: Any, document: str, longest: int) -> list[int]:
+    """A document's first tokens, `longest` at most, as the tokenizer begins and ends a text."""
+    ids: list[int] = tokenizer.encode(document, truncation=True, max_length=longest)
+    return ids
+
+
+def cut_pairs(tokenizer: Any, pairs: Sequence[Pair], shape: WindowShape, ends: bool) -> Windows:
+    """A window for each pair: a document, at most `shape.prompt` tokens of it, and its summary, of which at most
+    `shape.window` tokens are scored. The first pair only warms the expert cache; of the others as many are scored as
+    fit into `shape.tokens`. ends: the tokenizer ends a summary as it ends a text (an encoder–decoder model's).
+    ConfigError for fewer than two pairs, and for a pair without tokens."""
+    asked = require_pairs(pairs)[: shape.windows + 1]
+    found = []
+    for number, (document, summary) in enumerate(asked, 1):
+        read = document_ids(tokenizer, document, shape.prompt)
+        said = tokenizer.encode(summary, truncation=True, max_length=shape.window, add_special_tokens=ends)
+        if not read or not said:
+            raise ConfigError(f"pair {number} has an empty document or summary; leave it out")
+        found.append(Window(torch.tensor([*read, *said]), len(read)))
+    return Windows(shape, found[0], found[1:])
 
 
 def _spread(start: list[int], ids: list[int], length: int, count: int) -> list[list[int]]:

@@ -59,8 +59,10 @@ class DeepseekForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
     config_class = DeepseekConfig
 
     def __init__(self, config: DeepseekConfig) -> None:
-        super().__init__(config)
+        super(LlamaForCausalLM, self).__init__(config)  # without Llama's own model
         self.model = DeepseekModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
 

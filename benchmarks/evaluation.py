@@ -23,17 +23,16 @@ from typing import Any
 
 import httpx
 
-import tiermoe
 from benchmarks.rounds import at_least_one, print_table
 from benchmarks.serving import Server, free_port
 from tiermoe.config import Settings
 from tiermoe.engine.request_loop import scored_tokens
 from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.measure.harness import begins, hosted, results_of
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.hub import load_tokenizer, resolve_model
 
 TASKS = ("piqa", "winogrande", "wikitext")
-FOLDER = Path(__file__).parent / "tasks"
 LOADING_S = 3600  # packing included
 DIGITS = 4
 """Behind the point, as lm-eval shows them."""
@@ -43,26 +42,6 @@ MORE = 2
 
 Figures = dict[str, dict[str, float]]
 """Task → metric → its value."""
-
-
-@contextmanager
-def in_process(model: str, length: int, options: Mapping[str, Any]) -> Iterator[Any]:
-    """lm-eval's transformers class on the model that `tiermoe.load` returns. length: of windows, in tokens."""
-    from lm_eval.models.huggingface import HFLM
-
-    loaded, tokenizer = tiermoe.load(model, context=length + MORE, **options)
-    try:
-        yield HFLM(
-            pretrained=loaded,
-            tokenizer=tokenizer,
-            backend="causal",
-            batch_size=1,  # several are padded: other shapes, other roundings
-            max_length=length,
-            add_bos_token=begins(tokenizer),
-            softmax_dtype="float64",  # of sums too; else that of the logits, which may have 8 bits of mantissa
-        )
-    finally:
-        loaded.tiermoe.close()
 
 
 @contextmanager
@@ -81,11 +60,6 @@ def over_http(model: str, address: str, length: int, together: int) -> Iterator[
         max_length=length + MORE,
         timeout=3600,
     )
-
-
-def begins(tokenizer: Any) -> bool:
-    """Whether a model's texts begin with a token of their own: lm-eval's API class adds it only where it is told to."""
-    return bool(tokenizer("").input_ids)
 
 
 @contextmanager
@@ -111,20 +85,8 @@ def name_at(address: str) -> str:
 
 def measure(scorer: AbstractContextManager[Any], tasks: list[str], data: str, limit: int | None) -> Figures:
     """What lm-eval finds."""
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=str(FOLDER), include_defaults=False, metadata={"data": data})
     with scorer as model:
-        names = [f"{task}_local" for task in tasks]
-        found = simple_evaluate(model, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=0)
-    return {task: _metrics(found["results"][f"{task}_local"]) for task in tasks}
-
-
-def _metrics(results: dict[str, Any]) -> dict[str, float]:
-    """Those of lm-eval's figures that are values, without the names of filters."""
-    values = {name.split(",")[0]: value for name, value in results.items() if "," in name and "_stderr" not in name}
-    return {name: value for name, value in values.items() if isinstance(value, float)}
+        return results_of(model, tasks, data, limit)
 
 
 def beside(first: Figures, second: Figures) -> list[tuple[str, str, str, str, bool]]:
@@ -142,7 +104,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(args, name) for name in named if getattr(args, name) is not None}
     options.setdefault("chunk", same_chunk(args.model))
     asked = partial(measure, tasks=args.tasks, data=args.data, limit=args.limit)
-    ours = asked(in_process(args.model, args.length, options))
+    ours = asked(hosted(args.model, args.length, {**options, "context": args.length + MORE}))
     with ExitStack() as stack:
         address = args.address or stack.enter_context(server(args.model, args.length, options))
         theirs = asked(over_http(args.model, address, args.length, args.together))

@@ -1,1 +1,0 @@
-"""lm-eval on a model, in this process and over HTTP."""

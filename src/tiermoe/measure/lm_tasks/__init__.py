@@ -1,0 +1,1 @@
+"""Tasks for lm-eval on local files: a definition each, and `documents`, which reads the files."""
