@@ -588,8 +588,8 @@ BREAKAGES = (
     Breakage(
         "a checkpoint's own code runs",
         "read_configs",
-        "AutoConfig.from_pretrained(directory, trust_remote_code=False)",
-        "AutoConfig.from_pretrained(directory, trust_remote_code=True)",
+        "auto_config.from_pretrained(directory, trust_remote_code=False)",
+        "auto_config.from_pretrained(directory, trust_remote_code=True)",
         ("test_a_checkpoint_s_own_code_never_runs",),
     ),
     Breakage(
