@@ -4,6 +4,7 @@ all by hand, and against a plain reference."""
 from __future__ import annotations
 
 import json
+import random
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fake_link import each, pools
+from gpu_rig import EXPERTS, LAYERS, Rig
 from small_traces import TIMES, decode, layer, prompt, replayed, trace_of, write_trace
 from tiermoe.cli.simulate import simulate
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, TiermoeError, TraceError
+from tiermoe.offload.loader import ExpertLoader
+from tiermoe.offload.second_level import SecondLevelCache
 from tiermoe.simulate import LINKS, MACHINES, NamedLink, machine_of
 from tiermoe.simulate.costs import computed_times
+from tiermoe.simulate.link import HostTier, Move, VirtualClock, VirtualLink
 from tiermoe.simulate.machines import Processor
 from tiermoe.trace.file import Trace
+from tiermoe.types import Demand
 
 DRIVE = NamedLink("slow", 50.0, 0.0, "half as fast as the link")
 """An expert of 100 bytes takes two seconds from here, and one over the link."""
@@ -137,6 +144,28 @@ def test_main_memory_hits_as_a_plain_lru_behind_a_plain_lru(chosen: list[list[in
     trace = trace_of([decode(layer(experts)) for experts in chosen], experts=6)
     found = replayed(trace, slots=slots, **ram(second)).second_level
     assert (found["host_hits"], found["host_misses"]) == (hits, misses)
+
+
+def test_main_memory_hits_as_the_engines_own() -> None:
+    """The engine's link, over a fake drive and a fake GPU, and the virtual one; an expert a layer."""
+    rig, memory = Rig(device_slots=3, host_slots=5, lanes=1), SecondLevelCache([((4,), 5)])
+    host = HostTier(memory, 50.0, 0.0, lambda key: 100)
+    loader = ExpertLoader(pools(3), VirtualLink(VirtualClock(), 100.0, lambda key: Move(100), host=host))
+    draws = random.Random(3)
+    for _ in range(200):
+        layer_, expert = draws.randrange(LAYERS), draws.randrange(EXPERTS)
+        rig.layer(layer_, [expert])
+        assert len(list(each(loader.run_layer(layer_, [Demand(expert, 1, 4)])))) == 1
+        assert (memory.hits, memory.misses) == (rig.link.host.hits, rig.link.host.misses)
+    assert memory.hits
+    rig.end()
+
+
+def test_main_memory_needs_a_drive() -> None:
+    trace = trace_of([decode(layer([0, 1]))])
+    for lacking in ({"ram": CacheSize(nbytes=100)}, {"drive": DRIVE}):
+        with pytest.raises(ConfigError, match="give both"):
+            replayed(trace, **lacking)
 
 
 # machines by name

@@ -425,6 +425,20 @@ BREAKAGES = (
         ),
     ),
     Breakage(
+        "main memory does not know which expert a GPU asked for last",
+        "SecondLevelCache.pin_if_here",
+        "cache.used([key], [Demand(key.expert, 1, key.bits)])",
+        "pass",
+        ("tests/test_simulate_machines.py",),
+    ),
+    Breakage(
+        "a replay does not wait for the CPU that computes misses",
+        "_Run._layer",
+        "self._clock.compute_s += self._cpu.finish()",
+        "pass",
+        ("tests/test_simulate_machines.py",),
+    ),
+    Breakage(
         "the most recently used expert leaves first",
         "LeastRecentlyUsed.victim",
         "self._order",

@@ -207,7 +207,9 @@ class BeladyHits:
 
 
 def _require_machine(composition: Composition, settings: ReplaySettings) -> None:
-    """ConfigError for a part that the machine cannot have."""
+    """ConfigError for a part that the machine cannot have, and for main memory that nothing fills."""
+    if (settings.ram is None) != (settings.drive is None):
+        raise ConfigError("main memory of a size needs a drive that fills it, and a drive the size; give both")
     if composition.misses != "load" and not settings.cpu:
         raise ConfigError(
             f"preset {composition.name}: misses={composition.misses} computes on a CPU beside a GPU, and this machine "
