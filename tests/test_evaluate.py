@@ -339,6 +339,29 @@ def test_eval_prints_a_list_of_one_object(tiermoe_: Command, shipped: Path) -> N
     } <= set(result)  # fmt: skip
     assert result["preset"] == "default"
     assert result["kl"] > 0
+    asked = result["expert_hits"] + result["expert_misses"]
+    assert result["hit_rate"] == result["expert_hits"] / asked
+    assert (result["expert_skips"], result["low_loads"], result["discarded_misses"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings", "shown"),
+    [
+        ("hobbit", ["t1=0.3", "t2=0.6", "weights=1,0,0,0"], {"low, of loads": "low_loads", "skipped": "expert_skips"}),
+        ("corm", ["theta=0.25", "precision=fixed"], {"neurons spared": "neurons_spared"}),
+    ],
+)
+def test_eval_says_what_parts_did(
+    preset: str, settings: list[str], shown: dict[str, str], tiermoe_: Command, shipped: Path
+) -> None:
+    words = [word for setting in settings for word in ("--set", setting)]
+    start = ("eval", shipped, *SMALL, "--bits", 4, "--reference", "none", "--cache", "45%", "--preset", preset, *words)
+    (result,) = json.loads(tiermoe_(*start, "--json").out)
+    table = tiermoe_(*start).out
+    for label, name in shown.items():
+        assert result[name] > 0
+        assert label in table
+    assert ("neurons spared" in table) == (preset == "corm")
 
 
 def test_eval_prints_a_table_and_its_conditions(tiermoe_: Command, shipped: Path) -> None:
