@@ -162,6 +162,57 @@ def _deepseek_v2(config: Config, number: int) -> dict[str, Spec]:
     return {**_norms(hidden), **_under("self_attn", attention), **_under("mlp", mlp)}
 
 
+def _separate_experts(config: Config, number: int) -> dict[str, Spec]:
+    """The MLP of Mixtral and Phi-MoE, whose matrices have numbers."""
+    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    each = {"w1.weight": Spec((inner, hidden)), "w3.weight": Spec((inner, hidden)), "w2.weight": Spec((hidden, inner))}
+    found = {"gate.weight": Spec((experts, hidden))}
+    for expert in range(experts):
+        found |= _under(f"experts.{expert}", each)
+    return _under("block_sparse_moe", found)
+
+
+def _mixtral(config: Config, number: int) -> dict[str, Spec]:
+    return {
+        **_norms(config["hidden_size"]),
+        **_under("self_attn", _attention(config)),
+        **_separate_experts(config, number),
+    }
+
+
+def _phi(config: Config, number: int) -> dict[str, Spec]:
+    hidden = config["hidden_size"]
+    biases = {name.replace("weight", "bias"): Spec((hidden,), "vector") for name in _norms(hidden)}
+    biases["self_attn.o_proj.bias"] = Spec((hidden,), "vector")
+    return {**_mixtral(config, number), **biases}
+
+
+def _qwen2(config: Config, number: int) -> dict[str, Spec]:
+    hidden, experts = config["hidden_size"], config["num_experts"]
+    mlp = {
+        "gate.weight": Spec((experts, hidden)),
+        "shared_expert_gate.weight": Spec((1, hidden)),
+        **_under("shared_expert", _mlp(hidden, config["shared_expert_intermediate_size"])),
+        **_experts(config, experts),
+    }
+    return {**_norms(hidden), **_under("self_attn", _attention(config)), **_under("mlp", mlp)}
+
+
+def _olmoe(config: Config, number: int) -> dict[str, Spec]:
+    hidden, experts = config["hidden_size"], config["num_experts"]
+    each = _mlp(hidden, config["intermediate_size"])
+    mlp = {f"experts.{expert}.{name}": spec for expert in range(experts) for name, spec in each.items()}
+    mlp["gate.weight"] = Spec((experts, hidden))
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    norms = {f"{name}_norm.weight": Spec((count * config["head_dim"],), "ones") for name, count in heads.items()}
+    return {**_norms(hidden), **_under("self_attn", {**_attention(config), **norms}), **_under("mlp", mlp)}
+
+
+def _deepseek(config: Config, number: int) -> dict[str, Spec]:
+    attention, mlp = _attention(config), _shared_and_routed(config, number)
+    return {**_norms(config["hidden_size"]), **_under("self_attn", attention), **_under("mlp", mlp)}
+
+
 def _glm4(config: Config, number: int) -> dict[str, Spec]:
     mlp = _shared_and_routed(config, number)
     if "gate.weight" in mlp:
@@ -237,6 +288,62 @@ KINDS = {
 KINDS["gpt-oss-120b"] = Kind(
     KINDS["gpt-oss-20b"].config | {"num_hidden_layers": 36, "num_local_experts": 128}, _gpt_oss
 )
+PAPERS = {
+    "mixtral-8x7b": Kind(
+        {
+            "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_hidden_layers": 32,
+            "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2,
+            "vocab_size": 32000, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
+            "attention_bias": False,
+        },
+        _mixtral,
+    ),
+    "phi-3.5-moe": Kind(
+        {
+            "architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "num_hidden_layers": 32,
+            "hidden_size": 4096, "intermediate_size": 6400, "num_local_experts": 16, "num_experts_per_tok": 2,
+            "vocab_size": 32064, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 10000, "sliding_window": None,
+            "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.01,
+        },  # its positions are scaled by a table, which costs nothing
+        _phi,
+    ),
+    "qwen1.5-moe-a2.7b": Kind(
+        {
+            "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "num_hidden_layers": 24,
+            "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408, "num_experts": 60,
+            "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "vocab_size": 151936,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-6, "rope_theta": 1e6, "norm_topk_prob": False, "decoder_sparse_step": 1,
+            "mlp_only_layers": [], "attention_bias": True, "use_sliding_window": False,
+        },
+        _qwen2,
+    ),
+    "olmoe-1b-7b": Kind(
+        {
+            "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_hidden_layers": 16,
+            "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8,
+            "vocab_size": 50304, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128,
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000, "norm_topk_prob": False,
+            "attention_bias": False,
+        },
+        _olmoe,
+    ),
+    "deepseek-moe-16b": Kind(
+        {
+            "architectures": ["DeepseekForCausalLM"], "model_type": "deepseek", "num_hidden_layers": 28,
+            "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64,
+            "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+            "vocab_size": 102400, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128,
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000, "norm_topk_prob": False,
+            "scoring_func": "softmax", "attention_bias": False,
+        },
+        _deepseek,
+    ),
+}  # fmt: skip
+"""The models that the papers of the systems measure, but for Switch: as safetensors alone."""
+ALL = {**KINDS, **PAPERS}
 _COMMON = {
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None, "torch_dtype": "bfloat16",
@@ -245,7 +352,7 @@ _COMMON = {
 
 def config_of(kind: str, layers: int | None = None, **changes: Any) -> Config:
     """config.json of `kind` with so many layers (None: the model's own), and sizes replaced by `changes`."""
-    config = {**KINDS[kind].config, **_COMMON, **changes}
+    config = {**ALL[kind].config, **_COMMON, **changes}
     return config if layers is None else {**config, "num_hidden_layers": layers}
 
 
@@ -254,17 +361,20 @@ def specs(kind: str, config: Config) -> Iterator[tuple[str, Spec]]:
     vocabulary, hidden = config["vocab_size"], config["hidden_size"]
     yield "model.embed_tokens.weight", Spec((vocabulary, hidden), "embedding")
     for number in range(config["num_hidden_layers"]):
-        yield from _under(f"model.layers.{number}", KINDS[kind].layer(config, number)).items()
+        yield from _under(f"model.layers.{number}", ALL[kind].layer(config, number)).items()
     yield "model.norm.weight", Spec((hidden,), "ones")
     yield "lm_head.weight", Spec((vocabulary, hidden))
+    if config["model_type"] == "phimoe":
+        yield "model.norm.bias", Spec((hidden,), "vector")
+        yield "lm_head.bias", Spec((vocabulary,), "vector")
 
 
 def layers_within(kind: str, nbytes: float) -> int:
     """As many layers as a checkpoint of so many bytes has, no more than the model's own, and at least one."""
     config = config_of(kind, 0)
     left, layers = nbytes - sum(spec.nbytes for _, spec in specs(kind, config)), 0
-    while layers < KINDS[kind].config["num_hidden_layers"] and left >= 0:
-        left -= sum(spec.nbytes for spec in KINDS[kind].layer(config, layers).values())
+    while layers < ALL[kind].config["num_hidden_layers"] and left >= 0:
+        left -= sum(spec.nbytes for spec in ALL[kind].layer(config, layers).values())
         layers += left >= 0
     return max(layers, 1)
 
@@ -308,11 +418,13 @@ def _write(kind: str, out: Path, config: Config, drawing: Drawing) -> int:
     return total
 
 
-def model_parser(module: str, description: str | None, out: str) -> argparse.ArgumentParser:
+def model_parser(
+    module: str, description: str | None, out: str, kinds: Mapping[str, Kind] = KINDS
+) -> argparse.ArgumentParser:
     """The options of a model of random weights. out: what is written, a folder or a file."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=kinds)
     parser.add_argument("out", type=Path, help=f"{out} to write, which must not be there yet")
     parser.add_argument("--layers", type=at_least_one, help="default: as many as the model has")
     parser.add_argument("--seed", type=int, default=0)
@@ -320,7 +432,7 @@ def model_parser(module: str, description: str | None, out: str) -> argparse.Arg
 
 
 def main() -> None:
-    parser = model_parser("random_model", __doc__, "folder")
+    parser = model_parser("random_model", __doc__, "folder", ALL)
     parser.add_argument("--gb", type=float, help="as many layers as this many GB have")
     args = parser.parse_args()
     if args.out.exists():

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmark_commands import Printed, benchmark_runner
 from benchmarks import random_model
-from benchmarks.random_model import KINDS, Spec, config_of, layers_within, specs, write
+from benchmarks.random_model import ALL, Spec, config_of, layers_within, specs, write
 
 _SMALL = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 2}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -26,6 +26,16 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "glm-4.5-air": {**_SMALL, **_HEADS, "n_routed_experts": 8, "moe_intermediate_size": 32},
 }  # fmt: skip
+_MANY = {**_SMALL, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+TINY |= {
+    "mixtral-8x7b": {**_SMALL, **_HEADS, "num_local_experts": 8},
+    "phi-3.5-moe": {**_SMALL, **_HEADS, "num_local_experts": 8},
+    "qwen1.5-moe-a2.7b": {
+        **_MANY, "num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+    },
+    "olmoe-1b-7b": {**_MANY, "num_experts": 8, "intermediate_size": 32},
+    "deepseek-moe-16b": {**_MANY, "n_routed_experts": 8, "moe_intermediate_size": 32},
+}  # fmt: skip
 TINY["gpt-oss-120b"] = TINY["gpt-oss-20b"]
 BILLIONS = {
     "gpt-oss-120b": 116.83,
@@ -33,10 +43,15 @@ BILLIONS = {
     "gpt-oss-20b": 20.91,
     "deepseek-v2-lite": 15.71,
     "glm-4.5-air": 106.85,
+    "mixtral-8x7b": 46.70,
+    "phi-3.5-moe": 41.87,
+    "qwen1.5-moe-a2.7b": 14.32,
+    "olmoe-1b-7b": 6.92,
+    "deepseek-moe-16b": 16.38,
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_transformers_loads_what_is_written(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "model"
     write(kind, out, config_of(kind, 2, **TINY[kind]))
@@ -51,7 +66,7 @@ def test_transformers_loads_what_is_written(kind: str, tmp_path: Path) -> None:
     assert model.generate(ids, max_new_tokens=40, do_sample=False).shape[1] == ids.shape[1] + 40
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_a_whole_model_has_the_published_number_of_weights(kind: str) -> None:
     each = {"codes": 2, "exponents": 0}
     count = sum(math.prod(spec.shape) * each.get(spec.kind, 1) for _, spec in specs(kind, config_of(kind)))

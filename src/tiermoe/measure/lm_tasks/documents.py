@@ -12,11 +12,12 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
-from datasets import Dataset
-from datasets.table import InMemoryTable
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _TITLE = re.compile(r"^ = [^=].* = $", re.MULTILINE)
 
@@ -155,6 +156,9 @@ def page_results(document: dict[str, str], results: list[float]) -> dict[str, tu
 def _documents(found: list[dict[str, Any]]) -> Dataset:
     """A data set of these documents. (`Dataset.from_list` makes a fingerprint by pickling types of pyarrow, of which
     version 26 has one that cannot be pickled.)"""
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
     return Dataset(InMemoryTable.from_pylist(found), fingerprint=xxhash.xxh3_64(json.dumps(found).encode()).hexdigest())
 
 
