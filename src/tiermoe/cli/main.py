@@ -20,6 +20,7 @@ COMMANDS = {
     "pack": ("tiermoe.cli.pack:pack", "Pack a model's experts into a store before the first run."),
     "plan": ("tiermoe.cli.plan:plan", "Show how a memory budget is divided, and the speed to expect."),
     "show": ("tiermoe.cli.show:show", "Show layers, experts and precisions of a model or a store."),
+    "doctor": ("tiermoe.cli.doctor:doctor", "Show what this machine has, what is missing, what would be faster."),
     "presets": ("tiermoe.cli.presets:presets", "List the presets, or show the parts and settings of one."),
     "calibrate": ("tiermoe.cli.calibrate:calibrate", "Measure on a text what a preset needs to know of a model."),
     "compare": ("tiermoe.cli.compare:compare", "Compare presets on one text: speed, bytes read, quality."),
