@@ -95,8 +95,8 @@ def _kernels() -> dict[str, Any]:
 
 def _drive() -> dict[str, Any]:
     """The cache folder, and what was measured with its drive: None where it could not be, and `problem` says why."""
+    from tiermoe.formats.stores import cache_folder
     from tiermoe.measure.machine_rates import machine_rates
-    from tiermoe.model.hf.blueprint import cache_folder
 
     try:
         folder = cache_folder()

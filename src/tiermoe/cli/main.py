@@ -20,6 +20,8 @@ COMMANDS = {
     "pack": ("tiermoe.cli.pack:pack", "Pack a model's experts into a store before the first run."),
     "plan": ("tiermoe.cli.plan:plan", "Show how a memory budget is divided, and the speed to expect."),
     "show": ("tiermoe.cli.show:show", "Show layers, experts and precisions of a model or a store."),
+    "list": ("tiermoe.cli.list:list_models", "List the models on this machine: downloaded, and packed."),
+    "remove": ("tiermoe.cli.remove:remove", "Remove a model's store, or its download too, from this machine."),
     "doctor": ("tiermoe.cli.doctor:doctor", "Show what this machine has, what is missing, what would be faster."),
     "presets": ("tiermoe.cli.presets:presets", "List the presets, or show the parts and settings of one."),
     "calibrate": ("tiermoe.cli.calibrate:calibrate", "Measure on a text what a preset needs to know of a model."),
