@@ -397,6 +397,7 @@ def test_what_needs_no_model_starts_without_the_libraries() -> None:
         (["--help"], helped),
         (["run", "--help"], helped),
         (["presets"], heavy),
+        (["list", "--json"], ["torch", "transformers", "numpy"]),
     ):
         told = script.replace("NAMES", repr(names))
         ended = subprocess.run([sys.executable, "-c", told, *words], capture_output=True, text=True, timeout=100)

@@ -21,7 +21,7 @@ import tiny
 from commands import Command, Outcome
 from tiermoe.errors import ConfigError, StoreError, TraceError
 from tiermoe.formats.store import open_store
-from tiermoe.model.hf.blueprint import cache_folder
+from tiermoe.formats.stores import cache_folder
 from tiermoe.trace.file import read_trace
 
 Alteration = Callable[[Path], object]

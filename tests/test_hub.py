@@ -28,6 +28,7 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.safetensors import Checkpoint, read_header
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.hub import RemoteCheckpoint
+from tiermoe.platform import file_io
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -301,6 +302,33 @@ def test_a_download_goes_on_where_it_stopped(run: Run, hub: FakeHub, folders: di
     again = run("pack", LARGE, "--bits", "8", "--dense-bits", "16", offline=True)
     assert again.code == 0, again.err
     assert "downloading" not in again.err
+
+
+def test_a_download_is_listed_and_leaves(run: Run, hub: FakeHub, folders: dict[str, Path]) -> None:
+    """Alone: all repositories of this hub have commits of the same name."""
+    assert run("pack", LARGE, "--bits", "8").code == 0
+    assert run("plan", MODEL, *SAME).code == 0
+    listed = {each["name"]: each for each in json.loads(run("list", "--json").out)["downloads"]}
+    assert listed[LARGE]["weights"] == ["model.safetensors"]
+    fetched = [file for file in folders[LARGE].iterdir() if file.suffix in (".json", ".jinja")]
+    nbytes = sum(file.stat().st_size for file in (*fetched, folders[LARGE] / "model.safetensors"))
+    assert listed[LARGE]["nbytes"] == nbytes
+    assert f"{LARGE} │ downloaded" in " ".join(run("list").out.split())
+
+    assert run("remove", LARGE, "--yes").code == 0
+    assert f"'{LARGE}' has no store; its download takes {format_size(nbytes)}" in run("remove", LARGE, "--yes").cause
+    part = Path(listed[LARGE]["root"]) / "blobs" / "0123.tiermoe-part"
+    with open(part, "wb") as begun:
+        begun.write(bytes(1000))
+        begun.flush()
+        file_io.lock(begun.fileno())
+        cause = run("remove", LARGE, "--download", "--yes").cause
+        assert f"'{LARGE}' is being downloaded by another process" in cause
+    ended = run("remove", LARGE, "--download", "--yes")
+    assert ended.code == 0, ended.err
+    assert f"removed {LARGE}: {format_size(nbytes + 1000)} are free again" in ended.err
+    assert not Path(listed[LARGE]["root"]).exists()
+    assert [each["name"] for each in json.loads(run("list", "--json").out)["downloads"]] == [MODEL]
 
 
 REFUSED = {

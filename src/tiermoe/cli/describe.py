@@ -254,6 +254,11 @@ def backend_of(blueprint: Blueprint, resolved: Resolved) -> Backend:
     return Backend(decoder, kernels, not why, by_torch)
 
 
+def why_not_faster(kernels: str) -> str:
+    """Why the native kernels of this name are not faster ones; empty where they are the fastest that there are."""
+    return _INFERIOR.get(kernels, "")
+
+
 def missing_kernels(dtype: torch.dtype) -> str:
     """A line that says what to do where a model in `dtype` runs on a CPU without the compiled kernels; empty where they
     are there, or do not compute this dtype."""
@@ -295,7 +300,8 @@ def _kernels(blueprint: Blueprint, resolved: Resolved) -> tuple[str, bool]:
     asked = os.environ.get(native.ISA)
     if asked:
         return f"{found}: {native.ISA}={asked}", False
-    return (f"{found}: {_INFERIOR[found]}" if found in _INFERIOR else found), False
+    why = why_not_faster(found)
+    return (f"{found}: {why}" if why else found), False
 
 
 def _switched_off() -> bool:

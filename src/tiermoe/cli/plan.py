@@ -73,8 +73,8 @@ def _rates(settings: Settings, machine: str | None, named: Rates | None) -> Call
     def rates(by_torch: ExpertFormat | None) -> Rates:
         if named is not None:
             return named
+        from tiermoe.formats.stores import cache_folder
         from tiermoe.measure.machine_rates import machine_rates, torch_seconds, with_second_drive
-        from tiermoe.model.hf.blueprint import cache_folder
 
         here = machine_rates(cache_folder(), settings.threads)
         if settings.also is not None:

@@ -4,6 +4,7 @@ the scheduler that decides what comes."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from tiermoe.engine.reading import Reading
 from tiermoe.engine.units import unit_of
 from tiermoe.formats.expert_format import ExpertFormat, Layout
 from tiermoe.formats.store import Store, precision_key
+from tiermoe.formats.stores import hold
 from tiermoe.kernels.experts import Views
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.feed_forward import ExpertGate
@@ -52,6 +54,7 @@ class ExpertService:
         hash_tables: Mapping[int, HashTable],
     ) -> None:
         self.store, self.plan, self.resolved = store, plan, resolved
+        self._held = hold(store.root)
         self.hash_layers = tuple(sorted(hash_tables))
         self.device = resolve_device(resolved.settings.device)
         known: dict[Layout, Layout] = {}
@@ -116,6 +119,9 @@ class ExpertService:
         self.link.close()
         self._views.clear()
         del self._slots
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def _tiers(self, files: MappedFiles | None) -> Tiers:
         if files is not None:

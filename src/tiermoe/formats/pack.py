@@ -30,7 +30,6 @@ from tiermoe.formats.registry import quantizer_used
 from tiermoe.formats.scratch import scratch
 from tiermoe.formats.source import ExpertSource
 from tiermoe.formats.store import (
-    TABLE,
     VERSION,
     PackedLayer,
     Precision,
@@ -50,6 +49,7 @@ from tiermoe.formats.store_files import (
     write_atomically,
     write_header,
 )
+from tiermoe.formats.stores import TABLE
 from tiermoe.platform.json_files import read_json
 from tiermoe.types import Extent, MoeLayer, Segment
 

@@ -21,12 +21,11 @@ from tiermoe.formats.int4 import ROW_MAJOR
 from tiermoe.formats.neurons import is_neuron_key, neuron_format_from_names, neuron_key
 from tiermoe.formats.registry import quantizer_used
 from tiermoe.formats.store_files import Progress, Waiting, exclusive, write_atomically
+from tiermoe.formats.stores import FORMAT, TABLE
 from tiermoe.platform.json_files import read_json, stays_inside
 from tiermoe.types import Extent, MoeLayer, Part, Segment
 
-FORMAT = "tiermoe-expert-store"
 VERSION = 1
-TABLE = "store.json"
 
 _DENSE_ENTRY = {"encoding", "shape", "offset", "checksum", "error"}
 _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -27,6 +27,7 @@ from tiermoe.config import format_size
 from tiermoe.errors import PackError
 from tiermoe.formats.encoding import Field
 from tiermoe.formats.expert_format import PAGE, Layout, align
+from tiermoe.formats.stores import LOCK
 from tiermoe.platform import file_io
 
 PARTIAL = ".partial"
@@ -61,7 +62,7 @@ def exclusive(root: Path, waiting: Waiting | None = None) -> Iterator[Progress]:
     process's progress meanwhile. PackError says what to do where the folder cannot be written or the disk fills."""
     with _as_pack_errors(root):
         root.mkdir(parents=True, exist_ok=True)
-        descriptor = file_io.open_to_write(root / ".lock")
+        descriptor = file_io.open_to_write(root / LOCK)
         try:
             _take_lock(descriptor, waiting or (lambda whom, done, total: None))
             record = functools.partial(_record_progress, descriptor)

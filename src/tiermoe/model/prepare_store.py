@@ -14,7 +14,6 @@ from tiermoe.formats.encode_experts import Inputs
 from tiermoe.formats.in_place import OWN_BITS
 from tiermoe.formats.pack import clear, pack_experts, packing_bytes
 from tiermoe.formats.store import (
-    TABLE,
     Precision,
     Source,
     Store,
@@ -25,6 +24,7 @@ from tiermoe.formats.store import (
     precision_key,
 )
 from tiermoe.formats.store_files import exclusive
+from tiermoe.formats.stores import TABLE
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.dense import pack_dense, recipe_key
 from tiermoe.model.dense import packing_bytes as dense_packing_bytes

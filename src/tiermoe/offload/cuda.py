@@ -61,7 +61,7 @@ def resolve_device(asked: str) -> str:
     if asked == "auto":
         return "cuda"
     if not torch.cuda.is_available():
-        raise ConfigError(f"device '{asked}' was asked for, but {_why_no_gpu()}; use --device cpu")
+        raise ConfigError(f"device '{asked}' was asked for, but {why_no_gpu()}; use --device cpu")
     index = asked.partition(":")[2]
     count = torch.cuda.device_count()
     if index and not (index.isdecimal() and int(index) < count):
@@ -95,7 +95,8 @@ def unpin_memory(tensor: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
-def _why_no_gpu() -> str:
+def why_no_gpu() -> str:
+    """Why torch has no GPU, in words."""
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA"
     try:

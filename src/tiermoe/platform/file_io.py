@@ -128,6 +128,26 @@ def lock(descriptor: int) -> None:
         os.lseek(descriptor, 0, os.SEEK_SET)
 
 
+def lock_folder(folder: Path, shared: bool) -> int | None:
+    """A descriptor that locks a folder until it is closed or the process ends, alone, or beside others that share it.
+    BlockingIOError where another process has a lock that this one cannot share. None where folders cannot be locked:
+    Windows removes no file that is open, and network file systems keep one that is removed until it is closed."""
+    if fcntl is None:
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return descriptor
+
+
 def sync_folder(folder: Path) -> None:
     """Waits until a folder's names are on the drive. Windows does that by itself, and opens no folders."""
     if sys.platform == "win32":

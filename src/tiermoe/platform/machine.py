@@ -26,6 +26,11 @@ def processors() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def processor_name() -> str:
+    """The processor's name, as far as the system tells."""
+    return fields_of(Path("/proc/cpuinfo")).get("model name") or platform.processor() or platform.machine()
+
+
 def processor_identity() -> str:
     """The processor's name and its features, as far as the system tells: libraries choose their code by them."""
     cpuinfo = fields_of(Path("/proc/cpuinfo"))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tiermoe.errors import ConfigError, ModelError, reason
+from tiermoe.errors import ModelError, reason
 from tiermoe.formats.expert_format import ExpertFormat, format_from_names
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.gguf_file import SUFFIX, is_gguf, open_gguf
@@ -22,6 +21,7 @@ from tiermoe.formats.quant_schemes import pair_codes_with_scales
 from tiermoe.formats.safetensors import Checkpoint
 from tiermoe.formats.source import TensorSource, label_of
 from tiermoe.formats.store import Precision
+from tiermoe.formats.stores import cache_folder
 from tiermoe.model.families.table import Family, family_of
 from tiermoe.model.gguf.outline import outline_of
 from tiermoe.model.gguf.parameters import open_checkpoint
@@ -276,25 +276,6 @@ def _check_outline(outline: Outline, checkpoint: TensorSource, directory: Path) 
 
 
 # the folder of a checkpoint's store
-
-
-def cache_folder() -> Path:
-    """The user's cache folder: TIERMOE_CACHE, or XDG_CACHE_HOME/tiermoe, or ~/.cache/tiermoe. Empty variables count as
-    none. ConfigError where nothing names a folder of the user's."""
-    if own := os.environ.get("TIERMOE_CACHE"):
-        return Path(own)
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "tiermoe"
-    try:
-        home = None if os.environ.get("HOME") == "" else Path.home()  # Python takes / for an empty one
-    except RuntimeError:
-        home = None
-    if home is None:
-        raise ConfigError(
-            "there is no folder for packed experts: HOME and XDG_CACHE_HOME are empty; set one of them, or "
-            "TIERMOE_CACHE"
-        )
-    return home / ".cache" / "tiermoe"
 
 
 def default_store_root(directory: Path, name: str, fingerprint: str) -> Path:

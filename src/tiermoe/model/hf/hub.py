@@ -28,6 +28,7 @@ from tiermoe.formats.outline import Origin
 from tiermoe.formats.safetensors import INDEX, SINGLE, Checkpoint, FileReader, TensorEntry, entries_of, indexed
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.configs import TOKENIZER_CONFIG, files_with_code, origin_of, read_fields
+from tiermoe.model.hf.downloads import PART
 from tiermoe.model.tokenizer import files_digest, keep_tokenizer, read_tokenizer
 from tiermoe.platform import file_io, process_memory
 
@@ -35,8 +36,6 @@ _PLANNED = ("config.json", "generation_config.json", INDEX)
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Endings of config, tokenizer and chat template. Code, pictures and weights in other formats stay where they are."""
 _OTHERS = {".gguf": "a GGUF file", ".bin": "PyTorch's own format", ".pth": "PyTorch's own format"}
-_PART = ".tiermoe-part"
-"""Ending of a file whose download has not ended."""
 _REQUESTS = 8  # headers that are asked for at once
 
 
@@ -271,7 +270,7 @@ def download(name: str, notify: Callable[[str], None] = to_stderr) -> Path:
     if missing:
         blobs = folder.parent.parent / "blobs"
         blobs.mkdir(parents=True, exist_ok=True)
-        begun = sum(_size(part) for part in blobs.glob(f"*{_PART}"))
+        begun = sum(_size(part) for part in blobs.glob(f"*{PART}"))
         left = max(repository.nbytes(missing) - begun, 0)
         _check_room(name, left, folder)
         notify(_announcement(name, left, len(missing), repository.nbytes(weights) - left))
@@ -310,7 +309,7 @@ def _fetch_blob(repository: Repository, file: str, blobs: Path) -> None:
     blob = blobs / about.etag
     if blob.exists():
         return
-    with open(blobs / f"{about.etag}{_PART}", "ab") as part:
+    with open(blobs / f"{about.etag}{PART}", "ab") as part:
         try:
             file_io.lock(part.fileno())
         except OSError as error:

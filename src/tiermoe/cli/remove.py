@@ -1,0 +1,111 @@
+"""`tiermoe remove`: a model's store, or its download too, leaves this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tiermoe.cli.output import note, plain
+from tiermoe.config import format_size, parse_size
+from tiermoe.errors import ConfigError, ModelError
+from tiermoe.formats.stores import CachedStore, cached_stores, remove_store
+from tiermoe.model.hf.downloads import CachedDownload, cached_downloads, remove_download
+
+
+def remove(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A model or a store's folder, as `tiermoe list` names it.", show_default=False),
+    ] = None,
+    download: Annotated[bool, typer.Option("--download", help="Remove the hub's files of the model too.")] = False,
+    down_to: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of a name: stores leave, the one that was not used for longest first, until the others take "
+            "at most this, like 50GiB.",
+            show_default=False,
+        ),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing.")] = False,
+) -> None:
+    """Remove a model's store from the user's cache folder, after a question. A store that a process packs into or runs
+    from is not removed, nor is anything outside of the cache folders."""
+    if (name is None) == (down_to is None):
+        raise ConfigError("name one model, as 'tiermoe list' shows it, or give --down-to SIZE")
+    known, downloaded = cached_stores(), cached_downloads()
+    stores = _named(name, known, downloaded, download) if name is not None else _least_used(known, str(down_to))
+    downloads = [each for each in downloaded if download and (each.name == name or _among(stores, each))]
+    stores += [store for store in known if store not in stores and any(_lies_in(store, each) for each in downloads)]
+    leaving: list[CachedStore | CachedDownload] = [*stores, *downloads]
+    if not leaving:
+        note(f"nothing to remove: the stores take {format_size(sum(store.nbytes for store in known))}")
+        return
+    for each in leaving:
+        note(_line(each))
+    total = format_size(sum(each.nbytes for each in leaving))
+    if not yes and not _agreed(f"remove {'these' if len(leaving) > 1 else 'this'}? {total} come back"):
+        note("nothing is removed")
+        return
+    for each in leaving:
+        if isinstance(each, CachedStore):
+            remove_store(each)
+        else:
+            remove_download(each)
+        note(f"removed {each.name}: {format_size(each.nbytes)} are free again")
+
+
+def _named(
+    name: str, known: Sequence[CachedStore], downloaded: Sequence[CachedDownload], download: bool
+) -> list[CachedStore]:
+    """The store of a name; none where the name is a download's alone. ConfigError where it is nothing's, or several
+    stores'."""
+    found = [store for store in known if store.root.name == name] or [each for each in known if each.answers_to(name)]
+    if len(found) > 1:
+        folders = ", ".join(plain(store.root.name) for store in found)
+        raise ConfigError(f"'{name}' names {len(found)} stores; name the folder of one: {folders}")
+    own = [each for each in downloaded if each.name == name]
+    if not found and not own:
+        raise ConfigError(f"there is neither a store nor a download '{name}'; 'tiermoe list' has the names")
+    if not found and not download:
+        raise ModelError(
+            f"'{name}' has no store; its download takes {format_size(own[0].nbytes)}: --download removes it"
+        )
+    return found
+
+
+def _least_used(known: Sequence[CachedStore], down_to: str) -> list[CachedStore]:
+    """The stores that leave so that the others take at most `down_to`. known: the one that was used last first."""
+    bound, total, leaving = parse_size(down_to, "--down-to"), sum(store.nbytes for store in known), []
+    for store in reversed(known):
+        if total <= bound:
+            break
+        total -= store.nbytes
+        leaving.append(store)
+    return leaving
+
+
+def _among(stores: Sequence[CachedStore], download: CachedDownload) -> bool:
+    """Whether one of the stores is of this download."""
+    return any(store.answers_to(download.name) or _lies_in(store, download) for store in stores)
+
+
+def _lies_in(store: CachedStore, download: CachedDownload) -> bool:
+    """Whether a store is of a file in the hub's cache that was named by its path, as GGUF files are."""
+    return Path(store.name).is_relative_to(download.root)
+
+
+def _line(each: CachedStore | CachedDownload) -> str:
+    if isinstance(each, CachedDownload):
+        return f"{each.name}, downloaded: {format_size(each.nbytes)} in {each.root}"
+    profiles = f", with {each.profiles} calibration profiles" if each.profiles else ""
+    return f"{each.name}, packed: {format_size(each.nbytes)} in {each.root}{profiles}"
+
+
+def _agreed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError("nobody can be asked here: standard input is no terminal; --yes removes without a question")
+    return typer.confirm(question, err=True)

@@ -1,0 +1,144 @@
+"""`tiermoe doctor`: facts of the machine, and a line with what to do for each thing that is missing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import sys
+from datetime import date
+from pathlib import Path
+
+import pytest
+import torch
+
+from commands import Command
+from tiermoe import native
+from tiermoe.platform.machine import most_memory, total_memory
+from tiermoe.version import VERSION
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of its own, which is not there yet."""
+    chosen = tmp_path / "caches" / "tiermoe"
+    monkeypatch.setenv("TIERMOE_CACHE", str(chosen))
+    return chosen
+
+
+def said(out: str) -> str:
+    """Lines that a narrow terminal has broken, as one."""
+    return " ".join(out.split())
+
+
+def keep_rates(folder: Path, drive: float) -> None:
+    """What `tiermoe plan` has measured today."""
+    folder.mkdir(parents=True)
+    kept = {"memory": 20e9, "drive": drive, "arithmetic": 2e11, "day": date.today().isoformat()}
+    (folder / "machine.json").write_text(json.dumps({f"{folder.stat().st_dev}:{torch.get_num_threads()}": kept}))
+
+
+def test_the_facts_are_those_of_the_machine(tiermoe_: Command, folder: Path) -> None:
+    ended = tiermoe_("doctor", "--json")
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    assert found["versions"]["tiermoe"] == VERSION
+    assert found["versions"]["python"] == "{}.{}.{}".format(*sys.version_info[:3])
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["cores"] == os.cpu_count()
+    assert found["kernels"]["compiled"] == native.instruction_sets()
+    assert found["kernels"]["used"] == native.instruction_set()
+    assert (found["memory"]["total"], found["memory"]["most"]) == (total_memory(), most_memory())
+    assert 0 < found["memory"]["free"] <= found["memory"]["total"]
+    assert found["cache_folder"]["path"] == str(folder)
+    assert not found["cache_folder"]["problem"]
+    assert all(found["rates"][name] > 0 for name in ("drive", "memory", "arithmetic"))
+    assert (found["gpu"]["name"] is None) == (not torch.cuda.is_available())
+
+
+def test_an_issue_report_has_no_path_but_the_cache_folder(tiermoe_: Command, folder: Path) -> None:
+    for words in ((), ("--json",)):
+        told = said(tiermoe_("doctor", *words).out).replace(str(folder), "")
+        assert not [
+            path for path in (str(folder.parent), str(Path.home()), sys.prefix, str(Path.cwd())) if path in told
+        ]
+        assert platform.node() not in told
+
+
+def test_about_ten_lines(tiermoe_: Command, folder: Path) -> None:
+    keep_rates(folder, drive=3e9)
+    lines = tiermoe_("doctor").out.splitlines()
+    labels = [line.partition(":")[0] for line in lines if ":" in line[:20]]
+    assert labels[:5] == ["versions", "system", "processor", "CPU kernels", "memory"]
+    assert labels[5:9] == ["cache folder", "rates", "GPU", "extras"]
+    assert "its drive reads 3 GB/s" in said("".join(lines))
+
+
+def test_kernels_that_are_missing(tiermoe_: Command, folder: Path, without_native: None) -> None:
+    keep_rates(folder, drive=3e9)
+    assert "TIERMOE_NATIVE=0 keeps the compiled kernels out: torch computes, slowly; unset it" in said(
+        tiermoe_("doctor").out
+    )
+    assert json.loads(tiermoe_("doctor", "--json").out)["kernels"]["used"] is None
+
+
+def test_kernels_that_the_machine_does_not_run(
+    tiermoe_: Command, folder: Path, without_native: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_rates(folder, drive=3e9)
+    monkeypatch.delenv(native.SWITCH)
+    monkeypatch.setenv(native.ISA, "abacus")
+    ended = tiermoe_("doctor")
+    assert ended.code == 0
+    assert "TIERMOE_ISA='abacus'" in said(ended.out)
+
+
+def test_a_slower_choice_of_kernels_is_said(
+    tiermoe_: Command, folder: Path, without_native: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if len(native.instruction_sets()) < 2:
+        pytest.skip("this machine runs one instruction set")
+    keep_rates(folder, drive=3e9)
+    before = native.instruction_sets()[0]
+    monkeypatch.delenv(native.SWITCH)
+    monkeypatch.setenv(native.ISA, "generic")
+    advice = json.loads(tiermoe_("doctor", "--json").out)["advice"]
+    native.use(before)
+    assert f"generic kernels are asked for, {before} are faster; unset TIERMOE_ISA" in advice
+
+
+@pytest.mark.parametrize(("drive", "slow"), [(4e7, True), (3e9, False)])
+def test_a_slow_drive_is_said(tiermoe_: Command, folder: Path, drive: float, slow: bool) -> None:
+    keep_rates(folder, drive)
+    advice = json.loads(tiermoe_("doctor", "--json").out)["advice"]
+    assert bool([line for line in advice if "drive reads 0.04 GB/s, an NVMe drive about 3 GB/s" in line]) == slow
+
+
+def test_a_cache_folder_that_cannot_be_written(tiermoe_: Command, folder: Path) -> None:
+    folder.parent.mkdir(parents=True)
+    folder.write_text("a file")
+    ended = tiermoe_("doctor")
+    assert ended.code == 0
+    assert f"{folder}; " in said(ended.out)
+    assert "cannot be written, so no model can be packed; set TIERMOE_CACHE to a folder" in said(ended.out)
+    assert json.loads(tiermoe_("doctor", "--json").out)["rates"] is None
+
+
+def test_a_drive_that_cannot_be_measured(tiermoe_: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    ended = tiermoe_("doctor")
+    assert ended.code == 0
+    assert "its drive cannot be measured (No space left on device); make room, or set TIERMOE_CACHE" in said(ended.out)
+
+
+def test_a_user_without_a_home(tiermoe_: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TIERMOE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "")
+    ended = tiermoe_("doctor")
+    assert ended.code == 0
+    assert "there is no folder for packed experts: HOME and XDG_CACHE_HOME are empty; set one" in said(ended.out)
