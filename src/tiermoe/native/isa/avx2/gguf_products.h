@@ -42,6 +42,8 @@ INLINE void strip_unpack(Coding coding, size_t group, const uint8_t *at, const G
             lane_parts(coding, at, groups_of(width), to->parts);
         return;
     }
+    uint8_t room[STRIP];
+    at = looked_up_strip(coding, at, room);
     if (!scales_whole(coding)) {
         for (size_t p = 0; p < width / PART; p++)
             to->parts[p] = part_of(coding, at, 0, (int)p), to->scales[p] = lanes_of(group, groups, p);

@@ -73,11 +73,18 @@ static inline __m256i bytes_of_bits(uint32_t bits) {
 /* 16 in each byte whose bit of 32 is set. */
 static inline __m256i fifth_bits(const uint8_t *at) { return masked(bytes_of_bits(four_bytes(at)), 16); }
 
-/* Part p of a block whose codes are places in a grid. */
-INLINE __m256i grid_bytes(Coding coding, const uint8_t *at, size_t p) {
-    const __m256i signs = bytes_of_bits(grid_signs(coding, at, p)), sizes = grid_sizes(coding, at, p);
-    if (coding <= IQ1_M) return _mm256_add_epi8(sizes, _mm256_or_si256(signs, _mm256_set1_epi8(1)));
-    return _mm256_sub_epi8(_mm256_xor_si256(sizes, signs), signs);
+/* A strip whose codes are places in a grid, as bytes of `room`; of other types the strip itself. */
+INLINE const uint8_t *looked_up_strip(Coding coding, const uint8_t *at, uint8_t room[STRIP]) {
+    if (!is_grid(coding)) return at;
+    GridStrip strip;
+    grid_strip(coding, at, &strip);
+    for (size_t p = 0; p < PARTS; p++) {
+        const __m256i signs = bytes_of_bits(four_bytes(strip.signs + 4 * p)), sizes = grid_sizes(coding, at, &strip, p);
+        const __m256i bytes = coding <= IQ1_M ? _mm256_add_epi8(sizes, _mm256_or_si256(signs, _mm256_set1_epi8(1)))
+                                              : _mm256_sub_epi8(_mm256_xor_si256(sizes, signs), signs);
+        _mm256_storeu_si256((void *)(room + PART * p), bytes);
+    }
+    return room;
 }
 
 /* Bytes times 3^n, as tq1_0_code takes them apart. */
@@ -111,7 +118,7 @@ static inline __m256i two_above(__m256i bytes, int low) {
     return masked(low < 4 ? _mm256_slli_epi16(bytes, 4 - low) : _mm256_srli_epi16(bytes, low - 4), 0x30);
 }
 
-/* The codes of part 4 half + quarter of a strip that begins at `at`, a byte each, in order. */
+/* The codes of part 4 half + quarter of a strip that begins at `at`, or at its bytes, a byte each, in order. */
 INLINE __m256i part_bytes(Coding coding, const uint8_t *at, size_t half, int quarter) {
     const size_t p = 4 * half + (size_t)quarter;
     const uint8_t *block = at + p * block_bytes(coding); /* where a block is a part */
@@ -139,7 +146,7 @@ INLINE __m256i part_bytes(Coding coding, const uint8_t *at, size_t half, int qua
         case IQ4_XS: return looked_up(IQ4_CODES, nibbles_at(AT(iq4_xs, at)->codes + 16 * p));
         case TQ1_0: return tq1_0_part(AT(tq1_0, at), (int)p);
         case TQ2_0: return less(masked(_mm256_srli_epi16(bytes_from(AT(tq2_0, at)->codes + 32 * half), 2 * quarter), 3), 1);
-        default: return grid_bytes(coding, at, p);
+        default: return bytes_from(at + PART * p); /* of looked_up_strip */
     }
 }
 

@@ -138,22 +138,35 @@ static inline void spread_pairs(const uint8_t *one, const uint8_t *other, const 
     values[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), of);
 }
 
-/* Parts 2 p and 2 p + 1 of a block whose codes are places in a grid, bytes. */
-INLINE __m512i grid_bytes(Coding coding, const uint8_t *at, size_t p) {
-    const __m512i first = _mm512_castsi256_si512(grid_sizes(coding, at, 2 * p));
-    const __m512i sizes = _mm512_inserti64x4(first, grid_sizes(coding, at, 2 * p + 1), 1);
-    const __mmask64 signs = grid_signs(coding, at, 2 * p) | (__mmask64)grid_signs(coding, at, 2 * p + 1) << 32;
-    if (coding > IQ1_M) return _mm512_mask_sub_epi8(sizes, signs, _mm512_setzero_si512(), sizes);
-    return _mm512_add_epi8(sizes, _mm512_mask_blend_epi8(signs, _mm512_set1_epi8(1), _mm512_set1_epi8(-1)));
+/* Of types whose codes are places in a grid. */
+INLINE void grid_bytes(Coding coding, const uint8_t *at, int8_t *codes) {
+    GridStrip strip;
+    grid_strip(coding, at, &strip);
+    for (size_t p = 0; p < STRIP / SPREAD; p++) {
+        const __m512i first = _mm512_castsi256_si512(grid_sizes(coding, at, &strip, 2 * p));
+        const __m512i sizes = _mm512_inserti64x4(first, grid_sizes(coding, at, &strip, 2 * p + 1), 1);
+        const __mmask64 signs = eight_bytes(strip.signs + 8 * p);
+        const __m512i deltas = _mm512_mask_blend_epi8(signs, _mm512_set1_epi8(1), _mm512_set1_epi8(-1));
+        const __m512i bytes = coding <= IQ1_M ? _mm512_add_epi8(sizes, deltas)
+                                              : _mm512_mask_sub_epi8(sizes, signs, _mm512_setzero_si512(), sizes);
+        _mm512_store_si512(codes + SPREAD * p, bytes);
+    }
 }
 
 /* Whether the codes of a strip are brought to bytes first. */
 static inline int by_bytes(Coding coding) {
-    return coding == Q5_0 || coding == Q5_1 || coding == Q2_K || coding == Q3_K || coding == TQ1_0 || coding == TQ2_0;
+    switch (coding) {
+        case Q5_0: case Q5_1: case Q2_K: case Q3_K: case TQ1_0: case TQ2_0: return 1;
+        default: return is_grid(coding);
+    }
 }
 
 /* Those codes; 0 in what is missing of the last 64. */
-static inline void bytes_of_strip(Coding coding, const uint8_t *at, size_t width, int8_t *codes) {
+INLINE void bytes_of_strip(Coding coding, const uint8_t *at, size_t width, int8_t *codes) {
+    if (is_grid(coding)) {
+        grid_bytes(coding, at, codes);
+        return;
+    }
     strip_codes(coding, at, width, codes);
     if (width % SPREAD) memset(codes + width, 0, 32);
 }
@@ -173,9 +186,10 @@ INLINE void spread(Coding coding, const uint8_t *at, size_t p, size_t other, con
         case IQ4_NL: spread_nibbles(narrow_nibbles(AT(iq4_nl, one)->codes, AT(iq4_nl, two)->codes), IQ4_VALUES, values); return;
         case IQ4_XS: spread_nibbles(narrow_nibbles(AT(iq4_xs, at)->codes + 32 * p, AT(iq4_xs, at)->codes + 16 + 32 * p), IQ4_VALUES, values); return;
         case MXFP4: spread_nibbles(narrow_nibbles(AT(mxfp4, one)->codes, AT(mxfp4, two)->codes), FP4_VALUES, values); return;
-        case IQ1_S: case IQ1_M: case IQ3_S: spread_nibbles(grid_bytes(coding, at, p), SIGNED_FIVE, values); return;
-        case IQ2_XXS: case IQ2_XS: case IQ2_S: spread_nibbles(grid_bytes(coding, at, p), IQ2_VALUES, values); return;
-        case IQ3_XXS: spread_bytes(grid_bytes(coding, at, p), values); return;
+        case IQ1_S: case IQ1_M: case IQ3_S: case TQ1_0: case TQ2_0:
+            spread_nibbles(_mm512_load_si512(codes + SPREAD * p), SIGNED_FIVE, values);
+            return;
+        case IQ2_XXS: case IQ2_XS: case IQ2_S: spread_nibbles(_mm512_load_si512(codes + SPREAD * p), IQ2_VALUES, values); return;
         case E2M1: spread_pairs(one, two, FP4_VALUES, values); return;
         case S4: spread_pairs(one, two, NIBBLES_LESS_8, values); return;
         case U4: spread_pairs(one, two, NIBBLES, values); return;
