@@ -20,8 +20,16 @@ _SCALES = {
     "q4_k": (0, 2),
     "q5_k": (0, 2),
     "q6_k": (208,),
+    "iq1_s": (0,),
+    "iq2_xxs": (0,),
+    "iq2_xs": (0,),
+    "iq2_s": (0,),
+    "iq3_xxs": (0,),
+    "iq3_s": (0,),
     "iq4_nl": (0,),
     "iq4_xs": (0,),
+    "tq1_0": (52,),
+    "tq2_0": (64,),
 }
 
 
@@ -31,6 +39,9 @@ def random_blocks(type: str, out: int, in_: int, seed: int = 0) -> dict[str, tor
     blocks = random.integers(0, 256, (out, in_ // encoding.columns, encoding.nbytes), dtype=np.uint8)
     if type == "mxfp4":
         blocks[..., 0] = random.integers(118, 125, blocks.shape[:2])
+    if type == "iq1_m":  # its float16 lies in four high nibbles; these two are its highest, of about 1/256
+        blocks[..., 53] = blocks[..., 53] & 0x0F | 0xC0
+        blocks[..., 55] = blocks[..., 55] & 0x0F | 0x10
     for at in _SCALES.get(type, ()):
         scales = random.uniform(0.5, 1.0, blocks.shape[:2]) * random.choice([-1, 1], blocks.shape[:2])
         size = 0.2 / (1 << encoding.bits) / (16 if encoding.columns == 256 else 1)

@@ -110,10 +110,12 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
 }
 
 static void gguf_products(const Kernels *set, Coding coding, size_t rows, size_t columns) {
-    static const char *const NAMES[] = {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",   "Q2_K",   "Q3_K",
-                                        "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"};
+#define NAME_OF(coding, name, columns, bytes, group, offsets) #coding,
+#define GROUP_OF(coding, name, columns, bytes, group, offsets) group,
+    static const char *const NAMES[] = {EACH_GGUF_QUANT(NAME_OF)};
+    static const size_t GROUPS[] = {EACH_GGUF_QUANT(GROUP_OF)};
     const char *name = NAMES[coding - Q8_0];
-    const size_t group = coding == Q2_K || coding == Q3_K || coding == Q6_K ? 16 : 32, each = gguf_columns(coding);
+    const size_t group = GROUPS[coding - Q8_0], each = gguf_columns(coding);
     const size_t row_bytes = columns / each * gguf_bytes(coding);
     uint8_t *room = malloc(rows * row_bytes + 1), *weights = room + 1; /* blocks begin at any byte */
     for (size_t i = 0; i < rows * row_bytes; i++) weights[i] = (uint8_t)bits();

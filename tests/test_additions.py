@@ -357,7 +357,7 @@ def test_a_cpu_instruction_set(tmp_path: Path) -> None:
     assert COUNTS[len(INSTRUCTION_SET)] in row_of("a CPU instruction set")
     build, program, others = [compiler("cc"), *STRICT, "-O1", f"-I{native}"], str(tmp_path / "check"), tmp_path / "o.c"
     others.write_text(OTHERS)
-    sources = ("isa/vectors.c", "isa/generic.c", "kernels.c", "matrix.c", "team.c")
+    sources = ("isa/vectors.c", "isa/generic.c", "gguf_grids.c", "kernels.c", "matrix.c", "team.c")
     files = [others, *(native / name for name in sources)]
     built([*build, str(Path(__file__).parent / "kernels_check.c"), *map(str, files), *LIBRARIES, "-o", program])
     assert ran([program]) == ["vectors", "generic"]

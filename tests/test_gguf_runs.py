@@ -13,7 +13,7 @@ import gguf_files
 import tiermoe
 from commands import Command
 from gguf_engines import engine_of, logits_of
-from gguf_files import kinds
+from gguf_files import Kinds, kinds
 from parity import close, tokens
 from tiermoe.formats.expert_format import PAGE
 from tiermoe.model.dense import own_linears
@@ -36,10 +36,28 @@ def by_layer(name: str) -> str:
     return "q4_k" if "_exps" in name else "q5_k" if "attn" in name else "q6_k"
 
 
+def below_three_bits(name: str) -> str:
+    """As in the files of people with little memory."""
+    first = name.startswith("blk.0.")
+    if "ffn_down_exps" in name:
+        return "iq3_s" if first else "iq2_s"
+    return ("iq2_xxs" if first else "iq1_m") if "_exps" in name else "iq3_xxs" if "attn" in name else "q6_k"
+
+
+MIXTURES = {
+    by_layer: (("q4_k", "q6_k"), ("q4_k", "iq4_nl")),
+    below_three_bits: (("iq2_xxs", "iq3_s"), ("iq1_m", "iq2_s")),
+}
+"""Types of gate and up, and of down, by layer."""
+
+
+@pytest.mark.parametrize("mixture", MIXTURES, ids=lambda mixture: mixture.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_types_are_mixed_within_an_expert_and_between_layers(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_types_are_mixed_within_an_expert_and_between_layers(
+    dtype: torch.dtype, mixture: Kinds, tmp_path: Path
+) -> None:
     model = gguf_files.model_of("qwen3_moe", **WIDE)
-    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe", by_layer)
+    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe", mixture)
     engine = engine_of(file, dtype, store=tmp_path / "store")
     ids = tokens(1, 40)[0].tolist()
     found, wanted = logits_of(engine, ids), eager(model, ids)
@@ -48,8 +66,7 @@ def test_types_are_mixed_within_an_expert_and_between_layers(dtype: torch.dtype,
     else:
         assert close(found, wanted)
     encodings = [layer.encodings for layer in engine.store.precisions["16"].layers]
-    assert encodings[0] == {"gate_up_proj": "gguf/q4_k", "down_proj": "gguf/q6_k"}
-    assert encodings[1] == {"gate_up_proj": "gguf/q4_k", "down_proj": "gguf/iq4_nl"}
+    assert encodings == [{"gate_up_proj": f"gguf/{up}", "down_proj": f"gguf/{down}"} for up, down in MIXTURES[mixture]]
     kept = own_linears(inspect_model(file, str(file), tmp_path / "store"), "cpu")
     assert kept.keys() >= {"lm_head", "model.layers.0.self_attn.q_proj"}
     engine.close()

@@ -23,6 +23,7 @@ PYTHON = ["-isystem", sysconfig.get_path("include")]
 ELSEWHERE = ["-U__linux__", "-Ulinux"]  # a system of POSIX alone
 CHECK = [
     str(Path(__file__).parent / "kernels_check.c"),
+    str(SOURCES / "gguf_grids.c"),
     str(SOURCES / "matrix.c"),
     str(SOURCES / "team.c"),
     f"-I{SOURCES}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -80,7 +82,17 @@ def test_every_code_in_every_place(type: str) -> None:
         assert (got.float() - want).abs().le(want.abs() * ROUNDING + 1e-7).all()
 
 
-@pytest.mark.parametrize("type", ["q8_0", "q4_k", "q6_k"])
+@pytest.mark.parametrize("type", [name for name in NAMES if re.match("iq[123]", name)])
+def test_every_place_of_a_grid(type: str) -> None:
+    """A grid of IQ1, IQ2 or IQ3 has at most 2048 places of eight columns, which occur sixteen times each here."""
+    slot, x = gguf_blocks.random_blocks(type, 1024, 256), torch.eye(256).bfloat16()
+    form = matrix_form(gguf_encoding(type), 1024, 256, torch.bfloat16)
+    assert form is not None
+    want = gguf_blocks.weights(type, slot).t()
+    assert (linear(x, form, slot).float() - want).abs().le(want.abs() * ROUNDING + 1e-7).all()
+
+
+@pytest.mark.parametrize("type", ["q8_0", "q4_k", "q6_k", "iq1_m", "iq2_s", "iq3_xxs", "tq1_0"])
 def test_columns_that_are_zero_or_no_numbers(type: str) -> None:
     slot, x = gguf_blocks.random_blocks(type, 64, 512), random(7, 512, 1)
     x[0], x[1, 300], x[2, 300], x[3] = 0, torch.inf, torch.nan, 1e-38
@@ -116,7 +128,14 @@ def gated(gate: str, features: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("up", "down", "gate"),
-    [("q4_k", "q6_k", "silu"), ("q4_k", "q4_k", "silu"), ("mxfp4", "mxfp4", "clamped"), ("q2_k", "q3_k", "silu")],
+    [
+        ("q4_k", "q6_k", "silu"),
+        ("q4_k", "q4_k", "silu"),
+        ("mxfp4", "mxfp4", "clamped"),
+        ("q2_k", "q3_k", "silu"),
+        ("iq2_xxs", "iq3_s", "silu"),
+        ("iq1_m", "iq2_xs", "silu"),
+    ],
 )
 @pytest.mark.parametrize("count", [1, 5, 100])
 def test_an_expert_of_a_mixture_of_types(up: str, down: str, gate: str, count: int) -> None:

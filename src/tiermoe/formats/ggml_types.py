@@ -45,15 +45,22 @@ TYPES: dict[int, GgmlType] = {
     12: GgmlType("Q4_K", 256, 144, 4),
     13: GgmlType("Q5_K", 256, 176, 5),
     14: GgmlType("Q6_K", 256, 210, 6),
+    19: GgmlType("IQ1_S", 256, 50, 1),
+    29: GgmlType("IQ1_M", 256, 56, 1),
+    16: GgmlType("IQ2_XXS", 256, 66, 2),
+    17: GgmlType("IQ2_XS", 256, 74, 2),
+    22: GgmlType("IQ2_S", 256, 82, 2),
+    18: GgmlType("IQ3_XXS", 256, 98, 3),
+    21: GgmlType("IQ3_S", 256, 110, 3),
     20: GgmlType("IQ4_NL", 32, 18, 4),
     23: GgmlType("IQ4_XS", 256, 136, 4),
+    34: GgmlType("TQ1_0", 256, 54, 1),
+    35: GgmlType("TQ2_0", 256, 66, 2),
     39: GgmlType("MXFP4", 32, 17, 4),
 }
 """The types that tiermoe reads, by the ids that are in the file."""
 
 UNREAD = {
-    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
-    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
-    41: "Q1_0",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 """Known types that tiermoe does not read."""

@@ -53,13 +53,22 @@ class Coding(IntEnum):
     Q4_K = 15
     Q5_K = 16
     Q6_K = 17
-    IQ4_NL = 18
-    IQ4_XS = 19
-    MXFP4 = 20
-    E2M1 = 21
-    S4 = 22
-    U4 = 23
-    E4M3 = 24
+    IQ1_S = 18
+    IQ1_M = 19
+    IQ2_XXS = 20
+    IQ2_XS = 21
+    IQ2_S = 22
+    IQ3_XXS = 23
+    IQ3_S = 24
+    IQ4_NL = 25
+    IQ4_XS = 26
+    TQ1_0 = 27
+    TQ2_0 = 28
+    MXFP4 = 29
+    E2M1 = 30
+    S4 = 31
+    U4 = 32
+    E4M3 = 33
 
 
 class ScaleKind(IntEnum):

@@ -82,8 +82,17 @@ static inline bf16 to_bf16(float value) {
     X(Q4_K, q4_k, 256, 144, 32, 1)      \
     X(Q5_K, q5_k, 256, 176, 32, 1)      \
     X(Q6_K, q6_k, 256, 210, 16, 0)      \
+    X(IQ1_S, iq1_s, 256, 50, 32, 0)     \
+    X(IQ1_M, iq1_m, 256, 56, 16, 0)     \
+    X(IQ2_XXS, iq2_xxs, 256, 66, 32, 0) \
+    X(IQ2_XS, iq2_xs, 256, 74, 16, 0)   \
+    X(IQ2_S, iq2_s, 256, 82, 16, 0)     \
+    X(IQ3_XXS, iq3_xxs, 256, 98, 32, 0) \
+    X(IQ3_S, iq3_s, 256, 110, 32, 0)    \
     X(IQ4_NL, iq4_nl, 32, 18, 32, 0)    \
     X(IQ4_XS, iq4_xs, 256, 136, 32, 0)  \
+    X(TQ1_0, tq1_0, 256, 54, 32, 0)     \
+    X(TQ2_0, tq2_0, 256, 66, 32, 0)     \
     X(MXFP4, mxfp4, 32, 17, 32, 0)
 
 #define EACH_PUBLISHED_QUANT(X)    \
@@ -139,8 +148,17 @@ typedef struct { uint8_t high[32], codes[64], scales[12], d[2]; } block_q3_k;
 typedef struct { uint8_t d[2], m[2], scales[12], codes[128]; } block_q4_k;
 typedef struct { uint8_t d[2], m[2], scales[12], fifth[32], codes[128]; } block_q5_k;
 typedef struct { uint8_t codes[128], high[64], scales[16], d[2]; } block_q6_k; /* scales are signed */
+typedef struct { uint8_t d[2], codes[32], high[16]; } block_iq1_s; /* high: with scales, too */
+typedef struct { uint8_t codes[32], high[16], scales[8]; } block_iq1_m; /* scales: with d, too */
+typedef struct { uint8_t d[2], codes[64]; } block_iq2_xxs; /* codes: with signs and scales, too */
+typedef struct { uint8_t d[2], codes[64], scales[8]; } block_iq2_xs; /* codes: with signs, too */
+typedef struct { uint8_t d[2], codes[32], signs[32], high[8], scales[8]; } block_iq2_s;
+typedef struct { uint8_t d[2], codes[64], signs[32]; } block_iq3_xxs; /* signs: with scales, too */
+typedef struct { uint8_t d[2], codes[64], high[8], signs[32], scales[4]; } block_iq3_s;
 typedef struct { uint8_t d[2], codes[16]; } block_iq4_nl;
 typedef struct { uint8_t d[2], scales_high[2], scales_low[4], codes[128]; } block_iq4_xs;
+typedef struct { uint8_t codes[48], last[4], d[2]; } block_tq1_0;
+typedef struct { uint8_t codes[64], d[2]; } block_tq2_0;
 typedef struct { uint8_t exponent, codes[16]; } block_mxfp4;
 
 #define QUANT_SIZE(coding, name, columns, bytes, group, offsets) \

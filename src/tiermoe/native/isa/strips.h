@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "../matrix.h"
+#include "grids.h"
 #include "simd.h"
 
 enum {
@@ -67,6 +68,10 @@ static inline void iq4_xs_scales(const block_iq4_xs *restrict block, float *rest
     }
 }
 
+static inline void tq_scales(const uint8_t *d, float *restrict scales) {
+    for (int g = 0; g < 8; g++) scales[g] = from_half(d);
+}
+
 /* Writes as many as the strip has groups; offsets only where has_offsets(coding). */
 INLINE void strip_scales(Coding coding, const uint8_t *at, size_t width, StripScales *to) {
     switch (coding) {
@@ -75,7 +80,13 @@ INLINE void strip_scales(Coding coding, const uint8_t *at, size_t width, StripSc
         case Q3_K: q3_k_scales(AT(q3_k, at), to->scales); return;
         case Q6_K: q6_k_scales(AT(q6_k, at), to->scales); return;
         case IQ4_XS: iq4_xs_scales(AT(iq4_xs, at), to->scales); return;
+        case TQ1_0: tq_scales(AT(tq1_0, at)->d, to->scales); return;
+        case TQ2_0: tq_scales(AT(tq2_0, at)->d, to->scales); return;
         default: break;
+    }
+    if (is_grid(coding)) {
+        grid_scales(coding, at, to->scales);
+        return;
     }
     for (size_t g = 0; g < width / 32; g++, at += block_bytes(coding)) {
         to->scales[g] = coding == MXFP4 ? mxfp4_scale(AT(mxfp4, at)->exponent) : from_half(AT(q4_0, at)->d);
@@ -135,6 +146,25 @@ static inline void q6_k_codes(const block_q6_k *restrict block, int8_t *restrict
             to[0] = (int8_t)((one & 15) + (two & 3) * 16 - 32), to[32] = (int8_t)((other & 15) + (two >> 2 & 3) * 16 - 32);
             to[64] = (int8_t)((one >> 4) + (two >> 4 & 3) * 16 - 32), to[96] = (int8_t)((other >> 4) + (two >> 6) * 16 - 32);
         }
+}
+
+/* Five powers of 3 to a byte, as a fraction of 256: the byte times 3^n, but for its whole part, has digit n first. */
+static inline int8_t tq1_0_code(uint8_t byte, int power) { return (int8_t)(((uint8_t)(byte * power) * 3 >> 8) - 1); }
+
+static inline void tq1_0_codes(const block_tq1_0 *restrict block, int8_t *restrict codes) {
+    static const int POWERS[] = {1, 3, 9, 27, 81};
+    for (int n = 0; n < 5; n++) {
+        for (int i = 0; i < 32; i++) codes[32 * n + i] = tq1_0_code(block->codes[i], POWERS[n]);
+        for (int i = 0; i < 16; i++) codes[160 + 16 * n + i] = tq1_0_code(block->codes[32 + i], POWERS[n]);
+        for (int i = 0; i < 4 && n < 4; i++) codes[240 + 4 * n + i] = tq1_0_code(block->last[i], POWERS[n]);
+    }
+}
+
+static inline void tq2_0_codes(const block_tq2_0 *restrict block, int8_t *restrict codes) {
+    for (int half = 0; half < 2; half++)
+        for (int quarter = 0; quarter < 4; quarter++)
+            for (int i = 0; i < 32; i++)
+                codes[half * 128 + quarter * 32 + i] = (int8_t)((block->codes[half * 32 + i] >> 2 * quarter & 3) - 1);
 }
 
 static const int8_t IQ4_CODES[16] __attribute__((aligned(16))) = {-127, -104, -83, -65, -49, -35, -22, -10,
@@ -221,6 +251,11 @@ static void strip_codes(Coding coding, const uint8_t *at, size_t width, int8_t *
             case IQ4_XS:
                 for (size_t g = 0; g < 8; g++) look_up(IQ4_CODES, AT(iq4_xs, at)->codes + 16 * g, codes + 32 * g, codes + 32 * g + 16);
                 break;
+            case IQ1_S: case IQ1_M: case IQ2_XXS: case IQ2_XS: case IQ2_S: case IQ3_XXS: case IQ3_S:
+                for (size_t p = 0; p < 8; p++) grid_codes(coding, at, p, codes + 32 * p);
+                break;
+            case TQ1_0: tq1_0_codes(AT(tq1_0, at), codes); break;
+            case TQ2_0: tq2_0_codes(AT(tq2_0, at), codes); break;
             case E2M1: pairs_of(FP4_CODES, at, codes); break;
             case S4: pairs_of(S4_CODES, at, codes); break;
             case U4: pairs_of(U4_CODES, at, codes); break;

@@ -42,6 +42,8 @@ INLINE void strip_unpack(Coding coding, size_t group, const uint8_t *at, const G
             lane_parts(coding, at, groups_of(width), to->parts);
         return;
     }
+    uint8_t room[STRIP];
+    at = looked_up_strip(coding, at, room);
     if (!scales_whole(coding)) {
         for (size_t p = 0; p < width / PART; p++)
             to->parts[p] = part_of(coding, at, 0, (int)p), to->scales[p] = lanes_of(group, groups, p);
@@ -223,8 +225,17 @@ WHOLE_PRODUCT(q3_k, Q3_K, 16)
 WHOLE_PRODUCT(q4_k, Q4_K, 32)
 WHOLE_PRODUCT(q5_k, Q5_K, 32)
 WHOLE_PRODUCT(q6_k, Q6_K, 16)
+WHOLE_PRODUCT(iq1_s, IQ1_S, 32)
+WHOLE_PRODUCT(iq1_m, IQ1_M, 16)
+WHOLE_PRODUCT(iq2_xxs, IQ2_XXS, 32)
+WHOLE_PRODUCT(iq2_xs, IQ2_XS, 16)
+WHOLE_PRODUCT(iq2_s, IQ2_S, 16)
+WHOLE_PRODUCT(iq3_xxs, IQ3_XXS, 32)
+WHOLE_PRODUCT(iq3_s, IQ3_S, 32)
 WHOLE_PRODUCT(iq4_nl, IQ4_NL, 32)
 WHOLE_PRODUCT(iq4_xs, IQ4_XS, 32)
+WHOLE_PRODUCT(tq1_0, TQ1_0, 32)
+WHOLE_PRODUCT(tq2_0, TQ2_0, 32)
 WHOLE_PRODUCT(mxfp4, MXFP4, 32)
 WHOLE_PRODUCT(s4, S4, 32)
 WHOLE_PRODUCT(u4, U4, 32)

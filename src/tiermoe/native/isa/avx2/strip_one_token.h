@@ -31,6 +31,8 @@ INLINE Eight strip_alone(Coding coding, size_t group, const uint8_t *at, const G
         }
         return lanes;
     }
+    uint8_t room[STRIP];
+    at = looked_up_strip(coding, at, room);
     for (size_t half = 0; half < 2; half++) {
         __m256i sums = _mm256_setzero_si256();
         for (int quarter = 0; quarter < PARTS_SUMMED; quarter++) {

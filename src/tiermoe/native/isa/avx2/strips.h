@@ -5,6 +5,7 @@
 
 #include "../../matrix.h"
 #include "../strips.h"
+#include "../x86_grids.h"
 #include "integers.h"
 #include "../simd.h"
 
@@ -61,14 +62,55 @@ static inline __m256i looked_up(const int8_t table[16], __m256i nibbles) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const void *)table)), nibbles);
 }
 
-/* 16 in each byte whose bit of 32 is set. */
-static inline __m256i fifth_bits(const uint8_t *at) {
-    int bits;
-    memcpy(&bits, at, sizeof bits);
+/* All bits of each byte whose bit of 32 is set. */
+static inline __m256i bytes_of_bits(uint32_t bits) {
     const __m256i byte_of = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
     const __m256i bit_of = _mm256_set1_epi64x((int64_t)0x8040201008040201);
-    const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), byte_of);
-    return masked(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of), bit_of), 16);
+    const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), byte_of);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of), bit_of);
+}
+
+/* 16 in each byte whose bit of 32 is set. */
+static inline __m256i fifth_bits(const uint8_t *at) { return masked(bytes_of_bits(four_bytes(at)), 16); }
+
+/* A strip whose codes are places in a grid, as bytes of `room`; of other types the strip itself. */
+INLINE const uint8_t *looked_up_strip(Coding coding, const uint8_t *at, uint8_t room[STRIP]) {
+    if (!is_grid(coding)) return at;
+    GridStrip strip;
+    grid_strip(coding, at, &strip);
+    for (size_t p = 0; p < PARTS; p++) {
+        const __m256i signs = bytes_of_bits(four_bytes(strip.signs + 4 * p)), sizes = grid_sizes(coding, at, &strip, p);
+        const __m256i bytes = coding <= IQ1_M ? _mm256_add_epi8(sizes, _mm256_or_si256(signs, _mm256_set1_epi8(1)))
+                                              : _mm256_sub_epi8(_mm256_xor_si256(sizes, signs), signs);
+        _mm256_storeu_si256((void *)(room + PART * p), bytes);
+    }
+    return room;
+}
+
+/* Bytes times 3^n, as tq1_0_code takes them apart. */
+static inline __m256i tq1_0_digit(__m256i bytes) {
+    const __m256i one = _mm256_cmpeq_epi8(_mm256_max_epu8(bytes, _mm256_set1_epi8(86)), bytes);
+    const __m256i two = _mm256_cmpeq_epi8(_mm256_max_epu8(bytes, _mm256_set1_epi8((char)171)), bytes);
+    return _mm256_sub_epi8(_mm256_set1_epi8(-1), _mm256_add_epi8(one, two));
+}
+
+static inline __m256i thrice(__m256i bytes, int times) {
+    for (int n = 0; n < times; n++) bytes = _mm256_add_epi8(bytes, _mm256_add_epi8(bytes, bytes));
+    return bytes;
+}
+
+/* 32 columns of each of five digits of the first bytes, 16 of each of the next, then 4 of each of four. */
+INLINE __m256i tq1_0_part(const block_tq1_0 *block, int p) {
+    const __m128i middle = _mm_loadu_si128((const void *)(block->codes + 32)), last = _mm_set1_epi32((int)four_bytes(block->last));
+    const __m256i twice = _mm256_broadcastsi128_si256(middle), ones = _mm256_set_m128i(_mm_set1_epi8(-1), _mm_setzero_si128());
+    if (p < 5) return tq1_0_digit(thrice(bytes_from(block->codes), p));
+    if (p < 7) {
+        const __m256i first = thrice(twice, 2 * (p - 5));
+        return tq1_0_digit(_mm256_blendv_epi8(first, thrice(first, 1), ones));
+    }
+    const __m256i words = _mm256_broadcastsi128_si256(last), once = thrice(words, 1), two = thrice(words, 2);
+    const __m256i low = _mm256_blend_epi32(words, once, 0x20), high = _mm256_blend_epi32(two, thrice(words, 3), 0x80);
+    return tq1_0_digit(_mm256_blend_epi32(thrice(twice, 4), _mm256_blend_epi32(low, high, 0xC0), 0xF0));
 }
 
 /* The 2 bits of each byte from bit `low` on, in bits 4 and 5. */
@@ -76,7 +118,7 @@ static inline __m256i two_above(__m256i bytes, int low) {
     return masked(low < 4 ? _mm256_slli_epi16(bytes, 4 - low) : _mm256_srli_epi16(bytes, low - 4), 0x30);
 }
 
-/* The codes of part 4 half + quarter of a strip that begins at `at`, a byte each, in order. */
+/* The codes of part 4 half + quarter of a strip that begins at `at`, or at its bytes, a byte each, in order. */
 INLINE __m256i part_bytes(Coding coding, const uint8_t *at, size_t half, int quarter) {
     const size_t p = 4 * half + (size_t)quarter;
     const uint8_t *block = at + p * block_bytes(coding); /* where a block is a part */
@@ -101,7 +143,10 @@ INLINE __m256i part_bytes(Coding coding, const uint8_t *at, size_t half, int qua
             const __m256i low = masked(_mm256_srli_epi16(bytes_from(AT(q6_k, at)->codes + 64 * half + quarter % 2 * 32), quarter / 2 * 4), 15);
             return _mm256_or_si256(low, two_above(bytes_from(AT(q6_k, at)->high + 32 * half), 2 * quarter));
         }
-        default: return looked_up(IQ4_CODES, nibbles_at(AT(iq4_xs, at)->codes + 16 * p));
+        case IQ4_XS: return looked_up(IQ4_CODES, nibbles_at(AT(iq4_xs, at)->codes + 16 * p));
+        case TQ1_0: return tq1_0_part(AT(tq1_0, at), (int)p);
+        case TQ2_0: return less(masked(_mm256_srli_epi16(bytes_from(AT(tq2_0, at)->codes + 32 * half), 2 * quarter), 3), 1);
+        default: return bytes_from(at + PART * p); /* of looked_up_strip */
     }
 }
 
@@ -190,7 +235,9 @@ INLINE void whole_scales(Coding coding, const uint8_t *at, Groups *to) {
             bytes = _mm_shuffle_epi8(_mm_loadu_si128((const void *)AT(q6_k, at)->scales), order), to->whole = from_half(AT(q6_k, at)->d);
             break;
         }
-        default: { /* IQ4_XS */
+        case TQ1_0: bytes = _mm_set1_epi8(1), to->whole = from_half(AT(tq1_0, at)->d); break;
+        case TQ2_0: bytes = _mm_set1_epi8(1), to->whole = from_half(AT(tq2_0, at)->d); break;
+        case IQ4_XS: {
             uint16_t high;
             int low;
             memcpy(&high, AT(iq4_xs, at)->scales_high, sizeof high), memcpy(&low, AT(iq4_xs, at)->scales_low, sizeof low);
@@ -201,6 +248,7 @@ INLINE void whole_scales(Coding coding, const uint8_t *at, Groups *to) {
             to->integers[0] = _mm256_sub_epi32(both, _mm256_set1_epi32(32)), to->whole = from_half(AT(iq4_xs, at)->d);
             return;
         }
+        default: bytes = grid_scale_bytes(coding, at), to->whole = grid_factor(coding, at); break;
     }
     to->integers[0] = _mm256_cvtepi8_epi32(bytes), to->integers[1] = high_half(bytes);
 }
