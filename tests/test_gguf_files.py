@@ -201,8 +201,8 @@ DAMAGE: dict[str, tuple[Callable[[bytearray], Any], str]] = {
     "unknown type": (type_of("blk.0.attn_q.weight", 99), r"is stored as type 99, which"),
     "architecture": (
         architecture("qwen9moe"),
-        r"is of the architecture 'qwen9moe', which tiermoe does not read from GGUF files; it reads deepseek2, "
-        r"ernie4_5-moe, glm4moe, gpt-oss, lfm2moe, llama, .*; take the model's safetensors",
+        r"is of the architecture 'qwen9moe', which tiermoe does not read from GGUF files; it reads deepseek, "
+        r"deepseek2, ernie4_5-moe, glm4moe, gpt-oss, lfm2moe, llama, .*; take the model's safetensors",
     ),
 }
 

@@ -48,7 +48,8 @@ def plan(
         from tiermoe.cli.preview import preview
 
         settings = make_settings(**options)
-        found = preview(model, settings, _rates(settings, machine, named), here=machine is None)
+        here, learns = named is None, machine is None
+        found = preview(model, settings, _rates(settings, machine, named), here, learns)
     if as_json:
         print(json.dumps(_document(found)))
         return

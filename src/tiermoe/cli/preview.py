@@ -75,18 +75,22 @@ class Preview:
 
 
 def preview(
-    model: str | os.PathLike[str], settings: Settings, rates: Callable[[ExpertFormat | None], Rates], here: bool = True
+    model: str | os.PathLike[str],
+    settings: Settings,
+    rates: Callable[[ExpertFormat | None], Rates],
+    here: bool = True,
+    learns: bool = True,
 ) -> Preview:
     """The preview of a model with `settings`. rates: called once, after everything else is known, with the format of
     experts that torch's operators compute (None: compiled kernels compute them); gives the rates of the machine. here:
-    the model is to run on this machine as it is: the time of packing can be measured, and earlier runs count.
-    ModelError as `inspect_without_download`, BudgetError as `plan_memory`."""
+    the model is to run on this machine, where the time of packing can be measured. learns: and with this machine's own
+    drive, so that earlier runs count. ModelError as `inspect_without_download`, BudgetError as `plan_memory`."""
     blueprint, download = inspect_without_download(model, settings.store)
     plan = plan_for(blueprint, settings)
     resolved = resolve_for(blueprint, settings)
     backend = backend_of(blueprint, resolved)
     unknown = _unknown(blueprint, resolved.composition, plan)
-    curve = _earlier_run(blueprint, resolved) if here else None
+    curve = _earlier_run(blueprint, resolved) if learns else None
     found = None if curve is None else at_slots(plan, curve, plan.slots)
     others = other_budgets(plan, curve)
     expectation = None
