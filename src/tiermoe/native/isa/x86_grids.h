@@ -3,7 +3,7 @@
 #ifndef TIERMOE_ISA_X86_GRIDS_H
 #define TIERMOE_ISA_X86_GRIDS_H
 
-#include "grids.h"
+#include "strips.h"
 
 /* What the bits of a strip come to. */
 typedef struct {
