@@ -12,13 +12,14 @@ from tiermoe.errors import TraceError
 from tiermoe.metrics import Metrics, PhaseMetrics, named
 from tiermoe.offload.assembly import FutureTrace, assemble, cache_bytes, divide, precisions
 from tiermoe.offload.composition import Composition, filled, with_low_share
+from tiermoe.offload.policies.routing import as_predicted
 from tiermoe.offload.profiles import Profile, tables
 from tiermoe.simulate.costs import Costs, NeuronLoads, run_bits, shape_of, slot_sizes
 from tiermoe.simulate.evictions import hits_of
 from tiermoe.simulate.link import VirtualClock, VirtualLink
 from tiermoe.simulate.steps import Future, RecordedForecasts, Step, require, require_calibration, steps_of
 from tiermoe.trace.file import Header, Times, Trace
-from tiermoe.types import ExpertKey
+from tiermoe.types import ExpertKey, Routed
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class Result:
             ),
             **named(counts, "hits", "misses", "skipped", "loads", "low_loads", "speculative_loads"),
             "prefetched_hits": counts.prefetched,
+            "displaced_choices": counts.displaced,
             "dropped_experts": counts.dropped,
             "cached_experts": self.cached_experts,
             "discarded_hits": discarded.hits,
@@ -226,11 +228,21 @@ class _Run:
 
     def _layer(self, step: Step, layer: int, forecasts: RecordedForecasts) -> None:
         routed = step.routed(layer)
+        if self._scheduler.substitutes and step.phase == "decode" and (named := self._scheduler.predicted(layer)):
+            routed = self._substituted(routed, named)
         tokens = routed.tokens_per_expert()
         for ready in chain.from_iterable(self._scheduler.run_layer(routed, forecasts)):
             if self._neurons and (more := self._neurons.complete(ExpertKey(layer, ready.expert, ready.bits))):
                 self._link.fetch(more)
             self._clock.compute(self._costs.expert_s(ready.bits, tokens.get(ready.expert, 0)))
+
+    def _substituted(self, routed: Routed, predicted: list[int]) -> Routed:
+        """The choice of tokens that go on with `predicted` experts, the likeliest first. No trace has the router's
+        weights of them: they get those of the token's own, in their order."""
+        experts = [as_predicted(own, predicted) for own in routed.experts]
+        others = (len({*taken}.difference(own)) for taken, own in zip(experts, routed.experts, strict=True))
+        self._scheduler.loader.counts.displaced += sum(others)
+        return Routed(routed.layer, routed.phase, experts, routed.weights)
 
     def _meter(self) -> PhaseMetrics:
         link, clock = self._link, self._clock
