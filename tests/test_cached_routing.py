@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import tiermoe
 from commands import Command
 from fake_link import Said, scheduler_with
 from tiermoe.config import settings
+from tiermoe.engine.cached_routing import PredictedRouting
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import start
 from tiermoe.errors import ConfigError, ProfileError
@@ -120,6 +122,31 @@ def test_scores_rank_and_weigh_as_the_router_does(name: str, dtype: torch.dtype,
     assert found.float() == pytest.approx(weights.float(), rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
     if rule.groups > 1:
         assert int(scores.isneginf().sum()) == 7 * 8
+
+
+def test_predicted_experts_have_the_router_s_weights_of_them() -> None:
+    """CORM's second reading, against a softmax over the predicted experts alone; prompts and layers that nothing was
+    predicted for keep their router's."""
+    torch.manual_seed(0)
+    scheduler, _ = scheduler_with("lru", slots=9, prefetch="next-gate", on_mispredict="predicted")
+    router = Router(torch.randn(4, 64), RouterRule(2, normalise=True, wide=True))
+    hidden = torch.randn(1, 64)
+    logits = (router.weight @ hidden[0]).tolist()
+    worst = sorted(range(4), key=lambda expert: logits[expert])[:2]
+    context: Any = SimpleNamespace(scheduler=scheduler, phase="decode")
+    routing = PredictedRouting(1, context)
+    scheduler.begin_pass(1, Said(), "decode")
+    assert routing(router, hidden)[1].tolist() == router.route(hidden)[1].tolist()
+    said = Said({1: [(expert, 0.5) for expert in worst]})
+    for _ in scheduler.run_layer(Routed(0, "decode", [[0, 1]], [[0.5, 0.5]]), said):
+        pass
+    weights, experts = routing(router, hidden)
+    assert sorted(experts[0].tolist()) == sorted(worst)
+    expected = torch.softmax(torch.tensor([logits[expert] for expert in experts[0].tolist()]), 0)
+    assert weights[0].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    assert scheduler.loader.counts.displaced == 2
+    context.phase = "prefill"
+    assert routing(router, hidden)[1].tolist() == router.route(hidden)[1].tolist()
 
 
 # a composition

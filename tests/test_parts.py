@@ -278,6 +278,13 @@ PARTS = [
     Part("corm", "rare experts low", "low_loads", {"precision": "fixed"}),
     Part("corm", "prefetch", "prefetched_hits", ALONE, {"on_mispredict": "reload"}),
     Part("corm", "going on with experts", "expert_skips", {"on_mispredict": "reload"}),
+    Part(
+        "corm",
+        "predicted experts stand in",
+        "displaced_choices",
+        {"on_mispredict": "proceed"},
+        {"on_mispredict": "predicted"},
+    ),
     Part("corm", "slots of a layer", "victims of other layers", {"allotment": "pool"}, still=True),
     Part("default", "prefetch", "prefetched_hits", ALONE, {"speculate": "always"}),
     Part("default", "slots that move", "victims of other layers", {"allotment": "even"}),

@@ -189,6 +189,24 @@ def _routing(trace: Trace) -> list[list[tuple[list[list[int]], list[list[float]]
     return [[(layer.experts, layer.weights) for layer in passed.layers] for passed in trace.passes]
 
 
+def test_tokens_that_go_on_with_what_was_predicted_agree(
+    blueprint: Blueprint, sequences: torch.Tensor, calibrated: Path
+) -> None:
+    """CORM's second reading. In the replay of its own trace nothing is left to exchange. Another trace gets other
+    experts, and no layer that was predicted misses."""
+    run = Run(blueprint, sequences, "corm", {"on_mispredict": "predicted"}, calibrated)
+    assert run.stats["displaced_choices"]
+    assert not run.stats["expert_skips"]
+    own = run.replayed(run.trace, AT_ONCE)
+    assert not own.as_dict()["displaced_choices"]
+    exact = Run(blueprint, sequences, "corm", {"on_mispredict": "reload"}, calibrated)
+    other = run.replayed(exact.trace, AT_ONCE)
+    assert other.as_dict()["displaced_choices"]
+    layers = len(blueprint.layers)
+    tokens = 2 * (LENGTH - PROMPT)
+    assert other.metrics.decode.counts.misses <= tokens * blueprint.layers[0].top_k < tokens * layers
+
+
 EXACT = {
     "lru": {},
     "lfu by sequence": {"cache": "lfu", "records": "sequence"},

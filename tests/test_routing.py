@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tiermoe.engine.forward_context import keep_little
 from tiermoe.errors import ConfigError
-from tiermoe.offload.policies.routing import is_confident, little, require_little, speedup
+from tiermoe.offload.policies.routing import as_predicted, is_confident, little, require_little, speedup
 from tiermoe.systems.routings import baseline_uniform, recall
 
 
@@ -34,6 +34,15 @@ def test_little_against_its_definition(weights: list[float], count: int | None) 
     assert kept == sorted(kept), "the order given"
     left = [gate for position, gate in enumerate(weights) if position not in kept]
     assert min(weights[position] for position in kept) >= max(left, default=0)
+
+
+def test_as_many_predicted_experts_as_a_token_uses_stand_in() -> None:
+    assert as_predicted([3, 1], [5, 3, 1]) == [3, 1]
+    assert as_predicted([3, 1], [5, 6, 1]) == [1, 5]
+    assert as_predicted([3, 1], [5, 6, 7]) == [5, 6]
+    assert as_predicted([3, 1], [5]) == [5, 3]
+    assert as_predicted([3, 1], [1]) == [1, 3]
+    assert as_predicted([3, 1], []) == [3, 1]
 
 
 def test_a_little_pass_leaves_some_expert_out() -> None:

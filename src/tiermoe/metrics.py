@@ -26,7 +26,9 @@ class ExpertCounts:
     speculative_loads: int = 0
     warmed: int = 0  # experts that background loads have brought
     dropped: int = 0  # experts that left the room for fetched ones when their layer had run (room)
-    displaced: int = 0  # choices that fell on a cached expert instead of the router's (routing=cached)
+    displaced: int = (
+        0  # choices that fell on another expert than the router's (routing=cached, on_mispredict=predicted)
+    )
     moved_weight: float = 0.0  # gate weight that moved with them, in shares of a token's, over tokens and layers
 
     @property

@@ -818,6 +818,20 @@ BREAKAGES = (
         ("test_distance_behind_is_the_formula_that_edgemoe_prints", "tests/test_parts.py"),
     ),
     Breakage(
+        "tokens that go on with the prediction use the router's experts",
+        "as_predicted",
+        "[*kept, *others, *rest]",
+        "[*kept, *rest, *others]",
+        ("test_as_many_predicted_experts_as_a_token_uses_stand_in", "tests/test_parts.py"),
+    ),
+    Breakage(
+        "predicted experts have the weights of the router's own",
+        "PredictedRouting.__call__",
+        "router.weights_of(shares, index).to(weights.dtype)",
+        "weights",
+        ("test_predicted_experts_have_the_router_s_weights_of_them",),
+    ),
+    Breakage(
         "no token falls back",
         "is_confident",
         "probability > gamma",

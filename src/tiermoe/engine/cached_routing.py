@@ -1,5 +1,6 @@
-"""Routers' choices moved towards the experts that are here (`CachePrior`), before a layer's experts are
-asked for. The scores of all experts are needed, which decoders of our own know."""
+"""Routers' choices moved towards the experts that are here (`CachePrior`), or replaced by what was predicted
+(`as_predicted`), before a layer's experts are asked for. The scores of all experts are needed, which decoders of our
+own know."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tiermoe.engine.forward_context import ForwardContext
 from tiermoe.errors import ConfigError
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.routers import Router
-from tiermoe.offload.policies.routing import CachePrior
+from tiermoe.offload.policies.routing import CachePrior, as_predicted
 
 Route = Callable[[Router, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A layer's router and hidden (T, H) → weights (T, K) and experts (T, K)."""
@@ -66,14 +67,40 @@ class CachedRouting:
         return taken
 
 
+class PredictedRouting:
+    """The choices of MoE layer `index` in the pass that runs, where tokens go on with what was predicted."""
+
+    def __init__(self, index: int, context: ForwardContext) -> None:
+        self._index = index
+        self._context = context
+
+    def __call__(self, router: Router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden (T, H) → weights (T, K) and experts (T, K): in decode, of the predicted experts those that the router
+        scores highest, with its weights of them; its own where nothing was predicted, and for prompts."""
+        weights, index = router.route(hidden)
+        scheduler = self._context.scheduler
+        predicted = scheduler.predicted(self._index) if self._context.phase == "decode" else []
+        if not predicted:
+            return weights, index
+        scores, shares = router.scores(hidden)
+        chosen = []
+        for own, row in zip(index.tolist(), scores.tolist(), strict=True):
+            chosen.append(as_predicted(own, sorted(predicted, key=row.__getitem__, reverse=True)))
+            scheduler.loader.counts.displaced += len({*chosen[-1]}.difference(own))
+        index = torch.tensor(chosen)
+        return router.weights_of(shares, index).to(weights.dtype), index
+
+
 def routes(context: ForwardContext, decoder: Any, layers: int) -> list[Route | None]:
     """What chooses the experts of each of a decoder's MoE layers; None: its router alone. ConfigError where scores
     are not known."""
-    if context.scheduler.prior is None:
+    scheduler = context.scheduler
+    if scheduler.prior is None and not scheduler.substitutes:
         return [None] * layers
     if not isinstance(decoder, Decoder) or not all(router.ranks for router in decoder.routers):
         raise ConfigError(
-            "routing=cached needs the scores of all experts, which this model's decoder does not give; "
-            "use --set routing=all, or a preset without it"
+            "routing=cached and on_mispredict=predicted need the scores of all experts, which this model's decoder "
+            "does not give; use --set routing=all or on_mispredict=reload, or a preset without it"
         )
-    return [CachedRouting(index, context) for index in range(layers)]
+    kind = PredictedRouting if scheduler.substitutes else CachedRouting
+    return [kind(index, context) for index in range(layers)]

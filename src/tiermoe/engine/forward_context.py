@@ -94,10 +94,11 @@ class ForwardContext:
         if past == 0:
             self.scheduler.new_sequence()
         phase = "decode" if length == 1 and past > 0 and not prompt else "prefill"
-        if phase == "decode" and self.scheduler.prior is not None:
+        if phase == "decode" and (self.scheduler.prior is not None or self.scheduler.substitutes):
             raise ConfigError(
-                "routing=cached decodes with tiermoe's own decoder, and this call asks for what transformers' code "
-                "computes (hidden states, another cache); ask for less, or use --set routing=all"
+                "routing=cached and on_mispredict=predicted decode with tiermoe's own decoder, and this call asks for "
+                "what transformers' code computes (hidden states, another cache); ask for less, or use --set "
+                "routing=all or on_mispredict=reload"
             )
         self._begin(phase, _listed(ids), rows * length, 0)
 

@@ -92,7 +92,7 @@ class ActiveNeurons:
         assert composition.theta is not None
         self._theta = composition.theta
         self._upper_limit = composition.upper_limit
-        self._proceed = composition.on_mispredict == "proceed"
+        self._proceed = composition.proceeds
         self._gap_bytes = composition.gap_bytes
         self._kernels: dict[tuple[int, int], NeuronKernel] = {}
         self._counts = NeuronCounts()

@@ -210,7 +210,8 @@ def assemble(
         mask=composition.mask,
         together=composition.start == "together",
         whole_layer=composition.routing == "layer",
-        proceed=composition.on_mispredict == "proceed",
+        proceed=composition.proceeds,
+        substitutes=composition.on_mispredict == "predicted",
         cpu_fallback=on_cpu,
         predicts=predicts,
         # background reads change no token where no miss is skipped, computed on the CPU or read in part

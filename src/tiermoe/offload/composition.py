@@ -134,8 +134,9 @@ class Composition:
     store: str = _part("disk", ("disk", "memory"))
     # of computing a layer: with the cached experts while the rest arrives, or when all have arrived (HOBBIT)
     start: str = _part("arrival", ("arrival", "together"))
-    # 'proceed': a layer runs with the experts that were predicted (CORM)
-    on_mispredict: str = _part("reload", ("reload", "proceed"), read_by=(("prefetch", _errs),), off=True)
+    # CORM goes on with its prediction: with 'proceed' a token leaves out those of its experts that were not predicted
+    # and are not cached, with 'predicted' the predicted experts stand in for them; 'reload' reads the router's own
+    on_mispredict: str = _part("reload", ("reload", "proceed", "predicted"), read_by=(("prefetch", _errs),), off=True)
     # 'cpu': the CPU computes an expert that is missing in decode, from its copy in main memory, while the GPU computes
     # the cached ones (HOBBIT, section 4); prefill and prefetches load. 'measured': so many of a layer's misses that the
     # CPU ends when the loads of the others do, by what both have taken so far. Needs a GPU. Changes rounding alone, but
@@ -211,6 +212,11 @@ class Composition:
         return self.gap if self.gap is not None else 0 if self.store == "memory" else DISK_GAP_BYTES
 
     @property
+    def proceeds(self) -> bool:
+        """Whether a layer goes on with what was predicted for it."""
+        return self.on_mispredict != "reload"
+
+    @property
     def low_copies_pass(self) -> bool:
         """Whether low copies serve the layer that they are loaded for and no later one."""
         return self.precision == "popularity" and self["mispredicted"] == "high"
@@ -225,8 +231,8 @@ class Composition:
             parts.append(f"precision={self.precision}")
         if self.unit == "neuron":
             parts.append("unit=neuron")
-        if self.on_mispredict == "proceed":
-            parts.append("on_mispredict=proceed")
+        if self.proceeds:
+            parts.append(f"on_mispredict={self.on_mispredict}")
         if self.misses != "load":
             parts.append(f"misses={self.misses}")
         return parts

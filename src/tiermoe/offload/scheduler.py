@@ -32,7 +32,8 @@ class Scheduler:
     together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
     not; `experts` is how many each layer has, `top_k` how many of them a token uses. proceed: a decoding layer that was
     predicted leaves out the experts that were not, as far as they are not resident (CORM's misprediction); where
-    nothing was predicted for it in its pass, or none of its experts, all come. cpu_fallback: in decode, how many of a
+    nothing was predicted for it in its pass, or none of its experts, all come. substitutes: tokens use what was
+    predicted instead (`as_predicted`), which whoever computes has to do. cpu_fallback: in decode, how many of a
     layer's misses are computed on the CPU and not loaded (HOBBIT, section 4, cooperative computing). settles: what has
     come stays, in the one precision there is, and nothing is predicted: where all that a token chose has come there is
     nothing to decide. trial: says which decode passes prefetch, by what they take from `begin_pass` to the end of the
@@ -54,6 +55,7 @@ class Scheduler:
     together: bool = False
     whole_layer: bool = False
     proceed: bool = False
+    substitutes: bool = False
     cpu_fallback: Callable[[int], int] | None = None
     settles: bool = False
     predicts: bool = True
@@ -73,7 +75,8 @@ class Scheduler:
     _watches: bool = False  # the running pass does not, and compares what it would have read with what is chosen
     _named: dict[int, set[int]] = field(default_factory=dict)  # layer → absent experts, in a pass that watches
     _before_pass: ExpertCounts = field(default_factory=ExpertCounts)
-    _predicted: dict[int, set[int]] = field(default_factory=dict)  # layer → experts, in the running pass
+    # layer → experts, the likeliest first, in the running pass
+    _predicted: dict[int, dict[int, None]] = field(default_factory=dict)
     _earlier_uses: Sequence[Sequence[float]] = ()
     _unranked: int = 0  # tokens since uses were last counted together
     _pass_tokens: int = 0
@@ -193,6 +196,11 @@ class Scheduler:
         self.loader.collect()
         cache, precision = self.loader.cache, self.precision
         return lambda expert: cache.find(layer, expert, precision.predicted(layer, (), expert)) is not None
+
+    def predicted(self, layer: int) -> list[int]:
+        """The experts that were read ahead for a layer of the running pass, or would have been if they had not been
+        here, the likeliest first; empty where nothing was predicted."""
+        return [*self._predicted.get(layer, ())]
 
     def all_hit(self, layer: int, hits: int, chosen: Sequence[Sequence[int]]) -> None:
         """A layer was computed whose `hits` experts were all resident (`hits_need_no_decision`). chosen: they, by
@@ -334,4 +342,4 @@ class Scheduler:
                 self._named[target] = {each for each in experts[: self.top_k[target]] if not here(target, each)}
         elif loader.prefetch(named, self.mask) and self.proceed:
             for key in named:
-                self._predicted.setdefault(key.layer, set()).add(key.expert)
+                self._predicted.setdefault(key.layer, {})[key.expert] = None

@@ -149,16 +149,16 @@ class NeuronLoads:
 
     A load of the running layer brings the active neurons. A prefetch brings those that the layer before named; in a
     trace without names as many as are active, of which `RECALL` are right. Missing neurons are fetched when the expert
-    runs, or left out (on_mispredict=proceed). An expert that was predicted and not chosen has no recorded neurons: it
-    brings the trace's mean number. Above the share `upper_limit` of active neurons, and in a pass over several tokens,
-    a whole expert comes. A drive reads whole pages, and through gaps (`Composition.gap_bytes`); from main memory single
-    neurons are copied, after they were gathered in `gather` seconds a byte."""
+    runs, or left out where it goes on with what was predicted. An expert that was predicted and not chosen has no
+    recorded neurons: it brings the trace's mean number. Above the share `upper_limit` of active neurons, and in a pass
+    over several tokens, a whole expert comes. A drive reads whole pages, and through gaps (`Composition.gap_bytes`);
+    from main memory single neurons are copied, after they were gathered in `gather` seconds a byte."""
 
     def __init__(self, trace: Trace, costs: Costs, composition: Composition, gather: float = 0.0) -> None:
         header = trace.header
         self._costs = costs
         self._limit = composition.upper_limit
-        self._proceeds = composition.on_mispredict == "proceed"
+        self._proceeds = composition.proceeds
         self._layer = -1
         self._pass = 0
         self._predicted: set[ExpertKey] = set()

@@ -17,6 +17,7 @@ from tiermoe.offload.assembly import FutureTrace, assemble, cache_bytes, divide,
 from tiermoe.offload.composition import Composition, filled, with_low_share
 from tiermoe.offload.loader import CPU_FALLBACK
 from tiermoe.offload.policies.cpu_fallback import MissCosts
+from tiermoe.offload.policies.routing import as_predicted
 from tiermoe.offload.profiles import Profile, tables
 from tiermoe.offload.second_level import SecondLevelCache
 from tiermoe.simulate.costs import (
@@ -46,7 +47,7 @@ from tiermoe.simulate.steps import (
     steps_of,
 )
 from tiermoe.trace.file import Header, Times, Trace
-from tiermoe.types import ExpertKey
+from tiermoe.types import ExpertKey, Routed
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +328,8 @@ class _Run:
 
     def _layer(self, step: Step, layer: int, forecasts: RecordedForecasts) -> None:
         routed = step.routed(layer)
+        if self._scheduler.substitutes and step.phase == "decode" and (named := self._scheduler.predicted(layer)):
+            routed = self._substituted(routed, named)
         tokens = routed.tokens_per_expert()
         groups = self._scheduler.run_layer(routed, forecasts)
         self._clock.compute(self._costs.layers_s(step.phase, step.size) / len(step.running))
@@ -339,6 +342,14 @@ class _Run:
                 self._link.fetch(more)
             self._clock.compute(self._costs.expert_s(ready.bits, tokens.get(ready.expert, 0)))
         self._clock.compute_s += self._cpu.finish()
+
+    def _substituted(self, routed: Routed, predicted: list[int]) -> Routed:
+        """The choice of tokens that go on with `predicted` experts, the likeliest first. No trace has the router's
+        weights of them: they get those of the token's own, in their order."""
+        experts = [as_predicted(own, predicted) for own in routed.experts]
+        others = (len({*taken}.difference(own)) for taken, own in zip(experts, routed.experts, strict=True))
+        self._scheduler.loader.counts.displaced += sum(others)
+        return Routed(routed.layer, routed.phase, experts, routed.weights)
 
     def _meter(self) -> PhaseMetrics:
         link, clock = self._link, self._clock

@@ -44,6 +44,16 @@ def speedup(t_little: float, t_big: float, fallback_ratio: float, t: float) -> f
     return t / (t_little + fallback_ratio * t_big)
 
 
+def as_predicted(own: Sequence[int], predicted: Sequence[int]) -> list[int]:
+    """The experts of a token that goes on with the prediction (CORM, section 4.2): its `own` that were `predicted`,
+    then the first others of those, as many as it uses; where they are too few, the first of its own. Own ones have the
+    router's largest scores, so these are the K that it scores highest where `predicted` has them in that order."""
+    kept = [expert for expert in own if expert in predicted]
+    others = [expert for expert in predicted if expert not in own]
+    rest = [expert for expert in own if expert not in predicted]
+    return [*kept, *others, *rest][: len(own)]
+
+
 @dataclass(slots=True)
 class CachePrior:
     """Moves the choices of decoded tokens towards cached experts (Cache-Prior, arXiv 2412.00099, section 3): the score
