@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tiermoe.engine.forward_context import ForwardContext
+from tiermoe.engine.forward_context import INSTEAD, ForwardContext
 from tiermoe.errors import ConfigError
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.routers import Router
@@ -95,12 +95,13 @@ def routes(context: ForwardContext, decoder: Any, layers: int) -> list[Route | N
     """What chooses the experts of each of a decoder's MoE layers; None: its router alone. ConfigError where scores
     are not known."""
     scheduler = context.scheduler
-    if scheduler.prior is None and not scheduler.substitutes:
+    moves = scheduler.moves_choices
+    if not moves:
         return [None] * layers
     if not isinstance(decoder, Decoder) or not all(router.ranks for router in decoder.routers):
         raise ConfigError(
-            "routing=cached and on_mispredict=predicted need the scores of all experts, which this model's decoder "
-            "does not give; use --set routing=all or on_mispredict=reload, or a preset without it"
+            f"{moves} needs the scores of all experts, which this model's decoder does not give; use --set "
+            f"{INSTEAD[moves]}, or a preset without it"
         )
     kind = PredictedRouting if scheduler.substitutes else CachedRouting
     return [kind(index, context) for index in range(layers)]

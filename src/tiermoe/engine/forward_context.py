@@ -19,6 +19,9 @@ from tiermoe.offload.policies.routing import little
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.types import Ready, Routed
 
+INSTEAD = {"routing=cached": "routing=all", "on_mispredict=predicted": "on_mispredict=reload"}
+"""A setting by which other experts run than a router chose → one by which the router's own do."""
+
 
 class ForwardContext:
     """The forward pass that runs, which MoE layers look into: its phase, its tokens, which experts they may use.
@@ -94,11 +97,10 @@ class ForwardContext:
         if past == 0:
             self.scheduler.new_sequence()
         phase = "decode" if length == 1 and past > 0 and not prompt else "prefill"
-        if phase == "decode" and (self.scheduler.prior is not None or self.scheduler.substitutes):
+        if phase == "decode" and (moves := self.scheduler.moves_choices):
             raise ConfigError(
-                "routing=cached and on_mispredict=predicted decode with tiermoe's own decoder, and this call asks for "
-                "what transformers' code computes (hidden states, another cache); ask for less, or use --set "
-                "routing=all or on_mispredict=reload"
+                f"{moves} decodes with tiermoe's own decoder, and this call asks for what transformers' code computes "
+                f"(hidden states, another cache); ask for less, or use --set {INSTEAD[moves]}"
             )
         self._begin(phase, _listed(ids), rows * length, 0)
 

@@ -197,6 +197,13 @@ class Scheduler:
         cache, precision = self.loader.cache, self.precision
         return lambda expert: cache.find(layer, expert, precision.predicted(layer, (), expert)) is not None
 
+    @property
+    def moves_choices(self) -> str:
+        """The setting by which others run than the experts that a router chose; empty: none does."""
+        if self.prior is not None:
+            return "routing=cached"
+        return "on_mispredict=predicted" if self.substitutes else ""
+
     def predicted(self, layer: int) -> list[int]:
         """The experts that were read ahead for a layer of the running pass, or would have been if they had not been
         here, the likeliest first; empty where nothing was predicted."""
