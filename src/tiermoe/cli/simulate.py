@@ -137,6 +137,8 @@ def simulate(
     place = machine_of(machine, link, drive)
     if compute is not None:
         place = replace(place, processor=None)
+    if cpu_expert is not None:
+        place = replace(place, cpu=None)
     if drive is not None and ram is None:
         raise ConfigError(f"--drive {drive} fills main memory, and --ram does not say how much of it; give --ram 16GiB")
     if bits is not None and bits not in BITS:
@@ -153,7 +155,7 @@ def simulate(
         settings = ReplaySettings(
             caches[0], hop.bandwidth, hop.latency, lanes, bits, times, seed=seed, copies=hop.copies,
             ram=parse_cache(ram) if ram else None, drive=behind, cpu=_cpu(recorded, place, cpu_expert),
-            gather=1 / parse_link(gather).bandwidth if gather else GATHER / hop.bandwidth,
+            gather=1 / parse_link(gather, "gather").bandwidth if gather else GATHER / hop.bandwidth,
         )  # fmt: skip
         replays = _Replays(recorded, BeladyHits(recorded), settings, profiles, changes)
         results = [replays.result(name, size, keep_going=len(names) > 1) for size in caches for name in names]
