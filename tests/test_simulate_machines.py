@@ -255,6 +255,8 @@ def test_a_row_names_the_machine_and_where_its_figures_come_from(file: Path, cap
         ({"link": "pcie4", "ram": "1GiB"}, "pcie4 has no such way; give --link pcie4 --drive nvme"),
         ({"link": "pcie4", "gather": "1GB/s"}, "gathers no neurons"),
         ({"link": "pcie4", "cpu_expert": "1ms"}, "computes no misses"),
+        ({"link": "pcie4", "gather": "fast", "set_": ["unit=neuron", "theta=0.1"]}, "gather 'fast' is neither"),
+        ({"link": "pcie4", "drive": "fast", "ram": "1GiB"}, "drive 'fast' is neither"),
         ({"link": "pcie4", "cpu_expert": "1", "set_": ["misses=cpu"]}, "'1' is not a time"),
     ],
 )

@@ -154,7 +154,7 @@ def simulate(
     options = {name: SWEPT[name](text) for name, text in given.items() if text is not None}
     place = _Place(
         options, drive, None if prefill_compute is None else _seconds(prefill_compute),
-        None if cpu_expert is None else _seconds(cpu_expert), None if gather is None else parse_link(gather).bandwidth,
+        None if cpu_expert is None else _seconds(cpu_expert), None if gather is None else parse_link(gather, "gather").bandwidth,
     )  # fmt: skip
     place.check(chosen)
     if picture is not None:
@@ -208,7 +208,8 @@ class _Place:
     def machine(self, values: Mapping[str, Any]) -> Machine:
         """The machine of a row. values: of the options in `SWEPT`, the row's own first."""
         found = machine_of(values.get("machine"), values.get("link"), self.drive)
-        return replace(found, processor=None) if "compute" in values else found
+        computing = {"processor": None} if "compute" in values else {}
+        return replace(found, **computing, **({} if self.cpu_expert_s is None else {"cpu": None}))
 
     def settings(self, values: Mapping[str, Any], header: Header) -> ReplaySettings:
         """The settings of a row but precision, profile, lanes and seed."""

@@ -52,14 +52,15 @@ HDD = NamedLink("hdd", 5.0e7, 1e-2, "MOVE SPEED YSUTSJ-64G2S, 50 MB/s nominal (E
 _RATE = re.compile(r"(.+?)\s*/\s*s(?:ec)?", re.IGNORECASE)
 
 
-def parse_link(text: str) -> NamedLink:
-    """The link of a name of `LINKS`, or of a bandwidth like 16GB/s, without latency. ConfigError for anything else."""
+def parse_link(text: str, what: str = "link") -> NamedLink:
+    """The link of a name of `LINKS`, or of a bandwidth like 16GB/s, without latency. ConfigError, which says `what` was
+    given, for anything else."""
     if text.lower() in LINKS:
         return LINKS[text.lower()]
     rate = _RATE.fullmatch(text.strip())
     if rate is None:
-        raise ConfigError(f"link {text!r} is neither a bandwidth like 16GB/s nor one of {', '.join(LINKS)}")
-    return NamedLink(text, float(parse_size(rate[1], "link")), 0.0, "as given")
+        raise ConfigError(f"{what} {text!r} is neither a bandwidth like 16GB/s nor one of {', '.join(LINKS)}")
+    return NamedLink(text, float(parse_size(rate[1], what)), 0.0, "as given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +269,7 @@ def machine_of(name: str | None, link: str | None, drive: str | None) -> Machine
                 f"how fast is the link? give --link 16GB/s, or a name: {', '.join(LINKS)}; or --machine with one of "
                 f"{', '.join(MACHINES)}"
             )
-        return Machine(link, parse_link(link), drive=parse_link(drive) if drive else None)
+        return Machine(link, parse_link(link), drive=parse_link(drive, "drive") if drive else None)
     if link is not None or drive is not None:
         raise ConfigError(f"machine {name} has links of its own; leave --link and --drive out, or --machine")
     if name in MACHINES:
