@@ -35,11 +35,12 @@ VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = 32  # where general.alignment says nothing
-_MOST = 64 << 20  # bytes of a header: 200,000 tokens and as many merges take 10 MB
+MOST_HEADER = 64 << 20
+"""Bytes of a header that are read: 200,000 tokens and as many merges take 10 MB."""
 _AT_ONCE = 4 << 20  # bytes read at a time
 _DIMENSIONS = 4
 _FEW = 256  # numbers of an array that are a list
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _NEEDED: Any = object()
 
 
@@ -152,6 +153,10 @@ class GgufFile:
         )
 
 
+class HeaderCutError(ModelError):
+    """A file that ends within its header."""
+
+
 def rounded(value: float) -> float:
     """The shortest decimal of a float32: 1e-06 for 9.999999974752427e-07, as a config.json has it."""
     return float(f"{value:.7g}")
@@ -178,7 +183,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 def _shards(path: Path) -> list[Path]:
-    found = _SHARD.fullmatch(path.name)
+    found = SHARD.fullmatch(path.name)
     if found is None:
         return [path]
     count = int(found[3])
@@ -365,11 +370,11 @@ class _Reader:
         """Reads on until `nbytes` are there from the present place."""
         needed = self._at + nbytes
         if self._begin + needed > self._size:
-            raise ModelError(
+            raise HeaderCutError(
                 f"{self._file} is cut short: its header goes on beyond its {self._size:,} bytes; download it again"
             )
-        if needed > _MOST:
-            raise self._malformed(f"more than {_MOST:,} bytes of header")
+        if needed > MOST_HEADER:
+            raise self._malformed(f"more than {MOST_HEADER:,} bytes of header")
         while len(self._buffer) < needed:
             end = self._begin + len(self._buffer)
             read = read_bytes_at(self._descriptor, max(_AT_ONCE, needed - len(self._buffer)), end)

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ import xxhash
 
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_file import is_gguf, open_gguf
+from tiermoe.formats.gguf_file import MOST_HEADER, SHARD, HeaderCutError, is_gguf, open_gguf
+from tiermoe.formats.gguf_file import read_header as read_gguf_header
 from tiermoe.formats.outline import Origin
 from tiermoe.formats.safetensors import INDEX, SINGLE, Checkpoint, FileReader, TensorEntry, entries_of, indexed
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
@@ -31,11 +32,15 @@ from tiermoe.model.hf.configs import TOKENIZER_CONFIG, files_with_code, origin_o
 from tiermoe.model.hf.downloads import PART
 from tiermoe.model.tokenizer import files_digest, keep_tokenizer, read_tokenizer
 from tiermoe.platform import file_io, process_memory
+from tiermoe.platform.json_files import stays_inside
 
 _PLANNED = ("config.json", "generation_config.json", INDEX)
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Endings of config, tokenizer and chat template. Code, pictures and weights in other formats stay where they are."""
 _OTHERS = {".gguf": "a GGUF file", ".bin": "PyTorch's own format", ".pth": "PyTorch's own format"}
+_NO_MODELS = ("mmproj", "imatrix")
+"""Parts of names of GGUF files that have no model, by llama.cpp's conventions."""
+_GGUF_HEADER = 8 << 20  # bytes asked for first: a vocabulary of 150,000 tokens and its merges take 6 MB
 _REQUESTS = 8  # headers that are asked for at once
 
 
@@ -156,6 +161,21 @@ class Repository:
         """The small files that go with the weights."""
         return [file for file in self.sizes if "/" not in file and file.endswith(_BESIDE)]
 
+    @property
+    def has_safetensors(self) -> bool:
+        """Whether its weights may be safetensors."""
+        return any("/" not in file and file.endswith((".safetensors", INDEX)) for file in self.sizes)
+
+    def gguf_models(self) -> dict[str, list[str]]:
+        """The models in GGUF files: name without the number of a shard → its files, in their order. Encoders of
+        pictures and importance matrices, which lie beside some models, are none."""
+        models: dict[str, list[str]] = {}
+        for file in sorted(self.sizes):
+            shard = SHARD.fullmatch(file)
+            if is_gguf(Path(file)) and stays_inside(file) and not any(each in file.lower() for each in _NO_MODELS):
+                models.setdefault(f"{shard[1]}.gguf" if shard else file, []).append(file)
+        return models
+
     def weights(self, folder: Path) -> list[str]:
         """The files of the weights, none of which is there twice in another format. folder: holds the small files.
         ModelError where there are no safetensors, or the index names a file that the repository lacks."""
@@ -175,13 +195,14 @@ class Repository:
             )
         return files
 
-    def nbytes(self, files: list[str]) -> int:
+    def nbytes(self, files: Iterable[str]) -> int:
         """Bytes of some files together."""
         return sum(self.sizes[file] for file in files)
 
     def _instead(self) -> str:
         found = {kind for file in self.sizes for ending, kind in _OTHERS.items() if file.endswith(ending)}
-        return f" (it has {' and '.join(sorted(found))})" if found else ""
+        pulled = f"; 'tiermoe pull {self.name}' downloads one to run" if self.gguf_models() else ""
+        return f" (it has {' and '.join(sorted(found))}{pulled})" if found else ""
 
 
 def read_repository(name: str) -> Repository:
@@ -266,17 +287,24 @@ def download(name: str, notify: Callable[[str], None] = to_stderr) -> Path:
     repository = read_repository(name)
     folder = fetch(name, repository.beside)
     weights = repository.weights(folder)
-    missing = [file for file in weights if not (folder / file).exists()]
+    return download_files(repository, weights, notify)
+
+
+def download_files(repository: Repository, files: Sequence[str], notify: Callable[[str], None] = to_stderr) -> Path:
+    """The folder in the hub's cache with files of a repository, and the small ones beside them. notify, ModelError: as
+    `download`."""
+    name, folder = repository.name, fetch(repository.name, repository.beside)
+    missing = [file for file in files if not (folder / file).exists()]
     if missing:
         blobs = folder.parent.parent / "blobs"
         blobs.mkdir(parents=True, exist_ok=True)
         begun = sum(_size(part) for part in blobs.glob(f"*{PART}"))
         left = max(repository.nbytes(missing) - begun, 0)
         _check_room(name, left, folder)
-        notify(_announcement(name, left, len(missing), repository.nbytes(weights) - left))
+        notify(_announcement(name, left, len(missing), repository.nbytes(files) - left))
         for file in missing:
             _fetch_blob(repository, file, blobs)
-    return fetch(name, [*repository.beside, *weights])
+    return fetch(name, [*repository.beside, *files])
 
 
 def _check_room(name: str, left: int, folder: Path) -> None:
@@ -392,6 +420,38 @@ def inspect_without_download(model: str | os.PathLike[str], store: Path | None) 
 def _headers(repository: Repository, shards: list[str]) -> dict[str, bytes]:
     with ThreadPoolExecutor(_REQUESTS) as threads:
         return dict(zip(shards, threads.map(lambda shard: _header(repository, shard), shards), strict=True))
+
+
+def fetch_headers(repository: Repository, files: Sequence[str], folder: Path) -> Path:
+    """The first of a model's GGUF files, in `folder`: of each file the header and its size, zeros where its tensors
+    lie. ModelError as `hub_errors`."""
+    for file in files:
+        nbytes = _GGUF_HEADER
+        while not _fetch_header(repository, file, folder / file, nbytes):
+            nbytes *= 2
+    return folder / files[0]
+
+
+def _fetch_header(repository: Repository, file: str, path: Path, nbytes: int) -> bool:
+    """Writes the first bytes of a GGUF file. False where its header goes on."""
+    from huggingface_hub import get_session, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    url = hf_hub_url(repository.name, file, revision=repository.commit)
+    with hub_errors(repository.name):
+        answer = get_session().get(url, headers={**build_hf_headers(), "Range": f"bytes=0-{nbytes - 1}"})
+        hf_raise_for_status(answer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(answer.content)
+    try:
+        read_gguf_header(path)
+    except HeaderCutError:
+        if nbytes < min(repository.sizes[file], MOST_HEADER):
+            return False
+    except ModelError:  # of the tensors that are not there; any other is raised again where the file is opened
+        pass
+    os.truncate(path, repository.sizes[file])
+    return True
 
 
 def _header(repository: Repository, shard: str) -> bytes:

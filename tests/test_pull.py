@@ -1,0 +1,152 @@
+"""`tiermoe pull`: what is downloaded of a repository, and why. The hub is local."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import gguf_files
+import tiny
+from fake_hub import FakeHub, Run, commands_with, serving
+from tiermoe.config import format_size
+
+GGUF, SHARDED, WHOLE, TORN = "someone/moe-GGUF", "someone/sharded-GGUF", "someone/moe", "someone/torn-GGUF"
+WIDE = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "head_dim": 64, "num_hidden_layers": 2}
+"""50 M weights: files of different types differ by more than an interpreter's memory does."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("hub")
+    many, sharded, whole, torn = (root / name for name in ("many", "sharded", "whole", "torn"))
+    for folder in (many, sharded, torn):
+        folder.mkdir()
+    for name, kind in (("Q2_K", "q2_k"), ("Q4_0", "q4_0"), ("Q8_0", "q8_0"), ("F16", "f16")):
+        model = gguf_files.model_of("qwen3_moe", **WIDE)
+        gguf_files.write(many / f"moe-{name}.gguf", model, "qwen3_moe", gguf_files.kinds(kind))
+    (many / "mmproj-F16.gguf").write_bytes(bytes(100))
+    (many / "README.md").write_text("many files")
+    small = gguf_files.model_of("qwen3_moe", hidden_size=64)
+    gguf_files.write(sharded / "moe-Q8_0.gguf", small, "qwen3_moe", gguf_files.kinds("q8_0"), shards=8)
+    tiny.write(whole, "qwen3_moe", torch.bfloat16)
+    (whole / "moe-Q8_0.gguf").write_bytes(b"GGUF")
+    (torn / "moe-torn.gguf").write_bytes((many / "moe-Q2_K.gguf").read_bytes()[:1000])
+    return {GGUF: many, SHARDED: sharded, WHOLE: whole, TORN: torn}
+
+
+@pytest.fixture(scope="module")
+def hub(folders: dict[str, Path]) -> Iterator[FakeHub]:
+    with serving(FakeHub(folders)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def run(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with commands_with(hub, tmp_path_factory.mktemp("home")) as command:
+        yield command
+
+
+def total(run: Run, file: Path) -> int:
+    """Bytes with which a file's experts are all in memory."""
+    found = json.loads(run("plan", file, "--memory", "8GiB", "--json", "--machine", "laptop-ddr4").out)
+    assert found["slots"] == found["all_slots"]
+    return int(found["peak"])
+
+
+def size(file: Path) -> str:
+    return format_size(file.stat().st_size)
+
+
+def test_the_largest_file_whose_experts_fit(run: Run, hub: FakeHub, folders: dict[str, Path]) -> None:
+    wanted = folders[GGUF] / "moe-Q8_0.gguf"
+    memory = total(run, wanted) + (12 << 20)
+    assert memory < total(run, folders[GGUF] / "moe-F16.gguf") - (12 << 20)
+    hub.served.clear()
+    ended = run("pull", GGUF, "--memory", memory)
+    assert ended.code == 0, ended.err
+    why = f"the largest of 4 files of which {format_size(memory)} (--memory) hold all experts"
+    assert f"moe-Q8_0.gguf, {size(wanted)}: {why}" in ended.err
+    assert f"downloading {GGUF}: {size(wanted)} in 1 file; if it is interrupted, run this again" in ended.err
+    assert Path(ended.out.strip()).read_bytes() == wanted.read_bytes()
+    assert hub.served["moe-F16.gguf"] <= 8 << 20  # of the others the headers alone
+    assert not hub.served.keys() & {"moe-Q4_0.gguf", "moe-Q2_K.gguf", "mmproj-F16.gguf", "README.md"}
+
+
+def test_where_none_fits_the_smallest_of_four_bits(run: Run, folders: dict[str, Path]) -> None:
+    memory = total(run, folders[GGUF] / "moe-Q2_K.gguf") - (6 << 20)
+    ended = run("pull", GGUF, "--memory", memory)
+    assert ended.code == 0, ended.err
+    why = rf"{format_size(memory)} (--memory) hold all experts of none of 4 files; of this one, of 4."
+    assert f"moe-Q4_0.gguf, {size(folders[GGUF] / 'moe-Q4_0.gguf')}: {why}" in ended.err
+    assert Path(ended.out.strip()).name == "moe-Q4_0.gguf"
+
+
+def test_a_budget_that_does_for_none(run: Run, hub: FakeHub) -> None:
+    hub.served.clear()
+    cause = run("pull", GGUF, "--memory", "50MiB").cause
+    assert "50 MiB (--memory) are too little for each of the 4 files of 'someone/moe-GGUF'; raise --memory" in cause
+    assert all(nbytes <= 8 << 20 for nbytes in hub.served.values())
+
+
+@pytest.mark.parametrize("file", ["moe-Q2_K.gguf", "Q2_K", "q2_k"])
+def test_a_file_by_its_name(run: Run, folders: dict[str, Path], file: str) -> None:
+    ended = run("pull", f"{GGUF}:{file}", "--memory", "50MiB")
+    assert ended.code == 0, ended.err
+    assert Path(ended.out.strip()).read_bytes() == (folders[GGUF] / "moe-Q2_K.gguf").read_bytes()
+
+
+@pytest.mark.parametrize("file", ["Q5_K_M", "2_K", "mmproj-F16.gguf"])
+def test_a_file_that_is_not_there(run: Run, file: str) -> None:
+    have = "moe-F16.gguf, moe-Q8_0.gguf, moe-Q4_0.gguf, moe-Q2_K.gguf"
+    assert f"there is no GGUF file '{file}' in '{GGUF}'; it has {have}" in run("pull", f"{GGUF}:{file}").cause
+
+
+def test_a_name_that_several_files_have(run: Run, folders: dict[str, Path]) -> None:
+    second = folders[GGUF] / "other" / "moe-Q2_K.gguf"
+    second.parent.mkdir()
+    second.write_bytes(b"GGUF")
+    cause = run("pull", f"{GGUF}:Q2_K").cause
+    second.unlink()
+    assert "'Q2_K' names 2 files" in cause
+    assert "moe-Q2_K.gguf, other/moe-Q2_K.gguf" in cause
+
+
+def test_shards_are_one_model(run: Run, folders: dict[str, Path]) -> None:
+    shards = sorted(folders[SHARDED].iterdir())
+    assert len(shards) > 2
+    ended = run("pull", SHARDED)
+    assert ended.code == 0, ended.err
+    assert "the largest of 1 file of which" in ended.err
+    first = Path(ended.out.strip())
+    assert first.name == shards[0].name
+    assert [(first.parent / shard.name).read_bytes() == shard.read_bytes() for shard in shards] == [True] * len(shards)
+
+
+def test_safetensors_come_before_gguf(run: Run, hub: FakeHub, folders: dict[str, Path]) -> None:
+    hub.served.clear()
+    ended = run("pull", WHOLE)
+    assert ended.code == 0, ended.err
+    assert (Path(ended.out.strip()) / "model.safetensors").exists()
+    assert "moe-Q8_0.gguf" not in hub.served
+    assert run("pull", WHOLE, offline=True).out == ended.out
+    assert "it is on this machine already" in run("pull", WHOLE).err
+
+
+def test_what_does_not_run_is_not_downloaded(run: Run, hub: FakeHub) -> None:
+    for words in ((TORN,), (f"{TORN}:torn",)):
+        cause = run("pull", *words).cause
+        assert f"{TORN}/moe-torn.gguf is cut short" in cause
+    assert "there is no model 'someone/nobody' on the hub" in run("pull", "someone/nobody:Q4_K_M").cause
+    assert f"'tiermoe pull {GGUF}' downloads one to run" in run("plan", GGUF).cause
+
+
+def test_a_hub_that_goes_while_headers_are_read(run: Run, hub: FakeHub) -> None:
+    """No other file is chosen for it."""
+    hub.cut["moe-F16.gguf"] = 1000
+    cause = run("pull", GGUF, "--memory", "8GiB").cause
+    hub.back()
+    assert f"'{GGUF}' cannot be" in cause or "cannot be asked" in cause
