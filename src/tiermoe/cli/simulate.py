@@ -153,9 +153,12 @@ def simulate(
         raise ConfigError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits}")
     options = {name: SWEPT[name](text) for name, text in given.items() if text is not None}
     place = _Place(
-        options, drive, None if prefill_compute is None else _seconds(prefill_compute),
-        None if cpu_expert is None else _seconds(cpu_expert), None if gather is None else parse_link(gather, "gather").bandwidth,
-    )  # fmt: skip
+        options,
+        drive,
+        None if prefill_compute is None else _seconds(prefill_compute),
+        None if cpu_expert is None else _seconds(cpu_expert),
+        None if gather is None else parse_link(gather, "gather").bandwidth,
+    )
     place.check(chosen)
     if picture is not None:
         check_picture(picture)
@@ -208,8 +211,8 @@ class _Place:
     def machine(self, values: Mapping[str, Any]) -> Machine:
         """The machine of a row. values: of the options in `SWEPT`, the row's own first."""
         found = machine_of(values.get("machine"), values.get("link"), self.drive)
-        computing = {"processor": None} if "compute" in values else {}
-        return replace(found, **computing, **({} if self.cpu_expert_s is None else {"cpu": None}))
+        found = replace(found, processor=None) if "compute" in values else found
+        return found if self.cpu_expert_s is None else replace(found, cpu=None)
 
     def settings(self, values: Mapping[str, Any], header: Header) -> ReplaySettings:
         """The settings of a row but precision, profile, lanes and seed."""
