@@ -1,0 +1,69 @@
+"""`python -m benchmarks.every_preset`: each preset on small models of the shapes that the papers measure."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from benchmarks.every_preset import failures, main
+from benchmarks.random_model import PAPERS, config_of, write
+from test_random_model import TINY
+from tiermoe.systems import PRESETS
+
+TEXT = Path(__file__).parent.parent / "data" / "heldout.txt"
+EXACT = {name for name, preset in PRESETS.items() if not preset.lossy}
+
+
+def everything(
+    model: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *more: str
+) -> dict[str, Any]:
+    """What the command prints, row by row of presets; its failures are in the error of an assertion."""
+    words = ["--text", str(TEXT), "--memory", "4GiB", "--threads", "1", "--store", str(store), *more]
+    monkeypatch.setattr(sys, "argv", ["every_preset", str(model), *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0, err
+    return {row["preset"]: row for row in json.loads(out)["rows"]}
+
+
+@pytest.mark.parametrize("kind", PAPERS)
+def test_every_preset_runs_on_the_papers_models(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exact presets of one precision give the same answer."""
+    model = tmp_path / "model"
+    chosen = {} if PAPERS[kind].config["num_experts_per_tok"] == 2 else {"num_experts_per_tok": 3}
+    write(kind, model, config_of(kind, 4, **{**TINY[kind], **chosen}))
+    rows = everything(model, tmp_path / "store", monkeypatch, capsys)
+    assert rows.keys() == PRESETS.keys()
+    refused = {name for name, row in rows.items() if "error" in row}
+    assert refused == ({"nimble", "nimble-3bit"} if kind == "phi-3.5-moe" else set())  # its router ranks no experts
+    same = [rows[name]["answer"] for name in EXACT if PRESETS[name].bits is None and PRESETS[name].quantizer is None]
+    assert len(same) >= 5
+    assert all(answer == same[0] for answer in same)
+
+
+def test_an_encoder_decoder_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny.write(tmp_path / "model", "switch_transformers", torch.bfloat16)
+    more = ("--presets", "lru,load-on-demand,io-free,io-qexp,mixtral-offload")
+    rows = everything(model, tmp_path / "store", monkeypatch, capsys, *more)
+    assert "does not apply to Switch" in rows.pop("mixtral-offload")["error"]
+    assert not [row["error"] for row in rows.values() if "error" in row]
+
+
+def test_what_a_preset_did_not_do_is_told() -> None:
+    row = {"hits": 3, "misses": 2, "bytes_read": 9, "low_loads": 0, "speculative_loads": 1, "top_k": 3}
+    assert failures([{"preset": "hobbit", **row}], cached=True) == ["hobbit: no low_loads"]
+    assert failures([{"preset": "hobbit", **row}], cached=False) == []
+    assert failures([{"preset": "lru", **row, "misses": 0}], cached=True) == ["lru: no misses"]
+    assert failures([{"preset": "fate", "error": "it broke"}], cached=True) == ["fate: it broke"]
+    assert failures([{"preset": "fate", "error": "prefetch does not apply to Switch"}], cached=True) == []
