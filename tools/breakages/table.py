@@ -1186,7 +1186,7 @@ BREAKAGES = (
         "RecurrentStates.begin",
         "before = self._coming[slab].index(first)",
         "before = 0",
-        ("test_chunks_that_go_through_the_layers_together_have_the_bits_of_each_alone",),
+        ("test_torch_agrees_with_transformers_eager_layer",),
     ),
     Breakage(
         "a prompt goes on from a state that was written over",
