@@ -1,7 +1,9 @@
 """One token through the large parts of models of known shapes: GB/s of weights, beside a plain read of memory.
 
     python -m benchmarks.kernels [--shapes qwen3-30b-a3b,gpt-oss-20b] [--threads 1,2] [--dense-bits 4]
-                                 [--isa avx512bf16,avx2]
+                                 [--isa avx512bf16,avx2] [--types q2_k,iq2_xxs]
+
+With --types, in the place of a shape's parts its gate and up in the blocks of GGUF files of these types.
 
 Weights are random bytes, taken in turn from more memory than the last cache holds (--megabytes). The plain read takes
 turns with the parts, so that `share`, a part's rate over that of the read of the same round, holds on a busy machine
@@ -21,6 +23,7 @@ from tiermoe import native
 from tiermoe.bench.summary import spread
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.gguf_types import Gguf, gguf_encoding
 from tiermoe.formats.registry import encoding_for
 from tiermoe.kernels.experts import ExpertKernel, SlotViews, expert_kernel
 from tiermoe.kernels.gates import ClampedGate, silu_gate
@@ -96,19 +99,27 @@ def parts(shape: Shape, dense_bits: int, head_bits: int, memory: int) -> dict[st
     queries, keys = shape.heads * shape.head, shape.kv_heads * shape.head
     return {
         "experts": experts(shape, memory),
-        "query": product(queries, shape.hidden, dense_bits, memory),
-        "key": product(keys, shape.hidden, dense_bits, memory),
-        "attention's output": product(shape.hidden, queries, dense_bits, memory),
-        "output layer": product(shape.vocabulary, shape.hidden, head_bits, memory),
+        "query": packed_product(queries, shape.hidden, dense_bits, memory),
+        "key": packed_product(keys, shape.hidden, dense_bits, memory),
+        "attention's output": packed_product(shape.hidden, queries, dense_bits, memory),
+        "output layer": packed_product(shape.vocabulary, shape.hidden, head_bits, memory),
     }
 
 
-def product(out: int, in_: int, bits: int, memory: int) -> Measured:
+def gguf_products(shape: Shape, types: list[Gguf], memory: int) -> dict[str, Measured]:
+    """Gate and up of a shape's expert in each type, times one token."""
+    return {type.label: product(2 * shape.inner, shape.hidden, type, memory) for type in types}
+
+
+def packed_product(out: int, in_: int, bits: int, memory: int) -> Measured:
+    return product(out, in_, encoding_for(bits, out, in_, torch.bfloat16, machine_layout("cpu")), memory)
+
+
+def product(out: int, in_: int, encoding: Encoding, memory: int) -> Measured:
     """A matrix (out, in_) times one token."""
-    encoding = encoding_for(bits, out, in_, torch.bfloat16, machine_layout("cpu"))
     form = matrix_form(encoding, out, in_, torch.bfloat16)
     if form is None:
-        raise ValueError(f"the native kernels do not take ({out}, {in_}) at {bits} bits here")
+        raise ValueError(f"the native kernels do not take ({out}, {in_}) in {encoding.name} here")
     each = sum(field.nbytes for field in filled(encoding, out, in_).values())
     matrices = [filled(encoding, out, in_) for _ in range(max(memory // each, 1))]
     x = random(1, in_, 1)
@@ -150,17 +161,18 @@ def filled(encoding: Encoding, out: int, in_: int) -> Fields:
     found = {}
     for field in encoding.slot_fields(out, in_, torch.bfloat16):
         whole = torch.full(field.shape, 0.01, dtype=field.dtype)
-        found[field.name] = whole if field.dtype.is_floating_point else whole.random_(0, 128)
+        found[field.name] = (
+            whole if field.dtype.is_floating_point else whole.random_(0, 120)
+        )  # no float16 of them is infinite
     return found
 
 
 def measure(
-    shape: Shape, isas: list[str], threads: int, dense_bits: int, head_bits: int, memory: int, rounds: int
+    measured: dict[str, Measured], isas: list[str], threads: int, memory: int, rounds: int
 ) -> list[dict[str, Any]]:
     """One row for each part and instruction set."""
     torch.set_num_threads(threads)
     buffer = torch.ones(memory // 8, dtype=torch.int64)
-    measured = parts(shape, dense_bits, head_bits, memory)
     turns = [(name, part, isa) for name, part in measured.items() for isa in isas]
     runs = {f"{name}, {isa}": under(isa, part.run) for name, part, isa in turns}
     seconds = timed({READ: lambda: buffer.sum(), **runs}, rounds, before=settled)
@@ -202,6 +214,12 @@ def main() -> None:
         default=native.instruction_sets()[:1],
         help=f"default the fastest of {', '.join(native.instruction_sets())}",
     )
+    parser.add_argument(
+        "--types",
+        type=lambda text: [gguf_encoding(name) for name in text.split(",")],
+        default=[],
+        help="types of GGUF blocks",
+    )
     parser.add_argument("--dense-bits", type=int, choices=(4, 8), default=4)
     parser.add_argument("--head-bits", type=int, choices=(4, 6, 8), default=6)
     parser.add_argument(
@@ -217,9 +235,13 @@ def main() -> None:
         document[name] = []
         for threads in dict.fromkeys(args.threads):
             try:
-                found = measure(
-                    SHAPES[name], args.isa, threads, args.dense_bits, args.head_bits, args.megabytes << 20, args.rounds
+                shape, memory = SHAPES[name], args.megabytes << 20
+                measured = (
+                    gguf_products(shape, args.types, memory)
+                    if args.types
+                    else parts(shape, args.dense_bits, args.head_bits, memory)
                 )
+                found = measure(measured, args.isa, threads, memory, args.rounds)
             except ValueError as error:
                 parser.error(str(error))
             document[name] += found

@@ -80,8 +80,8 @@ def sets_of(header: str) -> list[str]:
         return ["generic"]
     if own in SETS:
         return [own]
-    x86 = ["avx2", "avx512"]
-    needs = {"x86.h": x86, "x86_grids.h": x86, "nibbles.h": ["avx2", "neon"], "rows.h": ["avx2", "neon"]}
+    x86, eight = ["avx2", "avx512"], ["avx2", "neon"]
+    needs = {"x86.h": x86, "x86_grids.h": x86, "nibbles.h": eight, "rows.h": eight}
     every = [each for each in SETS if (header, each) != ("isa/gguf_products.h", "avx512")]
     return needs.get(Path(header).name, every)
 

@@ -142,7 +142,7 @@ def test_corm_replays_it(traced: Path, tmp_path: Path, tiermoe_: Command) -> Non
     fixed = ("--set", "precision=fixed")
     alone = (*fixed, "--set", "prefetch=none")  # what a prefetch brings depends on bytes
     whole, found = simulated(*alone, "--set", "unit=expert"), simulated(*alone, "--set", f"theta={THETA}")
-    assert (found["hits"], found["loads"]) == (whole["hits"], whole["loads"])
+    assert (found["expert_hits"], found["loads"]) == (whole["expert_hits"], whole["loads"])
     assert 0 < found["bytes_per_token"] < whole["bytes_per_token"]
     assert simulated(*fixed, "--set", f"theta={THETA}")["speculative_loads"] > 0
     assert "theta 0.3" in simulated(*fixed, "--set", "theta=0.2")
@@ -151,7 +151,7 @@ def test_corm_replays_it(traced: Path, tmp_path: Path, tiermoe_: Command) -> Non
     table = [[4, 2] * 4] * 3
     profile = Profile("corm", fingerprint, {}, {"theta": THETA}, {"table": table})
     (tmp_path / "corm.json").write_bytes(to_json(profile))
-    assert simulated("--profiles", str(tmp_path))["misses"] > 0
+    assert simulated("--profiles", str(tmp_path))["expert_misses"] > 0
 
 
 def test_a_bad_threshold_is_refused(mixtral: Path, tmp_path: Path, tiermoe_: Command) -> None:

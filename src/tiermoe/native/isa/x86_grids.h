@@ -118,26 +118,29 @@ INLINE void grid_strip(Coding coding, const uint8_t *at, GridStrip *to) {
     _mm256_storeu_si256((void *)to->signs, strip_signs(coding, at));
 }
 
-/* Columns 8 n .. of a strip, without their signs. */
+/* Columns 8 n .. of a strip of IQ1 or IQ2, without their signs. */
 INLINE int64_t strip_eight(Coding coding, const uint8_t *at, const uint16_t *places, size_t n) {
     switch (coding) {
         case IQ1_S: case IQ1_M: return (int64_t)IQ1_GRID[places[n]];
         case IQ2_XXS: return (int64_t)IQ2_XXS_GRID[AT(iq2_xxs, at)->codes[n / 4 * 8 + n % 4]];
         case IQ2_XS: return (int64_t)IQ2_XS_GRID[places[n]];
-        case IQ2_S: return (int64_t)IQ2_S_GRID[places[n]];
-        case IQ3_XXS: {
-            const uint8_t *codes = AT(iq3_xxs, at)->codes + 2 * n;
-            return (int64_t)(IQ3_XXS_GRID[codes[0]] | (uint64_t)IQ3_XXS_GRID[codes[1]] << 32);
-        }
-        default: return (int64_t)(IQ3_S_GRID[places[2 * n]] | (uint64_t)IQ3_S_GRID[places[2 * n + 1]] << 32);
+        default: return (int64_t)IQ2_S_GRID[places[n]];
     }
+}
+
+/* Columns 4 n .. of a strip of IQ3, likewise. */
+INLINE int strip_four(Coding coding, const uint8_t *at, const uint16_t *places, size_t n) {
+    return (int)(coding == IQ3_XXS ? IQ3_XXS_GRID[AT(iq3_xxs, at)->codes[n]] : IQ3_S_GRID[places[n]]);
 }
 
 /* Part p of a strip, without its signs. */
 INLINE __m256i grid_sizes(Coding coding, const uint8_t *at, const GridStrip *strip, size_t p) {
-    const uint16_t *of = strip->places;
-    return _mm256_set_epi64x(strip_eight(coding, at, of, 4 * p + 3), strip_eight(coding, at, of, 4 * p + 2),
-                             strip_eight(coding, at, of, 4 * p + 1), strip_eight(coding, at, of, 4 * p));
+#define EIGHT(i) strip_eight(coding, at, strip->places, 4 * p + (i))
+#define FOUR(i) strip_four(coding, at, strip->places, 8 * p + (i))
+    if (coding >= IQ3_XXS) return _mm256_setr_epi32(FOUR(0), FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6), FOUR(7));
+    return _mm256_setr_epi64x(EIGHT(0), EIGHT(1), EIGHT(2), EIGHT(3));
+#undef EIGHT
+#undef FOUR
 }
 
 /* The scales of a block's groups, as grid_integers finds them. */
