@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tiermoe.offload.policies.routing import speedup
 from tiermoe.papers import statistics as trace
 from tiermoe.papers.figure import Counted, Figure, Loss, Paper, Ratio, Row, decoding
 from tiermoe.papers.runs import Place, Runs, Side
@@ -27,8 +28,8 @@ class Estimated:
 
     def value(self, runs: Runs) -> str:
         full, little, both = (1 / decoding(runs.replayed(side, RTX_4080)) for side in (OFFLOADING, LITTLE, at(1.0)))
-        big = both - little  # at gamma 1 every token runs twice
-        return f"{full / (little + trace.fallback_ratio(self.gamma)(runs.trace) * big):.2f}"
+        ratio = trace.fallback_ratio(self.gamma)(runs.trace)
+        return f"{speedup(little, both - little, ratio, full):.2f}"  # at gamma 1 every token runs twice
 
 
 def _over_offloading() -> Row:
