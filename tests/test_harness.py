@@ -96,6 +96,7 @@ def test_the_command_prints_each_task(data: Path, shipped: Path, tiermoe_: Comma
     ended = tiermoe_(*words)
     assert ended.code == 0, ended.err
     assert "acc_norm" in ended.out
+    assert "±" in ended.out
     assert "mmlu" in ended.out
     assert "2 documents of each task" in ended.err
 

@@ -98,8 +98,8 @@ def results_of(model: Any, tasks: Sequence[str], data: str, limit: int | None, e
 
     manager = TaskManager(include_path=str(FOLDER), include_defaults=False, metadata={"data": data})
     names = [f"{task}_local" for task in tasks]
-    # resampling is for metrics that are no means, and slow
-    found = simple_evaluate(model, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=0)
+    # 1 asks for the errors of means; no metric here is resampled
+    found = simple_evaluate(model, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=int(errors))
     return {task: _metrics(found["results"][f"{task}_local"], errors) for task in tasks}
 
 
