@@ -15,8 +15,8 @@ from fake_hub import FakeHub, Run, commands_with, serving
 from tiermoe.config import format_size
 
 GGUF, SHARDED, WHOLE, TORN = "someone/moe-GGUF", "someone/sharded-GGUF", "someone/moe", "someone/torn-GGUF"
-WIDE = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 32, "head_dim": 64, "num_hidden_layers": 2}
-"""50 M weights: files of different types differ by more than an interpreter's memory does."""
+WIDE = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 64, "head_dim": 64, "num_hidden_layers": 2}
+"""100 M weights: files of different types differ by more than an interpreter's memory does."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     many, sharded, whole, torn = (root / name for name in ("many", "sharded", "whole", "torn"))
     for folder in (many, sharded, torn):
         folder.mkdir()
-    for name, kind in (("Q2_K", "q2_k"), ("Q4_0", "q4_0"), ("Q8_0", "q8_0"), ("F16", "f16")):
+    for name, kind in (("Q2_K", "q2_k"), ("Q4_0", "q4_0"), ("Q8_0", "q8_0")):
         model = gguf_files.model_of("qwen3_moe", **WIDE)
         gguf_files.write(many / f"moe-{name}.gguf", model, "qwen3_moe", gguf_files.kinds(kind))
     (many / "mmproj-F16.gguf").write_bytes(bytes(100))
@@ -50,11 +50,19 @@ def run(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]
         yield command
 
 
-def total(run: Run, file: Path) -> int:
-    """Bytes with which a file's experts are all in memory."""
-    found = json.loads(run("plan", file, "--memory", "8GiB", "--json", "--machine", "laptop-ddr4").out)
-    assert found["slots"] == found["all_slots"]
-    return int(found["peak"])
+def fits(run: Run, file: Path, memory: int) -> bool:
+    """Whether a file's experts are all in memory, by `tiermoe plan` of the file."""
+    ended = run("plan", file, "--memory", memory, "--json", "--machine", "laptop-ddr4")
+    return ended.code == 0 and (found := json.loads(ended.out))["slots"] == found["all_slots"]
+
+
+def least(run: Run, file: Path) -> int:
+    """The least memory in which a file's experts fit, to 4 MiB."""
+    low, high = 64, 4096
+    while high - low > 4:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(run, file, middle << 20) else (middle, high)
+    return high << 20
 
 
 def size(file: Path) -> str:
@@ -62,25 +70,25 @@ def size(file: Path) -> str:
 
 
 def test_the_largest_file_whose_experts_fit(run: Run, hub: FakeHub, folders: dict[str, Path]) -> None:
-    wanted = folders[GGUF] / "moe-Q8_0.gguf"
-    memory = total(run, wanted) + (12 << 20)
-    assert memory < total(run, folders[GGUF] / "moe-F16.gguf") - (12 << 20)
+    wanted = folders[GGUF] / "moe-Q4_0.gguf"
+    memory = least(run, folders[GGUF] / "moe-Q8_0.gguf") - (16 << 20)
+    assert fits(run, wanted, memory - (8 << 20))
     hub.served.clear()
     ended = run("pull", GGUF, "--memory", memory)
     assert ended.code == 0, ended.err
-    why = f"the largest of 4 files of which {format_size(memory)} (--memory) hold all experts"
-    assert f"moe-Q8_0.gguf, {size(wanted)}: {why}" in ended.err
+    why = f"the largest of 3 files of which {format_size(memory)} (--memory) hold all experts"
+    assert f"moe-Q4_0.gguf, {size(wanted)}: {why}" in ended.err
     assert f"downloading {GGUF}: {size(wanted)} in 1 file; if it is interrupted, run this again" in ended.err
     assert Path(ended.out.strip()).read_bytes() == wanted.read_bytes()
-    assert hub.served["moe-F16.gguf"] <= 8 << 20  # of the others the headers alone
-    assert not hub.served.keys() & {"moe-Q4_0.gguf", "moe-Q2_K.gguf", "mmproj-F16.gguf", "README.md"}
+    assert hub.served["moe-Q8_0.gguf"] <= 8 << 20  # of the others the headers alone
+    assert not hub.served.keys() & {"moe-Q2_K.gguf", "mmproj-F16.gguf", "README.md"}
 
 
 def test_where_none_fits_the_smallest_of_four_bits(run: Run, folders: dict[str, Path]) -> None:
-    memory = total(run, folders[GGUF] / "moe-Q2_K.gguf") - (6 << 20)
+    memory = least(run, folders[GGUF] / "moe-Q2_K.gguf") - (12 << 20)
     ended = run("pull", GGUF, "--memory", memory)
     assert ended.code == 0, ended.err
-    why = rf"{format_size(memory)} (--memory) hold all experts of none of 4 files; of this one, of 4."
+    why = rf"{format_size(memory)} (--memory) hold all experts of none of 3 files; of this one, of 4."
     assert f"moe-Q4_0.gguf, {size(folders[GGUF] / 'moe-Q4_0.gguf')}: {why}" in ended.err
     assert Path(ended.out.strip()).name == "moe-Q4_0.gguf"
 
@@ -88,7 +96,7 @@ def test_where_none_fits_the_smallest_of_four_bits(run: Run, folders: dict[str, 
 def test_a_budget_that_does_for_none(run: Run, hub: FakeHub) -> None:
     hub.served.clear()
     cause = run("pull", GGUF, "--memory", "50MiB").cause
-    assert "50 MiB (--memory) are too little for each of the 4 files of 'someone/moe-GGUF'; raise --memory" in cause
+    assert "50 MiB (--memory) are too little for each of the 3 files of 'someone/moe-GGUF'; raise --memory" in cause
     assert all(nbytes <= 8 << 20 for nbytes in hub.served.values())
 
 
@@ -101,7 +109,7 @@ def test_a_file_by_its_name(run: Run, folders: dict[str, Path], file: str) -> No
 
 @pytest.mark.parametrize("file", ["Q5_K_M", "2_K", "mmproj-F16.gguf"])
 def test_a_file_that_is_not_there(run: Run, file: str) -> None:
-    have = "moe-F16.gguf, moe-Q8_0.gguf, moe-Q4_0.gguf, moe-Q2_K.gguf"
+    have = "moe-Q8_0.gguf, moe-Q4_0.gguf, moe-Q2_K.gguf"
     assert f"there is no GGUF file '{file}' in '{GGUF}'; it has {have}" in run("pull", f"{GGUF}:{file}").cause
 
 
@@ -141,12 +149,12 @@ def test_what_does_not_run_is_not_downloaded(run: Run, hub: FakeHub) -> None:
         cause = run("pull", *words).cause
         assert f"{TORN}/moe-torn.gguf is cut short" in cause
     assert "there is no model 'someone/nobody' on the hub" in run("pull", "someone/nobody:Q4_K_M").cause
-    assert f"'tiermoe pull {GGUF}' downloads one to run" in run("plan", GGUF).cause
+    assert f"'tiermoe pull {TORN}' downloads one to run" in run("plan", TORN).cause
 
 
 def test_a_hub_that_goes_while_headers_are_read(run: Run, hub: FakeHub) -> None:
     """No other file is chosen for it."""
-    hub.cut["moe-F16.gguf"] = 1000
+    hub.cut["moe-Q8_0.gguf"] = 1000
     cause = run("pull", GGUF, "--memory", "8GiB").cause
     hub.back()
     assert f"'{GGUF}' cannot be" in cause or "cannot be asked" in cause

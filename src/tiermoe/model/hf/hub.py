@@ -186,7 +186,7 @@ class Repository:
         else:
             files = sorted(file for file in self.sizes if "/" not in file and file.endswith(".safetensors"))
         if not files:
-            raise ModelError(f"'{self.name}' holds no safetensors weights{self._instead()}; choose another repository")
+            raise self.without_safetensors()
         missing = [file for file in files if file not in self.sizes]
         if missing:
             raise ModelError(
@@ -198,6 +198,10 @@ class Repository:
     def nbytes(self, files: Iterable[str]) -> int:
         """Bytes of some files together."""
         return sum(self.sizes[file] for file in files)
+
+    def without_safetensors(self) -> ModelError:
+        """The error where a repository has no safetensors."""
+        return ModelError(f"'{self.name}' holds no safetensors weights{self._instead()}; choose another repository")
 
     def _instead(self) -> str:
         found = {kind for file in self.sizes for ending, kind in _OTHERS.items() if file.endswith(ending)}
@@ -300,7 +304,7 @@ def download_files(repository: Repository, files: Sequence[str], notify: Callabl
         blobs.mkdir(parents=True, exist_ok=True)
         begun = sum(_size(part) for part in blobs.glob(f"*{PART}"))
         left = max(repository.nbytes(missing) - begun, 0)
-        _check_room(name, left, folder)
+        _check_room(name, left, blobs)  # the folder is not there yet where no small files are
         notify(_announcement(name, left, len(missing), repository.nbytes(files) - left))
         for file in missing:
             _fetch_blob(repository, file, blobs)
@@ -409,6 +413,8 @@ def inspect_without_download(model: str | os.PathLike[str], store: Path | None) 
     if found is not None:
         return inspect_model(found, name, store), None
     repository = read_repository(name)
+    if not repository.has_safetensors:
+        raise repository.without_safetensors()
     folder = fetch(name, repository.planned)
     read_fields(folder)  # says what is wrong with it before headers are asked for
     shards = repository.weights(folder)
