@@ -189,6 +189,16 @@ def test_kernels_prints_every_part(run_: Printed, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_kernels_prints_types_of_gguf_blocks(run_: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SHAPES", {"small": kernels.Shape(256, 64, 2, 4, 2, 32, 320)})
+    words = {"shapes": "small", "types": "q8_0,iq2_xxs", "threads": "1", "megabytes": 1, "rounds": 2}
+    found, _ = run_("benchmarks.kernels", *(f"--{name}={value}" for name, value in words.items()))
+    _, *rest = found["small"]
+    assert [row["part"] for row in rest] == ["Q8_0", "IQ2_XXS"]
+    assert all(positive(row["gb_s"]) for row in rest)
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 def test_attention_prints_every_way(run_: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "SHAPES", {"small": kernels.Shape(128, 64, 2, 4, 2, 32, 320)})
     monkeypatch.setattr(attention, "CHUNK", 8)
