@@ -40,9 +40,8 @@ class CachedStore:
         return self.root.name.rpartition("-")[0]
 
     def answers_to(self, name: str) -> bool:
-        """Whether a user's name stands for this store: the model's, or that of the folder, with or without the
-        fingerprint."""
-        return name in (self.name, self.label, self.root.name) or name.replace("/", "--") == self.label
+        """Whether a user's name stands for this store: the model's, or that of the folder without the fingerprint."""
+        return name == self.name or name.replace("/", "--") == self.label
 
 
 def cache_folder() -> Path:
