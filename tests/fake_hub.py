@@ -25,7 +25,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FakeHub:
     """`models`: hub id → folder. `gated`: ids whose files are refused; `broken`: that are
     answered with an error of the server's. `served`: file → bytes of it that went out.
-    `lost`: files that are answered with an error of the server's. `cut`: file → bytes after which its connection ends and the hub is gone, until `back`."""
+    `lost`: files that are answered with such an error. `cut`: file → bytes after which its
+    connection ends and the hub is gone, until `back`."""
 
     models: dict[str, Path]
     gated: set[str] = field(default_factory=set)
