@@ -25,12 +25,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class FakeHub:
     """`models`: hub id → folder. `gated`: ids whose files are refused; `broken`: that are
     answered with an error of the server's. `served`: file → bytes of it that went out.
-    `cut`: file → bytes after which its connection ends and the hub is gone, until `back`."""
+    `lost`: files that are answered with such an error. `cut`: file → bytes after which its
+    connection ends and the hub is gone, until `back`."""
 
     models: dict[str, Path]
     gated: set[str] = field(default_factory=set)
     broken: set[str] = field(default_factory=set)
     cut: dict[str, int] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
     served: dict[str, int] = field(default_factory=dict)
     gone: bool = False
     url: str = ""
@@ -117,6 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(401, "RepoNotFound")
         elif name in self.hub_.gated:
             self._refuse(403, "GatedRepo")
+        elif file.name in self.hub_.lost:
+            self._refuse(503, "")
         elif not file.is_file():
             self._refuse(404, "EntryNotFound")
         else:
