@@ -190,7 +190,7 @@ def compare_presets(results: Sequence[dict[str, Any]], labels: Sequence[str] = (
     return _svg(text)
 
 
-def sweep(results: Sequence[dict[str, Any]]) -> str:
+def sweep_curves(results: Sequence[dict[str, Any]]) -> str:
     """Rows of a sweep (`sweep`, `value`): a line for each preset over the values, decode tokens per second with the
     range over rounds, and quality as in `compare_presets`. Values that are no numbers stand side by side."""
     measured = [result for result in results if "error" not in result]
