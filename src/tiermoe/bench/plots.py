@@ -174,7 +174,8 @@ def compare_presets(results: Sequence[dict[str, Any]], labels: Sequence[str] = (
     with _drawing(9.2, 1.6 + 0.26 * len(measured)) as (figure, text):
         left, right = figure.subplots(1, 2, sharey=True)
         _rows(left, speeds, lossy, [_speed_and_ratio(each) for each in measured])
-        _rows(right, [quality.of(each) for each in measured], lossy, [quality.figure(each) for each in measured])
+        figures = [quality.figure(each) for each in measured]
+        _rows(right, [quality.of(each) for each in measured], lossy, figures, share=quality.key == "hit_rate")
         left.set_title(_SPEED, fontsize=9)
         right.set_title(quality.title, fontsize=9)
         left.set_yticks(range(len(measured)), labels or [each["preset"] for each in measured])
@@ -189,7 +190,7 @@ def compare_presets(results: Sequence[dict[str, Any]], labels: Sequence[str] = (
     return _svg(text)
 
 
-def sweep(results: Sequence[dict[str, Any]]) -> str:
+def sweep_curves(results: Sequence[dict[str, Any]]) -> str:
     """Rows of a sweep (`sweep`, `value`): a line for each preset over the values, decode tokens per second with the
     range over rounds, and quality as in `compare_presets`. Values that are no numbers stand side by side."""
     measured = [result for result in results if "error" not in result]
@@ -283,13 +284,17 @@ def speed_in_figures(speed: float) -> str:
 
 
 def _rows(
-    axes: Axes, values: Sequence[tuple[float, float, float]], lossy: Sequence[bool], figures: Sequence[str]
+    axes: Axes,
+    values: Sequence[tuple[float, float, float]],
+    lossy: Sequence[bool],
+    figures: Sequence[str],
+    share: bool = False,
 ) -> None:
-    """A mark at each value (low, value, high) with a line from low to high, and the value in figures. Values of 0 stand
-    at a logarithmic axis's beginning."""
+    """A mark at each value (low, value, high) with a line from low to high, and the value in figures. Values far apart
+    that are no shares have a logarithmic axis, at whose beginning values of 0 stand."""
     middles = [value for _, value, _ in values if value > 0]
     lowest = min(low for low, _, _ in values)
-    if middles and _far_apart(middles, _PRESETS_LOG_FROM):
+    if not share and middles and _far_apart(middles, _PRESETS_LOG_FROM):
         lowest = min(middles) / 1.5
         axes.set_xscale("log", subs=())
         axes.xaxis.get_major_locator().set_params(subs=(1, 2, 5))  # type: ignore[call-arg]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiermoe.bench.plots import compare_presets, require_plots, sweep
+from tiermoe.bench.plots import compare_presets, require_plots, sweep_curves
 from tiermoe.cli.evaluate import COUNTERS
 from tiermoe.errors import ConfigError
 from tiermoe.measure.compare import Measured, Variant, presets_asked
@@ -196,7 +196,7 @@ def check_picture(picture: Path) -> None:
 def write_picture(picture: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Draws rows that were measured. ConfigError where the file cannot be written."""
     labels = [_part(row) for row in rows] if "part" in rows[0] else ()
-    drawing = sweep(rows) if "sweep" in rows[0] else compare_presets(rows, labels)
+    drawing = sweep_curves(rows) if "sweep" in rows[0] else compare_presets(rows, labels)
     try:
         picture.write_text(drawing, encoding="utf-8")
     except OSError as error:
