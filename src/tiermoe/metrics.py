@@ -22,7 +22,7 @@ class ExpertCounts:
     cpu_fallback: int = 0  # misses that the CPU computes in place of a load
     skipped: int = 0  # neither in the cache nor important enough for a load
     loads: int = 0
-    low_loads: int = 0  # loads below the highest precision
+    low_loads: int = 0  # of these and the next, those below the highest precision
     speculative_loads: int = 0
     warmed: int = 0  # experts that background loads have brought
     dropped: int = 0  # experts that left the room for fetched ones when their layer had run (room)

@@ -203,7 +203,7 @@ def _share_of(part: str, *whole: str) -> Callable[[dict[str, Any]], float]:
 
 COUNTERS: dict[str, Callable[[dict[str, Any]], float]] = {
     "prefetched, of hits": _share_of("prefetched_hits", "expert_hits"),
-    "low, of loads": _share_of("low_loads", "loads"),
+    "low, of loads": _share_of("low_loads", "loads", "speculative_loads"),
     "skipped, of choices": _share_of("expert_skips", "expert_hits", "expert_misses", "expert_skips"),
     "on the CPU, of misses": _share_of("experts_on_cpu", "expert_misses"),
     "fallbacks, of tokens": _share_of("fallback_ratio"),
