@@ -164,9 +164,10 @@ def time_per_token(cases: Sequence[Case]) -> str:
 
 
 def compare_presets(results: Sequence[dict[str, Any]], labels: Sequence[str] = ()) -> str:
-    """Rows of `tiermoe compare` or `simulate`, in their order, without those that failed: decode tokens per second with
-    the range over rounds (in a ladder also over the first row's), and KL divergence with its standard error (perplexity
-    where there was no reference, hits where nothing was scored). labels: of the rows; empty: their presets."""
+    """A bar chart of the results of `compare` or `simulate`; failed rows are left out. It shows decode tokens per
+    second with the range over rounds (in a ladder also over the first row's), and KL divergence with its standard error
+    (perplexity where there was no reference, hits where nothing was scored). labels: of the rows; empty: their
+    presets."""
     measured = [result for result in results if "error" not in result]
     quality = _quality(measured)
     speeds = [_speed(each) for each in measured]

@@ -12,11 +12,10 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tiermoe.bench.plots import speed_in_figures
 from tiermoe.cli import options as opt
 from tiermoe.cli.evaluate import scored
 from tiermoe.cli.output import note, progress_bar
-from tiermoe.cli.terminal import Terminal
+from tiermoe.cli.terminal import WIDE, Terminal
 from tiermoe.cli.variants import (
     Column,
     Ladder,
@@ -34,8 +33,6 @@ from tiermoe.cli.variants import (
 from tiermoe.config import format_size, parse_cache, parse_size, settings
 from tiermoe.errors import ConfigError
 from tiermoe.measure.compare import Case, Measured, Variant, evaluate_apart, measure_all, summarise
-
-_WIDE = 120  # columns of a table that goes to a file or a pipe
 
 
 @opt.engine_options(without=["context", "preset", "also"])
@@ -131,7 +128,7 @@ def _case(case: Case, row: Variant) -> Case:
 
 
 def _print(results: list[dict[str, Any]], failed: list[str]) -> None:
-    console = Terminal(piped=_WIDE)
+    console = Terminal(piped=WIDE)
     naming = naming_columns(results)
     console.print(_table([*naming, *_columns(results)], results))
     if counters := counter_columns(results):
@@ -154,6 +151,8 @@ def _table(columns: list[Column], results: list[dict[str, Any]]) -> Table:
 
 
 def _columns(results: list[dict[str, Any]]) -> list[Column]:
+    from tiermoe.bench.plots import speed_in_figures
+
     columns: list[Column] = [
         ("bits", lambda row: str(row["bits"])),
         ("cached", lambda row: f"{row['cache_fraction']:.0%}"),

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from tiermoe.cli.output import starting
-from tiermoe.cli.terminal import Terminal
+from tiermoe.cli.terminal import WIDE, Terminal
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError
 from tiermoe.platform.machine import (
@@ -44,7 +44,7 @@ def doctor(
     lines = Table.grid(padding=(0, 2, 0, 0))
     for label, text in _lines(found):
         lines.add_row(label, text)
-    Terminal(piped=120).print(lines)
+    Terminal(piped=WIDE).print(lines)
 
 
 # --- facts ---

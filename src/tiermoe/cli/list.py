@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from tiermoe.cli.output import note
-from tiermoe.cli.terminal import Terminal
+from tiermoe.cli.terminal import WIDE, Terminal
 from tiermoe.config import format_size
 from tiermoe.formats.stores import CachedStore, cache_folder, cached_stores
 from tiermoe.model.hf.downloads import CachedDownload, cached_downloads
@@ -38,7 +38,7 @@ def list_models(
         table.add_row(download.name, "downloaded", _files(download), *_size_and_use(download))
     for store in stores:
         table.add_row(store.name, "packed", _precisions(store), *_size_and_use(store))
-    Terminal(piped=120).print(table)
+    Terminal(piped=WIDE).print(table)
     total = sum(each.nbytes for each in downloads) + sum(each.nbytes for each in stores)
     note(f"{format_size(total)} in all; 'tiermoe remove NAME' gives them back")
 

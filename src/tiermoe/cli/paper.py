@@ -16,7 +16,7 @@ from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, progress_bar, spinner
-from tiermoe.cli.terminal import Terminal
+from tiermoe.cli.terminal import WIDE, Terminal
 from tiermoe.errors import ConfigError, TiermoeError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from tiermoe.papers.figure import Measure
     from tiermoe.papers.runs import Side
 
-_WIDE = 120  # columns of a table that goes to a file or a pipe
 
 Name = Annotated[
     str | None, typer.Argument(help="hobbit, edgemoe, mobile, fate or corm. Without it: the list.", show_default=False)
@@ -152,6 +151,7 @@ def _made(
 def _evaluation(model: str, content: str, tokens: int, folder: str) -> Callable[[Side], dict[str, Any]]:
     """Evaluations in processes of their own, beside the checkpoint's own weights, which are scored once."""
     from tiermoe.measure.compare import Case, evaluate_apart
+    from tiermoe.systems import PRESETS
 
     reference = Path(folder) / "reference"
     shape = (32, 256, tokens)
@@ -161,14 +161,10 @@ def _evaluation(model: str, content: str, tokens: int, folder: str) -> Callable[
             if not reference.exists():
                 evaluate_apart(Case(model, content, shape, {}, str(reference), reference), progress)
             options = {"preset": side.preset, "set": dict(side.changes), "cache": side.share or "45%"}
-            bits = {} if side.preset in _OWN_BITS else {"bits": side.bits}
+            bits = {} if PRESETS[side.preset].bits else {"bits": side.bits}
             return evaluate_apart(Case(model, content, shape, options | bits, str(reference)), progress)
 
     return evaluate
-
-
-_OWN_BITS = ("sti", "io-qexp")
-"""Presets that say themselves in how many bits experts are."""
 
 
 _LACKING = "not had: "
@@ -182,7 +178,7 @@ def _ours(measure: Measure, runs: Runs) -> str:
 
 
 class _Reasons:
-    """Why values of a table are lacking, each told once below it."""
+    """Numbered footnotes of a table: the errors of its missing values, each listed once."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -204,7 +200,7 @@ def _print_papers(papers: Sequence[Paper]) -> None:
         table.add_column(heading)
     for each in papers:
         table.add_row(each.name, each.title, str(len(each.figures)), str(len(each.missing)))
-    Terminal(piped=_WIDE).print(table)
+    Terminal(piped=WIDE).print(table)
     note("tiermoe paper NAME lists a paper's figures; --figure makes one")
 
 
@@ -216,7 +212,7 @@ def _print_figures(of: Paper) -> None:
         table.add_row(figure.name, figure.title, str(len(figure.rows)))
     for name, why in of.missing.items():
         table.add_row(name, f"not here: {why}", "")
-    Terminal(piped=_WIDE).print(table)
+    Terminal(piped=WIDE).print(table)
     note(f"tiermoe paper {of.name} --figure 'NAME' --trace TRACE --profiles FOLDER makes one")
 
 
@@ -227,7 +223,7 @@ def _print(figures: Sequence[Figure], found: Sequence[Found]) -> None:
             table.add_column(heading)
         for cells in _cells(figure, found, reasons, "\n"):
             table.add_row(*cells)
-        Terminal(piped=_WIDE).print(table)
+        Terminal(piped=WIDE).print(table)
         for line in reasons.lines():
             note(line)
 
@@ -246,9 +242,9 @@ def _titled(figure: Figure) -> str:
     return f"{figure.name}: {figure.title}"
 
 
-def _cells(figure: Figure, found: Sequence[Found], reasons: _Reasons, between: str) -> Iterator[tuple[str, ...]]:
-    """The rows of a figure. between: what stands between two things that move a value."""
+def _cells(figure: Figure, found: Sequence[Found], reasons: _Reasons, separator: str) -> Iterator[tuple[str, ...]]:
+    """The cells of a figure's rows. separator: between the entries of the column 'moved by'."""
     for each in found:
         if each.figure is figure:
-            moved = between.join(f"{what}: {reasons.cell(ours)}" for what, ours in each.moved.items())
+            moved = separator.join(f"{what}: {reasons.cell(ours)}" for what, ours in each.moved.items())
             yield each.row.what, each.row.paper, reasons.cell(each.ours), moved

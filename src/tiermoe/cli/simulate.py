@@ -15,7 +15,7 @@ from rich.table import Table
 
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, spinner
-from tiermoe.cli.terminal import Terminal
+from tiermoe.cli.terminal import WIDE, Terminal
 from tiermoe.cli.variants import (
     Column,
     Ladder,
@@ -33,7 +33,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.measure.compare import Measured, Variant, measure_all, ratios
 from tiermoe.offload.composition import Composition, declarations, parsed, unread
 from tiermoe.offload.policies.eviction import EVICTIONS
-from tiermoe.offload.profiles import Profile, read_profile
+from tiermoe.offload.profiles import Profile, profile_of
 from tiermoe.simulate import (
     BeladyHits,
     EvictionRow,
@@ -50,7 +50,6 @@ from tiermoe.simulate import (
 from tiermoe.systems import compose
 from tiermoe.trace.file import Header, Trace, read_trace
 
-_WIDE = 120  # columns of a table that goes to a file or a pipe
 CACHE = "20%"
 """Size of the cache where none is given."""
 
@@ -262,8 +261,7 @@ class _Replays:
         if self.profiles is None or not composition.needs_profile:
             return None
         header = self.trace.header
-        command = f"tiermoe calibrate {header.model} --text FILE --for {composition.profile}"
-        return read_profile(self.profiles / f"{composition.profile}.json", header.fingerprint or None, command)
+        return profile_of(self.profiles, composition.profile, header.model, header.fingerprint or None)
 
 
 def _evictions(
@@ -366,7 +364,7 @@ def _print_results(results: list[dict[str, Any]], failed: list[str], place: _Pla
         table.add_column(title.replace("\n", ""), justify="right" if index else "left", no_wrap=True)
     for result in results:
         table.add_row(*(show(result) for _, show in columns))
-    Terminal(piped=_WIDE).print(table)
+    Terminal(piped=WIDE).print(table)
     if any(result["lossy"] for result in results):
         note("* lossy: may change what the model says")
     for line in failed:
@@ -374,7 +372,7 @@ def _print_results(results: list[dict[str, Any]], failed: list[str], place: _Pla
 
 
 def _columns(results: list[dict[str, Any]]) -> list[Column]:
-    """Those that 80 columns have room for beside what names the rows."""
+    """The columns of the table, chosen so that its width fits 80 characters."""
     ladder, alone = "part" in results[0], not results[0].keys() & {"part", "sweep"}
     size: Column = ("cached", _cell("cache_fraction", ".1%"))
     bounds: list[Column] = [("bound", _cell("bound_tok_s", ".2f")), ("of it", _cell("bound_fraction", ".0%"))]

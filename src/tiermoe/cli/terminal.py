@@ -9,6 +9,9 @@ from rich.text import Text
 
 from tiermoe.cli.output import plain
 
+WIDE = 120
+"""Columns of a table that goes to a file or a pipe."""
+
 
 class Terminal(Console):
     """rich's console for text that may come from a model: markup is not interpreted, and control characters are

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from tiermoe.bench.plots import compare_presets, require_plots, sweep_curves
 from tiermoe.cli.evaluate import COUNTERS
 from tiermoe.errors import ConfigError
 from tiermoe.measure.compare import Measured, Variant, presets_asked
@@ -53,8 +52,8 @@ def variants(
     options: Mapping[str, Any],
     swept: Readers,
 ) -> list[Variant]:
-    """The rows that are asked for. presets: 'all', or names with commas. given: parts and settings of --set. options:
-    what was given of the command's own options; None where nothing was. swept: those that --sweep can take. ConfigError
+    """The variants to run. presets: 'all', or comma-separated names. given: parts and settings of --set. options:
+    values of the command's own options; None where not given. swept: the options that --sweep can vary. ConfigError
     for what is unknown or contradicts itself; whether a preset reads a setting is not looked at."""
     if sweep and ladder:
         raise ConfigError("--sweep and --ladder exclude each other; give one of them")
@@ -190,11 +189,15 @@ def check_picture(picture: Path) -> None:
         raise ConfigError(f"the picture {picture} must be named .svg; a browser shows it and converts it")
     if not picture.absolute().parent.is_dir():
         raise ConfigError(f"the picture's folder {picture.parent} does not exist; make it first")
+    from tiermoe.bench.plots import require_plots
+
     require_plots()
 
 
 def write_picture(picture: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Draws rows that were measured. ConfigError where the file cannot be written."""
+    from tiermoe.bench.plots import compare_presets, sweep_curves
+
     labels = [_part(row) for row in rows] if "part" in rows[0] else ()
     drawing = sweep_curves(rows) if "sweep" in rows[0] else compare_presets(rows, labels)
     try:

@@ -8,18 +8,17 @@ Every other round goes backwards, so that a machine that slows down or speeds up
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.measure.pairs import Pair
 from tiermoe.systems import PRESETS, preset_named
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 BASELINES = ("load-on-demand", "lru")
 """Presets that the others' speeds are divided by."""
@@ -110,6 +109,8 @@ def _median(row: Measured) -> dict[str, Any]:
 
 def _middle(values: list[Any]) -> Any:
     """The median of numbers that differ; what is the same in every round, or is no number, as it is."""
+    import statistics
+
     if all(value == values[0] for value in values) or not isinstance(values[0], int | float):
         return values[0]
     return statistics.median(values)
@@ -118,6 +119,8 @@ def _middle(values: list[Any]) -> Any:
 def ratios(row: Measured, rows: Sequence[Measured]) -> dict[str, float]:
     """How many times as fast a row is as others, by the names that `--json` prints: in a ladder as the preset's first
     row (`decode_vs_first`) and as the one before (`decode_vs_before`), else as `BASELINES` at the same point."""
+    import statistics
+
     found = {}
     for other, theirs in _others(row, rows).items():
         for name in _RANGED:
@@ -158,6 +161,8 @@ def evaluate_apart(case: Case, progress: Callable[[str, int, int], None]) -> dic
     """The object that `tiermoe eval --json` prints, from a process of its own, forked where the system can from a
     server that has imported torch. progress: of packing and of the 16-bit weights, not of the scoring. TiermoeError,
     with the reason, where the evaluation fails."""
+    import multiprocessing  # late, as `statistics` below: `--help` of two commands imports this module
+
     start = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context: Any = multiprocessing.get_context(start)
     context.set_forkserver_preload(["tiermoe.measure.fork_server"])
@@ -191,6 +196,8 @@ def _ended(code: int) -> str:
 
 def _evaluate(case: Case, sender: Connection) -> None:
     """Runs in the process: sends progress, and in the end the result or the error."""
+    import signal
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
     from tiermoe.measure.fork_server import evaluate, summaries, texts  # late: the process that asks needs no torch
 

@@ -109,6 +109,18 @@ def feed_window(model: Any, window: torch.Tensor, prompt: int, logits: torch.Ten
             logits[row] = feed.token(prompt + row - 1)
 
 
+def settings_of(engine: Engine) -> dict[str, Any]:
+    """The preset of an engine and its precision, by the names that `--json` prints."""
+    return {
+        "preset": engine.composition.name,
+        "lossy": engine.lossy,
+        "set": dict(engine.settings.set),
+        "bits": engine.settings.bits_used,
+        "dense_bits": engine.settings.dense_bits_used,
+        "quantizer": engine.settings.quantizer_used,
+    }
+
+
 def speed_of(engine: Engine, metrics: Metrics) -> dict[str, Any]:
     """Settings and figures of a run, by the names that `--json` prints."""
     plan = engine.plan
@@ -118,12 +130,7 @@ def speed_of(engine: Engine, metrics: Metrics) -> dict[str, Any]:
         "fallback_ratio", "displaced_share", "moved_weight_share", "peak_memory_bytes",
     )  # fmt: skip
     return {
-        "preset": engine.composition.name,
-        "lossy": engine.lossy,
-        "set": dict(engine.settings.set),
-        "bits": engine.settings.bits_used,
-        "dense_bits": engine.settings.dense_bits_used,
-        "quantizer": engine.settings.quantizer_used,
+        **settings_of(engine),
         "cache_fraction": plan.experts / (plan.all_slots * plan.slot_bytes),
         **figures,
         **metrics.total.expert_counts,

@@ -12,6 +12,7 @@ from typing import Any
 from tiermoe.config import settings as make_settings
 from tiermoe.engine.load import load
 from tiermoe.errors import ConfigError
+from tiermoe.measure.evaluate import settings_of
 from tiermoe.metrics import PhaseMetrics, named
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.hub import resolve_model
@@ -128,12 +129,7 @@ def evaluate_tasks(
         with used.measured(engine.snapshot, 0):
             found = results_of(scorer, tasks, str(data), limit, errors=True)
         return {
-            "preset": engine.composition.name,
-            "lossy": engine.lossy,
-            "set": dict(engine.settings.set),
-            "bits": engine.settings.bits_used,
-            "dense_bits": engine.settings.dense_bits_used,
-            "quantizer": engine.settings.quantizer_used,
+            **settings_of(engine),
             "tasks": found,
             "limit": limit,
             "seconds": time.perf_counter() - begun,

@@ -58,6 +58,11 @@ def to_json(profile: Profile) -> bytes:
     return json.dumps({"format": FORMAT, "version": VERSION, **document}, separators=(",", ":")).encode()
 
 
+def profile_of(folder: Path, name: str, model: str, fingerprint: str | None) -> Profile:
+    """The profile `name` in a folder of calibrations of a traced model. ProfileError as `read_profile`."""
+    return read_profile(folder / f"{name}.json", fingerprint, f"tiermoe calibrate {model} --text FILE --for {name}")
+
+
 def read_profile(path: Path, fingerprint: str | None, command: str) -> Profile:
     """The profile at `path`. ProfileError, naming the `command` that makes it, where it is missing, damaged, of another
     version, or made for another checkpoint than `fingerprint` (None: any)."""

@@ -5,19 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tiermoe.papers import statistics as trace
-from tiermoe.papers.figure import Counted, Figure, Loss, Paper, Ratio, Replayed, Row, prompts, rungs
+from tiermoe.papers.figure import Counted, Figure, Loss, Paper, Ratio, Replayed, Row, hit_rate, prompts, rungs
 from tiermoe.papers.runs import Place, Side
-from tiermoe.simulate import Result
 
 HIGH_END, LOW_END = Place("rtx3090"), Place("low-end-pc")
 OURS, LOD, EAP = Side("fate"), Side("load-on-demand", bits=16), Side("eap", bits=16)
 WIDER = Side("eap", bits=8, share_of=4)
 DENSE = {"dense_bits": "16"}
 SHARES = ("10%", "25%", "45%", "60%", "80%")
-
-
-def _hit_rate(result: Result) -> float:
-    return float(result.hit_rate or 0.0)
 
 
 def _over(theirs: Side, place: Place) -> Ratio:
@@ -68,8 +63,8 @@ PAPER = Paper(
                 Counted(trace.first_weight, ".2f")),
         ]),
         Figure("section 4.4", "hits with the shallow layers cached first", [
-            Row("evenly", "97.2 %", Replayed(OURS.but(allotment="even"), HIGH_END, _hit_rate, ".1%")),
-            Row("shallow first", "99.1 %", Replayed(OURS, HIGH_END, _hit_rate, ".1%")),
+            Row("evenly", "97.2 %", Replayed(OURS.but(allotment="even"), HIGH_END, hit_rate, ".1%")),
+            Row("shallow first", "99.1 %", Replayed(OURS, HIGH_END, hit_rate, ".1%")),
         ]),
         Figure("table 2", "loss of perplexity, for that of MMLU", [
             Row(f"every expert at {bits} bits", paper, Loss(Side("lru", DENSE, bits)))

@@ -72,6 +72,11 @@ def bytes_a_token(result: Result) -> float:
     return result.metrics.decode.bytes_per_token
 
 
+def hit_rate(result: Result) -> float:
+    """The share of uses that found their expert in the cache."""
+    return float(result.hit_rate or 0.0)
+
+
 def waiting(result: Result) -> float:
     """The share of decoding that is spent waiting for loads."""
     return result.metrics.decode.wait_s / result.metrics.decode.seconds

@@ -15,11 +15,11 @@ from tiermoe.papers.figure import (
     Replayed,
     Row,
     bytes_a_token,
+    hit_rate,
     prompts,
     waiting,
 )
 from tiermoe.papers.runs import Place, Side
-from tiermoe.simulate import Result
 
 RTX_4090, ORIN = Place("rtx4090"), Place("jetson-orin")
 OURS = Side("hobbit", {"low_bits": "4"}, 16)  # float16 with int4, as on the RTX 4090 (table 2)
@@ -44,58 +44,17 @@ def _ahead(distance: int) -> tuple[Row, Row]:
     )  # fmt: skip
 
 
-def _hit_rate(result: Result) -> float:
-    return float(result.hit_rate or 0.0)
-
-
-def _groups() -> list[Figure]:
-    over = Ratio(OURS, OFFLOADING, RTX_4090)
-    read = replace(over, figure=prompts)
-    others = {
-        "t1=.5 t2=.75": replace(over, ours=OURS.but(t1=0.5, t2=0.75)),
-        "all but the first rank low": replace(over, ours=OURS.but(t1=0, t2=0.99, low_share=0.5)),
-        "8 + 2 bits beside 16 in the same bytes": replace(over, ours=ON_ORIN.but(share_of=16)),
-        **over.shares("25%", "60%"),
-        **over.slower(16e-3),
-    }
-    dynamic, dynamic_orin = (Ratio(side.but(prefetch="none"), EXACT.but(prefetch="none", bits=side.bits), place)
-                             for side, place in ((OURS, RTX_4090), (ON_ORIN, ORIN)))  # fmt: skip
-    return [
-        Figure("figure 14", "speed beside others; RTX 4090, float16 with int4", [
-            Row("decoding over MoE-Offloading", "3.21, 3.29", over, others),
-            Row("prompts over MoE-Offloading", "2.0, 2.2", read, {
-                "8 + 2 bits beside 16 in the same bytes": replace(read, ours=ON_ORIN.but(share_of=16))}),
-        ]),
-        Figure("figure 15", "the CPU computes misses beside the GPU, RTX 4090", [
-            Row("decoding over Fiddler (`misses=measured`, no prefetch)", ".99, 1.46",
-                Ratio(OURS.but(misses="cpu"), FIDDLER, RTX_4090)),
-            Row("decoding over HOBBIT without the CPU", "", Ratio(OURS.but(misses="cpu"), OURS, RTX_4090)),
-        ]),
-        Figure("figure 16", "dynamic loading alone", [
-            Row("RTX 4090, 16 and 4 bits", "1.19 to 1.57 on all", dynamic, {
-                "4 and 2 bits": Ratio(ALONE.but(bits=4, low_bits=2), EXACT.but(prefetch="none", bits=4), RTX_4090)}),
-            Row("Jetson Orin, 8 and 2 bits", "the highest of all", dynamic_orin),
-        ]),
-        Figure("figure 17b", "layers predicted, RTX 4090", [
-            *(Row(f"p = {ahead}, decoding over p = 0, 16 and 4 bits", "1.05" if ahead == 1 else "",
-                  Ratio(OURS.but(ahead=ahead), ALONE, RTX_4090)) for ahead in (1, 2, 3)),
-            Row("p = 1, decoding, 16 bits alone", "1.01, below 1", Ratio(EXACT.but(ahead=1),
-                EXACT.but(prefetch="none"), RTX_4090)),
-            Row("p = 1, prompts, 16 and 4 bits", "1.1", Ratio(OURS.but(ahead=1), ALONE, RTX_4090, prompts)),
-        ]),
-        Figure("figure 18a", "miss penalty over other caches', RTX 4090", [
-            Row("over LRU", ".91 to .95", _evictions(RTX_4090, OURS.but(cache="lru"))),
-            Row("over LFU of the sequence", ".96 to .98",
-                _evictions(RTX_4090, OURS.but(cache="lfu", records="sequence"))),
-            Row("over random choice", "", _evictions(RTX_4090, OURS.but(cache="random"))),
-        ]),
-        Figure("figure 18b", "LFU by sequence and by model", [
-            Row("hits, by sequence", "4.5 % more", Replayed(EXACT.but(prefetch="none", cache="lfu",
-                records="sequence"), RTX_4090, _hit_rate, ".1%")),
-            Row("hits, by model", "", Replayed(EXACT.but(prefetch="none", cache="lfu", records="model"), RTX_4090,
-                _hit_rate, ".1%")),
-        ]),
-    ]  # fmt: skip
+OVER = Ratio(OURS, OFFLOADING, RTX_4090)
+READ = replace(OVER, figure=prompts)
+OTHERS = {
+    "t1=.5 t2=.75": replace(OVER, ours=OURS.but(t1=0.5, t2=0.75)),
+    "all but the first rank low": replace(OVER, ours=OURS.but(t1=0, t2=0.99, low_share=0.5)),
+    "8 + 2 bits beside 16 in the same bytes": replace(OVER, ours=ON_ORIN.but(share_of=16)),
+    **OVER.shares("25%", "60%"),
+    **OVER.slower(16e-3),
+}
+DYNAMIC, DYNAMIC_ORIN = (Ratio(side.but(prefetch="none"), EXACT.but(prefetch="none", bits=side.bits), place)
+                         for side, place in ((OURS, RTX_4090), (ON_ORIN, ORIN)))  # fmt: skip
 
 
 PAPER = Paper(
@@ -126,12 +85,44 @@ PAPER = Paper(
             Row("16 and 4 bits", ".85 for three experts", Ratio(ALONE.but(weights="0,0,1,0"),
                 ALONE.but(weights="0,1,0,0"), RTX_4090, bytes_a_token)),
         ]),
-        *_groups()[:1],
+        Figure("figure 14", "speed beside others; RTX 4090, float16 with int4", [
+            Row("decoding over MoE-Offloading", "3.21, 3.29", OVER, OTHERS),
+            Row("prompts over MoE-Offloading", "2.0, 2.2", READ, {
+                "8 + 2 bits beside 16 in the same bytes": replace(READ, ours=ON_ORIN.but(share_of=16))}),
+        ]),
         Figure("table 3", "loss of perplexity, for that of tasks", [
             Row("16 and 4 bits", "at most 1 %", Loss(OURS)),
             Row("8 and 2 bits", "at most 1 %", Loss(ON_ORIN)),
         ]),
-        *_groups()[1:],
+        Figure("figure 15", "the CPU computes misses beside the GPU, RTX 4090", [
+            Row("decoding over Fiddler (`misses=measured`, no prefetch)", ".99, 1.46",
+                Ratio(OURS.but(misses="cpu"), FIDDLER, RTX_4090)),
+            Row("decoding over HOBBIT without the CPU", "", Ratio(OURS.but(misses="cpu"), OURS, RTX_4090)),
+        ]),
+        Figure("figure 16", "dynamic loading alone", [
+            Row("RTX 4090, 16 and 4 bits", "1.19 to 1.57 on all", DYNAMIC, {
+                "4 and 2 bits": Ratio(ALONE.but(bits=4, low_bits=2), EXACT.but(prefetch="none", bits=4), RTX_4090)}),
+            Row("Jetson Orin, 8 and 2 bits", "the highest of all", DYNAMIC_ORIN),
+        ]),
+        Figure("figure 17b", "layers predicted, RTX 4090", [
+            *(Row(f"p = {ahead}, decoding over p = 0, 16 and 4 bits", "1.05" if ahead == 1 else "",
+                  Ratio(OURS.but(ahead=ahead), ALONE, RTX_4090)) for ahead in (1, 2, 3)),
+            Row("p = 1, decoding, 16 bits alone", "1.01, below 1", Ratio(EXACT.but(ahead=1),
+                EXACT.but(prefetch="none"), RTX_4090)),
+            Row("p = 1, prompts, 16 and 4 bits", "1.1", Ratio(OURS.but(ahead=1), ALONE, RTX_4090, prompts)),
+        ]),
+        Figure("figure 18a", "miss penalty over other caches', RTX 4090", [
+            Row("over LRU", ".91 to .95", _evictions(RTX_4090, OURS.but(cache="lru"))),
+            Row("over LFU of the sequence", ".96 to .98",
+                _evictions(RTX_4090, OURS.but(cache="lfu", records="sequence"))),
+            Row("over random choice", "", _evictions(RTX_4090, OURS.but(cache="random"))),
+        ]),
+        Figure("figure 18b", "LFU by sequence and by model", [
+            Row("hits, by sequence", "4.5 % more", Replayed(EXACT.but(prefetch="none", cache="lfu",
+                records="sequence"), RTX_4090, hit_rate, ".1%")),
+            Row("hits, by model", "", Replayed(EXACT.but(prefetch="none", cache="lfu", records="model"), RTX_4090,
+                hit_rate, ".1%")),
+        ]),
     ],
     {
         "figure 3b": "no command sets the share of experts that are skipped or replaced: t1 and t2 follow scores",

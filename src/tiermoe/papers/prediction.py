@@ -31,10 +31,10 @@ class RecallRow:
     tokens: int  # that the means are over
 
 
-def recall_table(calibration: Trace, held_out: Trace) -> list[RecallRow]:
+def recall_table(calibration: Trace, held_out: Trace, only: str | None = None) -> list[RecallRow]:
     """Every predictor that the traces hold what it needs for: next-gate, percentile (Fate's 75th), path 1 and 2 (their
     K likeliest), recalled (MoBiLE's little pass at the same position, which knows every layer beforehand: distance 1),
-    frequent. Only decoded tokens count."""
+    frequent. Only decoded tokens count. only: the one predictor that is wanted."""
     header = held_out.header
     context = PredictionContext(
         len(header.experts),
@@ -44,8 +44,13 @@ def recall_table(calibration: Trace, held_out: Trace) -> list[RecallRow]:
         encoder_layers=header.encoder_layers,
     )
     passes = decode_passes(held_out)
+    wanted = (only, "frequent")  # the most frequent are every row's baseline
     predictors = _predictors(calibration, held_out, context)
-    found = {name: _recalls(name, predictor, passes, header) for name, predictor in predictors}
+    found = {
+        name: _recalls(name, predictor, passes, header)
+        for name, predictor in predictors
+        if only is None or name in wanted
+    }
     frequent = {layer: fmean(values) for (layer, distance), (values, _) in found["frequent"].items() if distance == 1}
     return [
         RecallRow(
@@ -53,6 +58,7 @@ def recall_table(calibration: Trace, held_out: Trace) -> list[RecallRow]:
             baseline_uniform(header.top_k[layer], header.experts[layer]), frequent[layer], len(recalls),
         )
         for name, cells in found.items()
+        if only in (None, name)
         for (layer, distance), (recalls, named) in sorted(cells.items())
     ]  # fmt: skip
 

@@ -11,7 +11,7 @@ from tiermoe.config import CacheSize, parse_cache
 from tiermoe.errors import ConfigError
 from tiermoe.metrics import Metrics
 from tiermoe.offload.composition import Composition
-from tiermoe.offload.profiles import Profile, read_profile
+from tiermoe.offload.profiles import Profile, profile_of
 from tiermoe.simulate import BeladyHits, ReplaySettings, Result, machine_of, replay, run_bits, settings_on
 from tiermoe.simulate.costs import slot_sizes
 from tiermoe.systems import compose
@@ -90,8 +90,7 @@ class Runs:
         """The calibration of a composition; None where it needs none, or no folder was given."""
         if self.profiles is None or not composition.needs_profile:
             return None
-        command = f"tiermoe calibrate {self.trace.header.model} --text FILE --for {composition.profile}"
-        return read_profile(self.profiles / f"{composition.profile}.json", None, command)
+        return profile_of(self.profiles, composition.profile, self.trace.header.model, None)
 
     def _cache(self, side: Side, place: Place) -> CacheSize:
         cache, header = parse_cache(side.share or place.share), self.trace.header

@@ -132,7 +132,7 @@ def recall_by_layer(predictor: str, distance: int = 1) -> ByLayer:
 
 def _rows(trace: Trace, predictor: str, distance: int) -> list[RecallRow]:
     """What is counted on one half of the sequences is judged on the other."""
-    rows = [row for row in recall_table(*halves(trace)) if (row.predictor, row.distance) == (predictor, distance)]
+    rows = [row for row in recall_table(*halves(trace), only=predictor) if row.distance == distance]
     if not rows:
         raise TraceError(f"the trace of {trace.header.model} holds nothing that {predictor} names {distance} on by")
     return rows
