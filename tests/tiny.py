@@ -90,6 +90,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
         "n_shared_experts": 1, "norm_topk_prob": True, "sliding_window": 6, "max_window_layers": 2,
     },
+    "exaone_moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_shared_experts": 1,
+        "head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "hy_v3": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_shared_experts": 1,
+        "head_dim": 16,
+    },
+    "mellum": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16, "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "solar_open": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1,
+        "head_dim": 16,
+    },
     "lfm2_moe": {
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention", "conv"], "routed_scaling_factor": 1.5,

@@ -30,6 +30,7 @@ class Architecture:
     window: str = "none"  # 'all' layers have a sliding window, or each 'layer' as config.layer_types says
     latent: bool = False  # attention is `LatentAttention`
     rope: str = "halves"  # of `rotary.ROPES`
+    unrotated: Callable[[Any, int], bool] | None = None  # config, layer → its queries and keys have no position
     layer_norm: bool = False  # norms are `LayerNorm`
     late_norm: bool = False  # of `RootMeanSquare`, as the next three
     centred_norm: bool = False

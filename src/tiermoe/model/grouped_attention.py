@@ -24,7 +24,7 @@ from tiermoe.model.attention import Attention, AttentionSizes, attend, scores_at
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
-from tiermoe.model.rotary import ROPES, ApplyRope, rope_halves, rotary_at
+from tiermoe.model.rotary import ROPES, ApplyRope, layer_kinds, rope_halves, rotary_at
 from tiermoe.model.step import Span, Step
 from tiermoe.types import FEW_TOKENS, Workload
 
@@ -62,7 +62,7 @@ class GroupedSizes(AttentionSizes):
             _window(architecture, config, index),
             has(f"model.layers.{index}.self_attn.sinks"),
             architecture.gated,
-            rotary_at(config, index),
+            _rotary(architecture, config, index),
             not architecture.side_by_side,
         )
 
@@ -133,6 +133,12 @@ class GroupedSizes(AttentionSizes):
             sinks=weights.tensor(f"{part}.sinks") if self.sinks else None,
             clip=None if clip is None else float(clip),
         )
+
+
+def _rotary(architecture: Architecture, config: Any, index: int) -> int:
+    if architecture.unrotated is not None and architecture.unrotated(config, index):
+        return len(layer_kinds(config))
+    return rotary_at(config, index)
 
 
 def _window(architecture: Architecture, config: Any, index: int) -> int | None:

@@ -63,6 +63,11 @@ def rotary_at(config: Any, index: int) -> int:
     return 0 if kinds == [None] else kinds.index(config.layer_types[index])
 
 
+def unrotated(columns: int, dtype: torch.dtype) -> Rotary:
+    """A rotary embedding by angles of 0, for layers whose queries and keys have no position."""
+    return Rotary(torch.zeros(columns // 2), lambda _: 1.0, dtype)
+
+
 def knows_rotary(config: Any) -> bool:
     """Whether `rotary_of` computes all rotary embeddings that a config names."""
     kinds = layer_kinds(config)
@@ -70,17 +75,18 @@ def knows_rotary(config: Any) -> bool:
 
 
 def _is_default(config: Any, layers: str | None) -> bool:
-    return bool((_parameters(config, layers) or {}).get("rope_type") == "default")
+    return bool((parameters_of(config, layers) or {}).get("rope_type") == "default")
 
 
-def _parameters(config: Any, layers: str | None) -> Any:
+def parameters_of(config: Any, layers: str | None) -> Any:
+    """What a config says of the rotary embedding of one of `layer_kinds`."""
     return config.rope_parameters if layers is None else config.rope_parameters[layers]
 
 
 def rotary_of(config: Any, columns: int, dtype: torch.dtype, layers: str | None = None) -> Rotary | None:
     """A config's rotary embedding of `columns` of each head, for one of `layer_kinds`; None where it is not
     computed."""
-    parameters = _parameters(config, layers)
+    parameters = parameters_of(config, layers)
     if _is_default(config, layers):
         steps = torch.arange(0, columns, 2, dtype=torch.float) / columns
         return Rotary(1.0 / (parameters["rope_theta"] ** steps), lambda _: 1.0, dtype)

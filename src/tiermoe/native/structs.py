@@ -120,6 +120,7 @@ class Attention(Struct):
         ("window", c_size_t),
         ("gated", c_int),
         ("interleaved", c_int),
+        ("norms_rotated", c_int),
         ("scale", c_float),
         ("residual_multiplier", c_float),
     )
@@ -136,6 +137,7 @@ class Step(Struct):
         ("first", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
+        ("temperatures", c_void_p),
         ("rotary_columns", c_size_t),
         ("spread", c_size_t),
         ("chosen", c_void_p),

@@ -67,11 +67,15 @@ _TABLE = (
     Family("GLM-MoE-DSA (GLM-5)", "glm_moe_dsa", latent_kv=True),
     Family("ERNIE 4.5", "ernie4_5_moe", normalised=True),
     Family("dots.llm1", "dots1"),
+    Family("EXAONE MoE (K-EXAONE)", "exaone_moe"),
     Family("LFM2-MoE", "lfm2_moe"),
     Family("Gemma 4", "gemma4_text", normalised=True),
     Family("gpt-oss", "gpt_oss", normalised=True),
     Family("GraniteMoE", "granitemoe", normalised=True),
+    Family("Hunyuan 3", "hy_v3", normalised=True),
+    Family("Mellum 2", "mellum", plain_router=True),
     Family("MiniMax-M2", "minimax_m2", normalised=True),
+    Family("Solar Open", "solar_open"),
     Family("DBRX", "dbrx", adapter="dbrx", forecasts=False, normalised=True),
     Family("Jamba", "jamba", continues=False, normalised=False),
     Family("JetMoE", "jetmoe", adapter="jetmoe", forecasts=False, normalised=True),
@@ -178,6 +182,18 @@ def deepseek_v3_router(config: Any) -> RouterRule:
     )
 
 
+def hunyuan3_router(config: Any) -> RouterRule:
+    return RouterRule(
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        normalise=True,
+        epsilon=1e-20,
+        wide=True,
+        rounded=False,
+        scale=float(config.router_scaling_factor),
+    )
+
+
 def ernie_router(config: Any) -> RouterRule:
     """Softmax over all experts, of which a correction chooses; a token's weights sum to 1."""
     return RouterRule(config.num_experts_per_tok, normalise=True, epsilon=1e-20, wide=True)
@@ -191,6 +207,11 @@ def lfm2_router(config: Any) -> RouterRule:
         epsilon=1e-6,
         scale=float(config.routed_scaling_factor),
     )
+
+
+def full_exaone(config: Any, layer: int) -> bool:
+    """EXAONE's layers without a window, where others have one."""
+    return config.sliding_window is not None and config.layer_types[layer] == "full_attention"
 
 
 def indexer_lacks(config: Any) -> str:
@@ -233,9 +254,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="complex",
     ),
     "dots1": replace(_GLM4, window="layer"),
+    "exaone_moe": replace(_GLM4, window="layer", unrotated=full_exaone),
+    "hy_v3": Architecture(hunyuan3_router, shared="shared_experts", correction="e_score_correction_bias"),
+    "mellum": Architecture(softmax_router, window="layer"),
     "minimax_m2": Architecture(minimax_router, correction="e_score_correction_bias", norm_all_heads=True),
     "gemma4_text": GEMMA4,
     "gpt_oss": Architecture(chosen_router, gate="router", window="layer", late_norm=True, norm_by_kernel=False),
+    "solar_open": _GLM4,
     "lfm2_moe": Architecture(
         lfm2_router,
         block="feed_forward",
