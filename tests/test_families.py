@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import tiermoe
 import tiny
 from families_document import FILE, document
-from parity import close, logits, tokens
+from parity import ROUNDED, close, logits, tokens
 from small_families import FAMILIES, LARGER, config_of, plain_model, write_small
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.model.decoder import Decoder
@@ -35,9 +35,6 @@ def stepped(engine: Any, ids: list[int], length: int) -> list[int]:
         logits = engine.step(Batch((decode(slab, len(ids) - 1, ids[-1]),)), cache)
     return ids
 
-
-ROUNDED = {"jamba", "llama4", "llama4_text"}
-"""Their own code multiplies in another order."""
 
 HEARING = {"nemo_speechlm"}
 """Sees nothing."""

@@ -62,6 +62,7 @@ class GroupedAttention:
     value_columns: int | None = None  # None: head_columns
     interleaved: bool = False  # columns 2 i and 2 i + 1 rotate together; the cache has them as i and half + i
     window: int = 0  # positions that a token attends to, the token's own included; 0: all
+    chunked: bool = False  # a token attends from a multiple of the window on
     sinks: Tensor | None = None  # bfloat16 (heads): a score without a value that joins a head's softmax
     gated: bool = False  # what a head attends to is multiplied by the sigmoid of the gate
     residual_multiplier: float = 1.0  # of the output before the residual sum
@@ -177,6 +178,7 @@ def _packed(
             latent_columns=latent_columns, window=window,
             gated=isinstance(weights, GroupedAttention) and weights.gated, interleaved=weights.interleaved,
             norms_rotated=isinstance(weights, GroupedAttention) and weights.norms_rotated,
+            chunked=isinstance(weights, GroupedAttention) and weights.chunked,
             scale=weights.scale, residual_multiplier=weights.residual_multiplier,
         )
     )  # fmt: skip
@@ -381,10 +383,12 @@ def prompt_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     piece: Piece | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """query (T, heads, columns), bfloat16: the tokens of a sequence from position `first` on, in position. Their keys
     and values, and those before, are in slab `slab`. window: positions that each attends to, its own included; None:
-    all. sinks (heads): scores without a value that join each softmax. piece: the positions that are attended to; None:
+    all. chunked: a token attends from a multiple of the window on. sinks (heads): scores without a value that join each
+    softmax. piece: the positions that are attended to; None:
     all → (T, heads, value columns); only the last piece's have a meaning.
 
     ValueError: of another dtype or shape; slabs that do not fit. The interpreter's lock is released meanwhile."""
@@ -402,7 +406,7 @@ def prompt_attention(
     workspace = scratch.address("attention", _native.prompt_workspace(slabs.packed, threads))
     prompt = structs.Prompt(
         query=query.data_ptr(), out=out.data_ptr(), sinks=address(sinks), tokens=tokens, heads=heads, slab=slab,
-        first=first, window=window or 0, scale=scale, begin=begin, end=end, state=state,
+        first=first, window=window or 0, chunked=chunked, scale=scale, begin=begin, end=end, state=state,
     )  # fmt: skip
     _native.attend_prompt(slabs.packed, _native.pack(prompt), workspace, threads)
     return out

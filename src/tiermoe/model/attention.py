@@ -88,6 +88,11 @@ class AttentionSizes(ABC):
         """The block of the layer at the path `layer` ('model.layers.3')."""
 
 
+def tempered(query: Tensor, temperatures: Tensor | None) -> Tensor:
+    """query (T, heads, columns) by the tokens' temperatures (T); None: 1."""
+    return query if temperatures is None else (query * temperatures[:, None, None]).to(query.dtype)
+
+
 def scores_at_once(heads: int, tokens: int, positions: int) -> int:
     """Scores in memory at a time: a few million, but of one token all heads', or of one head all tokens'."""
     return min(max(SCORES_AT_ONCE, heads * positions, tokens * positions), heads * tokens * positions)

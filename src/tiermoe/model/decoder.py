@@ -353,7 +353,11 @@ def _rotaries(config: Any, dtype: torch.dtype) -> list[Rotary]:
     dtype = torch.float32 if of.rope == "complex" else dtype
     found = [rotary_of(config, _rotary_columns(config, kind), dtype, kind) for kind in layer_kinds(config)]
     rotaries = [rotary for rotary in found if rotary is not None]
-    return rotaries if of.unrotated is None else [*rotaries, unrotated(rotaries[0].columns, dtype)]
+    if of.unrotated is not None:
+        rotaries.append(unrotated(rotaries[0].columns, dtype))
+    if of.temperature is not None:
+        rotaries[-1].temperature = of.temperature(config)
+    return rotaries
 
 
 def _rotary_columns(config: Any, kind: str | None) -> int:

@@ -68,7 +68,7 @@ static size_t last_of(const Step *step, size_t token) {
 /* The first position that a token attends to. */
 static size_t begin_of(const Attention *layer, const Step *step, size_t token) {
     const size_t position = (size_t)step->positions[token], first = step->first ? (size_t)step->first[token] : 0;
-    return layer->window && position + 1 > layer->window ? larger(first, position + 1 - layer->window) : first;
+    return larger(first, window_begin(position, layer->window, layer->chunked));
 }
 
 static size_t first_tile(const Attention *layer, const Step *step, size_t token) {

@@ -33,6 +33,7 @@ typedef struct {
     size_t key_columns, value_columns, rotary_columns; /* of a head */
     size_t latent_columns;      /* 0: grouped */
     size_t window;              /* positions that a token attends to, its own included; 0: all */
+    int chunked;                /* a token attends from a multiple of the window on */
     int gated;
     int interleaved;            /* columns 2 i and 2 i + 1 rotate together, not i and rotary_columns / 2 + i */
     int norms_rotated;          /* grouped: a head is normed after it is rotated, not before */
