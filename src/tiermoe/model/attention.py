@@ -38,7 +38,8 @@ class Attention(ABC):
         self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
     ) -> DecodeAttention | None:
         """The kernel of norm `before`, attention, residual and norm `after` for up to FEW_TOKENS in one call; None
-        where no kernel computes them. rotary_columns: of the angles by which it rotates. multiplier: of what is added."""
+        where no kernel computes them. rotary_columns: of the angles by which it rotates. multiplier: of what is
+        added."""
         return None
 
 

@@ -1,5 +1,5 @@
-"""Llama 4: attention in chunks, layers without positions whose queries have a temperature, and one expert a token, whose
-input is weighted and not its output."""
+"""Llama 4: attention in chunks, layers without positions whose queries have a temperature, and one expert a token,
+whose input is weighted and not its output."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def llama4_lacks(config: Any) -> str:
         return "several experts a token"
     kinds = zip(config.layer_types, config.no_rope_layers, strict=False)
     if any((kind == "chunked_attention") != bool(rotated) for kind, rotated in kinds):
-        return "layers with positions and without chunks, or the other way round"
-    return "" if config.attention_chunk_size else "attention to everything before in layers with positions"
+        return "positions without chunks, or chunks without them"
+    return "" if config.attention_chunk_size else "chunks of no size"
 
 
 def _unrotated(config: Any, layer: int) -> bool:
