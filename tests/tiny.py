@@ -97,7 +97,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "llama4_text": {
-        "num_local_experts": 8, "intermediate_size": 32, "intermediate_size_mlp": 64, "head_dim": 16,
+        "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size": 32, "intermediate_size_mlp": 64,
+        "head_dim": 16,
         "moe_layers": [0, 2], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 6, "floor_scale": 10,
         "attn_scale": 0.5,
     },
