@@ -2,8 +2,8 @@
 
     python -m benchmarks.speculation MODEL [--memory none,700MiB] [--batch 1] [--rounds 5] [--tokens 300]
 
-Cases: `edit`, a program's text again with a name changed and lines added; `quotes`, new sentences and some of the
-prompt's by turns; `prose`, the text goes on. A sampler takes the answer's own token at each place, so that a model of
+Cases: `edit`, a program's text again with a name changed and lines added; `quotes`, new sentences and twice as
+much of the prompt by turns; `prose`, the text goes on. A sampler takes the answer's own token at each place, so that a model of
 random weights writes it too. Prints one JSON object.
 """
 
@@ -17,16 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tiermoe
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, shown
 from tiermoe.bench.cases import DEFAULT_TEXT, alternating
+from tiermoe.bench.run_tiermoe import start_engine
 from tiermoe.bench.summary import spread
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Grammar, Sampling
+from tiermoe.engine.speculation import Speculation
+from tiermoe.model.hf.hub import load_tokenizer, resolve_model
 
 _PROGRAM = Path(__file__)
-_QUOTED = 40  # tokens of a quotation, and of what comes before it
+_NEW, _QUOTED = 30, 60  # tokens of a sentence of one's own, and of the quotation behind it
 
 
 class Forced(Grammar):
@@ -54,8 +56,8 @@ def cases(tokenizer: Any, tokens: int) -> dict[str, tuple[list[int], list[int]]]
     edited = "\n".join(line if at % 12 else f"{line}\n# step {at} of the program" for at, line in enumerate(lines))
     ids = {name: tokenizer(each).input_ids for name, each in (("old", program), ("new", edited), ("text", text))}
     story, quoted = ids["text"], list[int]()
-    for at in range(0, tokens, 2 * _QUOTED):
-        quoted += story[3 * tokens + at :][:_QUOTED] + story[2 * at :][:_QUOTED]
+    for at in range(0, tokens, _NEW + _QUOTED):
+        quoted += story[3 * tokens + at :][:_NEW] + story[2 * at :][:_QUOTED]
     return {
         "edit": (ids["old"][: 2 * tokens], ids["new"][:tokens]),
         "quotes": (story[: 2 * tokens], quoted[:tokens]),
@@ -66,7 +68,7 @@ def cases(tokenizer: Any, tokens: int) -> dict[str, tuple[list[int], list[int]]]
 def tokens_a_second(engine: Any, tokenizer: Any, case: tuple[list[int], list[int]], batch: int, on: bool) -> float:
     """Of `batch` equal requests at once, from the first token of the last of them."""
     prompt, answer = case
-    loop = RequestLoop(engine, tokenizer, batch, set(), speculates=on)
+    loop = RequestLoop(engine, tokenizer, batch, set(), speculation=Speculation() if on else None)
     for at in range(batch):  # another first token each: none finds the prefix of another
         loop.add(Request([at, *prompt], Sampling(max_tokens=len(answer)), grammar=Forced(answer)))
     given, first, began = 0, 0, 0.0
@@ -96,11 +98,12 @@ def main() -> None:
     parser.add_argument("--batch", type=at_least_one, default=1)
     parser.add_argument("--tokens", type=at_least_one, default=300, help="of an answer")
     args = parser.parse_args()
-    results = {}
+    tokenizer, results = load_tokenizer(resolve_model(args.model)), {}
     for memory in args.memory.split(","):
         size = {} if memory == "none" else {"memory": memory}
-        with tiermoe.load(args.model, context=4 * args.tokens, batch=args.batch, **size) as (model, tokenizer):
-            results[memory] = measured(model.tiermoe, tokenizer, args.batch, args.rounds, args.tokens)
+        engine = start_engine(args.model, {"context": 4 * args.tokens, "batch": args.batch, **size})
+        results[memory] = measured(engine, tokenizer, args.batch, args.rounds, args.tokens)
+        engine.close()
     rows = [
         [memory, name, *(shown(case[key]) for key in ("off", "on", "ratio"))]
         for memory, found in results.items()

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 
 MATCH = 3  # tokens that must be the same: fewer are followed by anything
 LONGEST = 32  # tokens of a match that are looked at
-_PLACES = 8  # latest places of the same last tokens that are compared
 
 
 class PromptLookup:
     """A sequence's tokens, indexed by each `MATCH` of them in a row. Memory grows with the sequence, about 150 bytes a
-    token."""
+    token. places: latest places of the same last tokens that are compared."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: int = 8) -> None:
+        self._places = places
         self._tokens: list[int] = []
         self._last: dict[tuple[int, ...], int] = {}  # tokens in a row → position behind their last place
         self._earlier: list[int] = []  # position → position behind the place before of the tokens that end there; 0: none
@@ -34,7 +34,7 @@ class PromptLookup:
         tokens, end = self._tokens, len(self._tokens)
         best, length = 0, 0
         place = self._last.get(tuple(tokens[-MATCH:]), 0)
-        for _ in range(_PLACES):
+        for _ in range(self._places):
             if not place:
                 break
             same = _matching(tokens, place)

@@ -23,7 +23,6 @@ from itertools import count
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tiermoe.batch import Batch, Kind, Row
@@ -92,8 +91,8 @@ class RequestLoop:
     (`MemoryPlan.kv_memory`) keeps those behind it waiting, however short. Not for several threads.
 
     ends: tokens that end an answer; None: those of the model's generation config. disk: makes the prefix cache on disk
-    from the KV cache. times_decoding: whether `decoding` is measured where experts are missing. speculates: guesses of
-    answers' next tokens are verified where that saves time; no token changes."""
+    from the KV cache. times_decoding: whether `decoding` is measured where experts are missing. speculation: which
+    guesses at answers' next tokens are verified, where the engine is exact and verifies several at once; None: none."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class RequestLoop:
         ends: set[int] | None = None,
         disk: Callable[[Any], PrefixDisk] | None = None,
         times_decoding: bool = False,
-        speculates: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         config = engine.generation_config
         self.counts = Counts()
@@ -130,8 +129,8 @@ class RequestLoop:
         # lossy rules look at all that runs at once, and transformers' code runs row by row
         self._joins = missing and not engine.lossy and engine.decoder.rows_together
         self._verified = FEW_TOKENS if engine.decoder.can_verify_draft else 1
-        verifies = self._verified > 1 and engine.decoder.rows_together and not engine.composition.lossy
-        self._speculation = Speculation() if speculates and verifies else None
+        verifies = self._verified > 1 and engine.decoder.rows_together
+        self._speculation = speculation if verifies and speculation and not engine.composition.lossy else None
         self._together: int = engine.plan.prompt_chunks
         self._layered: _Layered | None = None  # of a row in `_reading`
         self._layered_last = False  # whether the last step was a turn of it
@@ -354,7 +353,10 @@ class RequestLoop:
         began = time.perf_counter()
         parts = list(map(self._next_prompt, prompts))
         speculation = self._speculation if answering and not parts else None
-        guesses = self._guesses(answering, speculation) if speculation and guess else [[] for _ in answering]
+        guesses = [
+            self._guesses(row, speculation, len(answering)) if speculation is not None and guess else []
+            for row in answering
+        ]
         guessed = sum(map(len, guesses))
         asked = list(map(RequestState.next_answer, answering, guesses))
         rows = (*asked, *parts)
@@ -378,10 +380,10 @@ class RequestLoop:
         self.counts.steps += 1
         lengths = [len(row.tokens) for row in asked]
         sizes = lengths if guessed else [1] * len(asked)
-        of_answers = logits[: sum(sizes)] if answering else logits[:0]
-        given = 0
-        for row, own, each in zip(answering, guesses, torch.split(of_answers, sizes), strict=True):
-            given += self._answer(row, own, each[-1 - len(own) :], pieces)
+        given, end = 0, 0
+        for row, own, size in zip(answering, guesses, sizes, strict=True):
+            end += size
+            given += self._answer(row, own, logits[end - 1 - len(own) : end], pieces)
         if before is not None and after is not None:
             self.decoding.add(after.since(before), given)
         if speculation is not None:
@@ -390,42 +392,31 @@ class RequestLoop:
         for row, part, each in zip(prompts, parts, read, strict=True):
             self._has_read(row, [part], each, pieces)
 
-    def _guesses(self, answering: list[RequestState], speculation: Speculation) -> list[list[int]]:
-        """Guesses of each answer's next tokens that are worth verifying."""
-        rows = len(answering)
-        share = speculation.share(rows)
-        if share is None:
-            return [[] for _ in answering]
-        most = min(FEW_TOKENS // rows, self._chunk) - 1
-        return [self._guesses_of(row, min(most - row.behind, MOST), share, speculation) for row in answering]
-
-    def _guesses_of(self, row: RequestState, most: int, share: float, speculation: Speculation) -> list[int]:
-        """Guesses as far as the answer may go, there is memory, and wrong ones can be taken back."""
-        left = row.request.sampling.max_tokens - len(row.answer)
-        most = min(most, left - 1, row.room - row.length - 1, self.context - row.length - 2)
+    def _guesses(self, row: RequestState, speculation: Speculation, rows: int) -> list[int]:
+        """Guesses at an answer's next tokens that are worth verifying in a step of so many answers: as far as the answer
+        may go, there is memory, and wrong ones can be taken back."""
+        most = min(MOST, FEW_TOKENS // rows - 1 - row.behind, self._chunk - 1 - row.behind)
+        most = min(most, row.request.sampling.max_tokens - len(row.answer) - 1)
+        most = min(most, row.room - row.length - 1, self.context - row.length - 2)
         if most < 1 or not self._cache.can_crop(row.slab, row.length - row.behind, row.behind + 1 + most):
             return []
         if row.drafter is None:
-            row.drafter = Drafter(speculation.chances)
-        return row.drafter.draft(row.request.ids, row.answer, most, share)
+            row.drafter = Drafter(speculation)
+        return row.drafter.draft(row.request.ids, row.answer, most, rows)
 
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:
         """Adds the tokens of an answer that a step gave, and returns their number: one, and those behind right guesses.
         logits (1 + len(guesses), vocabulary)."""
-        row.behind, right = 0, 0
+        row.behind, given = 0, 0
         for guess, each in zip((*guesses, None), logits, strict=True):
             row.contents.add(row.answer[-1:], Kind.DECODE)
-            ended = self._choose(row, each, pieces)
-            if ended or row.answer[-1] != guess:
+            given += 1
+            if self._choose(row, each, pieces):
+                return given
+            if row.answer[-1] != guess:
                 break
-            right += 1
-        else:
-            ended = False
-        if guesses and row.drafter is not None:
-            row.drafter.record(right + (not ended and right < len(guesses)), right)
-        if not ended:
-            self._take_back(row)
-        return right + 1
+        self._take_back(row)
+        return given
 
     def _take_back(self, row: RequestState) -> None:
         """Takes wrong guesses out of the slab. A recurrent state goes back to before the step."""
