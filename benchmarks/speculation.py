@@ -2,9 +2,9 @@
 
     python -m benchmarks.speculation MODEL [--memory none,700MiB] [--batch 1] [--rounds 5] [--tokens 300]
 
-Cases: `edit`, a program's text again with a name changed and lines added; `quotes`, new sentences and twice as
-much of the prompt by turns; `prose`, the text goes on. A sampler takes the answer's own token at each place, so that a model of
-random weights writes it too. Prints one JSON object.
+Cases: `edit`, a program's text again with a name changed and lines added; `quotes`, new sentences and twice as much of
+the prompt by turns; `prose`, the text goes on. A grammar allows the answer's own token alone at each place, so that a
+model of random weights writes it too. Prints one JSON object.
 """
 
 import json

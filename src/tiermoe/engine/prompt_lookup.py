@@ -17,7 +17,9 @@ class PromptLookup:
         self._places = places
         self._tokens: list[int] = []
         self._last: dict[tuple[int, ...], int] = {}  # tokens in a row → position behind their last place
-        self._earlier: list[int] = []  # position → position behind the place before of the tokens that end there; 0: none
+        self._earlier: list[
+            int
+        ] = []  # position → position behind the place before of the tokens that end there; 0: none
 
     def __len__(self) -> int:
         return len(self._tokens)

@@ -77,7 +77,6 @@ class RequestState:
         self.before = SlabContents()  # of the slab that it lost amid its answer
         self.stored: StoredPrefix | None = None  # a prefix that is being read into the slab from disk
         self.answer: list[int] = []  # chosen tokens; the last one has not run
-        self.behind = 0  # of `contents`' last tokens, that run again: a recurrent state went back behind wrong guesses
         self.cached = 0  # tokens of the prompt that did not have to be read
         self.drafter: Drafter | None = None
         self.scores: list[TokenLogprob] = []  # of the prompt's tokens, until they are emitted
@@ -144,9 +143,7 @@ class RequestState:
 
     def next_answer(self, guesses: Sequence[int] = ()) -> Row:
         """The row of the token that was chosen last, and of guesses at those that follow."""
-        first = self.length - self.behind
-        tokens = (*self.contents.tokens[first:], self.answer[-1], *guesses)
-        return Row(self.slab, first, tokens, Kind.DECODE if len(tokens) == 1 else Kind.VERIFY)
+        return Row(self.slab, self.length, (self.answer[-1], *guesses), Kind.VERIFY if guesses else Kind.DECODE)
 
     def has_read(self, row: Row, logits: Tensor) -> None:
         """Records that `next_prompt` has run. logits (n, vocabulary): of its last token, or of all where they are
@@ -168,7 +165,7 @@ class RequestState:
             self.scores = []
         elif self.length > len(self.before.tokens):
             self.before = self.contents
-        self.slab, self.room, self.stored, self.contents, self.behind = -1, 0, None, SlabContents(), 0
+        self.slab, self.room, self.stored, self.contents = -1, 0, None, SlabContents()
 
     def choose(self, logits: Tensor, ends: set[int], context: int) -> Piece:
         """Chooses the next token of the answer, from the logits (vocabulary) of the one before.

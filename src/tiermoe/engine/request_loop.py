@@ -69,6 +69,8 @@ class Counts:
     cached_tokens: int = 0  # found in what earlier requests left, of the same prompts
     generated_tokens: int = 0
     steps: int = 0
+    guessed_tokens: int = 0  # verified guesses at answers' next tokens
+    right_guesses: int = 0
     failed: int = 0
     aborted: int = 0  # requests whose clients left
     refused: int = 0  # requests that came to a full queue, or to a server that was about to end
@@ -358,8 +360,7 @@ class RequestLoop:
             for row in answering
         ]
         guessed = sum(map(len, guesses))
-        asked = list(map(RequestState.next_answer, answering, guesses))
-        rows = (*asked, *parts)
+        rows = (*map(RequestState.next_answer, answering, guesses), *parts)
         batch, every = Batch(rows, ragged=len(rows) > 1), guessed > 0 or (bool(prompts) and prompts[0].scored)
         before = self._engine.snapshot() if self._timed and batch.phase == "decode" else None
         try:
@@ -378,27 +379,27 @@ class RequestLoop:
             return
         seconds, after = time.perf_counter() - began, self._engine.snapshot() if before is not None else None
         self.counts.steps += 1
-        lengths = [len(row.tokens) for row in asked]
-        sizes = lengths if guessed else [1] * len(asked)
-        given, end = 0, 0
-        for row, own, size in zip(answering, guesses, sizes, strict=True):
-            end += size
-            given += self._answer(row, own, logits[end - 1 - len(own) : end], pieces)
+        given, at = 0, 0
+        for row, own in zip(answering, guesses, strict=True):
+            given += self._answer(row, own, logits[at : at + 1 + len(own)], pieces)
+            at += 1 + len(own)
         if before is not None and after is not None:
             self.decoding.add(after.since(before), given)
+        self.counts.guessed_tokens += guessed
+        self.counts.right_guesses += given - len(answering)
         if speculation is not None:
-            speculation.record(len(answering), sum(lengths) - len(asked), given, seconds)
+            speculation.record(len(answering), guessed, given, seconds)
         read = [logits] if prompts and every else logits[len(answering) :, None] if prompts else []
         for row, part, each in zip(prompts, parts, read, strict=True):
             self._has_read(row, [part], each, pieces)
 
     def _guesses(self, row: RequestState, speculation: Speculation, rows: int) -> list[int]:
-        """Guesses at an answer's next tokens that are worth verifying in a step of so many answers: as far as the answer
+        """Guesses at an answer's next tokens that are worth verifying in a step of `rows` answers: as far as the answer
         may go, there is memory, and wrong ones can be taken back."""
-        most = min(MOST, FEW_TOKENS // rows - 1 - row.behind, self._chunk - 1 - row.behind)
+        most = min(MOST, FEW_TOKENS // rows - 1, self._chunk - 1)
         most = min(most, row.request.sampling.max_tokens - len(row.answer) - 1)
         most = min(most, row.room - row.length - 1, self.context - row.length - 2)
-        if most < 1 or not self._cache.can_crop(row.slab, row.length - row.behind, row.behind + 1 + most):
+        if most < 1 or not self._cache.can_crop(row.slab, row.length, 1 + most):
             return []
         if row.drafter is None:
             row.drafter = Drafter(speculation)
@@ -407,7 +408,7 @@ class RequestLoop:
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:
         """Adds the tokens of an answer that a step gave, and returns their number: one, and those behind right guesses.
         logits (1 + len(guesses), vocabulary)."""
-        row.behind, given = 0, 0
+        given = 0
         for guess, each in zip((*guesses, None), logits, strict=True):
             row.contents.add(row.answer[-1:], Kind.DECODE)
             given += 1
@@ -415,15 +416,8 @@ class RequestLoop:
                 return given
             if row.answer[-1] != guess:
                 break
-        self._take_back(row)
+        self._crop(row)
         return given
-
-    def _take_back(self, row: RequestState) -> None:
-        """Takes wrong guesses out of the slab. A recurrent state goes back to before the step."""
-        if self._cache.length(row.slab) > row.length:
-            kept = self._cache.kept(row.slab, row.length)
-            self._cache.crop(row.slab, kept)
-            row.behind = row.length - kept
 
     def _has_read(self, row: RequestState, parts: list[Row], logits: Tensor, pieces: list[Piece]) -> None:
         """Records chunks of a prompt. logits (n, vocabulary): of the last token, or of all where it is scored."""
@@ -443,7 +437,8 @@ class RequestLoop:
             self._choose(row, logits[-1], pieces)
 
     def _crop(self, row: RequestState) -> None:
-        """Crops the slab to the tokens that the request holds: a replayed part may have had more."""
+        """Crops the slab to the tokens that the request has: a replayed part may have had more, and wrong guesses are
+        behind them."""
         if self._cache.length(row.slab) > row.length:
             self._cache.crop(row.slab, row.length)
 
@@ -458,7 +453,7 @@ class RequestLoop:
         self.counts.generated_tokens += 1
         if piece.finish is not None:
             self._answering.remove(row)
-            self._take_back(row)
+            self._crop(row)
             self._prefixes.leave(row.slab, row.contents)
         pieces.append(piece)
         return piece.finish is not None

@@ -1,5 +1,5 @@
-"""Speculation: how many tokens of a draft a step verifies, decided from times. It changes when tokens come, never which:
-a verified token has the logits that it has alone, and is chosen from them. Standard library only.
+"""Speculation: how many tokens of a draft a step verifies, decided from times. It changes when tokens come, never
+which: a verified token has the logits that it has alone, and is chosen from them. Standard library only.
 
 A guess costs what it adds to a step: computing it, and reading experts that no other token of the step uses. It saves a
 token's time where it is right. So a guess is verified where its chance is above its cost, as a share of a token's time
@@ -77,9 +77,9 @@ class Speculation:
     """Times of steps with guesses and without, and what guesses have lost.
 
     Guesses are verified while what they lost, against the times without, is at most `LOSS` of all decoding and a few
-    tokens' time. What they won is set against losses up to the same few tokens: a text that repeats does not pay for the
-    next one. Once they have lost too much, they are verified again when as many would have been right since. `share`:
-    what a guess costs, of a token's time."""
+    tokens' time. What they won is set against losses up to the same few tokens: a text that repeats does not pay for
+    the next one. Once they have lost too much, they are verified again when as many would have been right since.
+    `share`: what a guess costs, of a token's time."""
 
     def __init__(self) -> None:
         self.chances = Chances()
