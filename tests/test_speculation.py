@@ -158,8 +158,11 @@ def test_an_answer_does_not_fail_by_a_guess(engine: Any) -> None:
                 raise LoadError("an expert that a guess asks for is damaged")
             return self._engine.step(batch, *rest)
 
-    expected = answers(RequestLoop(engine, Letters(), 3, set()), requests())
-    assert answers(RequestLoop(Damaged(engine), Letters(), 3, set(), speculation=Eager()), requests()) == expected
+    for rows in (1, 3):
+        expected = answers(RequestLoop(engine, Letters(), rows, set()), requests())
+        assert (
+            answers(RequestLoop(Damaged(engine), Letters(), rows, set(), speculation=Eager()), requests()) == expected
+        )
 
 
 def test_a_preempted_answer_that_was_guessed_goes_on(engine: Any) -> None:
@@ -247,6 +250,38 @@ def test_guesses_lose_little_where_they_are_wrong(share: float, seed: int) -> No
     took = decoded(speculation, text, [], share)
     worst = (MOST + 8) * max(share, 1)  # a step's, and what one begins with
     assert took <= (1 + LOSS) * len(text) + worst
+
+
+def test_guesses_that_lost_are_withheld_for_a_while() -> None:
+    losing, waiting, missing = Speculation(), Speculation(), Speculation()
+    for speculation in (losing, waiting, missing):
+        for _ in range(3):
+            speculation.record(1, 0, 1, 1.0)
+        lost = 0.0
+        while speculation.allows(1):
+            speculation.record(1, 5, 1, 4.0)
+            lost += 3
+            assert lost < 20
+        assert lost > 2
+    steps = 0
+    while not waiting.allows(1):
+        waiting.record(1, 0, 1, 1.0)
+        steps += 1
+    assert steps > 0.5 / LOSS
+    for _ in range(20):
+        missing.record_withheld(True)
+        losing.record_withheld(False)
+    assert missing.allows(1)
+    assert not losing.allows(1)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_cost_of_a_guess_is_what_it_adds_to_a_step(rows: int) -> None:
+    speculation = Speculation()
+    for at in range(400):
+        guesses = 0 if at < 5 else 1 + at % 7
+        speculation.record(rows, guesses, rows + guesses, 2.0 + 0.3 * guesses)
+    assert speculation.share == pytest.approx(0.3 * rows / 2.0, rel=0.05)
 
 
 @pytest.mark.parametrize(("share", "least"), [(0.2, 3.0), (0.5, 1.6), (0.8, 1.05)])

@@ -407,16 +407,13 @@ class RequestLoop:
 
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:
         """Adds the tokens of an answer that a step gave, and returns their number: one, and those behind right guesses.
-        logits (1 + len(guesses), vocabulary)."""
+        The next step writes over wrong ones. logits (1 + len(guesses), vocabulary)."""
         given = 0
         for guess, each in zip((*guesses, None), logits, strict=True):
             row.contents.add(row.answer[-1:], Kind.DECODE)
             given += 1
-            if self._choose(row, each, pieces):
-                return given
-            if row.answer[-1] != guess:
+            if self._choose(row, each, pieces) or row.answer[-1] != guess:
                 break
-        self._crop(row)
         return given
 
     def _has_read(self, row: RequestState, parts: list[Row], logits: Tensor, pieces: list[Piece]) -> None:
@@ -437,8 +434,7 @@ class RequestLoop:
             self._choose(row, logits[-1], pieces)
 
     def _crop(self, row: RequestState) -> None:
-        """Crops the slab to the tokens that the request has: a replayed part may have had more, and wrong guesses are
-        behind them."""
+        """Crops the slab to the tokens that the request has: a replayed part may have had more."""
         if self._cache.length(row.slab) > row.length:
             self._cache.crop(row.slab, row.length)
 
@@ -453,7 +449,6 @@ class RequestLoop:
         self.counts.generated_tokens += 1
         if piece.finish is not None:
             self._answering.remove(row)
-            self._crop(row)
             self._prefixes.leave(row.slab, row.contents)
         pieces.append(piece)
         return piece.finish is not None
