@@ -51,9 +51,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 128,
     },
     "granitemoe_swa": {},
-    "granitemoehybrid": {
-        "layer_types": _THREE, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 4,
-    },
     "granitemoeshared": {},
     "hunyuan_v1_moe": {"moe_topk": [2, 3, 4]},
     "hy_v3": {},

@@ -42,6 +42,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "minimax_m2": ("minimax_m2", {}),
     "lfm2_moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}),  # the converter writes no other
+    "granitemoehybrid": ("granitemoehybrid", {"shared_intermediate_size": 64, "max_position_embeddings": 1 << 20}),
 }
 
 

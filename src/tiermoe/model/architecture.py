@@ -18,14 +18,15 @@ from tiermoe.model.weights import Weights
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """The blocks of one family's layers, and the names of its config and weights where they differ from the usual.
-    Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta`, layers that
-    it calls 'conv' `ShortConvolution`."""
+    Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta`, or
+    `Mamba` where its sizes are named; layers that it calls 'conv' have `ShortConvolution`."""
 
     router: Callable[[Any], RouterRule]  # config → rule of the routers
     block: str = "mlp"  # name of a layer's feed-forward part
     gate: str = "gate"  # of the router in it
     shared: str | None = None  # of its shared expert
     shared_gate: str | None = None  # of the gate of the shared expert
+    shared_beside: str | None = None  # of a shared expert beside the block, its gate and up one matrix (Granite)
     correction: str | None = None  # of the bias by which the router chooses, relative to the block
     window: str = "none"  # 'all' layers have a sliding window, or each 'layer' as config.layer_types says
     latent: bool = False  # attention is `LatentAttention`
@@ -36,6 +37,7 @@ class Architecture:
     norm_by_kernel: bool = True
     gated: bool = False  # of `GroupedAttention`, as the next one
     norm_all_heads: bool = False
+    mamba: tuple[str, ...] = ()  # the config's names of the fields of `MambaSizes`
     index_rope: str | None = None  # of the `Indexer` of latent attention; None: there is no indexer
     names: Mapping[str, str] = field(default_factory=dict)  # usual name of a weight → the family's
     epsilon: str = "rms_norm_eps"  # the config's name of the norms' epsilon
@@ -75,14 +77,16 @@ class FamilyWeights:
     def norm(self, path: str, epsilon: float | None = None) -> Norm:
         """The norm at `path`. epsilon: None: the config's."""
         of, weight = self.architecture, self.tensor(f"{path}.weight")
-        epsilon = self._epsilon() if epsilon is None else epsilon
+        epsilon = self.epsilon if epsilon is None else epsilon
         if of.layer_norm:
             return LayerNorm(weight, self.tensor(f"{path}.bias"), epsilon)
         return RootMeanSquare(weight, epsilon, of.late_norm, of.centred_norm, of.norm_by_kernel)
 
     def norm_without_weight(self, columns: int) -> Norm:
         """A norm of so many columns whose weight is 1."""
-        return RootMeanSquare(torch.ones(columns, dtype=self.dtype), self._epsilon(), late=True)
+        return RootMeanSquare(torch.ones(columns, dtype=self.dtype), self.epsilon, late=True)
 
-    def _epsilon(self) -> float:
+    @property
+    def epsilon(self) -> float:
+        """The norms'."""
         return float(getattr(self.config, self.architecture.epsilon))
