@@ -198,6 +198,9 @@ def _chunk(chunk: Sequence[Tensor], before: Tensor, after: Tensor) -> Tensor:
     columns) and decay (groups, heads of each, T). Sums of decays are float64: what is computed of them is their
     differences, of which float32 leaves few digits where a token has made a head forget."""
     query, key, value, decay = chunk
+    if decay.shape[2] == 1:
+        torch.mul(before, decay.exp()[..., None], out=after)
+        return query @ after.addcmul_(key.transpose(2, 3), value)
     gone = decay.double().cumsum(2)  # logarithm of what has decayed since the chunk began
     tokens = decay.shape[2]
     later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
