@@ -20,6 +20,7 @@ import gguf_blocks
 import small_families
 import tiny
 from gguf_linear import linear_metadata, linear_tensors
+from gguf_mamba import granite_metadata, mamba_tensors
 from tiermoe.formats.gguf_types import ENCODINGS
 
 
@@ -50,6 +51,10 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
         writer.add_shortconv_l_cache(config["conv_L_cache"])
         writer.add_leading_dense_block_count(config["num_dense_layers"])
+    elif family == "granitemoehybrid":
+        kinds = config["layer_types"]
+        writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
+        granite_metadata(writer, config)
     else:
         writer.add_head_count_kv(config["num_key_value_heads"])
     if config.get("head_dim") is not None:
@@ -169,6 +174,7 @@ ARCHITECTURES = {
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
+    "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
 }
 
 
@@ -176,7 +182,7 @@ USED = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
 """Families whose configs call the experts of a token otherwise."""
 
 
-TURNED = ("mixtral", "deepseek")
+TURNED = ("mixtral", "deepseek", "granitemoehybrid")
 """Families whose queries and keys are written with the halves of each head in turns."""
 
 
@@ -263,7 +269,7 @@ def write(
     return out
 
 
-_WIDE = ("ffn_gate_inp", "sinks", "ssm_conv1d", "shortconv.conv")
+_WIDE = ("ffn_gate_inp", "sinks", "ssm_conv1d", "ssm_norm", "shortconv.conv")
 
 
 def _kind_of(name: str, shape: tuple[int, ...], kind: Kinds) -> str:
@@ -318,6 +324,13 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH) -> Views:
         if ".linear_attn." in path:
             layer, _, name = path.partition(".linear_attn.")
             yield from linear_tensors(f"blk.{layer.rpartition('.')[2]}", name, value, config, family)
+        elif ".mamba." in path:
+            layer, _, name = path.partition(".mamba.")
+            yield from mamba_tensors(f"blk.{layer.rpartition('.')[2]}", name, value, config.mamba_n_groups)
+        elif path.endswith("shared_mlp.input_linear.weight"):
+            block = f"blk.{path.split('.')[2]}"
+            for part, half in zip(("gate", "up"), value.chunk(2), strict=True):
+                yield f"{block}.ffn_{part}_shexp.weight", (half,), tuple(half.shape)
         elif ".experts." in path:
             yield from _experts(stem, last, value, family, name_of)
         elif path.endswith("kv_b_proj.weight"):
@@ -347,6 +360,8 @@ def _other(path: str, value: Tensor, family: str, name_of: Callable[[str], str])
         path = f"{path}.bias"
     elif family == "mixtral" and path.endswith("mlp.gate.weight"):
         path = path.replace("mlp", "block_sparse_moe")
+    elif path.endswith("router.weight") and family.startswith("granitemoe"):
+        path = path.replace("router", "router.layer")
     return name_of(path), (value,)
 
 
@@ -364,7 +379,7 @@ def _experts(stem: str, last: str, value: Tensor, family: str, name_of: Callable
         halves = {"gate": value[:, :rows], "up": value[:, rows:]}
     called = {"gate": "w1", "up": "w3", "down": "w2"}
     for each, half in halves.items():
-        path = f"{stem}.{each}_proj.{suffix}"
+        path = f"{stem}.{each}_proj.{suffix}".replace("block_sparse_moe", "mlp")
         if family in ("mixtral", "lfm2_moe"):  # LlamaModel.modify_tensors
             path = stem.removeprefix("model.").replace("mlp", "feed_forward") + f".{called[each]}.{suffix}"
         yield name_of(path), (half,), tuple(half.shape)

@@ -1,5 +1,5 @@
-"""Linear attention by the gated delta rule, and short convolutions, against transformers' eager layers on the same
-weights, by torch and by the native kernel of each instruction set; and what a cache of states can and cannot do."""
+"""Linear attention by the gated delta rule, Mamba-2 and short convolutions, against transformers' eager layers on the
+same weights, by torch and by the native kernel of each instruction set; and what a cache of states can do."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from tiermoe.config import settings
 from tiermoe.engine.load import resolve_for
 from tiermoe.engine.needs import expanding_needs
 from tiermoe.model.architecture import FamilyWeights
-from tiermoe.model.families.table import ARCHITECTURES
+from tiermoe.model.decoder import attention_sizes
+from tiermoe.model.families.table import ARCHITECTURES, decodes, not_computed
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.hf.configs import Configs
 from tiermoe.model.kv_cache import KVCache
-from tiermoe.model.linear_attention import LinearSizes, delta_sizes
+from tiermoe.model.mamba import CHUNK, selective_scan
 from tiermoe.model.rotary import Rotary
 from tiermoe.model.short_convolution import ConvolutionSizes
 from tiermoe.model.step import Step
 from tiermoe.model.weights import ModuleWeights
 
 FAMILIES = ["qwen3_next", "qwen3_5_moe_text"]
+MAMBA = "granitemoehybrid"
 LENGTH = 150  # of a prompt: more than two chunks of either way
 LAYER = "model.layers.0"
 ROTARY = Rotary(torch.ones(1), lambda _: 1.0, torch.float32)
@@ -42,10 +45,12 @@ class Case:
         config = tiny.config_of(family, **sizes, linear_value_head_dim=80)  # more than a strip of columns
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        self.eager: Any = model.get_submodule(f"{LAYER}.linear_attn")
+        self.eager: Any = model.get_submodule(f"{LAYER}.{'mamba' if family == MAMBA else 'linear_attn'}")
         for name, parameter in self.eager.named_parameters():
             torch.nn.init.normal_(parameter, float(name == "norm.weight"), 0.3)
-        self.sizes = LinearSizes(delta_sizes(config))
+        found = attention_sizes(Configs(config, config, False).plain(), lambda _: False)
+        assert found is not None
+        (self.sizes,) = found
         self.block = self.sizes.block(FamilyWeights(ARCHITECTURES[family], config, ModuleWeights(model), dtype), LAYER)
         self.x = torch.randn(2, LENGTH + 4, config.hidden_size).to(dtype)
 
@@ -103,7 +108,7 @@ def check_agreement(it: Case, most: float) -> None:
         assert error(both, torch.stack((want[0, LENGTH + at], want[1, 70 + at]))) < 2 * most
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, MAMBA])
 def test_torch_agrees_with_transformers_eager_layer(family: str, case: Callable[..., Case]) -> None:
     check_agreement(case(family, torch.float32), 1e-5)
 
@@ -130,6 +135,56 @@ class TestNative:
         assert torch.equal(it.run(parts, row_of(0, 40, LENGTH)), want[0][40:])
         for at in range(70, 74):
             assert torch.equal(it.run(parts, decode(1, at, 1)), want[1][at : at + 1])
+
+
+# Mamba-2
+
+
+def test_a_token_s_bits_are_those_that_it_has_alone(case: Callable[..., Case]) -> None:
+    it = case(MAMBA, torch.bfloat16)
+    both, alone = it.cache(), it.cache()
+    for cache in (both, alone):
+        assert [cache.open(), cache.open()] == [0, 1]
+        it.run(cache, row_of(0, 0, 70))
+        it.run(cache, row_of(1, 0, 3))
+    for at in range(4):
+        rows = decode(0, 70 + at, 1), decode(1, 3 + at, 1)
+        assert torch.equal(it.run(both, *rows), torch.cat([it.run(alone, row) for row in rows]))
+
+
+@pytest.mark.parametrize("tokens", [1, CHUNK, 2 * CHUNK + 5])
+def test_a_scan_is_the_recurrence(tokens: int) -> None:
+    """Of tokens some of which make a head forget all, after which float32's sums of decays have few digits left."""
+    generator = torch.Generator().manual_seed(tokens)
+    query, key = (torch.randn(tokens, 2, 8, generator=generator) for _ in range(2))
+    value, before = torch.randn(tokens, 6, 16, generator=generator), torch.randn(6, 8, 16, generator=generator)
+    decay = torch.where(torch.rand(tokens, 6, generator=generator) < 0.1, -2000.0, -0.01)
+    state, want = before.double(), []
+    for at in range(tokens):
+        queries, keys = (each[at].double().repeat_interleave(3, 0) for each in (query, key))
+        state = decay[at].double().exp()[:, None, None] * state + keys[..., None] * value[at].double()[:, None]
+        want.append((queries[:, None] @ state)[:, 0])
+    after = torch.empty_like(before)
+    found = selective_scan(query, key, value, decay, before, after)
+    assert error(found, torch.stack(want)) < 1e-6
+    assert error(after, state) < 1e-6
+    assert torch.equal(selective_scan(query, key, value, decay, before, before), found)  # states in one place
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacking"),
+    [
+        ({}, ""),
+        ({"time_step_limit": (0.001, 0.1)}, "time steps within 0.001 and 0.1"),
+        ({"hidden_act": "gelu"}, "gelu in layers of Mamba-2"),
+    ],
+)
+def test_what_mamba_does_not_compute_is_left_to_transformers_code(changes: dict[str, Any], lacking: str) -> None:
+    written = tiny.config_of(MAMBA, **changes)
+    config = Configs(written, written, False).plain()
+    assert not_computed(config) == lacking
+    assert decodes(config) == (not lacking)
 
 
 # the cache
@@ -201,9 +256,10 @@ def test_forks_beams_and_files_have_the_state(small: Case, tmp_path: Path) -> No
 # an engine
 
 
-def test_rows_and_forks_of_an_engine_are_what_each_is_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_next", MAMBA])
+def test_rows_and_forks_of_an_engine_are_what_each_is_alone(family: str, tmp_path: Path) -> None:
     """A long prompt in chunks, a fork of it, and a short prompt beside their tokens."""
-    engine = engine_of(tiny.write(tmp_path, "qwen3_next", torch.float32), bits=16, dense_bits=16, chunk=40)
+    engine = engine_of(tiny.write(tmp_path, family, torch.float32), bits=16, dense_bits=16, chunk=40)
     generator = torch.Generator().manual_seed(2)
     long, short = (torch.randint(3, 128, (count,), generator=generator).tolist() for count in (100, 7))
     cache = engine.new_cache(3, 128)
@@ -212,7 +268,7 @@ def test_rows_and_forks_of_an_engine_are_what_each_is_alone(tmp_path: Path) -> N
     two, three = cache.fork(one), cache.open()
     engine.step(Batch((decode(one, 98, long[98]), decode(two, 98, 5))), cache)
     found = engine.step(Batch((decode(one, 99, long[99]), decode(two, 99, 6), prompt(three, short))), cache)
-    plain = tiny.oracle(tmp_path, "qwen3_next", torch.float32)
+    plain = tiny.oracle(tmp_path, family, torch.float32)
     for logits, ids in zip(found, (long, [*long[:98], 5, 6], short), strict=True):
         with torch.no_grad():
             want = plain(torch.tensor([ids])).logits[0, -1]

@@ -35,7 +35,8 @@ from tiermoe.types import Need, Phase, Workload
 from tiny import _COMMON, CONFIGS, auto_class, write
 
 INTERPRETER = 300 * MIB
-PROBED = {"gemma4_text", "lfm2_moe", "qwen3_next", "qwen3_5_moe_text"}  # heads of several sizes, or states too
+PROBED = {"gemma4_text", "granitemoehybrid", "lfm2_moe", "qwen3_next", "qwen3_5_moe_text"}
+"""Families with heads of several sizes, or with states beside keys and values."""
 FIXED = ("interpreter", "dense", "kv_cache", "activations", "staging")
 Planner = Callable[..., MemoryPlan]
 

@@ -131,6 +131,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 64, "head_dim": 16},
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "granitemoehybrid": {
+        "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "shared_intermediate_size": 48,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 8,
+        "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 4, "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
+    },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16},
     "switch_transformers": {
         "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 4, "num_hidden_layers": 4,

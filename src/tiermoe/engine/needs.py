@@ -26,6 +26,7 @@ from tiermoe.model.grouped_attention import GroupedSizes
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.latent_attention import LatentSizes
 from tiermoe.model.linear_attention import LinearSizes
+from tiermoe.model.mamba import MambaSizes
 from tiermoe.model.prepare_store import packing_needs
 from tiermoe.model.rotary import table_bytes
 from tiermoe.model.short_convolution import ConvolutionSizes
@@ -239,7 +240,7 @@ def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> li
     taps = sum(
         each.taps_bytes
         for each in sizes
-        if isinstance(each, ConvolutionSizes) or (by_kernels and isinstance(each, LinearSizes))
+        if isinstance(each, ConvolutionSizes | MambaSizes) or (by_kernels and isinstance(each, LinearSizes))
     )
     derived = (("matrices that expand latents", latents), ("convolutions' taps", taps))
     return [Need("dense", nbytes, Phase.RUNNING, what) for what, nbytes in derived if nbytes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -42,7 +42,7 @@ class Parameter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A parameter that is rows of one tensor."""
+    """A parameter that is rows of one tensor, in their order or another."""
 
     tensor: GgufTensor
     shape: tuple[int, ...]
@@ -78,16 +78,10 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
-    """A matrix, or a bias, of every expert: the rows of each of `tensors`, all (experts, rows, …), one after the
-    other."""
+class _Several:
+    """A parameter that is made of several tensors."""
 
     tensors: tuple[GgufTensor, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        experts, _, *columns = self.tensors[0].shape
-        return (experts, sum(tensor.shape[1] for tensor in self.tensors), *columns)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,6 +91,43 @@ class Stacked:
     def encoding(self) -> str | None:
         names = {encoding_of(tensor) for tensor in self.tensors}
         return names.pop() if len(names) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Joined(_Several):
+    """A matrix: the rows of each of `tensors`, one after the other."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(tensor.shape[0] for tensor in self.tensors), *self.tensors[0].shape[1:])
+
+    def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
+        parts = [decoded(tensor, _in_rows(tensor, read(tensor, *rows))) for tensor, rows in self._parts(first, last)]
+        return torch.cat([part.to(self.dtype) for part in parts])
+
+    def blocks(self, read: ReadBytes, first: int, last: int) -> Tensor:
+        """The bytes of rows of tensors of one type: uint8 (last - first, bytes of a row)."""
+        return torch.cat([_in_rows(tensor, read(tensor, *rows)) for tensor, rows in self._parts(first, last)])
+
+    def _parts(self, first: int, last: int) -> Iterator[tuple[GgufTensor, tuple[int, int]]]:
+        """The tensors that have some of the rows, and which of their own these are."""
+        begin = 0
+        for tensor in self.tensors:
+            rows = max(first - begin, 0), min(last - begin, tensor.shape[0])
+            if rows[0] < rows[1]:
+                yield tensor, rows
+            begin += tensor.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked(_Several):
+    """A matrix, or a bias, of every expert: the rows of each of `tensors`, all (experts, rows, …), one after the
+    other."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, _, *columns = self.tensors[0].shape
+        return (experts, sum(tensor.shape[1] for tensor in self.tensors), *columns)
 
     def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
         parts = [decoded(tensor, _in_rows(tensor, read(tensor, first, last))) for tensor in self.tensors]
@@ -195,14 +226,14 @@ class GgufCheckpoint:
     def own_encoding(self, name: str) -> str | None:
         """The encoding of a matrix that is rows of blocks of one tensor; None for other parameters."""
         parameter = self.parameters[name]
-        if not isinstance(parameter, Rows) or len(parameter.shape) != 2 or parameter.encoding() == "plain":
+        if not isinstance(parameter, Rows | Joined) or len(parameter.shape) != 2 or parameter.encoding() == "plain":
             return None
         return parameter.encoding()
 
     def fields(self, name: str) -> dict[str, Tensor]:
         """The blocks of such a matrix, uint8 (rows, bytes of a row), in the parameter's order."""
         parameter = self.parameters[name]
-        assert isinstance(parameter, Rows)
+        assert isinstance(parameter, Rows | Joined)
         return {"blocks": parameter.blocks(self._read, 0, parameter.shape[0])}
 
     def columns(self, name: str) -> Tensor | None:

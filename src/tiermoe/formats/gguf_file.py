@@ -143,6 +143,16 @@ class GgufFile:
             raise self._wrong(key, value[0], "a whole number of at least 1")
         return value[0]
 
+    def largest(self, key: str) -> int:
+        """The largest value, at least 1, of an entry that files have for each layer, or for all."""
+        value = self.of_model(key)
+        if not isinstance(value, list):
+            return self.count(key, least=1)
+        found = max((each for each in value if isinstance(each, int)), default=0)
+        if found < 1:
+            raise self._wrong(key, value, "a whole number of at least 1 for some layer")
+        return found
+
     def _entry(self, key: str, default: Any) -> Any:
         value = self.of_model(key, default)
         return self.require(f"{self.architecture}.{key}") if value is _NEEDED else value

@@ -19,14 +19,15 @@ from tiermoe.model.weights import Weights
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """The blocks of one family's layers, and the names of its config and weights where they differ from the usual.
-    Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta`, layers that
-    it calls 'conv' `ShortConvolution`."""
+    Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta`, or
+    `Mamba` where its sizes are named; layers that it calls 'conv' have `ShortConvolution`."""
 
     router: Callable[[Any], RouterRule]  # config → rule of the routers
     block: str = "mlp"  # name of a layer's feed-forward part
     gate: str = "gate"  # of the router in it
     shared: str | None = None  # of its shared expert
     shared_gate: str | None = None  # of the gate of the shared expert
+    shared_beside: str | None = None  # of a shared expert beside the block, its gate and up one matrix (Granite)
     correction: str | None = None  # of the bias by which the router chooses, relative to the block
     weighs_input: bool = False  # experts take what the router's weight has multiplied (`MoeBlock`)
     window: str = "none"  # 'all' layers have a sliding window, each 'layer' as config.layer_types says, or 'chunk'
@@ -40,6 +41,7 @@ class Architecture:
     norm_by_kernel: bool = True
     gated: bool = False  # of `GroupedAttention`, as the next three
     norm_all_heads: bool = False
+    mamba: tuple[str, ...] = ()  # the config's names of the fields of `MambaSizes`
     norms_rotated: bool = False
     plain_norms: bool = False  # in layers with a window, where config.use_qk_norm (Llama 4)
     index_rope: str | None = None  # of the `Indexer` of latent attention; None: there is no indexer
@@ -81,14 +83,16 @@ class FamilyWeights:
     def norm(self, path: str, epsilon: float | None = None) -> Norm:
         """The norm at `path`. epsilon: None: the config's."""
         of, weight = self.architecture, self.tensor(f"{path}.weight")
-        epsilon = self._epsilon() if epsilon is None else epsilon
+        epsilon = self.epsilon if epsilon is None else epsilon
         if of.layer_norm:
             return LayerNorm(weight, self.tensor(f"{path}.bias"), epsilon)
         return RootMeanSquare(weight, epsilon, of.late_norm, of.centred_norm, of.norm_by_kernel)
 
     def norm_without_weight(self, columns: int) -> Norm:
         """A norm of so many columns whose weight is 1."""
-        return RootMeanSquare(torch.ones(columns, dtype=self.dtype), self._epsilon(), late=True)
+        return RootMeanSquare(torch.ones(columns, dtype=self.dtype), self.epsilon, late=True)
 
-    def _epsilon(self) -> float:
+    @property
+    def epsilon(self) -> float:
+        """The norms'."""
         return float(getattr(self.config, self.architecture.epsilon))

@@ -26,8 +26,9 @@ from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent_attention import Indexer, LatentSizes
 from tiermoe.model.linear import Linear
 from tiermoe.model.linear_attention import LinearSizes, delta_sizes, is_linear
+from tiermoe.model.mamba import MambaSizes
 from tiermoe.model.norms import Norm
-from tiermoe.model.rotary import Rotary, layer_kinds, parameters_of, rotary_of, unrotated
+from tiermoe.model.rotary import Rotary, is_rotated, layer_kinds, parameters_of, rotary_of, unrotated
 from tiermoe.model.routers import Router
 from tiermoe.model.short_convolution import ConvolutionSizes, is_convolution
 from tiermoe.model.step import Step
@@ -286,6 +287,8 @@ def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[AttentionSi
 def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable[[str], bool]) -> AttentionSizes:
     if architecture.latent:
         return LatentSizes.of(architecture, config, index)
+    if is_linear(config, index) and architecture.mamba:
+        return MambaSizes.of(config, architecture.mamba)
     if is_linear(config, index):
         return LinearSizes(delta_sizes(config))
     if is_convolution(config, index):
@@ -333,7 +336,7 @@ def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_colu
     multiplier = weights.scale("residual_multiplier")
     kernel = attention.decode_kernel(before, after, rotary_columns, multiplier)
     indexer = sizes.indexer_block(weights, path) if isinstance(sizes, LatentSizes) else None
-    part = feed_forward(weights, f"{path}.{of.block}", activation)
+    part = feed_forward(weights, path, activation)
     return Layer(before, attention, after, part, multiplier, kernel, indexer)
 
 
@@ -365,4 +368,5 @@ def _rotary_columns(config: Any, kind: str | None) -> int:
     if ARCHITECTURES[config.model_type].latent:
         return int(config.qk_rope_head_dim)
     own = config if kind is None else config.of_layer(kind)
-    return int(head_columns(own) * parameters_of(config, kind).get("partial_rotary_factor", 1.0))
+    share = parameters_of(config, kind).get("partial_rotary_factor", 1.0) if is_rotated(config) else 1.0
+    return int(head_columns(own) * share)

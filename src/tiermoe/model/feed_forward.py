@@ -16,7 +16,7 @@ from torch import Tensor
 from tiermoe.errors import ModelError
 from tiermoe.formats.outline import Outline
 from tiermoe.kernels.experts import Activation as FirstToSecond
-from tiermoe.kernels.gates import gate_named, gelu_tanh
+from tiermoe.kernels.gates import gate_named, gelu_tanh, silu_gate
 from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.linear import Linear
 from tiermoe.model.routers import Router
@@ -108,10 +108,10 @@ class NoExperts:
 
 @dataclass(frozen=True, slots=True)
 class DenseBlock:
-    """Dense gated block: down(activation(gate x) * up x)."""
+    """Dense gated block: down(activation(gate x) * up x), or down(activation(gate x)) without `up`."""
 
     gate: Linear
-    up: Linear
+    up: Linear | None
     down: Linear
     activation: Activation
 
@@ -125,18 +125,25 @@ class DenseBlock:
         gate, up, down = (weights.linear(f"{part}.{name}") for name in names)
         return cls(gate, up, down, ACTIVATIONS[activation])
 
+    @classmethod
+    def joined(cls, weights: FamilyWeights, part: str) -> DenseBlock:
+        """The block at the path `part`, its gate and up one matrix, with SiLU (Granite)."""
+        return cls(weights.linear(f"{part}.input_linear"), None, weights.linear(f"{part}.output_linear"), silu_gate)
+
     def __call__(self, x: Tensor) -> Tensor:
         """(T, H) → (T, H)."""
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        inner = self.activation(self.gate(x))
+        return self.down(inner if self.up is None else inner * self.up(x))
 
     @property
     def batch_invariant(self) -> bool:
         """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
-        return self.gate.batch_invariant and self.up.batch_invariant and self.down.batch_invariant
+        return all(matrix.batch_invariant for matrix in (self.gate, self.up, self.down) if matrix is not None)
 
     def watched(self, wrap: Callable[[Any], Any]) -> DenseBlock:
         """The block with wrap(part) in the place of its matrices."""
-        return replace(self, gate=wrap(self.gate), up=wrap(self.up), down=wrap(self.down))
+        up = None if self.up is None else wrap(self.up)
+        return replace(self, gate=wrap(self.gate), up=up, down=wrap(self.down))
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x, (T, H) each."""
@@ -209,9 +216,11 @@ class MoeBlock:
         return routed + always
 
 
-def feed_forward(weights: FamilyWeights, part: str, activation: str) -> MoeBlock | DenseBlock:
-    """The feed-forward part at the path `part`: a MoE block where there is a router. activation: of dense blocks."""
+def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBlock | DenseBlock:
+    """The feed-forward part of the layer at the path `layer`: a MoE block where there is a router. activation: of dense
+    blocks."""
     of = weights.architecture
+    part = f"{layer}.{of.block}"
     gate, correction = f"{part}.{of.gate}", f"{part}.{of.correction}"
     if not weights.has(f"{gate}.weight"):
         return DenseBlock.of(weights, part, activation)
@@ -222,10 +231,14 @@ def feed_forward(weights: FamilyWeights, part: str, activation: str) -> MoeBlock
         weights.optional_tensor(f"{gate}.bias"),
         None if bias is None else bias.flatten(),
     )
-    shared = f"{part}.{of.shared}" if of.shared else None
+    shared = None
+    if of.shared_beside:
+        shared = DenseBlock.joined(weights, f"{layer}.{of.shared_beside}")
+    elif of.shared and weights.has(f"{part}.{of.shared}"):
+        shared = DenseBlock.of(weights, f"{part}.{of.shared}", activation)
     return MoeBlock(
         router,
-        DenseBlock.of(weights, shared, activation) if shared and weights.has(shared) else None,
+        shared,
         weights.linear(f"{part}.{of.shared_gate}") if of.shared_gate else None,
         of.weighs_input,
     )

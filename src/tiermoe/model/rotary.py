@@ -58,9 +58,17 @@ def table_bytes(positions: int, columns: int, itemsize: int) -> int:
     return 2 * 2 * -(-positions // _BLOCK) * _BLOCK * columns * itemsize
 
 
+def is_rotated(config: Any) -> bool:
+    """Whether queries and keys are rotated; else a token's position does not enter attention (Granite 4)."""
+    named = getattr(config, "rope_parameters", None) is not None
+    return named and getattr(config, "position_embedding_type", "rope") == "rope"
+
+
 def layer_kinds(config: Any) -> list[str | None]:
     """The kinds of layers with a rotary embedding of their own; [None] where all layers share one."""
-    return [None] if "rope_type" in config.rope_parameters else sorted(set(config.layer_types))
+    return (
+        [None] if not is_rotated(config) or "rope_type" in config.rope_parameters else sorted(set(config.layer_types))
+    )
 
 
 def rotary_at(config: Any, index: int) -> int:
@@ -77,7 +85,9 @@ def unrotated(columns: int, dtype: torch.dtype) -> Rotary:
 def knows_rotary(config: Any) -> bool:
     """Whether `rotary_of` computes all rotary embeddings that a config names."""
     kinds = layer_kinds(config)
-    return all(_is_default(config, layers) or (layers or "") in config.rope_frequencies for layers in kinds)
+    return not is_rotated(config) or all(
+        _is_default(config, layers) or (layers or "") in config.rope_frequencies for layers in kinds
+    )
 
 
 def _is_default(config: Any, layers: str | None) -> bool:
@@ -95,6 +105,8 @@ def parameters_of(config: Any, layers: str | None) -> Any:
 def rotary_of(config: Any, columns: int, dtype: torch.dtype, layers: str | None = None) -> Rotary | None:
     """A config's rotary embedding of `columns` of each head, for one of `layer_kinds`; None where it is not
     computed."""
+    if not is_rotated(config):
+        return unrotated(columns, dtype)
     parameters = parameters_of(config, layers)
     if _is_default(config, layers):
         steps = torch.arange(0, columns, 2, dtype=torch.float) / columns

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention import Attention, AttentionSizes
+from tiermoe.model.convolution import CausalConvolution
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.recurrent_states import StateShape
@@ -61,49 +62,22 @@ class ConvolutionSizes(AttentionSizes):
             self,
             weights.linear(f"{part}.in_proj"),
             weights.linear(f"{part}.out_proj"),
-            weights.tensor(f"{part}.conv.weight"),
-            weights.optional_tensor(f"{part}.conv.bias"),
+            CausalConvolution(weights.tensor(f"{part}.conv.weight"), weights.optional_tensor(f"{part}.conv.bias")),
         )
 
 
 class ShortConvolution(Attention):
     """Input projection, a gate, the convolution over a token's last inputs, another gate, output projection.
 
-    input: hidden → both gates and the values between them, (T, 3 channels). convolution (channels, 1, taps), bias
-    (channels). Sums are float32, a product and a sum at a time in the taps' order, so that a token's bits do not depend
-    on the others of a step."""
+    input: hidden → both gates and the values between them, (T, 3 channels)."""
 
-    def __init__(
-        self, sizes: ConvolutionSizes, input_: Linear, output: Linear, convolution: Tensor, bias: Tensor | None = None
-    ) -> None:
-        self.sizes, self._kept = sizes, sizes.kept
-        self._input, self._output = input_, output
-        self._taps: list[Tensor] = list(convolution[:, 0].t().float().contiguous())
-        self._bias = None if bias is None else bias.float()
+    def __init__(self, sizes: ConvolutionSizes, input_: Linear, output: Linear, convolution: CausalConvolution) -> None:
+        self.sizes = sizes
+        self._input, self._output, self._convolution = input_, output, convolution
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Leaves each sequence's last inputs in the step's cache."""
         states = step.cache.recurrent
         assert states is not None
-        inputs = states.inputs[layer].flatten(0, 1)
         gates, gates_after, values = self._input(x).chunk(3, dim=1)
-        gated = gates * values
-        rows = [(span.end - span.begin, span, *places) for span, places in zip(step.spans, step.states, strict=True)]
-        whole = torch.cat([each for _, span, old, _ in rows for each in (inputs[old], gated[span.begin : span.end])])
-        mixed, found, end = self._mixed(whole), list[Tensor](), 0
-        for tokens, _, _, new in rows:
-            found.append(mixed[end : end + tokens])
-            end += self._kept + tokens
-            inputs[new] = whole[end - self._kept : end]
-        return self._output(gates_after * (found[0] if len(found) == 1 else torch.cat(found)))
-
-    def _mixed(self, whole: Tensor) -> Tensor:
-        """Convolution of the inputs (N, channels) of all rows, each behind its kept inputs → (N - kept, channels), one
-        for each window. Windows over two rows belong to no token."""
-        wide, count = whole.float(), len(whole) - self._kept
-        mixed = wide[:count] * self._taps[0]
-        for tap in range(1, self._kept + 1):
-            mixed += wide[tap : tap + count] * self._taps[tap]
-        if self._bias is not None:
-            mixed += self._bias
-        return mixed.to(whole.dtype)
+        return self._output(gates_after * self._convolution(gates * values, states.inputs[layer], step))

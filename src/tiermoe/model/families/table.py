@@ -20,6 +20,7 @@ from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.gemma4 import GEMMA4
 from tiermoe.model.families.llama4 import LLAMA4
 from tiermoe.model.feed_forward import ACTIVATIONS
+from tiermoe.model.mamba import mamba_lacks
 from tiermoe.model.rotary import Temperature, knows_rotary
 from tiermoe.model.routers import RouterRule
 
@@ -75,6 +76,7 @@ _TABLE = (
     Family("Gemma 4", "gemma4_text", normalised=True),
     Family("gpt-oss", "gpt_oss", normalised=True),
     Family("GraniteMoE", "granitemoe", normalised=True),
+    Family("Granite 4 (hybrid)", "granitemoehybrid", normalised=True),
     Family("Hunyuan (A13B)", "hunyuan_v1_moe", normalised=True),
     Family("Hunyuan 3", "hy_v3", normalised=True),
     Family("Mellum 2", "mellum", plain_router=True),
@@ -268,6 +270,12 @@ _QWEN2 = Architecture(softmax_router, shared="shared_expert", shared_gate="share
 _QWEN3_NEXT = replace(_QWEN2, window="none", centred_norm=True, gated=True)
 _GLM4 = Architecture(deepseek_v3_router, shared="shared_experts", correction="gate.e_score_correction_bias")
 _DEEPSEEK_V3 = replace(_GLM4, latent=True, rope="pairs")
+_GRANITE = Architecture(
+    chosen_router,
+    block="block_sparse_moe",
+    gate="router",
+    scales=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "mixtral": Architecture(mixtral_router, window="all"),
@@ -277,11 +285,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_5_moe_text": replace(_QWEN3_NEXT, router=normalising_router),
     "olmoe": Architecture(softmax_router, norm_all_heads=True),
     "phimoe": Architecture(phi_router, gate="router", layer_norm=True, window="all"),
-    "granitemoe": Architecture(
-        chosen_router,
-        block="block_sparse_moe",
-        gate="router",
-        scales=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    "granitemoe": _GRANITE,
+    "granitemoehybrid": replace(
+        _GRANITE,
+        shared_beside="shared_mlp",
+        mamba=("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+        lacks=mamba_lacks,
     ),
     "glm4_moe": _GLM4,
     "glm4_moe_lite": _DEEPSEEK_V3,

@@ -8,6 +8,7 @@ from typing import Any
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile, Strings, rounded
 from tiermoe.model.gguf.linear_attention import linear_config
+from tiermoe.model.gguf.mamba import mamba_layers, mamba_sizes
 from tiermoe.model.gguf.shapes import (
     AGAIN,
     blocks,
@@ -258,7 +259,7 @@ def lfm2moe(file: GgufFile) -> Config:
     return {
         **config,
         "model_type": "lfm2_moe",
-        "num_key_value_heads": _most(file, "attention.head_count_kv"),  # convolutions have none
+        "num_key_value_heads": file.largest("attention.head_count_kv"),  # convolutions have none
         "norm_eps": config["rms_norm_eps"],
         "layer_types": ["conv" if each else "full_attention" for each in convolution],
         "conv_L_cache": file.count("shortconv.l_cache"),
@@ -271,10 +272,34 @@ def lfm2moe(file: GgufFile) -> Config:
     }
 
 
-def _most(file: GgufFile, key: str) -> int:
-    """The largest of an entry's values for each layer."""
-    value = file.of_model(key)
-    return max(value, default=0) if isinstance(value, list) else file.count(key)
+def granitehybrid(file: GgufFile) -> Config:
+    sizes, hidden = mamba_sizes(file), file.count("embedding_length", least=1)
+    if sizes.values % hidden:
+        raise ModelError(
+            f"{file.path} says that layers of Mamba-2 widen {hidden} columns to {sizes.values}; "
+            f"Granite widens them a whole number of times"
+        )
+    heads = file.uniform_count("attention.head_count")
+    return {
+        **_common(file),
+        "model_type": "granitemoehybrid",
+        "num_key_value_heads": file.largest("attention.head_count_kv"),  # Mamba-2 has none
+        "num_local_experts": experts(file),
+        "intermediate_size": inner(file),
+        "shared_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
+        "position_embedding_type": "rope" if file.of_model("rope.scaling.finetuned", True) else None,
+        "attention_multiplier": file.decimal("attention.scale", (hidden // heads) ** -0.5),
+        "embedding_multiplier": file.decimal("embedding_scale", 1.0),
+        "residual_multiplier": file.decimal("residual_scale", 1.0),
+        "logits_scaling": file.decimal("logit_scale"),
+        "layer_types": mamba_layers(file),
+        "mamba_n_heads": sizes.heads,
+        "mamba_d_head": sizes.columns,
+        "mamba_n_groups": sizes.groups,
+        "mamba_d_state": sizes.state,
+        "mamba_d_conv": sizes.kept + 1,
+        "mamba_expand": sizes.values // hidden,
+    }
 
 
 def minimaxm2(file: GgufFile) -> Config:

@@ -77,10 +77,10 @@ def _rows(tensor: GgufTensor, name: str, order: Tensor | None) -> Rows:
     shape = (rows, *tensor.shape[1:])
     if name == "conv1d.weight":
         shape = (rows, 1, *tensor.shape[1:])
-    return Rows(tensor, shape, order, change=_rates if name == "A_log" else None)
+    return Rows(tensor, shape, order, change=rates if name == "A_log" else None)
 
 
-def _rates(stored: Tensor) -> Tensor:
+def rates(stored: Tensor) -> Tensor:
     """transformers' `A_log` of what the file has: -exp(A_log)."""
     return (-stored).log()
 

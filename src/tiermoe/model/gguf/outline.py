@@ -16,6 +16,7 @@ from tiermoe.model.families.table import ARCHITECTURES
 from tiermoe.model.grouped_attention import GroupedSizes
 from tiermoe.model.latent_attention import LatentSizes
 from tiermoe.model.linear_attention import LinearSizes, delta_sizes, is_linear
+from tiermoe.model.mamba import MambaSizes
 from tiermoe.types import MoeLayer, Part
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -146,6 +147,10 @@ def _router(of: Architecture) -> str:
 def _shared(of: Architecture, config: Any) -> Shapes:
     """Of the shared experts, where there are some."""
     hidden, shared = config.hidden_size, f"{of.block}.{of.shared}"
+    if of.shared_beside:
+        yield f"{of.shared_beside}.input_linear.weight", (2 * config.shared_intermediate_size, hidden)
+        yield f"{of.shared_beside}.output_linear.weight", (hidden, config.shared_intermediate_size)
+        return
     if of.shared_gate:
         yield from _three(shared, hidden, config.shared_expert_intermediate_size)
         yield f"{of.block}.{of.shared_gate}.weight", (1, hidden)
@@ -163,7 +168,10 @@ def _three(prefix: str, hidden: int, inner: int) -> Shapes:
 
 def _attention(config: Any, index: int) -> Shapes:
     of, hidden = ARCHITECTURES[config.model_type], config.hidden_size
-    if is_linear(config, index):
+    if is_linear(config, index) and of.mamba:
+        for name, shape in MambaSizes.of(config, of.mamba).weight_shapes(hidden).items():
+            yield f"{of.named('mamba')}.{name}", shape
+    elif is_linear(config, index):
         yield from LinearSizes(delta_sizes(config)).weight_shapes(hidden).items()
     elif of.latent:
         yield from LatentSizes.of(of, config, index).weight_shapes(hidden, config.q_lora_rank).items()

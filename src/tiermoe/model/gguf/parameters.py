@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_checkpoint import Change, Expanding, GgufCheckpoint, Parameter, Rows, Stacked
+from tiermoe.formats.gguf_checkpoint import Change, Expanding, GgufCheckpoint, Joined, Parameter, Rows, Stacked
 from tiermoe.formats.gguf_file import GgufFile, GgufTensor
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.table import ARCHITECTURES as FAMILIES
@@ -20,6 +20,7 @@ from tiermoe.model.gguf import config as configs
 from tiermoe.model.gguf.config import Config
 from tiermoe.model.gguf.experts import expert_parameters
 from tiermoe.model.gguf.linear_attention import linear_rows
+from tiermoe.model.gguf.mamba import mamba_rows
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
 
 TOP = {
@@ -57,6 +58,8 @@ def block_names(of: Architecture) -> dict[str, str]:
         names[f"ffn_{matrix}"] = f"{of.block}.{of.named(f'{matrix}_proj')}"
         if of.shared:
             names[f"ffn_{matrix}_shexp"] = f"{of.block}.{of.shared}.{of.named(f'{matrix}_proj')}"
+    if of.shared_beside:
+        names["ffn_down_shexp"] = f"{of.shared_beside}.output_linear"
     if of.shared_gate:
         names["ffn_gate_inp_shexp"] = f"{of.block}.{of.shared_gate}"
     if of.correction:
@@ -73,7 +76,8 @@ class GgufArchitecture:
     more: Mapping[str, str] = field(default_factory=dict)  # tensors of a block → modules, beside `block_names`
     turned: bool = False  # the halves of each head's queries and keys take turns (`_turned_rows`)
     linear: Callable[[GgufFile, str, GgufTensor], dict[str, Rows]] | None = None
-    """Tensor → the parameters of linear attention that it holds, by their names in the layer; none of other tensors."""
+    """Tensor → the parameters of linear attention, or of Mamba-2, that it holds, by their names in the block; none of
+    other tensors."""
 
     @property
     def layers(self) -> Architecture:
@@ -103,6 +107,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "lfm2moe": GgufArchitecture(configs.lfm2moe, "lfm2_moe", _CONVOLUTION),
     "minimax-m2": GgufArchitecture(configs.minimaxm2, "minimax_m2"),
     "ernie4_5-moe": GgufArchitecture(configs.ernie45moe, "ernie4_5_moe"),
+    "granitehybrid": GgufArchitecture(configs.granitehybrid, "granitemoehybrid", turned=True, linear=mamba_rows),
 }
 
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
@@ -158,6 +163,8 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     dense = set(dense_layers(file))
     for layer in range(blocks(file)):
         parameters |= _expanding(file, layer)
+        if of.shared_beside:
+            parameters |= _joined(file, layer, f"{of.shared_beside}.input_linear")
         if layer not in dense:
             parameters |= expert_parameters(file, layer, f"{of.block}.experts")
     return GgufCheckpoint(file, parameters)
@@ -190,22 +197,25 @@ def _in_block(
     suffix: str | None,
 ) -> dict[str, Parameter]:
     """Path → parameter of a tensor of a layer. names: tensors of a block → modules."""
-    if _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b"):
+    of = architecture.layers
+    joined = of.shared_beside and stem in ("ffn_gate_shexp", "ffn_up_shexp")
+    if joined or _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b"):
         return {}  # of several tensors each
     prefix = f"model.layers.{layer}"
     if architecture.linear is not None and (found := architecture.linear(file, stem, tensor)):
-        return {f"{prefix}.linear_attn.{name}": rows for name, rows in found.items()}
+        block = of.named("mamba") if of.mamba else "linear_attn"
+        return {f"{prefix}.{block}.{name}": rows for name, rows in found.items()}
     path = names.get(stem)
     if path is None:
         raise _unknown(file, f"blk.{layer}.{stem}" + (f".{suffix}" if suffix else ""))
     order = None
     if architecture.turned and stem in _TURNED:
-        heads = file.uniform_count(_TURNED[stem])
+        heads = file.largest(_TURNED[stem])
         if tensor.shape[0] % (2 * heads):
             raise ModelError(f"{file.path} says that {stem} of {tensor.shape[0]} rows has {heads} heads; {AGAIN}")
         order = _turned_rows(tensor.shape[0], heads)
     full = path if path.endswith(_BARE) else f"{path}.{suffix}"
-    return {f"{prefix}.{full}": Rows(tensor, _shape(path, tensor), order, change=_change(architecture.layers, full))}
+    return {f"{prefix}.{full}": Rows(tensor, _shape(path, tensor), order, change=_change(of, full))}
 
 
 def _shape(path: str, tensor: GgufTensor) -> tuple[int, ...]:
@@ -236,6 +246,15 @@ def _expanding(file: GgufFile, layer: int) -> dict[str, Parameter]:
             f"together; {AGAIN}"
         )
     return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": Expanding(keys, values)}
+
+
+def _joined(file: GgufFile, layer: int, path: str) -> dict[str, Parameter]:
+    """A shared expert's gate and up, which are one matrix in the model."""
+    gate, up = (file.tensors.get(f"blk.{layer}.ffn_{part}_shexp.weight") for part in ("gate", "up"))
+    if gate is None or up is None or gate.shape != up.shape or len(gate.shape) != 2:
+        shapes = [None if each is None else each.shape for each in (gate, up)]
+        raise ModelError(f"{file.path}: gate and up of layer {layer}'s shared expert have the shapes {shapes}; {AGAIN}")
+    return {f"model.layers.{layer}.{path}.weight": Joined((gate, up))}
 
 
 def _unknown(file: GgufFile, name: str) -> ModelError:

@@ -108,8 +108,8 @@ def rope_frequencies(config: Any) -> dict[str, tuple[list[float], float]]:
         return {}
     found = {}
     for layers in layer_kinds(config):
-        parameters = config.rope_parameters if layers is None else config.rope_parameters[layers]
-        kind = (parameters or {}).get("rope_type")
+        named: Any = getattr(config, "rope_parameters", None)
+        kind = ((named if layers is None else named[layers]) or {}).get("rope_type")
         if kind in ROPE_INIT_FUNCTIONS and kind not in UNSUPPORTED:
             of, named = (config, {}) if layers is None else (config.per_layer_config[layers], {"layer_type": layers})
             frequencies, factor = ROPE_INIT_FUNCTIONS[kind](of, **named)

@@ -1,0 +1,44 @@
+"""A causal convolution over a token's last inputs, channel by channel, whose earlier inputs a sequence keeps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tiermoe.model.step import Step
+
+
+class CausalConvolution:
+    """weight (channels, 1, taps), bias (channels). Sums are float32, a product and a sum at a time in the taps' order,
+    so that a token's bits do not depend on the others of a step.
+
+    kept: inputs before a token's own."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.kept = weight.shape[-1] - 1
+        self._taps: list[Tensor] = list(weight[:, 0].t().float().contiguous())
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, values: Tensor, inputs: Tensor, step: Step) -> Tensor:
+        """values (T, channels) of a step → (T, channels). inputs (slabs, states of each, kept, channels): of the step's
+        cache, where each sequence's last inputs are left."""
+        inputs = inputs.flatten(0, 1)
+        rows = [(span.end - span.begin, span, *places) for span, places in zip(step.spans, step.states, strict=True)]
+        whole = torch.cat([each for _, span, old, _ in rows for each in (inputs[old], values[span.begin : span.end])])
+        mixed, found, end = self._mixed(whole), list[Tensor](), 0
+        for tokens, _, _, new in rows:
+            found.append(mixed[end : end + tokens])
+            end += self.kept + tokens
+            inputs[new] = whole[end - self.kept : end]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _mixed(self, whole: Tensor) -> Tensor:
+        """Convolution of the inputs (N, channels) of all rows, each behind its kept inputs → (N - kept, channels), one
+        for each window. Windows over two rows belong to no token."""
+        wide, count = whole.float(), len(whole) - self.kept
+        mixed = wide[:count] * self._taps[0]
+        for tap in range(1, self.kept + 1):
+            mixed += wide[tap : tap + count] * self._taps[tap]
+        if self._bias is not None:
+            mixed += self._bias
+        return mixed.to(whole.dtype)

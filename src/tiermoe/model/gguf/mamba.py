@@ -1,0 +1,49 @@
+"""Layers of Mamba-2 in GGUF files (`Mamba2Model` of the converter): the sizes, and the parameters that the converter
+has changed."""
+
+from __future__ import annotations
+
+import math
+
+from tiermoe.errors import ModelError
+from tiermoe.formats.gguf_checkpoint import Rows
+from tiermoe.formats.gguf_file import GgufFile, GgufTensor
+from tiermoe.model.gguf.linear_attention import rates
+from tiermoe.model.gguf.shapes import AGAIN, blocks
+from tiermoe.model.mamba import MambaSizes
+
+_NAMES = {"ssm_in": "in_proj.weight", "ssm_out": "out_proj.weight", "ssm_dt": "dt_bias"}
+_FLAT = {"ssm_a": "A_log", "ssm_d": "D", "ssm_norm": "norm.weight"}
+"""Tensors that have two dimensions where the parameter has one."""
+
+
+def mamba_sizes(file: GgufFile) -> MambaSizes:
+    """Of the file's layers of Mamba-2. ModelError where an entry is missing, and for sizes that do not belong
+    together."""
+    heads, groups = file.count("ssm.time_step_rank", least=1), file.count("ssm.group_count", least=1)
+    inner, state = file.count("ssm.inner_size", least=1), file.count("ssm.state_size", least=1)
+    sizes = MambaSizes(heads, inner // heads, groups, state, file.count("ssm.conv_kernel", least=1) - 1)
+    if inner % heads or heads % groups or sizes.projected > file.longest:
+        raise ModelError(
+            f"{file.path} says that its layers of Mamba-2 have {heads} heads in {groups} groups, {inner} columns and "
+            f"states of {state}, which no tensor has; {AGAIN}"
+        )
+    return sizes
+
+
+def mamba_layers(file: GgufFile) -> list[str]:
+    """`layer_types` of a config: which layers have Mamba-2, and which attention."""
+    recurrent = [f"blk.{layer}.ssm_a" in file.tensors for layer in range(blocks(file))]
+    return ["linear_attention" if each else "full_attention" for each in recurrent]
+
+
+def mamba_rows(_: GgufFile, stem: str, tensor: GgufTensor) -> dict[str, Rows]:
+    """The parameter of a layer of Mamba-2 that a tensor holds, by its name in the block; none of other tensors."""
+    if stem == "ssm_conv1d":
+        weight = len(tensor.shape) == 2
+        shape = (tensor.shape[0], 1, tensor.shape[1]) if weight else tensor.shape
+        return {f"conv1d.{'weight' if weight else 'bias'}": Rows(tensor, shape)}
+    if name := _FLAT.get(stem):
+        return {name: Rows(tensor, (math.prod(tensor.shape),), change=rates if stem == "ssm_a" else None)}
+    name = _NAMES.get(stem)
+    return {name: Rows(tensor, tensor.shape)} if name else {}

@@ -1,0 +1,48 @@
+"""Layers of Mamba-2 as llama.cpp's converter writes them: `Mamba2Model` and `GraniteHybridModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gguf
+from torch import Tensor
+
+NAMES = {
+    "A_log": "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias", "norm.weight": "ssm_norm.weight",
+    "conv1d.weight": "ssm_conv1d.weight", "conv1d.bias": "ssm_conv1d.bias", "in_proj.weight": "ssm_in.weight",
+    "out_proj.weight": "ssm_out.weight",
+}  # fmt: skip
+
+
+def mamba_tensors(layer: str, name: str, value: Tensor, groups: int) -> Iterator[tuple[str, Any, Any]]:
+    """(name in the file, views of the parameter, shape in the file)."""
+    shape = tuple(value.squeeze(1).shape) if name == "conv1d.weight" else tuple(value.shape)
+    if name in ("A_log", "D"):
+        shape = (len(value), 1)
+    if name == "norm.weight":
+        shape = (groups, len(value) // groups)
+    yield f"{layer}.{NAMES[name]}", (value,), shape
+
+
+def mamba_metadata(writer: gguf.GGUFWriter, sizes: tuple[int, int, int, int, int]) -> None:
+    """sizes: heads, columns of a head, groups, columns of a state, taps."""
+    heads, columns, groups, state, taps = sizes
+    writer.add_ssm_conv_kernel(taps)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_inner_size(heads * columns)
+    writer.add_ssm_time_step_rank(heads)
+
+
+def granite_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """`GraniteMoeModel` and `GraniteHybridModel`."""
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+    names = ("n_heads", "d_head", "n_groups", "d_state", "d_conv")
+    heads, columns, groups, state, taps = (config[f"mamba_{name}"] for name in names)
+    mamba_metadata(writer, (heads, columns, groups, state, taps))
