@@ -26,6 +26,13 @@ typedef struct {
     const int32_t *chosen; /* NULL: all rows */
 } Positions;
 
+/* The first position that the token at `position` attends to: of a window (0: all) that ends with it, or, chunked, begins at
+ * a multiple of its size. */
+static inline size_t window_begin(size_t position, size_t window, int chunked) {
+    if (!window || position < window) return 0;
+    return chunked ? position - position % window : position + 1 - window;
+}
+
 enum { MOST_CODED = 256 }; /* columns of a row of codes */
 
 /* -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113, as IQ4_NL of GGUF files has: nearer to each other in the middle,
