@@ -2,7 +2,7 @@
 chunk of a prompt at GFLOP/s, beside torch's scaled_dot_product_attention.
 
     python -m benchmarks.attention [--depths 2048,8192,32768] [--shapes qwen3-30b-a3b] [--threads 1,2]
-                                   [--isa avx512bf16,avx2] [--kv-bits 16,8]
+                                   [--isa avx512bf16,avx2] [--kv-bits 16,8,4]
 
 One layer, random keys and values, taken in turn from more memory than the last cache holds (--megabytes). The layer's
 projections are of 64 hidden columns, so that nothing but attention counts. Ways take turns; `share` is a rate over that
@@ -19,6 +19,7 @@ from benchmarks.kernels import READ, SHAPES, Shape, Turns, enough_bytes, random,
 from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, rates, shown, timed
 from tiermoe import native
 from tiermoe.bench.summary import spread
+from tiermoe.config import KV_BITS
 from tiermoe.formats.plain import Plain
 from tiermoe.kernels.attention import (
     DecodeAttention,
@@ -31,6 +32,7 @@ from tiermoe.kernels.attention import (
 )
 from tiermoe.kernels.norm import Norm
 from tiermoe.model.attention import attend
+from tiermoe.model.kv_memory import CODED
 from tiermoe.platform.machine import processors
 
 HIDDEN = 64
@@ -47,7 +49,8 @@ def slabs_of(shape: Shape, depth: int, bits: int, memory: int) -> list[Slabs]:
         if bits == 16:
             made.append(Slabs(*(torch.empty(*rows, shape.head).bfloat16().normal_() for _ in range(2))))
         else:
-            codes = [torch.randint(-127, 128, (*rows, shape.head), dtype=torch.int8) for _ in range(2)]
+            low, high, columns = (-127, 128, shape.head) if bits == 8 else (0, 256, shape.head // 2)
+            codes = [torch.randint(low, high, (*rows, columns), dtype=CODED[bits]) for _ in range(2)]
             scales = scale.expand(*rows, 1).contiguous()
             made.append(Slabs(*codes, scales=(scales, scales)))
     return made
@@ -144,7 +147,7 @@ def main() -> None:
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=["qwen3-30b-a3b"],
                         help=f"of {', '.join(SHAPES)}; default qwen3-30b-a3b")  # fmt: skip
     parser.add_argument("--threads", type=numbers, default=[processors()], help="default one a core")
-    parser.add_argument("--kv-bits", type=numbers, default=[16, 8], help="default 16,8")
+    parser.add_argument("--kv-bits", type=numbers, default=[16, 8, 4], help="default 16,8,4")
     parser.add_argument("--isa", type=lambda text: text.split(","), default=native.instruction_sets()[:1],
                         help=f"default the fastest of {', '.join(native.instruction_sets())}")  # fmt: skip
     parser.add_argument("--megabytes", type=at_least_one, default=enough_bytes() >> 20,
@@ -153,7 +156,7 @@ def main() -> None:
     for what, given, known in (
         ("there are", args.shapes, list(SHAPES)),
         ("this machine has", args.isa, native.instruction_sets()),
-        ("keys and values have", args.kv_bits, [16, 8]),
+        ("keys and values have", args.kv_bits, list(KV_BITS)),
     ):
         if set(given) - set(known):
             parser.error(f"{what} {', '.join(map(str, known))}, not {', '.join(map(str, given))}")

@@ -326,7 +326,7 @@ static void attention(const Kernels *set) {
     static float results[2][QUERIES_HERE * (TILE_HEADER + VALUE)], in_order[2 * (TILE_HEADER + VALUE)];
     const size_t each = tile_result(VALUE);
     numbers(keys, ROOM * KEY, 1), numbers(values, ROOM * VALUE, 1), numbers(queries, QUERIES_HERE * KEY, 1);
-    const Positions positions = {keys, values, NULL, NULL, KEY, VALUE, KEY, VALUE, ROOM, NULL};
+    const Positions positions = {keys, values, NULL, NULL, 16, KEY, VALUE, KEY, VALUE, ROOM, NULL};
     set->attend_tile(&positions, queries, QUERIES_HERE, 3, TILE, 0.1f, results[0]);
     set->attend_tile(&positions, queries, QUERIES_HERE, TILE, END, 0.1f, results[1]);
     for (int q = 0; q < QUERIES_HERE; q++) {
@@ -347,8 +347,15 @@ static void attention(const Kernels *set) {
     }
 }
 
+/* Column c of row p of codes: of 8 bits a number each, of 4 bits two of each 32 columns in a byte. */
+static double kept(const int8_t *codes, size_t columns, size_t bits, size_t p, size_t c) {
+    if (bits == 8) return codes[p * columns + c];
+    const uint8_t byte = (uint8_t)codes[(p * columns + c / 32 * 32) / 2 + c % 16];
+    return from_bf16(CODES_OF_4[c % 32 < 16 ? byte & 15 : byte >> 4]);
+}
+
 /* Queries of a prompt, over rows of bfloat16 and over codes, in a ring that has begun again, with windows and a sink. */
-static void prompts(const Kernels *set, int coded) {
+static void prompts(const Kernels *set, size_t coded) {
     enum { KEY = 96, VALUE = 160, ROOM = 260, COUNT = 37, FIRST = 400, WINDOW = 200, EACH = 3 };
     static bf16 keys[ROOM * KEY], values[ROOM * VALUE], scales[2][ROOM], queries[COUNT * KEY], out[COUNT * VALUE], alone[VALUE];
     static int8_t codes[2][ROOM * VALUE];
@@ -357,9 +364,9 @@ static void prompts(const Kernels *set, int coded) {
     for (int i = 0; i < ROOM * VALUE; i++) codes[0][i] = (int8_t)(bits() % 255 - 127), codes[1][i] = (int8_t)(bits() % 255 - 127);
     numbers(keys, ROOM * KEY, 1), numbers(values, ROOM * VALUE, 1), numbers(queries, COUNT * KEY, 1);
     for (int i = 0; i < ROOM; i++) scales[0][i] = to_bf16(0.01f + 1e-5f * (float)i), scales[1][i] = to_bf16(0.02f - 1e-5f * (float)i);
-    const Positions plain = {keys, values, NULL, NULL, KEY, VALUE, KEY, VALUE, ROOM, NULL};
-    const Positions short_ = {codes[0], codes[1], scales[0], scales[1], KEY, VALUE, KEY, VALUE, ROOM, NULL};
-    const Positions *positions = coded ? &short_ : &plain;
+    const Positions plain = {keys, values, NULL, NULL, 16, KEY, VALUE, KEY, VALUE, ROOM, NULL};
+    const Positions short_ = {codes[0], codes[1], scales[0], scales[1], coded, KEY, VALUE, KEY, VALUE, ROOM, NULL};
+    const Positions *positions = coded < 16 ? &short_ : &plain;
     QueryRows rows = {.count = COUNT, .scale = 0.1f, .to = FIRST + COUNT};
     for (size_t r = 0; r < COUNT; r++) {
         rows.queries[r] = queries + r * KEY, rows.out[r] = out + r * VALUE;
@@ -373,7 +380,7 @@ static void prompts(const Kernels *set, int coded) {
             const size_t p = (rows.begin[r] + i) % ROOM;
             scores[i] = 0;
             for (size_t c = 0; c < KEY; c++) {
-                const double key = coded ? codes[0][p * KEY + c] * (double)from_bf16(scales[0][p]) : from_bf16(keys[p * KEY + c]);
+                const double key = coded < 16 ? kept(codes[0], KEY, coded, p, c) * from_bf16(scales[0][p]) : from_bf16(keys[p * KEY + c]);
                 scores[i] += 0.1 * from_bf16(queries[r * KEY + c]) * key;
             }
             sum += exp(scores[i]);
@@ -382,7 +389,7 @@ static void prompts(const Kernels *set, int coded) {
             double want = 0;
             for (size_t i = 0; i < WINDOW; i++) {
                 const size_t p = (rows.begin[r] + i) % ROOM;
-                const double value = coded ? codes[1][p * VALUE + c] * (double)from_bf16(scales[1][p]) : from_bf16(values[p * VALUE + c]);
+                const double value = coded < 16 ? kept(codes[1], VALUE, coded, p, c) * from_bf16(scales[1][p]) : from_bf16(values[p * VALUE + c]);
                 want += exp(scores[i]) / sum * value;
             }
             expect(set->name, "a prompt's attention", from_bf16(out[r * VALUE + c]), want, 20);
@@ -454,7 +461,7 @@ int main(void) {
                 published_products(*set, coding, kind, 9, 32, 128, 128);
                 if (coding == E2M1) published_products(*set, coding, kind, BLOCK + 4, 544, 1, 16);
             }
-        gates(*set), rows(*set), deltas(*set), attention(*set), prompts(*set, 0), prompts(*set, 1);
+        gates(*set), rows(*set), deltas(*set), attention(*set), prompts(*set, 16), prompts(*set, 8), prompts(*set, 4);
         for (int wide = 0; wide < 2; wide++) {
             for (size_t group = 32; group <= 64; group *= 2) {
                 packing(*set, INT6, BLOCK, group, wide), packing(*set, INT4, BLOCK + 16, group, wide);

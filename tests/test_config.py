@@ -135,7 +135,7 @@ def test_unknown_names_are_refused_with_a_near_one(name: str, hint: str) -> None
         ("bits", "4"),
         ("bits", 4.0),
         ("dense_bits", 2),
-        ("kv_bits", 4),
+        ("kv_bits", 3),
         ("kv_bits", None),
         ("quantizer", "awq"),
         ("chunk", 0),

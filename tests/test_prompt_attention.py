@@ -1,5 +1,5 @@
 """The attention kernel for prompts against the definition, in float64, and against itself: in other company, on more
-threads, in a ring, over codes of 8 bits."""
+threads, in a ring, over codes of 8 and 4 bits."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ CASES = {
     "sinks": Case(sinks=True),
     "8 bits": Case(bits=8),
     "8 bits, window, sinks": Case(keys=96, values=160, window=130, sinks=True, bits=8),
+    "4 bits": Case(bits=4),
+    "4 bits, window, sinks": Case(keys=96, values=160, window=130, sinks=True, bits=4),
 }
 SCALE = 0.25
 
@@ -75,9 +77,9 @@ class Sequence:
         """Slab 1 of 2 with the first `written` positions; what is not written must not be looked at."""
         kept = []
         for rows in (self.keys, self.values):
-            tensors = (rows,) if self.case.bits == 16 else encode_kv(rows)
+            tensors = (rows,) if self.case.bits == 16 else encode_kv(rows, self.case.bits)
             for tensor in tensors:
-                unwritten = 99 if tensor.dtype == torch.int8 else torch.nan
+                unwritten = torch.nan if tensor.dtype.is_floating_point else 99
                 slab = torch.full((2, tensor.shape[1], room, tensor.shape[2]), unwritten, dtype=tensor.dtype)
                 places = torch.arange(max(0, written - room), written)
                 slab[1, :, places % room] = tensor[places].transpose(0, 1)
@@ -100,8 +102,8 @@ class Sequence:
         """The definition, in float64."""
         case = self.case
         keys, values = self.keys, self.values
-        if case.bits == 8:
-            keys, values = (decode_kv(*encode_kv(each), torch.float64) for each in (keys, values))
+        if case.bits != 16:
+            keys, values = (decode_kv(*encode_kv(each, case.bits), torch.float64) for each in (keys, values))
         group = case.heads // case.kv_heads
         wide_keys, wide_values = (each.double().repeat_interleave(group, 1) for each in (keys, values))
         scores = torch.einsum("thc,nhc->htn", self.query.double(), wide_keys) * SCALE
@@ -123,7 +125,7 @@ def test_it_is_the_definition(name: str) -> None:
     it = Sequence(CASES[name])
     got, want = it.run(it.slabs(), 0, LENGTH).double(), it.expected()
     error = (got - want).norm(dim=-1) / want.norm(dim=-1)
-    assert error.max() < 0.01
+    assert error.max() < (0.02 if it.case.bits == 4 else 0.01)  # at 4 bits queries are rounded once more
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -136,7 +138,7 @@ def test_chunks_do_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 5])
-@pytest.mark.parametrize("name", ["groups", "one key head for all", "8 bits"])
+@pytest.mark.parametrize("name", ["groups", "one key head for all", "8 bits", "4 bits"])
 def test_threads_do_not_matter(name: str, threads: int) -> None:
     it = Sequence(CASES[name])
     alone = it.run(it.slabs(), 0, LENGTH)
@@ -145,7 +147,7 @@ def test_threads_do_not_matter(name: str, threads: int) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 90])
-@pytest.mark.parametrize("name", ["window", "chunks", "window of an odd length, sinks", "8 bits, window, sinks"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.window is not None])
 def test_a_ring_is_the_whole_cache(name: str, step: int) -> None:
     it = Sequence(CASES[name])
     assert it.case.window is not None

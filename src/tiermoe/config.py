@@ -27,7 +27,7 @@ _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
 
 BITS = (16, 8, 4, 3, 2)
 DENSE_BITS = (16, 8, 4)
-KV_BITS = (16, 8)
+KV_BITS = (16, 8, 4)
 DEFAULT_BITS = 4
 QUANTIZERS = ("nonlinear", "hqq", "linear", "gptq", "gptq-nonlinear")
 DEFAULT_QUANTIZER = "hqq"

@@ -92,7 +92,8 @@ ENGINE: dict[str, Any] = {
     "kv_bits": Annotated[
         int,
         typer.Option(
-            help="Precision of the KV cache: 16 bits (the checkpoint's own), or 8: half the memory; tokens can change."
+            help="Precision of the KV cache: 16 bits (the checkpoint's own), 8 (half the memory) or 4 (a quarter); "
+            "with 8 and 4 tokens can change."
         ),
     ],
     "decoder": Annotated[

@@ -24,6 +24,7 @@ from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.dense import own_linears, recipe, types_of
 from tiermoe.model.dense_weights import embedding_bytes
 from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.kv_memory import COLUMNS_OF_4
 from tiermoe.model.latent_attention import LatentSizes
 from tiermoe.offload.assembly import ModelShape, cache_bytes
 from tiermoe.offload.composition import require_device
@@ -129,6 +130,12 @@ def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> Non
         raise ConfigError(
             f"{option} does not apply to {blueprint.family.name}: its cache holds latents, which are compressed "
             f"already; leave --kv-bits out"
+        )
+    columns = {each.shape.key_columns for each in sizes} | {each.shape.value_columns for each in sizes}
+    if settings.kv_bits == 4 and (odd := sorted(each for each in columns if each % COLUMNS_OF_4)):
+        raise ConfigError(
+            f"{option} takes heads of a multiple of {COLUMNS_OF_4} columns, and {blueprint.family.name} has heads of "
+            f"{odd[0]}; use --kv-bits 8"
         )
 
 

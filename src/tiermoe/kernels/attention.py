@@ -218,7 +218,8 @@ class Slabs:
     room, value); of latent attention keys (slabs, 1, room, latent + rotary) and no values. Position p lies in row p.
 
     ring: position p lies in row p % room; the room is a window and as many positions as a step adds to a sequence.
-    scales: keys and values are codes, int8 (`model.kv_memory`); bfloat16 (slabs, kv heads, room, 1) of each.
+    scales: keys and values are codes (`model.kv_memory`), int8, or uint8 of two columns each; bfloat16 (slabs, kv
+    heads, room, 1) of each.
 
     ValueError: of another dtype, shape or layout. Keeps the tensors alive."""
 
@@ -229,19 +230,22 @@ class Slabs:
         ring: bool = False,
         scales: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        dtype = torch.bfloat16 if scales is None else torch.int8
+        coded = torch.uint8 if keys.dtype == torch.uint8 else torch.int8
+        dtype = torch.bfloat16 if scales is None else coded
         for name, tensor, kind in (("keys", keys, dtype), ("values", values, dtype), *_named(scales)):
             fits = tensor is None or (tensor.dtype == kind and tensor.is_contiguous() and tensor.device.type == "cpu")
             if tensor is not None and (not fits or tensor.ndim != 4 or tensor.shape[:3] != keys.shape[:3]):
                 raise ValueError(f"{name} must be contiguous {str(kind)[6:]} (slabs, heads, room, columns) on the CPU")
         self.keys, self.values, self.ring, self.scales = keys, values, ring, scales
-        slabs, heads, room, columns = keys.shape
+        slabs, heads, room = keys.shape[:3]
+        in_one = 2 if dtype == torch.uint8 else 1
+        self.columns = tuple(0 if each is None else each.shape[3] * in_one for each in (keys, values))
         key_scales, value_scales = (None, None) if scales is None else scales
         self.packed = _native.pack(
             structs.Slabs(
                 keys=keys.data_ptr(), values=address(values), key_scales=address(key_scales),
-                value_scales=address(value_scales), slabs=slabs, kv_heads=heads, room=room, key_columns=columns,
-                value_columns=0 if values is None else values.shape[3], ring=ring,
+                value_scales=address(value_scales), bits=8 * dtype.itemsize // in_one, slabs=slabs, kv_heads=heads,
+                room=room, key_columns=self.columns[0], value_columns=self.columns[1], ring=ring,
             )
         )  # fmt: skip
 
@@ -394,11 +398,11 @@ def prompt_attention(
     ValueError: of another dtype or shape; slabs that do not fit. The interpreter's lock is released meanwhile."""
     tokens, heads, columns = query.shape
     query = query.contiguous()
-    if not plain(query) or columns != slabs.keys.shape[3] or slabs.values is None:
-        raise ValueError(f"queries must be bfloat16 (T, heads, {slabs.keys.shape[3]}), not {tuple(query.shape)}")
+    if not plain(query) or columns != slabs.columns[0] or slabs.values is None:
+        raise ValueError(f"queries must be bfloat16 (T, heads, {slabs.columns[0]}), not {tuple(query.shape)}")
     if sinks is not None and (not plain(sinks) or sinks.numel() != heads):
         raise ValueError(f"sinks must be contiguous bfloat16 ({heads})")
-    out = torch.empty((tokens, heads, slabs.values.shape[3]), dtype=torch.bfloat16)
+    out = torch.empty((tokens, heads, slabs.columns[1]), dtype=torch.bfloat16)
     if piece is not None and piece.state.nbytes < _native.prompt_state(slabs.packed, tokens, heads):
         raise ValueError(f"a state of {piece.state.nbytes} bytes is too small")
     begin, end, state = (0, first + tokens, 0) if piece is None else (piece.begin, piece.end, piece.state.data_ptr())

@@ -92,7 +92,8 @@ class GroupedSizes(AttentionSizes):
         scores = scores_at_once(self.heads, tokens, load.context) * _SCORE_BYTES if self.sinks else 0
         room = self.shape.room(load.context, tokens)
         unrolled = 2 * room * self.shape.row_bytes(load.itemsize) if room < load.context else 0
-        decoded = room * self.shape.row_bytes(load.itemsize + _FLOAT_BYTES) if load.kv_bits == 8 else 0
+        floats = {8: 1, 4: 3}.get(load.kv_bits)  # 4 bits: with the halves of a Hadamard transform
+        decoded = room * self.shape.row_bytes(load.itemsize + floats * _FLOAT_BYTES) if floats else 0
         return masks + scores + unrolled + decoded
 
     def decode_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:

@@ -15,6 +15,7 @@ from tiermoe.batch import Row
 from tiermoe.errors import ModelError, PromptError
 from tiermoe.kernels.attention import Slabs
 from tiermoe.model.kv_memory import (
+    CODED,
     SCALE_BYTES,
     decode_kv,
     empty_pages,
@@ -42,13 +43,13 @@ class LayerShape:
     index_columns: int = 0  # of the key that an indexer keeps of every position; such a layer has no window
 
     def row_bytes(self, itemsize: int, bits: int = 16) -> int:
-        """Bytes of a position: numbers of `itemsize` bytes, or codes of 8 bits with a scale for each row."""
+        """Bytes of a position: numbers of `itemsize` bytes, or codes of 8 or 4 bits with a scale for each row."""
         return sum(heads * nbytes for heads, nbytes in self.parts(itemsize, bits))
 
     def parts(self, itemsize: int, bits: int = 16) -> list[tuple[int, int]]:
         """(heads, bytes of each head) of a position's key, of its value, and of their scales or the indexer's key."""
-        if bits == 8:
-            rows = (self.key_columns, self.value_columns, SCALE_BYTES, SCALE_BYTES)
+        if bits in CODED:
+            rows = (self.key_columns * bits // 8, self.value_columns * bits // 8, SCALE_BYTES, SCALE_BYTES)
             return [(self.heads, nbytes) for nbytes in rows]
         columns = (self.key_columns, self.value_columns, self.index_columns)
         key, value, index = (each * itemsize for each in columns)
@@ -102,7 +103,7 @@ class KVCache:
 
     keys[layer] (slabs, heads, room, key columns), values[layer] (slabs, heads, room, value columns): position p lies at
     p % room; a layer whose room is smaller than the context is a ring that keeps a window alone. In `dtype`, or with
-    `bits` 8 as codes, int8.
+    `bits` 8 as codes, int8; with 4 uint8, of two columns each.
     key_scales[layer], value_scales[layer] (slabs, heads, room, 1): scales of the codes; empty lists at 16 bits.
     index_keys[layer] (slabs, 1, room, index columns): keys of indexers; an empty list where no layer has an indexer.
     recurrent: states of the layers that have no keys and values; None where there is no such layer.
@@ -133,10 +134,10 @@ class KVCache:
         indexed = any(shape.index_columns for shape in shapes)
         for shape in shapes:
             rows = slabs, shape.heads, shape.room(context, step)
-            stored = dtype if bits == 16 else torch.int8
-            self.keys.append(empty_pages((*rows, shape.key_columns), stored))
-            self.values.append(empty_pages((*rows, shape.value_columns), stored))
-            if bits == 8:
+            stored, in_one = CODED.get(bits, dtype), 2 if bits == 4 else 1
+            self.keys.append(empty_pages((*rows, shape.key_columns // in_one), stored))
+            self.values.append(empty_pages((*rows, shape.value_columns // in_one), stored))
+            if bits in CODED:
                 self.key_scales.append(empty_pages((*rows, 1), torch.bfloat16))
                 self.value_scales.append(empty_pages((*rows, 1), torch.bfloat16))
             if indexed:
@@ -217,18 +218,19 @@ class KVCache:
             self.recurrent.end_write(slab)
 
     def write(self, layer: int, row: Row, keys: Tensor, values: Tensor) -> None:
-        """Writes keys and values (T, heads, columns) of a batch's row into a layer's slabs, as codes at 8 bits."""
+        """Writes keys and values (T, heads, columns) of a batch's row into a layer's slabs, as codes where the
+        cache has them."""
         tensors = ((self.keys, self.key_scales, keys), (self.values, self.value_scales, values))
         for stored, scales, new in tensors:
-            if self.bits == 8:
-                new, new_scales = encode_kv(new)
+            if self.bits in CODED:
+                new, new_scales = encode_kv(new, self.bits)
                 write_rows(scales[layer], row, new_scales)
             write_rows(stored[layer], row, new)
 
     def read(self, layer: int, row: Row, window: int | None) -> tuple[Tensor, Tensor]:
         """Keys and values (heads, n, columns) that the tokens of a batch's row may attend to, in the cache's dtype."""
         keys, values = (read_rows(each[layer], row, window) for each in (self.keys, self.values))
-        if self.bits == 16:
+        if self.bits not in CODED:
             return keys, values
         key_scales, value_scales = (
             read_rows(each[layer], row, window) for each in (self.key_scales, self.value_scales)
@@ -380,7 +382,7 @@ class KVCache:
         found = {}
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             if keys.shape[1] and self.dtype == torch.bfloat16 and available():
-                scales = (self.key_scales[layer], self.value_scales[layer]) if self.bits == 8 else None
+                scales = (self.key_scales[layer], self.value_scales[layer]) if self.bits in CODED else None
                 ring = keys.shape[2] < self.context
                 found[layer] = Slabs(keys, values if values.shape[3] else None, ring, scales)
         return found

@@ -1,5 +1,5 @@
-"""Memory of the KV cache: pages that are taken as positions are written, keys and values as codes of 8 bits, and rows
-of a slab that may be a ring.
+"""Memory of the KV cache: pages that are taken as positions are written, keys and values as codes of 8 or 4 bits, and
+rows of a slab that may be a ring.
 
 A slab has addresses for its longest sequence, and memory for its current sequence."""
 
@@ -17,8 +17,13 @@ from tiermoe.platform.process_memory import anonymous_memory, can_free_pages, fr
 
 PAGE = mmap.PAGESIZE
 SCALE_BYTES = 2
-"""Of the scale of 8-bit codes, bfloat16."""
+"""Of the scale of a row of codes, bfloat16."""
+CODED = {8: torch.int8, 4: torch.uint8}
+"""Bits of codes → dtype in which they are kept; uint8 has two columns each."""
+COLUMNS_OF_4 = 32
+"""A row of 4-bit codes has a multiple of them."""
 _LARGEST_CODE = 127
+_CODES_OF_4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4_NL's
 
 
 # pages
@@ -55,21 +60,54 @@ def shared_page_bytes(slabs: int, slab_bytes: int) -> int:
     return (slabs + 1) * PAGE if slab_bytes % PAGE else 0
 
 
-# codes of 8 bits: each head's key, and each head's value, has a scale of its own (native/attention.c makes the same)
+# codes: each head's key, and each head's value, has a scale of its own (native/attention.c makes the same)
 
 
-def encode_kv(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """rows (..., columns) → codes int8 (..., columns) and scales bfloat16 (..., 1), which map the largest number of a
-    row to 127."""
-    wide = rows.float()
-    scales = (wide.abs().amax(-1, keepdim=True) / _LARGEST_CODE).bfloat16()
-    codes = torch.where(scales > 0, wide / scales.float(), 0).round_().clamp_(-_LARGEST_CODE, _LARGEST_CODE)
-    return codes.to(torch.int8), scales
+def encode_kv(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """rows (..., columns) → codes and scales bfloat16 (..., 1).
+
+    8 bits: int8 (..., columns); the scale maps the largest number of a row to 127. 4 bits: uint8 (..., columns / 2) of
+    the row's Hadamard transform; the scale maps the largest number, whatever its sign, to -127, and a code is the index
+    of the nearest of 16 numbers."""
+    if bits == 8:
+        wide = rows.float()
+        scales = (wide.abs().amax(-1, keepdim=True) / _LARGEST_CODE).bfloat16()
+        codes = torch.where(scales > 0, wide / scales.float(), 0).round_().clamp_(-_LARGEST_CODE, _LARGEST_CODE)
+        return codes.to(torch.int8), scales
+    wide = _hadamard(rows.float())
+    low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
+    scales = (torch.where(high > -low, high, low) / -_LARGEST_CODE).bfloat16()
+    numbers = torch.tensor(_CODES_OF_4)
+    indices = torch.bucketize(torch.where(scales != 0, wide / scales.float(), 0), (numbers[1:] + numbers[:-1]) / 2)
+    low, high = indices.to(torch.uint8).view(*rows.shape[:-1], -1, 2, COLUMNS_OF_4 // 2).unbind(-2)
+    return (low | high << 4).flatten(-2), scales
 
 
 def decode_kv(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that codes (..., columns) and scales (..., 1) stand for."""
-    return (codes.float() * scales.float()).to(dtype)
+    """The numbers (..., columns) that codes and scales (..., 1) stand for."""
+    if codes.dtype == torch.int8:
+        return (codes.float() * scales.float()).to(dtype)
+    halves = codes.view(*codes.shape[:-1], -1, 1, COLUMNS_OF_4 // 2)
+    indices = torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
+    columns = indices.shape[-1]
+    numbers = torch.tensor(_CODES_OF_4, dtype=torch.float32)[indices.int()]
+    return (_hadamard(numbers * scales.float()) / _hadamard_length(columns)).to(dtype)
+
+
+def _hadamard_length(columns: int) -> int:
+    """The largest power of two that divides the columns."""
+    return columns & -columns
+
+
+def _hadamard(rows: Tensor) -> Tensor:
+    """The Hadamard transform, without its factor, of blocks of `_hadamard_length` columns: each column gets a part of
+    every other, so that none is much larger than the rest."""
+    half = 1
+    while half < _hadamard_length(rows.shape[-1]):
+        one, other = rows.view(*rows.shape[:-1], -1, 2, half).unbind(-2)
+        rows = torch.stack((one + other, one - other), -2).flatten(-3)
+        half *= 2
+    return rows
 
 
 # rows of a slab: position p lies at p % room

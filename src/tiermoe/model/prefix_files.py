@@ -27,6 +27,7 @@ import xxhash
 from tiermoe.config import MIB, format_size
 from tiermoe.errors import ConfigError
 from tiermoe.model.kv_cache import KVCache, LayerShape
+from tiermoe.platform.file_io import read_ahead
 
 BLOCK = 64
 """Tokens of a block."""
@@ -36,6 +37,7 @@ state need to go on from the block's end."""
 HEAD_BYTES = 24
 TURN_BYTES = 32 * MIB
 """Bytes that are read of a prefix before the answers under way have a turn."""
+_AHEAD = 8  # blocks of a prefix that the drive reads while one is copied and checked
 _MAGIC = b"tmoekv\x00\x01"
 _BUFFER = MIB
 _NAMES = re.compile(r"(\.[0-9a-f]{8}-)?([0-9a-f]{40})\.(kv|end)")
@@ -125,6 +127,12 @@ def read(path: Path, name: bytes, memory: Memory) -> int:
         if file.read(1) or checksum.digest() != head[len(_MAGIC) :]:
             raise DamagedError("does not have its checksum")
     return nbytes
+
+
+def _read_ahead(path: Path) -> None:
+    """Asks the system for a file that is read soon; one that is gone is found missing then."""
+    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+        read_ahead(file.fileno(), 0, os.fstat(file.fileno()).st_size)
 
 
 def _private(path: str, flags: int) -> int:
@@ -296,6 +304,8 @@ class PrefixDisk:
                     return False
                 first = stored.at * BLOCK
                 end = min(first + BLOCK, stored.length)
+                for later in stored.names[stored.at + _AHEAD : stored.at + _AHEAD + 1]:
+                    _read_ahead(self.folder.path(later, KEPT))
                 self._read(stored.names[stored.at], KEPT, self._cache.memory(slab, first, end))
                 stored.at += 1
             self._cache.filled(slab, stored.length)

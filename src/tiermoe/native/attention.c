@@ -1,9 +1,9 @@
 #include "attention.h"
 
-#include <math.h>
 #include <string.h>
 
 #include "kernels.h"
+#include "kv_codes.h"
 #include "team.h"
 
 enum { PROJECTIONS = 3 }; /* of one input, at the most */
@@ -102,7 +102,7 @@ const char *attention_misfit(const Attention *layer, const Step *step, const Sla
         return "keys of another number of heads or columns than the layer's";
     if (slabs->value_columns != (layer->latent_columns ? 0 : layer->value_columns))
         return "values of another number of columns than the layer's";
-    if (slabs->key_scales && layer->latent_columns) return "codes of 8 bits for latents";
+    if (slabs->key_scales && layer->latent_columns) return "codes for latents";
     if (step->rotary_columns != layer->rotary_columns) return "cos and sin of another width than the layer rotates";
     if (slabs->ring && !layer->window) return "a ring for a layer without a window";
     if (slabs->ring && layer->window + step->spread > slabs->room)
@@ -118,12 +118,13 @@ const char *attention_misfit(const Attention *layer, const Step *step, const Sla
 }
 
 Positions slab_positions(const Slabs *slabs, size_t slab, size_t kv_head) {
-    const size_t row = (slab * slabs->kv_heads + kv_head) * slabs->room, each = slabs->key_scales ? 1 : sizeof(bf16);
+    const size_t row = (slab * slabs->kv_heads + kv_head) * slabs->room;
     return (Positions){
-        .keys = (const char *)slabs->keys + row * slabs->key_columns * each,
-        .values = slabs->values ? (const char *)slabs->values + row * slabs->value_columns * each : NULL,
+        .keys = (const char *)slabs->keys + row * slabs->key_columns * slabs->bits / 8,
+        .values = slabs->values ? (const char *)slabs->values + row * slabs->value_columns * slabs->bits / 8 : NULL,
         .key_scales = slabs->key_scales ? slabs->key_scales + row : NULL,
         .value_scales = slabs->value_scales ? slabs->value_scales + row : NULL,
+        .bits = slabs->bits,
         .key_columns = slabs->key_columns,
         .value_columns = slabs->value_columns,
         .key_stride = slabs->key_columns,
@@ -237,24 +238,6 @@ static void temper(const Step *step, size_t token, bf16 *queries, size_t columns
     for (size_t i = 0; i < columns; i++) queries[i] = to_bf16(from_bf16(queries[i]) * step->temperatures[token]);
 }
 
-static const float WHOLE = 12582912.0f; /* 1.5 * 2^23: adding it rounds |x| < 2^22 to a whole number */
-
-/* A row of keys or values at 8 bits: codes[i] = row[i] / scale, rounded to the nearest, halves to the even one; the scale maps the largest to 127. */
-static void kv_encode(const bf16 *row, size_t columns, int8_t *codes, bf16 *scale) {
-    float largest = 0;
-    for (size_t i = 0; i < columns; i++) {
-        const float size = fabsf(from_bf16(row[i]));
-        largest = size > largest ? size : largest;
-    }
-    *scale = to_bf16(largest / 127);
-    const float step = from_bf16(*scale);
-    for (size_t i = 0; i < columns; i++) {
-        const float code = step > 0 ? from_bf16(row[i]) / step : 0;
-        const float least = code >= -127 ? code : -127; /* also where it is undefined */
-        codes[i] = (int8_t)((least <= 127 ? least : 127) + WHOLE - WHOLE);
-    }
-}
-
 /* Grouped attention: queries, keys and values of heads that share keys and values in groups. */
 
 /* Rows of one token's heads as projected, and their norm's factor where it spans all heads. */
@@ -311,15 +294,18 @@ static void grouped_place(void *data, size_t thread, size_t task) {
     if (slabs->key_scales) {
         bf16 key[MOST_HEAD_COLUMNS];
         place(job, token, &keys, kv_head, key);
-        kv_encode(key, columns, (int8_t *)slabs->keys + row * columns, slabs->key_scales + row);
-        kv_encode(values, width, (int8_t *)slabs->values + row * width, slabs->value_scales + row);
+        kv_encode(key, columns, slabs->bits, slabs->keys, row, slabs->key_scales);
+        kv_encode(values, width, slabs->bits, slabs->values, row, slabs->value_scales);
     } else {
         place(job, token, &keys, kv_head, (bf16 *)slabs->keys + row * columns);
         memcpy((bf16 *)slabs->values + row * width, values, width * sizeof(bf16));
     }
-    for (size_t head = kv_head * group; head < (kv_head + 1) * group; head++)
-        place(job, token, &queries, head, job->query + (token * layer->heads + head) * columns);
-    temper(job->step, token, job->query + (token * layer->heads + kv_head * group) * columns, group * columns);
+    for (size_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
+        bf16 *query = job->query + (token * layer->heads + head) * columns;
+        place(job, token, &queries, head, query);
+        temper(job->step, token, query, columns);
+        if (slabs->bits == 4) hadamard_inverse(query, columns, query);
+    }
 }
 
 static void grouped_merge(void *data, size_t thread, size_t task) {
@@ -331,6 +317,7 @@ static void grouped_merge(void *data, size_t thread, size_t task) {
     (void)thread;
     kernels->merge_tiles(job->results + (place * layer->heads + head) * each, job->places[token + 1] - place, layer->heads * each,
                 width, layer->sinks ? layer->sinks + head : NULL, out);
+    if (job->slabs->bits == 4) hadamard_inverse(out, width, out);
     if (layer->gated)
         kernels->times_sigmoid(out, job->projected_query + task * query_columns(layer) + layer->key_columns, width);
 }

@@ -60,11 +60,12 @@ void step_measure(Step *step);
 
 /* The key/value cache of a layer: keys (slabs, kv_heads, room, key_columns), values (slabs, kv_heads, room, value_columns);
  * of latent attention keys (slabs, 1, room, latent_columns + rotary_columns) and no values. Position p lies in row p, or in
- * row p % room of a ring. Keys and values are bfloat16, or codes of 8 bits with a scale for each row (kv_encode):
+ * row p % room of a ring. Keys and values are bfloat16, or codes of 8 or 4 bits with a scale for each row (kv_codes.h):
  * key_scales and value_scales (slabs, kv_heads, room). */
 typedef struct {
     void *keys, *values;
     bf16 *key_scales, *value_scales; /* NULL: bfloat16 */
+    size_t bits;                     /* of a column: 16, or 8 or 4 of codes */
     size_t slabs, kv_heads, room, key_columns, value_columns;
     int ring;
 } Slabs;

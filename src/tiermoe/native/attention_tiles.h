@@ -14,12 +14,14 @@ enum {
 };
 
 /* Keys and values of one sequence and head: position p lies in row p % room, or in row chosen[p]. Rows are bfloat16, or,
- * where there are scales, signed codes of 8 bits that a row's scale multiplies. */
+ * where there are scales, codes that a row's scale multiplies: 8 bits are a signed number, 4 bits one of CODES_OF_4, of each
+ * 32 columns the first 16 in the low halves of 16 bytes. */
 typedef struct {
     const void *keys, *values;
     const bf16 *key_scales, *value_scales; /* of each row; NULL: rows of bfloat16 */
+    size_t bits;                           /* of a column: 16, or 8 or 4 of codes */
     size_t key_columns, value_columns;     /* multiples of 32, with scales at most MOST_CODED */
-    size_t key_stride, value_stride;       /* values from one row to the next */
+    size_t key_stride, value_stride;       /* columns from one row to the next */
     size_t room;
     const int32_t *chosen; /* NULL: all rows */
 } Positions;
@@ -32,6 +34,11 @@ static inline size_t window_begin(size_t position, size_t window, int chunked) {
 }
 
 enum { MOST_CODED = 256 }; /* columns of a row of codes */
+
+/* -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113, as IQ4_NL of GGUF files has: nearer to each other in the middle,
+ * where most numbers of a row are. */
+static const bf16 CODES_OF_4[16] = {0xC2FE, 0xC2D0, 0xC2A6, 0xC282, 0xC244, 0xC20C, 0xC1B0, 0xC120,
+                                    0x3F80, 0x4150, 0x41C8, 0x4218, 0x4254, 0x428A, 0x42B2, 0x42E2};
 
 /* Where the rows of a tile begin. */
 typedef struct {

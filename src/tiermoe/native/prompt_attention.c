@@ -2,6 +2,7 @@
 
 #include "attention_tiles.h"
 #include "kernels.h"
+#include "kv_codes.h"
 #include "team.h"
 
 typedef struct {
@@ -52,6 +53,7 @@ static void attend_block(void *data, size_t thread, size_t task) {
     const size_t kv_head = task / job->blocks, from = task % job->blocks * QUERY_ROWS;
     const size_t group = prompt->heads / slabs->kv_heads, rest = prompt->tokens * group - from;
     const Positions positions = slab_positions(slabs, prompt->slab, kv_head);
+    bf16 transformed[QUERY_ROWS][MOST_HEAD_COLUMNS];
     QueryRows rows = {
         .count = rest < QUERY_ROWS ? rest : QUERY_ROWS,
         .scale = prompt->scale,
@@ -64,6 +66,10 @@ static void attend_block(void *data, size_t thread, size_t task) {
         const size_t token = (from + r) / group, head = kv_head * group + (from + r) % group;
         const size_t end = prompt->first + token + 1, at = token * prompt->heads + head;
         rows.queries[r] = prompt->query + at * slabs->key_columns;
+        if (slabs->bits == 4) {
+            hadamard_inverse(rows.queries[r], slabs->key_columns, transformed[r]);
+            rows.queries[r] = transformed[r];
+        }
         rows.out[r] = prompt->out + at * slabs->value_columns;
         rows.sinks[r] = prompt->sinks ? prompt->sinks + head : NULL;
         rows.begin[r] = window_begin(end - 1, prompt->window, prompt->chunked);
@@ -71,6 +77,8 @@ static void attend_block(void *data, size_t thread, size_t task) {
     }
     const size_t each = rows_workspace(slabs->key_columns, slabs->value_columns);
     kernels->attend_rows(&positions, &rows, job->workspace + thread * each);
+    for (size_t r = 0; slabs->bits == 4 && !rows.more && r < rows.count; r++)
+        hadamard_inverse(rows.out[r], slabs->value_columns, rows.out[r]);
 }
 
 void prompt_attend(const Prompt *prompt, const Slabs *slabs, void *workspace, size_t threads) {

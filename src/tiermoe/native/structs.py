@@ -155,6 +155,7 @@ class Slabs(Struct):
         ("values", c_void_p),
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
+        ("bits", c_size_t),
         ("slabs", c_size_t),
         ("kv_heads", c_size_t),
         ("room", c_size_t),

@@ -11,11 +11,14 @@
 
 /* Rows of keys and values as bfloat16, whatever the dtype of the cache. */
 
-/* `columns` values of row `row` from column `from` on: where they lie, or, of codes, in `room`. A code is exact in
- * bfloat16; its scale is the caller's. */
-INLINE const bf16 *kept_row(const void *rows, size_t stride, size_t row, size_t from, size_t columns, int coded, bf16 *room) {
-    if (!coded) return (const bf16 *)rows + row * stride + from;
-    const int8_t *codes = (const int8_t *)rows + row * stride + from;
+/* The columns of row `row`: where they lie, or, of codes, in `room`. A code is exact in bfloat16; its scale is the caller's. */
+INLINE const bf16 *kept_row(const void *rows, size_t stride, size_t row, size_t columns, size_t bits, bf16 *room) {
+    if (bits == 16) return (const bf16 *)rows + row * stride;
+    const int8_t *codes = (const int8_t *)rows + row * stride * bits / 8;
+    if (bits == 4) {
+        for (size_t c = 0; c < columns; c += 32) look_up_32(CODES_OF_4, (const uint8_t *)codes + c / 2, room + c);
+        return room;
+    }
     for (size_t c = 0; c < columns; c++) {
         const float value = codes[c];
         uint32_t bits;
@@ -26,8 +29,8 @@ INLINE const bf16 *kept_row(const void *rows, size_t stride, size_t row, size_t 
 }
 
 /* A tile's rows of codes as bfloat16, in `room`, and where they are then. */
-static const bf16 *unpacked(const void *rows, size_t stride, size_t columns, const TileRows *tile, bf16 *room) {
-    for (size_t i = 0; i < tile->count; i++) kept_row(rows, stride, tile_row(tile, i), 0, columns, 1, room + i * columns);
+static const bf16 *unpacked(const void *rows, size_t stride, size_t columns, size_t bits, const TileRows *tile, bf16 *room) {
+    for (size_t i = 0; i < tile->count; i++) kept_row(rows, stride, tile_row(tile, i), columns, bits, room + i * columns);
     return room;
 }
 
@@ -159,17 +162,17 @@ static void attend_few(const Positions *positions, const TileRows *rows, const b
     float scores[MOST_QUERIES][TILE] __attribute__((aligned(64)));
     bf16 weights[MOST_QUERIES][TILE] __attribute__((aligned(64)));
     const TileRows in_room = {0, TILE, rows->count, NULL}, *at = room ? &in_room : rows;
-    const Ahead values = ahead_of(positions->values, positions->value_stride, room != NULL, rows->first);
-    const Ahead next_keys = ahead_of(positions->keys, positions->key_stride, room != NULL, rows->first + rows->count);
+    const Ahead values = ahead_of(positions->values, positions->value_stride, positions->bits, rows->first);
+    const Ahead next_keys = ahead_of(positions->keys, positions->key_stride, positions->bits, rows->first + rows->count);
     Positions here = *positions;
     if (room) {
-        here.keys = unpacked(positions->keys, positions->key_stride, positions->key_columns, rows, room);
+        here.keys = unpacked(positions->keys, positions->key_stride, positions->key_columns, positions->bits, rows, room);
         here.key_stride = positions->key_columns;
     }
     score_queries(&here, at, queries, count, scale, scores, rows->chosen ? NULL : &values);
     for (size_t q = 0; q < count; q++) soften(scores[q], rows->count, scales, weights[q], results + q * stride);
     if (room) {
-        here.values = unpacked(positions->values, positions->value_stride, positions->value_columns, rows, room);
+        here.values = unpacked(positions->values, positions->value_stride, positions->value_columns, positions->bits, rows, room);
         here.value_stride = positions->value_columns;
     }
     weigh_queries(&here, at, (const bf16(*)[TILE])weights, count, results + TILE_HEADER, stride,

@@ -162,18 +162,17 @@ static void rows_of_tile(const Positions *positions, size_t begin, size_t stop, 
 
 /* `count` keys and values of a tile. */
 static void load_tile(const Positions *positions, const size_t *rows, size_t count, const Panels *p, const Unit **keys) {
-    const int coded = positions->key_scales != NULL;
-    const size_t columns = positions->key_columns, width = positions->value_columns;
+    const size_t columns = positions->key_columns, width = positions->value_columns, bits = positions->bits;
     bf16 room[IN_UNIT][MOST_CODED];
     for (size_t i = 0; i < count; i++) {
         Unit *its = p->keys + i * (columns / IN_UNIT);
         bf16 *codes = IN_UNIT == 1 ? room[0] : (bf16 *)its;
-        keys[i] = units_of(kept_row(positions->keys, positions->key_stride, rows[i], 0, columns, coded, codes), columns, its);
+        keys[i] = units_of(kept_row(positions->keys, positions->key_stride, rows[i], columns, bits, codes), columns, its);
     }
     for (size_t i = 0; i < count; i += IN_UNIT) {
         const bf16 *some[IN_UNIT];
         for (size_t k = 0; k < IN_UNIT; k++)
-            some[k] = kept_row(positions->values, positions->value_stride, rows[i + k], 0, width, coded, room[k]);
+            some[k] = kept_row(positions->values, positions->value_stride, rows[i + k], width, bits, room[k]);
         units_across(some, width, p->values + i / IN_UNIT * width);
     }
 }
@@ -197,9 +196,8 @@ static void attend_rows_tile(const Positions *positions, const QueryRows *rows, 
     float scales[QUERY_TILE];
     rows_of_tile(positions, begin, stop, count, at);
     load_tile(positions, at, count, p, keys);
-    const int coded = positions->key_scales != NULL;
-    const Ahead ahead[] = {ahead_of(positions->keys, positions->key_stride, coded, at[0] + QUERY_TILE),
-                           ahead_of(positions->values, positions->value_stride, coded, at[0] + QUERY_TILE)};
+    const Ahead ahead[] = {ahead_of(positions->keys, positions->key_stride, positions->bits, at[0] + QUERY_TILE),
+                           ahead_of(positions->values, positions->value_stride, positions->bits, at[0] + QUERY_TILE)};
     score_rows(keys, count, p->queries, steps, some, rows->scale, p->scores, ahead);
     if (positions->key_scales) {
         scale_rows(p, at, count, some, positions->key_scales);

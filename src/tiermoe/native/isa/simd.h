@@ -8,7 +8,8 @@
  *   Eight            8 floats (all but AVX-512): eight_all, eight_zeros, eight_from, eight_to, eight_times_plus, eight_of_bf16,
  *                    eight_of_int8, eight_of_e4m3, add_four_sums
  *   Words            8 words of 32 bits (AVX2 and NEON): words_from, words_and, words_or, words_looked_up, WORDS_LEFT, WORDS_RIGHT
- *   from_half        the float16 at an address; look_up: the 16 codes of a table that nibbles stand for */
+ *   from_half        the float16 at an address; look_up: the 16 codes of a table that nibbles stand for; look_up_32: likewise
+ *                    numbers of 16 bits, those of the low halves of 16 bytes before those of the high halves */
 #ifndef TIERMOE_ISA_SIMD_H
 #define TIERMOE_ISA_SIMD_H
 
@@ -71,8 +72,8 @@ typedef struct {
 } Ahead;
 
 /* Rows from `row` on, as they lie in memory. */
-static inline Ahead ahead_of(const void *rows, size_t stride, int coded, size_t row) {
-    const size_t each = stride * (coded ? 1 : sizeof(bf16));
+static inline Ahead ahead_of(const void *rows, size_t stride, size_t bits, size_t row) {
+    const size_t each = stride * bits / 8;
     return (Ahead){(const char *)rows + row * each, each};
 }
 

@@ -134,6 +134,20 @@ static inline Dot dot(Dot sum, Columns a, Columns b) {
 }
 static inline float sum_of_dot(Dot a) { return sum_of_eight(a); }
 
+/* Low and high bytes are looked up apart. */
+static inline void look_up_32(const bf16 numbers[16], const uint8_t *from, bf16 *out) {
+    const __m128i first = _mm_loadu_si128((const void *)numbers), second = _mm_loadu_si128((const void *)(numbers + 8));
+    const __m128i byte = _mm_set1_epi16(0xFF), nibble = _mm_set1_epi8(15), bytes = _mm_loadu_si128((const void *)from);
+    const __m128i low = _mm_packus_epi16(_mm_and_si128(first, byte), _mm_and_si128(second, byte));
+    const __m128i high = _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8));
+    const __m128i halves[] = {_mm_and_si128(bytes, nibble), _mm_and_si128(_mm_srli_epi16(bytes, 4), nibble)};
+    for (int half = 0; half < 2; half++) {
+        const __m128i a = _mm_shuffle_epi8(low, halves[half]), b = _mm_shuffle_epi8(high, halves[half]);
+        _mm_storeu_si128((void *)(out + 16 * half), _mm_unpacklo_epi8(a, b));
+        _mm_storeu_si128((void *)(out + 16 * half + 8), _mm_unpackhi_epi8(a, b));
+    }
+}
+
 /* The sums of the lanes of four registers. */
 static inline __m128 four_sums(__m256 a, __m256 b, __m256 c, __m256 d) {
     const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d)); /* a b c d in each half */

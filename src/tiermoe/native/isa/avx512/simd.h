@@ -80,6 +80,13 @@ static inline Columns load_columns(const bf16 *from) { return _mm512_loadu_si512
 static inline Dot dot(Dot sum, Columns a, Columns b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 static inline float sum_of_dot(Dot a) { return _mm512_reduce_add_ps(a); }
 
+static inline void look_up_32(const bf16 numbers[16], const uint8_t *from, bf16 *out) {
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)numbers)); /* twice: five bits choose */
+    const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)from));
+    const __m512i chosen = _mm512_inserti64x4(_mm512_castsi256_si512(bytes), _mm256_srli_epi16(bytes, 4), 1);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(chosen, table));
+}
+
 /* The sums of the lanes of four registers. */
 static inline __m128 four_sums(__m512 a, __m512 b, __m512 c, __m512 d) {
     const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));

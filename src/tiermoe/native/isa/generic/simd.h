@@ -191,6 +191,10 @@ static inline void look_up(const int8_t codes[16], const uint8_t *from, int8_t *
     for (int i = 0; i < 16; i++) low[i] = codes[from[i] & 15], high[i] = codes[from[i] >> 4];
 }
 
+static inline void look_up_32(const bf16 numbers[16], const uint8_t *from, bf16 *out) {
+    for (int i = 0; i < 16; i++) out[i] = numbers[from[i] & 15], out[i + 16] = numbers[from[i] >> 4];
+}
+
 /* out[i] = scale * the sum of dots[i]. */
 static inline void four_dots(const Dot dots[4], float scale, float *out) {
     for (int i = 0; i < 4; i++) out[i] = scale * sum_of(dots[i]);

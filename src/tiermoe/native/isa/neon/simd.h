@@ -256,5 +256,13 @@ static inline void look_up(const int8_t codes[16], const uint8_t *from, int8_t *
     vst1q_s8(low, vqtbl1q_s8(table, vandq_u8(bytes, vdupq_n_u8(15))));
     vst1q_s8(high, vqtbl1q_s8(table, vshrq_n_u8(bytes, 4)));
 }
+static inline void look_up_32(const bf16 numbers[16], const uint8_t *from, bf16 *out) {
+    const uint8x16x2_t table = vld2q_u8((const uint8_t *)numbers); /* their low bytes, their high bytes */
+    const uint8x16_t bytes = vld1q_u8(from), halves[] = {vandq_u8(bytes, vdupq_n_u8(15)), vshrq_n_u8(bytes, 4)};
+    for (int half = 0; half < 2; half++) {
+        const uint8x16x2_t both = {{vqtbl1q_u8(table.val[0], halves[half]), vqtbl1q_u8(table.val[1], halves[half])}};
+        vst2q_u8((uint8_t *)(out + 16 * half), both);
+    }
+}
 
 #endif
