@@ -387,8 +387,8 @@ _COMMON = {
 
 
 def config_of(kind: str, layers: int | None = None, **changes: Any) -> Config:
-    """config.json of `kind` with so many layers (an encoder and a decoder have so many each; None: the model's own), and
-    sizes replaced by `changes`."""
+    """config.json of `kind` with so many layers (an encoder and a decoder: each; None: as the model has), and sizes
+    replaced by `changes`."""
     config = {**_COMMON, **ALL[kind].config, **changes}
     if layers is None:
         return config
