@@ -238,7 +238,7 @@ def _switch(config: Config, number: int) -> dict[str, Spec]:
     mlp = {"router.classifier.weight": Spec((experts, hidden))}
     for expert in range(experts):
         mlp |= _under(f"experts.expert_{expert}", dense)
-    found = {}
+    found: dict[str, Spec] = {}
     for stack, attentions in (("encoder", ["SelfAttention"]), ("decoder", ["SelfAttention", "EncDecAttention"])):
         parts = [_t5_attention(config, name) for name in attentions] + [_under("mlp", mlp if number % 2 else dense)]
         if number == 0:
