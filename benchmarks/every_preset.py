@@ -2,7 +2,8 @@
 
     python -m benchmarks.every_preset MODEL --text FILE [--cache 45%] [--tokens 32] [--presets hobbit,fate]
 
-Calibrates what has not been calibrated, then reads a prompt and decodes with each preset in turn, each with an empty
+Calibrates what has not been calibrated (EdgeMoE's low experts are the least used ones: a search of bitwidths measures
+every expert of the model by itself), then reads a prompt and decodes with each preset in turn, each with an empty
 cache. Prints a table on standard error and one JSON object; the exit code is 1 where a preset failed or did not do what
 it is for. A preset that the model has nothing for says why and is no failure. No weights need to be trained:
 `benchmarks.random_model` writes the shapes of the models that the papers measure.
@@ -22,14 +23,20 @@ import torch
 import tiermoe
 from benchmarks.rounds import at_least_one, print_table
 from tiermoe.errors import TiermoeError
-from tiermoe.measure.calibrate import CalibrationOptions, prepare
+from tiermoe.formats.store_files import write_atomically
+from tiermoe.measure.calibrate import Calibration, prepare
 from tiermoe.measure.compare import presets_asked
 from tiermoe.measure.profiles import FailedProfile, make_profiles
 from tiermoe.measure.texts import SequenceShape
+from tiermoe.offload.policies.prediction import count_paths, paths_to_json
+from tiermoe.offload.profiles import Profile, profile_path, to_json
+from tiermoe.systems import PRESETS
+from tiermoe.systems.corm import bits_by_usage
+from tiermoe.systems.routings import frequencies, routings
 
 PROMPT = 16
 """Tokens that are read."""
-_CALIBRATED = ("hobbit", "edgemoe", "fate", "corm")
+_CALIBRATED = ("hobbit", "fate", "corm")
 _COUNTS = ("hits", "misses", "low_loads", "speculative_loads", "skipped", "displaced")
 MOVES: dict[str, tuple[str, ...]] = {
     "hobbit": ("low_loads", "speculative_loads"),
@@ -45,15 +52,25 @@ SETTINGS: dict[str, dict[str, Any]] = {"nimble-3bit": {"quantizer": "nonlinear"}
 
 
 def calibrate(model: str, text: Path, names: Sequence[str], options: dict[str, Any]) -> dict[str, str]:
-    """Makes the calibrations that presets need and that are not there; preset → why its own could not be made. Any loss
-    is tolerated: random weights have nothing to lose."""
-    needed = [name for name in _CALIBRATED if name in names]
-    if not needed:
+    """Makes the calibrations that presets need and that are not there; calibration → why it could not be made."""
+    needed = [name for name in _CALIBRATED if name in {PRESETS[each].profile for each in names}]
+    if not needed and "edgemoe" not in names:
         return {}
-    shape, asked = SequenceShape(tokens=1024, prompt=PROMPT, sequence=128), CalibrationOptions(tolerated_loss=0.95)
-    calibration = prepare(model, text.name, text.read_text(encoding="utf-8"), shape, options, asked)
+    shape = SequenceShape(tokens=1024, prompt=PROMPT, sequence=128)
+    calibration = prepare(model, text.name, text.read_text(encoding="utf-8"), shape, options)
     made = make_profiles(calibration, needed, lambda *_: None)
+    if "edgemoe" in names:
+        bitwidths_by_use(calibration)
     return {each.name: str(each.error) for each in made if isinstance(each, FailedProfile)}
+
+
+def bitwidths_by_use(calibration: Calibration) -> None:
+    """Writes EdgeMoE's profile with 2 bits for the least used experts and 4 for the others."""
+    trace = calibration.trace(lambda *_: None)
+    table, paths = bits_by_usage(trace, bits=4, low_bits=2), paths_to_json(count_paths(routings(trace), 2))
+    data = {"paths": paths, "frequencies": frequencies(trace), "table": table}
+    profile = Profile("edgemoe", calibration.fingerprint, calibration.made_from, {"quantizer": "linear"}, data)
+    write_atomically(profile_path(calibration.store, "edgemoe"), to_json(profile))
 
 
 def run(model: str, preset: str, tokens: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +111,9 @@ def failures(rows: Sequence[dict[str, Any]], cached: bool) -> list[str]:
 
 def _has_nothing(error: str) -> bool:
     """Whether an error says that a preset is not for the family: an encoder's, or a router that ranks no experts."""
-    return "does not apply to" in error or "needs the scores of all experts" in error
+    return any(
+        words in error for words in ("does not apply to", "made for decoder-only", "needs the scores of all experts")
+    )
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
@@ -103,8 +122,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     failed = calibrate(args.model, args.text, names, options)
     for name in names:
         try:
-            if name in failed:
-                raise TiermoeError(failed[name])
+            if reason := failed.get(PRESETS[name].profile or ""):
+                raise TiermoeError(reason)
             rows.append(run(args.model, name, args.tokens, {**options, "cache": args.cache, **SETTINGS.get(name, {})}))
         except TiermoeError as error:
             rows.append({"preset": name, "error": str(error)})

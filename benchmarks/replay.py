@@ -116,7 +116,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "start": run.start,
         "wake": run.wake,
         "times": asdict(run.times),
-        "run": {name: _of_run(phase) for name, phase in run.phases.items()},
+        "run": {name: _row(phase) for name, phase in run.phases.items()},
         "replay": _of_replays(*replays),
     }
     pairs = {name: (found["run"][name], found["replay"][name]) for name in run.phases}
@@ -135,35 +135,29 @@ def recorded(model: Any, ids: Any, prompt: int, times: Times, composition: Compo
         return header_of(model, times, recorder.holds, recorder.distances, {}), passes
 
 
-def _of_run(phase: PhaseMetrics) -> dict[str, float]:
-    return _row(phase.tokens, phase.counts.hits, phase.counts.misses, phase.seconds, phase.wait_s, phase.bytes_read)
-
-
 def _of_replays(whole: Result, warming: Result) -> dict[str, dict[str, float]]:
     """What the sequences after the first took: the whole replay less that of the first alone."""
-    rows = {}
-    for name, first in warming.metrics.by_phase.items():
-        used = whole.metrics.by_phase[name].since(first)
-        tokens = whole.metrics.by_phase[name].tokens - first.tokens
-        rows[name] = _row(tokens, used.counts.hits, used.counts.misses, used.seconds, used.wait_s, used.bytes_read)
-    return rows
+    phases = whole.metrics.by_phase
+    return {name: _row(phases[name].since(first)) for name, first in warming.metrics.by_phase.items()}
 
 
-def _row(tokens: float, hits: float, misses: float, seconds: float, wait_s: float, nbytes: float) -> dict[str, float]:
+def _row(used: PhaseMetrics) -> dict[str, float]:
+    counts, tokens = used.counts, used.tokens
     return {
-        "tok_s": tokens / seconds,
-        "hits": hits,
-        "misses": misses,
-        "hit_rate": hits / (hits + misses),
-        "token_ms": seconds / tokens * 1e3,
-        "compute_ms": (seconds - wait_s) / tokens * 1e3,
-        "wait_ms": wait_s / tokens * 1e3,
-        "read_mb": nbytes / tokens / 1e6,
+        "tok_s": tokens / used.seconds,
+        "hits": counts.hits,
+        "misses": counts.misses,
+        "hit_rate": counts.hits / (counts.hits + counts.misses),
+        "ahead": counts.speculative_loads / tokens,  # loads that were begun before anybody asked
+        "token_ms": used.seconds / tokens * 1e3,
+        "compute_ms": (used.seconds - used.wait_s) / tokens * 1e3,
+        "wait_ms": used.wait_s / tokens * 1e3,
+        "read_mb": used.bytes_read / tokens / 1e6,
     }
 
 
 def show(found: dict[str, Any]) -> None:
-    columns = ("hits", "misses", "tok_s", "token_ms", "compute_ms", "wait_ms", "read_mb")
+    columns = ("hits", "misses", "ahead", "tok_s", "token_ms", "compute_ms", "wait_ms", "read_mb")
     delays = f"{found['start'] * 1e6:.0f} us to begin, {found['wake'] * 1e6:.0f} us to go on"
     link = f"{found['lanes']} lanes, {found['bandwidth'] / 1e6:,.0f} MB/s, {delays}"
     times = ", ".join(f"{name} {value}" for name, value in found["times"].items())

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from benchmark_commands import Printed, benchmark_runner
 from benchmarks import random_model
 from benchmarks.random_model import ALL, Spec, config_of, layers_within, specs, write
+from tiny import auto_class
 
 _SMALL = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 2}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -35,6 +36,7 @@ TINY |= {
     },
     "olmoe-1b-7b": {**_MANY, "num_experts": 8, "intermediate_size": 32},
     "deepseek-moe-16b": {**_MANY, "n_routed_experts": 8, "moe_intermediate_size": 32},
+    "switch-base-8": {"vocab_size": 4096, "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4},
 }  # fmt: skip
 TINY["gpt-oss-120b"] = TINY["gpt-oss-20b"]
 BILLIONS = {
@@ -48,22 +50,26 @@ BILLIONS = {
     "qwen1.5-moe-a2.7b": 14.32,
     "olmoe-1b-7b": 6.92,
     "deepseek-moe-16b": 16.38,
+    "switch-base-8": 0.62,
 }
 
 
 @pytest.mark.parametrize("kind", ALL)
 def test_transformers_loads_what_is_written(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "model"
-    write(kind, out, config_of(kind, 2, **TINY[kind]))
+    config = config_of(kind, 2, **TINY[kind])
+    write(kind, out, config)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    model, info = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    model, info = auto_class(config["model_type"]).from_pretrained(out, dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info
     assert model.config.num_hidden_layers == 2
     ids = AutoTokenizer.from_pretrained(out)("Once upon a time there was", return_tensors="pt").input_ids
+    decoder = model.config.is_encoder_decoder
     with torch.inference_mode():
-        logits = model(ids).logits[0]
+        logits = model(ids, **({"decoder_input_ids": ids} if decoder else {})).logits[0]
     assert 0.1 < logits.std().item() < 10
-    assert model.generate(ids, max_new_tokens=40, do_sample=False).shape[1] == ids.shape[1] + 40
+    before = 1 if decoder else ids.shape[1]
+    assert model.generate(ids, max_new_tokens=40, do_sample=False).shape[1] == before + 40
 
 
 @pytest.mark.parametrize("kind", ALL)

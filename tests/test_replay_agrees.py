@@ -18,7 +18,7 @@ from tiermoe.engine.load import load_blueprint
 from tiermoe.engine.observer import Observer
 from tiermoe.measure.record import Recorder, header_of
 from tiermoe.measure.texts import Feed
-from tiermoe.metrics import Metrics
+from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import load_tokenizer
 from tiermoe.offload.assembly import PrecisionSlots
@@ -354,19 +354,23 @@ AHEAD: dict[str, dict[str, Any]] = {
 CALIBRATED = ("edgemoe", "fate", "eap", "corm")
 
 
+def _decided(phase: PhaseMetrics) -> dict[str, int]:
+    counts = phase.counts
+    names = ("hits", "misses", "loads", "speculative_loads", "prefetched", "low_loads", "skipped")
+    return {name: getattr(counts, name) for name in names}
+
+
 @pytest.mark.parametrize("preset", AHEAD)
 def test_what_is_read_ahead_agrees(
     preset: str, blueprint: Blueprint, sequences: torch.Tensor, calibrated: Path
 ) -> None:
-    """Within two points of the hit rate, phase by phase."""
+    """What is named, read ahead, used and left out is the same, phase by phase."""
     run = Run(blueprint, sequences, preset, AHEAD[preset], calibrated if preset in CALIBRATED else None)
     assert run.stats["speculative_loads"]
     assert run.stats["prefetched_hits"]
     found = run.replayed(run.trace, AT_ONCE)
     for name, phase in run.metrics.by_phase.items():
-        counts = found.metrics.by_phase[name].counts
-        assert phase.counts.hit_rate is not None
-        assert counts.hit_rate == pytest.approx(phase.counts.hit_rate, abs=0.02), name
+        assert _decided(found.metrics.by_phase[name]) == _decided(phase), name
     alone = {**AHEAD[preset], "prefetch": "none"}
     without = Run(blueprint, sequences, preset, alone, calibrated if preset in CALIBRATED else None)
     assert run.metrics.decode.counts.hit_rate != without.metrics.decode.counts.hit_rate
