@@ -58,7 +58,7 @@ def wide(model: Path, work: Path) -> Path:
 
 def written(args: argparse.Namespace, kind: str, peer: Peer) -> Path:
     """The file of a type, written where it is not there yet."""
-    blocks_of_256 = kind.endswith("_k") or kind.startswith(("iq", "tq")) and kind != "iq4_nl"
+    blocks_of_256 = kind.endswith("_k") or (kind.startswith(("iq", "tq")) and kind != "iq4_nl")
     model = wide(args.model, args.work) if blocks_of_256 else args.model
     whole, out = args.work / f"{model.name}.bf16.gguf", args.work / f"{model.name}.{kind}.gguf"
     if not whole.exists():

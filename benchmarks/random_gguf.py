@@ -50,8 +50,6 @@ _BLOCKS = {
     Type.IQ3_XXS: [("d", "<f2"), ("codes", "u1", 96)],
     Type.IQ3_S: [("d", "<f2"), ("codes", "u1", 108)],
     Type.IQ4_XS: [("d", "<f2"), ("codes", "u1", 134)],
-    Type.TQ1_0: [("codes", "u1", 52), ("d", "<f2")],
-    Type.TQ2_0: [("codes", "u1", 64), ("d", "<f2")],
     Type.Q8_0: [("d", "<f2"), ("codes", "i1", 32)],
     Type.MXFP4: [("exponent", "u1"), ("codes", "u1", 16)],
 }
@@ -330,7 +328,9 @@ def expert_types(text: str) -> tuple[Type, Type]:
     known = {kind.name.lower(): kind for kind in _BLOCKS}
     up, _, down = text.partition(",")
     if up not in known or down not in known:
-        raise argparse.ArgumentTypeError(f"{text} is no pair of types, as iq2_xxs,iq3_xxs; there are {', '.join(known)}")
+        raise argparse.ArgumentTypeError(
+            f"{text} is no pair of types, as iq2_xxs,iq3_xxs; there are {', '.join(known)}"
+        )
     return known[up], known[down]
 
 
@@ -354,7 +354,11 @@ def main() -> None:
         routing = None if args.trace is None else routing_for(args.trace, config, args.recall, args.seed)
     except TiermoeError as error:
         parser.error(str(error))
-    print(json.dumps({"file": str(args.out), "bytes": write(args.kind, args.out, config, args.seed, routing, args.experts)}))
+    print(
+        json.dumps(
+            {"file": str(args.out), "bytes": write(args.kind, args.out, config, args.seed, routing, args.experts)}
+        )
+    )
 
 
 if __name__ == "__main__":
