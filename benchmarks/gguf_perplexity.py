@@ -34,7 +34,9 @@ FTYPES = {
     "f32": "ALL_F32", "bf16": "MOSTLY_BF16", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0",
     "q4_1": "MOSTLY_Q4_1", "q5_0": "MOSTLY_Q5_0", "q5_1": "MOSTLY_Q5_1", "iq4_nl": "MOSTLY_IQ4_NL",
     "mxfp4": "MOSTLY_MXFP4_MOE", "q2_k": "MOSTLY_Q2_K", "q3_k": "MOSTLY_Q3_K_S", "q4_k": "MOSTLY_Q4_K_S",
-    "q5_k": "MOSTLY_Q5_K_S", "q6_k": "MOSTLY_Q6_K", "iq4_xs": "MOSTLY_IQ4_XS",
+    "q5_k": "MOSTLY_Q5_K_S", "q6_k": "MOSTLY_Q6_K", "iq4_xs": "MOSTLY_IQ4_XS", "iq1_s": "MOSTLY_IQ1_S",
+    "iq1_m": "MOSTLY_IQ1_M", "iq2_xxs": "MOSTLY_IQ2_XXS", "iq2_xs": "MOSTLY_IQ2_XS", "iq2_s": "MOSTLY_IQ2_M",
+    "iq3_xxs": "MOSTLY_IQ3_XXS", "iq3_s": "MOSTLY_IQ3_S", "tq1_0": "MOSTLY_TQ1_0", "tq2_0": "MOSTLY_TQ2_0",
 }  # fmt: skip
 """Types of weights → llama.cpp's names of files of them."""
 
@@ -56,7 +58,7 @@ def wide(model: Path, work: Path) -> Path:
 
 def written(args: argparse.Namespace, kind: str, peer: Peer) -> Path:
     """The file of a type, written where it is not there yet."""
-    blocks_of_256 = kind.endswith("_k") or kind == "iq4_xs"
+    blocks_of_256 = kind.endswith("_k") or (kind.startswith(("iq", "tq")) and kind != "iq4_nl")
     model = wide(args.model, args.work) if blocks_of_256 else args.model
     whole, out = args.work / f"{model.name}.bf16.gguf", args.work / f"{model.name}.{kind}.gguf"
     if not whole.exists():

@@ -1,16 +1,19 @@
 """Write a GGUF file with the shape of a model that people run, and random weights: full size in about a minute.
 
-    python -m benchmarks.random_gguf qwen3-30b-a3b OUT.gguf [--layers 48] [--trace FILE]
+    python -m benchmarks.random_gguf qwen3-30b-a3b OUT.gguf [--layers 48] [--trace FILE] [--experts iq2_xxs,iq3_xxs]
 
 Needs neither llama.cpp nor a checkpoint. Tensors, their types and the entries of the header are those of llama.cpp's
 converter and of its quantiser's Q4_K_M; gpt-oss has MXFP4 experts and 8 bits for the rest, as the files that people
 download. Weights are blocks of random codes whose scale gives them the deviation of `benchmarks.random_model`; every
 tensor begins at another block of a pool. The tokenizer is that of the shipped small model, without its end of a text.
+With `--experts` the gate and up of experts have the first type and down has the second, as in the mixtures of 1 to 3
+bits that people download.
 With `--trace` the token ids 0, 1, 2, … are routed as the tokens of a recorded trace (`benchmarks.recorded_routing`).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -37,10 +40,21 @@ _STEP = 7919
 _BLOCKS = {
     Type.Q4_K: [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("codes", "u1", 128)],
     Type.Q6_K: [("codes", "u1", 192), ("scales", "i1", 16), ("d", "<f2")],
+    Type.Q2_K: [("scales", "u1", 16), ("codes", "u1", 64), ("d", "<f2"), ("dmin", "<f2")],
+    Type.Q3_K: [("codes", "u1", 108), ("d", "<f2")],
     Type.Q5_0: [("d", "<f2"), ("codes", "u1", 20)],
+    Type.IQ1_S: [("d", "<f2"), ("codes", "u1", 48)],
+    Type.IQ2_XXS: [("d", "<f2"), ("codes", "u1", 64)],
+    Type.IQ2_XS: [("d", "<f2"), ("codes", "u1", 72)],
+    Type.IQ2_S: [("d", "<f2"), ("codes", "u1", 80)],
+    Type.IQ3_XXS: [("d", "<f2"), ("codes", "u1", 96)],
+    Type.IQ3_S: [("d", "<f2"), ("codes", "u1", 108)],
+    Type.IQ4_XS: [("d", "<f2"), ("codes", "u1", 134)],
     Type.Q8_0: [("d", "<f2"), ("codes", "i1", 32)],
     Type.MXFP4: [("exponent", "u1"), ("codes", "u1", 16)],
 }
+_MEAN_CODE = {Type.Q4_K: 7.5, Type.Q2_K: 1.5}
+"""Of the types with minima."""
 _PARTLY = {Type.Q4_K: Type.Q5_0, Type.Q6_K: Type.Q8_0}
 """What llama.cpp's quantiser takes where a row is no whole number of blocks of 256."""
 _WIDE = ("ffn_gate_inp", "sinks")  # matrices in 32 bits
@@ -67,13 +81,16 @@ class Pool:
             fields["exponent"] = 127 + round(math.log2(deviation / self._deviation()))
             return
         fields["d"] = 1
-        if kind is Type.Q4_K:  # every minimum is its scale times the mean code
-            fields["dmin"] = 7.5
+        if kind is Type.Q4_K:  # minima are the scales times the mean code
             fields["scales"][:, 4:8] = fields["scales"][:, :4]
             fields["scales"][:, 8:] = (fields["scales"][:, 8:] & 15) * 17
+        elif kind is Type.Q2_K:
+            fields["scales"] = (fields["scales"] & 15) * 17
+        if kind in _MEAN_CODE:
+            fields["dmin"] = _MEAN_CODE[kind]
         fields["d"] = deviation / self._deviation()
-        if kind is Type.Q4_K:
-            fields["dmin"] = 7.5 * fields["d"]
+        if kind in _MEAN_CODE:
+            fields["dmin"] = _MEAN_CODE[kind] * fields["d"]
 
     def _deviation(self) -> float:
         return float(dequantize(self._blocks[:4096], self._kind).std())
@@ -127,11 +144,14 @@ def _fused(path: str, spec: Spec) -> Iterator[tuple[str, Spec]]:
         yield f"{prefix}.{half}_proj.{'bias' if last == 'bias' else 'weight'}", Spec(shape, spec.kind)
 
 
-def type_of(name: str, spec: Spec, config: Config) -> Type:
+def type_of(name: str, spec: Spec, config: Config, experts: tuple[Type, Type] | None = None) -> Type:
     """The type that llama.cpp's quantiser gives a tensor (`llama_tensor_get_type` for Q4_K_M): norms, biases and
-    routers in 32 bits, the output layer in Q6_K, and every second to third layer's values and down projections."""
+    routers in 32 bits, the output layer in Q6_K, and every second to third layer's values and down projections.
+    experts: types of their gate and up, and of down, instead."""
     if len(spec.shape) == 1 or not name.endswith(".weight") or any(word in name for word in _WIDE):
         return Type.F32
+    if experts is not None and "_exps" in name:
+        return experts["ffn_down" in name]
     if config["model_type"] == "gpt_oss":
         return Type.MXFP4 if spec.kind == "codes" else Type.Q8_0
     layers, found = config["num_hidden_layers"], re.match(r"blk\.(\d+)\.(attn_v\.|ffn_down)", name)
@@ -144,9 +164,16 @@ def _use_more_bits(layer: int, layers: int) -> bool:
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 
-def write(kind: str, out: Path, config: Config, seed: int = 0, routing: Routing | None = None) -> int:
+def write(
+    kind: str,
+    out: Path,
+    config: Config,
+    seed: int = 0,
+    routing: Routing | None = None,
+    experts: tuple[Type, Type] | None = None,
+) -> int:
     """Writes the file, whole or not at all; its bytes. Memory: its largest tensor twice, and the pools of blocks.
-    routing: what its routers choose; None: random ones."""
+    routing: what its routers choose; None: random ones. experts: see `type_of`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=out.parent) as folder:
         half = Path(folder) / out.name
@@ -155,7 +182,7 @@ def write(kind: str, out: Path, config: Config, seed: int = 0, routing: Routing 
         _add_vocabulary(writer, config["vocab_size"])
         found = list(tensors(kind, config))
         for name, spec in found:
-            type_ = type_of(name, spec, config)
+            type_ = type_of(name, spec, config, experts)
             columns, nbytes = gguf.GGML_QUANT_SIZES[type_]
             size = math.prod(spec.shape) // columns * nbytes
             writer.add_tensor_info(name, spec.shape, np.dtype("<f4"), size, raw_dtype=type_)
@@ -164,7 +191,7 @@ def write(kind: str, out: Path, config: Config, seed: int = 0, routing: Routing 
         writer.write_ti_data_to_file()
         drawing, pools, random = Drawing(seed), dict[tuple[Type, float], Pool](), np.random.default_rng(seed)
         for name, spec in found:
-            type_ = type_of(name, spec, config)
+            type_ = type_of(name, spec, config, experts)
             if type_ is Type.F32:
                 data: npt.NDArray[Any] = drawing.draw(spec).float().numpy()
             else:
@@ -296,8 +323,20 @@ def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_add_bos_token(False)
 
 
+def expert_types(text: str) -> tuple[Type, Type]:
+    """Of gate and up, and of down: `iq2_xxs,iq3_xxs`. ArgumentTypeError where it is no two types that are drawn."""
+    known = {kind.name.lower(): kind for kind in _BLOCKS}
+    up, _, down = text.partition(",")
+    if up not in known or down not in known:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no pair of types, as iq2_xxs,iq3_xxs; there are {', '.join(known)}"
+        )
+    return known[up], known[down]
+
+
 def main() -> None:
     parser = model_parser("random_gguf", __doc__, "file")
+    parser.add_argument("--experts", type=expert_types, help="types of experts' gate and up, and of down")
     parser.add_argument("--trace", type=Path, help="routers choose what this trace of as many experts recorded")
     parser.add_argument(
         "--recall",
@@ -309,11 +348,17 @@ def main() -> None:
     if args.out.exists():
         parser.error(f"{args.out} is there already; name another file")
     config = config_of(args.kind, args.layers)
+    if args.experts is not None and config.get("moe_intermediate_size", 0) % 256:
+        parser.error(f"--experts takes models whose experts have rows of whole blocks of 256, not {args.kind}")
     try:
         routing = None if args.trace is None else routing_for(args.trace, config, args.recall, args.seed)
     except TiermoeError as error:
         parser.error(str(error))
-    print(json.dumps({"file": str(args.out), "bytes": write(args.kind, args.out, config, args.seed, routing)}))
+    print(
+        json.dumps(
+            {"file": str(args.out), "bytes": write(args.kind, args.out, config, args.seed, routing, args.experts)}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from pathlib import Path
@@ -16,7 +17,7 @@ from gguf.quants import dequantize
 from benchmark_commands import Printed, benchmark_runner
 from benchmarks import full_size_child
 from benchmarks.full_size import check_routing, replayed, tokens_of
-from benchmarks.random_gguf import Pool, one_hot_blocks, routing_for, tensors, type_of, write
+from benchmarks.random_gguf import Pool, expert_types, one_hot_blocks, routing_for, tensors, type_of, write
 from benchmarks.random_model import KINDS, Config, Spec, config_of, specs
 from benchmarks.recorded_routing import AMPLITUDE, GROUPS, Routing, routing_of
 from small_traces import decode, layer, prompt, trace_of, write_trace
@@ -99,7 +100,20 @@ def test_layers_with_more_bits_are_llama_cpps() -> None:
     assert nbytes == pytest.approx(18.55e9, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q6_K, Type.Q5_0, Type.Q8_0, Type.MXFP4])
+def test_experts_have_the_types_that_are_asked_for() -> None:
+    config = config_of("qwen3-30b-a3b", 2)
+    types = {"ffn_gate_exps": Type.IQ2_XXS, "ffn_up_exps": Type.IQ2_XXS, "ffn_down_exps": Type.IQ3_S}
+    for name, spec in tensors("qwen3-30b-a3b", config):
+        asked = types.get(name.removesuffix(".weight").rpartition(".")[2], type_of(name, spec, config))
+        assert type_of(name, spec, config, expert_types("iq2_xxs,iq3_s")) is asked
+    with pytest.raises(argparse.ArgumentTypeError, match="iq2 is no pair of types"):
+        expert_types("iq2")
+
+
+_IQ = [Type.IQ1_S, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS, Type.IQ3_S, Type.IQ4_XS]
+
+
+@pytest.mark.parametrize("kind", [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q6_K, Type.Q5_0, Type.Q8_0, Type.MXFP4, *_IQ])
 def test_blocks_have_their_deviation_and_tensors_differ(kind: Type) -> None:
     pool = Pool(kind, 1 / 64, np.random.default_rng(0))
     first, second = (pool.draw((32, 1024)) for _ in range(2))

@@ -739,3 +739,20 @@ const uint32_t IQ3_S_GRID[512] = {
     0x0f07070b, 0x0f070b07, 0x0f090103, 0x0f09010b, 0x0f090307, 0x0f090501, 0x0f090b01, 0x0f0b0505, 0x0f0b0905, 0x0f0d0105,
     0x0f0d0703, 0x0f0f0101,
 };
+
+uint16_t IQ2_XXS_WORDS[256], IQ2_XS_WORDS[512], IQ2_S_WORDS[1024], IQ3_XXS_WORDS[256], IQ3_S_WORDS[512];
+
+/* The word of a place of so many columns, whose sizes are their numbers once they are shifted. */
+static uint16_t word_of(uint64_t columns, int count, int shift) {
+    uint16_t word = 0;
+    for (int c = 0; c < count; c++) word |= (uint16_t)((columns >> 8 * c & 0xFF) >> shift << c * (16 / count));
+    return word;
+}
+
+static __attribute__((constructor)) void make_words(void) {
+    for (int i = 0; i < 256; i++) IQ2_XXS_WORDS[i] = word_of(IQ2_XXS_GRID[i], 8, 4); /* 8, 25, 43 */
+    for (int i = 0; i < 512; i++) IQ2_XS_WORDS[i] = word_of(IQ2_XS_GRID[i], 8, 4);
+    for (int i = 0; i < 1024; i++) IQ2_S_WORDS[i] = word_of(IQ2_S_GRID[i], 8, 4);
+    for (int i = 0; i < 256; i++) IQ3_XXS_WORDS[i] = word_of(IQ3_XXS_GRID[i], 4, 3); /* 4, 12, .. 52, 62 */
+    for (int i = 0; i < 512; i++) IQ3_S_WORDS[i] = word_of(IQ3_S_GRID[i], 4, 1);     /* 1, 3, .. 15 */
+}

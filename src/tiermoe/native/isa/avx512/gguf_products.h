@@ -52,7 +52,7 @@ INLINE __m512 spread_dot(size_t registers, __m512 total, __m512 scale, const __m
 INLINE void spread_part(Coding coding, size_t group, const uint8_t *at, size_t p, size_t width, const int8_t *codes,
                         __m512 scales, __m512i *values, __m512 *lanes) {
     if (registers_of(coding, group, width) == WIDE) {
-        spread_wide(coding, at, values), *lanes = wide_scales(coding, scales);
+        spread_wide(coding, at, values), *lanes = wide_scales(coding, group, scales);
     } else {
         spread(coding, at, p, width - p * SPREAD > 32, codes, values), *lanes = lane_scales(group, scales, p);
     }

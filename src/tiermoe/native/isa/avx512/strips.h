@@ -36,13 +36,10 @@ static const bf16 FP4_VALUES[32] __attribute__((aligned(64))) = {
     0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40C0, 0x4100, 0x4140, 0x0000, 0xBF80, 0xC000, 0xC040, 0xC080, 0xC0C0, 0xC100, 0xC140,
 };
 
-/* Of what bytes of five bits are, with their sign; and of the signed sizes in the grids of IQ2, by their lowest five bits. */
+/* Of what bytes of five bits are, with their sign. */
 static const bf16 SIGNED_FIVE[32] __attribute__((aligned(64))) = {
     0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
     0xC180, 0xC170, 0xC160, 0xC150, 0xC140, 0xC130, 0xC120, 0xC110, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80,
-};
-static const bf16 IQ2_VALUES[32] __attribute__((aligned(64))) = {
-    [8] = 0x4100, [25] = 0x41C8, [11] = 0x422C, [24] = 0xC100, [7] = 0xC1C8, [21] = 0xC22C, /* 8, 25, 43 and less than 0 */
 };
 
 /* The low and high bytes of the bfloat16 0 to 127. */
@@ -138,26 +135,23 @@ static inline void spread_pairs(const uint8_t *one, const uint8_t *other, const 
     values[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), of);
 }
 
-/* Of types whose codes are places in a grid. */
+/* Of IQ1. */
 INLINE void grid_bytes(Coding coding, const uint8_t *at, int8_t *codes) {
     GridStrip strip;
     grid_strip(coding, at, &strip);
     for (size_t p = 0; p < STRIP / SPREAD; p++) {
         const __m512i first = _mm512_castsi256_si512(grid_sizes(coding, at, &strip, 2 * p));
         const __m512i sizes = _mm512_inserti64x4(first, grid_sizes(coding, at, &strip, 2 * p + 1), 1);
-        const __mmask64 signs = eight_bytes(strip.signs + 8 * p);
-        const __m512i deltas = _mm512_mask_blend_epi8(signs, _mm512_set1_epi8(1), _mm512_set1_epi8(-1));
-        const __m512i bytes = coding <= IQ1_M ? _mm512_add_epi8(sizes, deltas)
-                                              : _mm512_mask_sub_epi8(sizes, signs, _mm512_setzero_si512(), sizes);
-        _mm512_store_si512(codes + SPREAD * p, bytes);
+        const __m512i deltas = _mm512_mask_blend_epi8(eight_bytes(strip.signs + 8 * p), _mm512_set1_epi8(1), _mm512_set1_epi8(-1));
+        _mm512_store_si512(codes + SPREAD * p, _mm512_add_epi8(sizes, deltas));
     }
 }
 
 /* Whether the codes of a strip are brought to bytes first. */
 static inline int by_bytes(Coding coding) {
     switch (coding) {
-        case Q5_0: case Q5_1: case Q2_K: case Q3_K: case TQ1_0: case TQ2_0: return 1;
-        default: return is_grid(coding);
+        case Q5_0: case Q5_1: case Q2_K: case Q3_K: case IQ1_S: case IQ1_M: case TQ1_0: return 1;
+        default: return 0;
     }
 }
 
@@ -186,10 +180,7 @@ INLINE void spread(Coding coding, const uint8_t *at, size_t p, size_t other, con
         case IQ4_NL: spread_nibbles(narrow_nibbles(AT(iq4_nl, one)->codes, AT(iq4_nl, two)->codes), IQ4_VALUES, values); return;
         case IQ4_XS: spread_nibbles(narrow_nibbles(AT(iq4_xs, at)->codes + 32 * p, AT(iq4_xs, at)->codes + 16 + 32 * p), IQ4_VALUES, values); return;
         case MXFP4: spread_nibbles(narrow_nibbles(AT(mxfp4, one)->codes, AT(mxfp4, two)->codes), FP4_VALUES, values); return;
-        case IQ1_S: case IQ1_M: case IQ3_S: case TQ1_0: case TQ2_0:
-            spread_nibbles(_mm512_load_si512(codes + SPREAD * p), SIGNED_FIVE, values);
-            return;
-        case IQ2_XXS: case IQ2_XS: case IQ2_S: spread_nibbles(_mm512_load_si512(codes + SPREAD * p), IQ2_VALUES, values); return;
+        case IQ1_S: case IQ1_M: case TQ1_0: spread_nibbles(_mm512_load_si512(codes + SPREAD * p), SIGNED_FIVE, values); return;
         case E2M1: spread_pairs(one, two, FP4_VALUES, values); return;
         case S4: spread_pairs(one, two, NIBBLES_LESS_8, values); return;
         case U4: spread_pairs(one, two, NIBBLES, values); return;

@@ -10,13 +10,13 @@
 
 #include "row_blocks.h"
 #include "strips.h"
+#include "wide_grids.h"
 
-enum { WIDE = 8 }; /* registers */
 
 static inline int is_wide(Coding coding, size_t group) {
     switch (coding) {
-        case Q4_K: case Q5_K: case Q6_K: case MXFP4: case S4: case U4: return 1;
-        default: return coding == E2M1 && group == 32;
+        case Q4_K: case Q5_K: case Q6_K: case TQ2_0: case MXFP4: case S4: case U4: return 1;
+        default: return is_permuted(coding) || (coding == E2M1 && group == 32);
     }
 }
 
@@ -118,6 +118,9 @@ static inline void wide_pairs(const uint8_t *at, const bf16 of[32], __m512i valu
 
 INLINE void spread_wide(Coding coding, const uint8_t *at, __m512i values[WIDE]) {
     switch (coding) {
+        case IQ2_XXS: case IQ2_XS: case IQ2_S: wide_eights(coding, at, values); return;
+        case IQ3_XXS: case IQ3_S: wide_fours(coding, at, values); return;
+        case TQ2_0: wide_tq2_0(at, values); return;
         case Q4_K: wide_nibbles(0, AT(q4_k, at)->codes, NULL, values); return;
         case Q5_K: wide_nibbles(1, AT(q5_k, at)->codes, AT(q5_k, at)->fifth, values); return;
         case Q6_K: wide_q6_k(AT(q6_k, at), values); return;
@@ -129,7 +132,8 @@ INLINE void spread_wide(Coding coding, const uint8_t *at, __m512i values[WIDE]) 
 }
 
 /* The scale of each lane. */
-static inline __m512 wide_scales(Coding coding, __m512 scales) {
+static inline __m512 wide_scales(Coding coding, size_t group, __m512 scales) {
+    if (is_permuted(coding) && group == 16) return scales;
     const __m512i of_32 = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     const __m512i of_16 = _mm512_setr_epi32(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15);
     return _mm512_permutexvar_ps(coding == Q6_K ? of_16 : of_32, scales);
@@ -176,6 +180,10 @@ static inline const uint16_t *wide_order(Coding coding) {
 
 /* to = the columns of a strip in the order of the registers. */
 INLINE void arrange_strip(Coding coding, const bf16 *x, bf16 *to) {
+    if (is_permuted(coding) || coding == TQ2_0) {
+        arrange_grid(coding, x, to);
+        return;
+    }
     const __m512i first = _mm512_load_si512(wide_order(coding));
     for (int other = 0; other < 2; other++) {
         const int step = coding >= FIRST_PUBLISHED ? 2 : 1;
