@@ -56,6 +56,7 @@ _TABLE = (
     Family("Qwen3-MoE", "qwen3_moe", plain_router=True),
     Family("Qwen3-Next", "qwen3_next", plain_router=True),
     Family("Qwen3.5-MoE", "qwen3_5_moe_text", normalised=True, plain_router=True),
+    Family("Qwen3.8", "qwen4_exp_text", plain_router=True),
     Family("OLMoE", "olmoe", plain_router=True),
     Family("DeepSeekMoE", "deepseek", plain_router=True),
     Family("DeepSeek-V2", "deepseek_v2", latent_kv=True, normalised=False),
@@ -216,6 +217,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_moe": Architecture(softmax_router, window="all"),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_moe_text": replace(_QWEN3_NEXT, router=normalising_router),
+    "qwen4_exp_text": replace(_QWEN3_NEXT, streams=True),
     "olmoe": Architecture(softmax_router, norm_all_heads=True),
     "phimoe": Architecture(phi_router, gate="router", layer_norm=True, window="all"),
     "granitemoe": Architecture(
