@@ -77,8 +77,7 @@ def test_chunks_and_tokens_alone_agree_with_transformers(engine: Any, plain: Any
 def test_sequences_of_a_batch_keep_their_own_tokens(engine: Any, plain: Any, ragged: bool) -> None:
     cache = engine.new_cache(3)
     three = [ids_of(2), ids_of(3), ids_of(4)]
-    lengths = [cache.open() * 0 + length for length in (37, 1, 14)]
-    slabs = list(range(3))
+    slabs, lengths = [cache.open() for _ in range(3)], (37, 1, 14)
     found: list[list[torch.Tensor]] = [[], [], []]
     first = engine.step(Batch(tuple(prompt(s, three[s][: lengths[s]]) for s in slabs), ragged), cache)
     for at in range(3):
