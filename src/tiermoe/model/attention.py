@@ -42,7 +42,8 @@ class Attention(ABC):
         self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
     ) -> DecodeAttention | None:
         """The kernel of norm `before`, attention, residual and norm `after` for up to FEW_TOKENS in one call; None
-        where no kernel computes them. rotary_columns: of the step's first angles. multiplier: of what is added."""
+        where no kernel computes them. rotary_columns: of the angles by which it rotates. multiplier: of what is
+        added."""
         return None
 
 
@@ -95,6 +96,11 @@ class AttentionSizes(ABC):
         """What chooses the positions that the layer's tokens attend to, called with its normed hidden states before
         attention is; None: nothing does."""
         return None
+
+
+def tempered(query: Tensor, temperatures: Tensor | None) -> Tensor:
+    """query (T, heads, columns) by the tokens' temperatures (T); None: 1."""
+    return query if temperatures is None else (query * temperatures[:, None, None]).to(query.dtype)
 
 
 def scores_at_once(heads: int, tokens: int, positions: int) -> int:

@@ -158,6 +158,7 @@ class MoeBlock:
     router: Router
     shared: DenseBlock | None = None
     shared_gate: Linear | None = None  # hidden → (T, 1), by whose sigmoid the shared expert is scaled (Qwen2-MoE)
+    weighs_input: bool = False  # the router's weight multiplies what an expert takes, not what it gives (Llama 4)
     experts: Experts = field(default_factory=NoExperts)
 
     @property
@@ -178,23 +179,23 @@ class MoeBlock:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, H) → (T, H), valid until the next call."""
-        result = self.experts.block(self.router, x, None)
+        result = None if self.weighs_input else self.experts.block(self.router, x, None)
         if result is None:
             ((weights, index),) = self.experts.route(self.router, x)
-            result = self.experts(x, index, weights)
+            result = self.experts(*self._given(x, index, weights))
         return self._with_shared(x, result)
 
     def forward_ragged(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """A call with each x, bit for bit; each expert is read once for all of them."""
         chosen = self.experts.route(self.router, *xs)
         routed = self.experts.forward_ragged(
-            [(x, index, weights) for x, (weights, index) in zip(xs, chosen, strict=True)]
+            [self._given(x, index, weights) for x, (weights, index) in zip(xs, chosen, strict=True)]
         )
         return [self._with_shared(x, result) for x, result in zip(xs, routed, strict=True)]
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x, (T, H) each."""
-        if self.shared is None and multiplier == 1:
+        if self.shared is None and multiplier == 1 and not self.weighs_input:
             result = self.experts.block(self.router, x, residual)
             if result is not None:
                 return result
@@ -204,6 +205,10 @@ class MoeBlock:
         """`add` of each (x, residual), bit for bit; each expert is read once for all of them."""
         results = self.forward_ragged([x for x, _ in parts])
         return [add_to(residual, result, multiplier) for (_, residual), result in zip(parts, results, strict=True)]
+
+    def _given(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the experts are called with; weights of inputs are those of a token's only expert."""
+        return (x * weights, index, torch.ones_like(weights)) if self.weighs_input else (x, index, weights)
 
     def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
         if self.shared is None:
@@ -232,6 +237,7 @@ def feed_forward(weights: FamilyWeights, part: str, activation: str) -> MoeBlock
         router,
         DenseBlock.of(weights, shared, activation) if shared and weights.has(shared) else None,
         weights.linear(f"{part}.{of.shared_gate}") if of.shared_gate else None,
+        of.weighs_input,
     )
 
 
