@@ -78,12 +78,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4, "moe_shared_expert_intermediate_size": 32,
         "moe_latent_size": 32,
     },
-    "qwen4_exp_text": {
-        "layer_types": _THREE, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
-        "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4, "ple_layer_ids": [1],
-        "ple_embed_dim": 32, "ngram_vocab_size_base": 64, "heads_per_ngram": 2, "split_ngram_parts": 1,
-        "make_ngram_vocab_size_divisible_by": 8,
-    },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }  # fmt: skip
 """model_type → config entries. (Those of `tiny.CONFIGS` are tested by `test_parity`; Gemma 4

@@ -50,6 +50,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_LINEAR, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
         "shared_expert_intermediate_size": 64,
     },
+    "qwen4_exp_text": {
+        **_LINEAR, "linear_value_head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+        "head_dim": 16, "shared_expert_intermediate_size": 64, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2,
+        "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4,
+        "ple_layer_ids": [1, 3], "ple_embed_dim": 32, "ngram_vocab_size_base": 64, "heads_per_ngram": 2,
+        "split_ngram_parts": 2, "make_ngram_vocab_size_divisible_by": 8,
+    },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 5, "intermediate_size": 32},
     "deepseek": {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,

@@ -24,6 +24,7 @@ from tiermoe.model.dense import dense_bytes
 from tiermoe.model.dense_weights import loading_needs, table_keys
 from tiermoe.model.grouped_attention import GroupedSizes
 from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.hyper_connections import streams_of
 from tiermoe.model.latent_attention import LatentSizes
 from tiermoe.model.linear_attention import LinearSizes
 from tiermoe.model.mamba import MambaSizes
@@ -116,7 +117,8 @@ def prompt_chunks(model: PlanInputs, slots: int, slot_bytes: int, spare: int) ->
     if most == 1 or slots >= sum(layer.experts for layer in layers):
         return 1, 0
     top_k = max(layer.top_k for layer in layers)
-    states, choices = _states_of_chunk(model, top_k + _GROUPED_STATES), model.settings.chunk * top_k * _CHOICE_BYTES
+    outputs = top_k + _GROUPED_STATES * streams_of(model.blueprint.config)
+    states, choices = _states_of_chunk(model, outputs), model.settings.chunk * top_k * _CHOICE_BYTES
     every_layer = len(layers) * top_k
     lent = min(slots - (every_layer if slots >= every_layer else top_k), int(slots * _LENT_SHARE))
     return min(most, 1 + (spare + lent * slot_bytes) // (states + choices)), states + choices
@@ -142,7 +144,7 @@ def _states_of_chunk(model: PlanInputs, count: int) -> int:
 def _between_turns(model: PlanInputs) -> list[Need]:
     """Needs of a prompt whose chunks are amid the layers while other sequences run."""
     further = _most_chunks(model) - 1 if model.settings.batch > 1 else 0
-    states = further * _states_of_chunk(model, 1) if further else 0
+    states = further * _states_of_chunk(model, streams_of(model.blueprint.config)) if further else 0
     return [Need("activations", states, Phase.RUNNING, "a prompt between its turns")] if states else []
 
 
@@ -276,7 +278,8 @@ def _layer_needs(
     hidden = int(getattr(config, "hidden_size", 0) or config.d_model)
     matrices = [part.out_in for form in formats for part in form.layer.parts if part.is_matrix]
     top_k = max(layer.top_k for layer in blueprint.layers)
-    norm = hidden * (item + 3 * 4)
+    streams = hidden * streams_of(config)
+    norm = streams * (item + 3 * 4)
     attention = columns * (8 * item + 3 * 4)
     experts = (hidden * (top_k + 3) + 3 * max(map(max, matrices))) * item
     dense = 3 * _widest_dense(blueprint) * item
@@ -286,7 +289,7 @@ def _layer_needs(
     return [
         Need(
             "activations",
-            int(tokens * (2 * hidden * item + max(norm, attention, experts, dense)) * _ALLOCATOR),
+            int(tokens * (2 * streams * item + max(norm, attention, experts, dense)) * _ALLOCATOR),
             Phase.RUNNING,
             "of one prefill chunk",
         ),

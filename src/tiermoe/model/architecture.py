@@ -20,7 +20,8 @@ from tiermoe.model.weights import Weights
 class Architecture:
     """The blocks of one family's layers, and the names of its config and weights where they differ from the usual.
     Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta`, or
-    `Mamba` where its sizes are named; layers that it calls 'conv' have `ShortConvolution`."""
+    `Mamba` where its sizes are named; layers that it calls 'conv' have `ShortConvolution`, layers that it calls
+    'indexed_attention' a `BlockIndexer`."""
 
     router: Callable[[Any], RouterRule]  # config → rule of the routers
     block: str = "mlp"  # name of a layer's feed-forward part
@@ -50,6 +51,7 @@ class Architecture:
     activation: str | None = None  # between a dense block's matrices, where the config has none
     attention_scale: float | None = None  # where it does not follow from a head's columns
     scaled_embedding: bool = False  # by the root of the hidden size
+    streams: bool = False  # layers are `StreamLayer`
     side_by_side: bool = False  # dense blocks beside experts, and a norm of attention's output (`gemma4.SideBySide`)
     lacks: Callable[[Any], str] | None = None  # config → what no block computes, in words; empty: nothing
     scales: tuple[str, ...] = ()  # the config's names of the multipliers that are in use (Granite)
@@ -80,9 +82,11 @@ class FamilyWeights:
         """A linear layer, None where there is none."""
         return self.linear(path) if self.has(path) else None
 
-    def norm(self, path: str, epsilon: float | None = None) -> Norm:
-        """The norm at `path`. epsilon: None: the config's."""
+    def norm(self, path: str, epsilon: float | None = None, groups: int | None = None) -> Norm:
+        """The norm at `path`. epsilon: None: the config's. groups: of so many groups of columns, each by itself:
+        (..., groups, columns)."""
         of, weight = self.architecture, self.tensor(f"{path}.weight")
+        weight = weight if groups is None else weight.view(groups, -1)
         epsilon = self.epsilon if epsilon is None else epsilon
         if of.layer_norm:
             return LayerNorm(weight, self.tensor(f"{path}.bias"), epsilon)

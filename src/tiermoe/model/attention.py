@@ -7,6 +7,7 @@ follow from them."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,9 @@ from tiermoe.types import Workload
 
 SCORES_AT_ONCE = 1 << 22
 """Scores that are held at a time where torch has no kernel that holds none."""
+
+SPARSE_TOKENS = 8
+"""Tokens of a prompt that attend to chosen positions at a time."""
 
 
 class Attention(ABC):
@@ -87,6 +91,11 @@ class AttentionSizes(ABC):
     @abstractmethod
     def block(self, weights: FamilyWeights, layer: str) -> Attention:
         """The block of the layer at the path `layer` ('model.layers.3')."""
+
+    def indexer_block(self, weights: FamilyWeights, layer: str) -> Callable[[Tensor, int, Step], None] | None:
+        """What chooses the positions that the layer's tokens attend to, called with its normed hidden states before
+        attention is; None: nothing does."""
+        return None
 
 
 def tempered(query: Tensor, temperatures: Tensor | None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -35,10 +37,17 @@ class CausalConvolution:
     def _mixed(self, whole: Tensor) -> Tensor:
         """Convolution of the inputs (N, channels) of all rows, each behind its kept inputs → (N - kept, channels), one
         for each window. Windows over two rows belong to no token."""
-        wide, count = whole.float(), len(whole) - self.kept
-        mixed = wide[:count] * self._taps[0]
-        for tap in range(1, self.kept + 1):
-            mixed += wide[tap : tap + count] * self._taps[tap]
+        mixed = convolved(whole.float(), self._taps)
         if self._bias is not None:
             mixed += self._bias
         return mixed.to(whole.dtype)
+
+
+def convolved(inputs: Tensor, taps: Sequence[Tensor], distance: int = 1) -> Tensor:
+    """Convolution of each channel: float32 inputs (N, channels), taps (channels) each, `distance` inputs apart →
+    (N - distance * (taps - 1), channels), one for each window. A product and a sum at a time in the taps' order."""
+    count = len(inputs) - distance * (len(taps) - 1)
+    mixed = inputs[:count] * taps[0]
+    for at, tap in enumerate(taps[1:], 1):
+        mixed += inputs[at * distance : at * distance + count] * tap
+    return mixed

@@ -22,10 +22,11 @@ from tiermoe.model.families.gemma4 import SideBySide
 from tiermoe.model.families.table import ARCHITECTURES, activation_of, decodes
 from tiermoe.model.feed_forward import DenseBlock, Experts, MoeBlock, feed_forward
 from tiermoe.model.grouped_attention import GroupedSizes, head_columns
+from tiermoe.model.hyper_connections import StreamLayer, StreamMixer, in_streams, streams_of
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent_attention import Indexer, LatentSizes
 from tiermoe.model.linear import Linear
-from tiermoe.model.linear_attention import LinearSizes, delta_sizes, is_linear
+from tiermoe.model.linear_attention import LinearSizes, is_linear
 from tiermoe.model.mamba import MambaSizes
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import Rotary, is_rotated, layer_kinds, parameters_of, rotary_of, unrotated
@@ -101,7 +102,7 @@ class Layer:
 class FiniteLayer:
     """A decoder's layer that requires its outputs to be finite."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer | StreamLayer) -> None:
         self._layer = layer
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
@@ -126,15 +127,16 @@ class Passing:
     ends: dict[int, int]  # slab → length of its sequence after the batch
     parts: list[Batch]  # each computed by itself
     steps: list[Step]  # of each part
-    xs: list[Tensor]  # hidden states (T, H) of each part
+    xs: list[Tensor]  # hidden states (T, H) of each part, or its streams (T, streams, H)
     layer: int = 0  # the next one
 
 
 class Decoder:
     """A model's `layers` with the embedding before and the output layer behind them.
 
-    rotaries: of the steps' angles. dtype: of the hidden states. kv_bits: of keys and values in its caches. softcap:
-    logits are softcap * tanh(logits / softcap) (Gemma 4)."""
+    norm: of the last layer's output; a `StreamMixer` where layers have streams. rotaries: of the steps' angles. dtype:
+    of the hidden states. kv_bits: of keys and values in its caches. softcap: logits are softcap * tanh(logits /
+    softcap) (Gemma 4)."""
 
     rows_together = True  # several rows run in one step
     can_rollback = True  # a sequence's last step can be taken back
@@ -142,8 +144,8 @@ class Decoder:
     def __init__(
         self,
         embedding: Callable[[Tensor], Tensor],
-        layers: Sequence[Layer],
-        norm: Norm,
+        layers: Sequence[Layer | StreamLayer],
+        norm: Callable[[Tensor], Tensor],
         head: Linear,
         rotaries: Sequence[Rotary],
         dtype: torch.dtype,
@@ -230,7 +232,7 @@ class Decoder:
         for slab, end in ends.items():
             cache.begin_write(slab, end)
         steps = [Step(part, cache, *self._rotaries) for part in parts]
-        return Passing(cache, ends, parts, steps, [self._embedded(part) for part in parts])
+        return Passing(cache, ends, parts, steps, [self._embedded(step) for step in steps])
 
     def advance(self, passing: Passing, end: int) -> None:
         """Runs the layers of a ragged batch before layer `end` that have not run."""
@@ -251,12 +253,12 @@ class Decoder:
         ]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _embedded(self, batch: Batch) -> Tensor:
-        x = self._embedding(torch.tensor(batch.tokens))
+    def _embedded(self, step: Step) -> Tensor:
+        x = self._embedding(step.tokens)
         return x if self._embedding_scale == 1 else x * self._embedding_scale
 
     def _logits(self, x: Tensor, batch: Batch, every: bool) -> Tensor:
-        """Logits of the last layer's output (T, H)."""
+        """Logits of the last layer's output (T, H), or (T, streams, H)."""
         if not every and len(batch.rows) < len(x):
             x = x[batch.last]
         logits = self._head(self._norm(x))
@@ -290,7 +292,7 @@ def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable
     if is_linear(config, index) and architecture.mamba:
         return MambaSizes.of(config, architecture.mamba)
     if is_linear(config, index):
-        return LinearSizes(delta_sizes(config))
+        return LinearSizes.of(config, index)
     if is_convolution(config, index):
         return ConvolutionSizes.of(config)
     return GroupedSizes.of(architecture, config, index, has)
@@ -309,11 +311,16 @@ def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int 
         _layer(f"model.layers.{index}", each, parts, rotaries[each.rotary].columns) for index, each in enumerate(sizes)
     ]
     table, embedding_scale = _embedding(parts)
+    if parts.architecture.streams:
+        table = in_streams(table, streams_of(config))
+        norm: Callable[[Tensor], Tensor] = StreamMixer.of(parts, "model.hyper_connection_mixer")
+    else:
+        norm = parts.norm(f"model.{parts.architecture.named('norm')}")
     softcap = getattr(config, "final_logit_softcapping", None)
     return Decoder(
         embedding=table,
         layers=layers,
-        norm=parts.norm(f"model.{parts.architecture.named('norm')}"),
+        norm=norm,
         head=parts.linear("lm_head"),
         rotaries=rotaries,
         dtype=dtype,
@@ -324,10 +331,12 @@ def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int 
     )
 
 
-def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_columns: int) -> Layer:
+def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_columns: int) -> Layer | StreamLayer:
     of, activation = weights.architecture, activation_of(weights.config)
-    attention = sizes.block(weights, path)
     names = (of.named(name) for name in ("input_layernorm", "post_attention_layernorm"))
+    if of.streams:
+        return StreamLayer.of(weights, path, sizes, activation)
+    attention = sizes.block(weights, path)
     before, after = (weights.norm(f"{path}.{name}") for name in names)
     if of.side_by_side:
         attended = weights.norm(f"{path}.post_attention_layernorm")
@@ -335,7 +344,8 @@ def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_colu
         return Layer(before, attention, after, both, norm_attended=attended)
     multiplier = weights.scale("residual_multiplier")
     kernel = attention.decode_kernel(before, after, rotary_columns, multiplier)
-    indexer = sizes.indexer_block(weights, path) if isinstance(sizes, LatentSizes) else None
+    indexer = sizes.indexer_block(weights, path)
+    assert indexer is None or isinstance(indexer, Indexer)
     part = feed_forward(weights, path, activation)
     return Layer(before, attention, after, part, multiplier, kernel, indexer)
 

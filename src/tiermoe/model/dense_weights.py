@@ -113,9 +113,14 @@ class StoredWeights:
         return PlainLinear(self.tensor(f"{path}.weight"), self._bias(path))
 
     def embedding(self, path: str) -> Callable[[Tensor], Tensor]:
-        key = embedding_key(self._blueprint) if self._on_disk else self._shared
-        if key is not None:
-            return EmbeddingOnDisk(self._blueprint.checkpoint, [key], self._blueprint.dtype)
+        keys = self._outline.tables.get(f"{path}.weight", ())
+        if not keys:
+            key = embedding_key(self._blueprint) if self._on_disk else self._shared
+            keys = () if key is None else (key,)
+        elif not self._on_disk:
+            keys = ()
+        if keys:
+            return EmbeddingOnDisk(self._blueprint.checkpoint, keys, self._blueprint.dtype)
         weight = self.tensor(f"{path}.weight")
         return lambda tokens: embedding(tokens, weight)
 
@@ -124,9 +129,9 @@ class StoredWeights:
 
     def _read(self, path: str) -> Tensor:
         tensor = self._outline.tensors[path]
-        assert tensor.key is not None
-        values = LazyTensor(self._blueprint.checkpoint, tensor.key, tensor.read_as)[...]
-        return values.to(tensor.dtype)
+        keys = self._outline.tables[path] if tensor.key is None else (tensor.key,)
+        values = [LazyTensor(self._blueprint.checkpoint, key, tensor.read_as)[...] for key in keys]
+        return (values[0] if len(values) == 1 else torch.cat(values)).to(tensor.dtype)
 
 
 def read_dtypes(blueprint: Blueprint) -> dict[str, torch.dtype]:

@@ -135,6 +135,10 @@ class DenseBlock:
         inner = self.activation(self.gate(x))
         return self.down(inner if self.up is None else inner * self.up(x))
 
+    def forward_ragged(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """A call with each x."""
+        return [self(x) for x in xs]
+
     @property
     def batch_invariant(self) -> bool:
         """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
@@ -180,28 +184,34 @@ class MoeBlock:
         """The block with its shared expert watched."""
         return self if self.shared is None else replace(self, shared=self.shared.watched(wrap))
 
-    def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
-        """residual + multiplier * the block of x, (T, H) each."""
-        plain = self.shared is None and multiplier == 1 and not self.weighs_input
-        result = None if self.weighs_input else self.experts.block(self.router, x, residual if plain else None)
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, H) → (T, H), valid until the next call."""
+        result = None if self.weighs_input else self.experts.block(self.router, x, None)
         if result is None:
             ((weights, index),) = self.experts.route(self.router, x)
             result = self.experts(*self._given(x, index, weights))
-        elif plain:
-            return result
-        return add_to(residual, self._with_shared(x, result), multiplier)
+        return self._with_shared(x, result)
 
-    def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
-        """`add` of each (x, residual), bit for bit; each expert is read once for all of them."""
-        xs = [x for x, _ in parts]
+    def forward_ragged(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """A call with each x, bit for bit; each expert is read once for all of them."""
         chosen = self.experts.route(self.router, *xs)
         routed = self.experts.forward_ragged(
             [self._given(x, index, weights) for x, (weights, index) in zip(xs, chosen, strict=True)]
         )
-        return [
-            add_to(residual, self._with_shared(x, result), multiplier)
-            for (x, residual), result in zip(parts, routed, strict=True)
-        ]
+        return [self._with_shared(x, result) for x, result in zip(xs, routed, strict=True)]
+
+    def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
+        """residual + multiplier * the block of x, (T, H) each."""
+        if self.shared is None and multiplier == 1 and not self.weighs_input:
+            result = self.experts.block(self.router, x, residual)
+            if result is not None:
+                return result
+        return add_to(residual, self(x), multiplier)
+
+    def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
+        """`add` of each (x, residual), bit for bit; each expert is read once for all of them."""
+        results = self.forward_ragged([x for x, _ in parts])
+        return [add_to(residual, result, multiplier) for (_, residual), result in zip(parts, results, strict=True)]
 
     def _given(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the experts are called with; weights of inputs are those of a token's only expert."""

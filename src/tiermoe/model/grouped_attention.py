@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.batch import Row
@@ -21,7 +22,8 @@ from tiermoe.kernels.attention import (
     takes_prompts,
 )
 from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.attention import Attention, AttentionSizes, attend, scores_at_once, tempered
+from tiermoe.model.attention import SPARSE_TOKENS, Attention, AttentionSizes, attend, scores_at_once, tempered
+from tiermoe.model.block_indexer import BlockIndexer, BlockIndexerSizes
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
@@ -50,6 +52,7 @@ class GroupedSizes(AttentionSizes):
     sinks: bool = False  # logits that join each softmax and have no value (gpt-oss)
     gated: bool = False  # each head has a gate behind its query, by whose sigmoid its output is multiplied (Qwen3-Next)
     rotary: int = 0
+    indexer: BlockIndexerSizes | None = None  # of sparse attention
     by_decode_kernel: bool = True  # whether the native kernel could compute it with its norms and residual
 
     @classmethod
@@ -66,12 +69,14 @@ class GroupedSizes(AttentionSizes):
             sinks=has(f"model.layers.{index}.self_attn.sinks"),
             gated=architecture.gated,
             rotary=_rotary(architecture, config, index),
-            by_decode_kernel=not architecture.side_by_side,
+            indexer=BlockIndexerSizes.of(config, index),
+            by_decode_kernel=not (architecture.side_by_side or architecture.streams),
         )
 
     @property
     def shape(self) -> LayerShape:
-        return LayerShape(self.kv_heads, self.columns, self.columns, self.window)
+        index = 0 if self.indexer is None else self.indexer.columns
+        return LayerShape(self.kv_heads, self.columns, self.columns, self.window, index_columns=index)
 
     @property
     def token_columns(self) -> int:
@@ -84,7 +89,12 @@ class GroupedSizes(AttentionSizes):
 
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
         """The kernel's workspace. Without the kernel masks, scores where there are sinks, and copies: of a window in
-        order, of keys and values of codes."""
+        order, of keys and values of codes. Of sequences that are longer than an indexer chooses, what choosing and
+        attending sparsely takes too."""
+        if self.indexer is not None and load.context > self.indexer.most:
+            kept = self.kv_heads * self.columns * (2 * load.itemsize + _FLOAT_BYTES * (load.kv_bits == 8))
+            chosen = SPARSE_TOKENS * self.indexer.most * (2 * kept + self.heads * 3 * _FLOAT_BYTES)
+            return self.indexer.nbytes(load) + chosen + replace(self, indexer=None).prompt_bytes(load, dtype)
         if takes_prompts(dtype, self.columns, self.columns):
             return prompt_workspace(load.threads, self.columns, self.columns)
         tokens = min(load.chunk, load.context)
@@ -115,6 +125,9 @@ class GroupedSizes(AttentionSizes):
             "self_attn.o_proj.weight": (hidden, self.heads * self.columns),
         }
         return shapes | ({"self_attn.sinks": (self.heads,)} if self.sinks else {})
+
+    def indexer_block(self, weights: FamilyWeights, layer: str) -> BlockIndexer | None:
+        return None if self.indexer is None else self.indexer.block_of(weights, layer)
 
     def block(self, weights: FamilyWeights, layer: str) -> GroupedAttention:
         of, config, part = weights.architecture, weights.config, f"{layer}.self_attn"
@@ -193,7 +206,10 @@ class GroupedAttention(Attention):
         for span in step.spans:
             tokens = slice(span.begin, span.end)
             step.cache.write(layer, span.row, key[tokens], value[tokens])
-            attended[tokens] = self._attended(query[tokens], layer, span, step.cache)
+            if step.chosen is None or self.sizes.indexer is None or span.row.end <= self.sizes.indexer.most:
+                attended[tokens] = self._attended(query[tokens], layer, span, step.cache)
+            else:
+                attended[tokens] = self._sparsely(query[tokens], layer, span, step.cache, step.chosen[tokens])
         attended = attended.flatten(1)
         return self.output(attended if gates is None else attended * torch.sigmoid(gates))
 
@@ -244,6 +260,24 @@ class GroupedAttention(Attention):
             return self._in_chunks(query, layer, row, sizes.window, cache)
         keys, values = cache.read(layer, row, sizes.window)
         return attend(query, keys, values, self.scale, sizes.window, self.sinks)
+
+    def _sparsely(self, query: Tensor, layer: int, span: Span, cache: KVCache, chosen: Tensor) -> Tensor:
+        """A sequence's queries (T, heads, columns) over the positions that are chosen (T, most) for each token, -1:
+        none."""
+        result = torch.empty_like(query)
+        for begin in range(0, len(query), SPARSE_TOKENS):
+            some = slice(begin, begin + SPARSE_TOKENS)
+            keys, values = cache.read_chosen(layer, span.row.slab, chosen[some].clamp_min(0))
+            attended = F.scaled_dot_product_attention(
+                query[some, :, None],
+                keys.transpose(0, 1),
+                values.transpose(0, 1),
+                attn_mask=(chosen[some] >= 0)[:, None, None],
+                scale=self.scale,
+                enable_gqa=self.sizes.heads != self.sizes.kv_heads,
+            )
+            result[some] = attended[:, :, 0]
+        return result
 
     def _in_chunks(self, query: Tensor, layer: int, row: Row, window: int, cache: KVCache) -> Tensor:
         """`_attended` a chunk of positions after the other."""

@@ -47,10 +47,10 @@ class LayerShape:
         return sum(heads * nbytes for heads, nbytes in self.parts(itemsize, bits))
 
     def parts(self, itemsize: int, bits: int = 16) -> list[tuple[int, int]]:
-        """(heads, bytes of each head) of a position's key, of its value, and of their scales or the indexer's key."""
+        """(heads, bytes of each head) of a position's key, of its value, of their scales, and of the indexer's key."""
         if bits in CODED:
             rows = (self.key_columns * bits // 8, self.value_columns * bits // 8, SCALE_BYTES, SCALE_BYTES)
-            return [(self.heads, nbytes) for nbytes in rows]
+            return [*((self.heads, nbytes) for nbytes in rows), (1, self.index_columns * itemsize)]
         columns = (self.key_columns, self.value_columns, self.index_columns)
         key, value, index = (each * itemsize for each in columns)
         return [(self.heads, key), (self.heads, value), (1, index)]
@@ -235,6 +235,16 @@ class KVCache:
         key_scales, value_scales = (
             read_rows(each[layer], row, window) for each in (self.key_scales, self.value_scales)
         )
+        return decode_kv(keys, key_scales, self.dtype), decode_kv(values, value_scales, self.dtype)
+
+    def read_chosen(self, layer: int, slab: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (heads, ..., columns) of positions (...) of a sequence, in the cache's dtype, of a layer
+        without a window."""
+        places = positions.long()
+        keys, values = (each[layer][slab][:, places] for each in (self.keys, self.values))
+        if self.bits == 16:
+            return keys, values
+        key_scales, value_scales = (each[layer][slab][:, places] for each in (self.key_scales, self.value_scales))
         return decode_kv(keys, key_scales, self.dtype), decode_kv(values, value_scales, self.dtype)
 
     def can_crop(self, slab: int, length: int, ahead: int = 0) -> bool:

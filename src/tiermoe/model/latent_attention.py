@@ -25,7 +25,7 @@ from tiermoe.kernels.attention import (
     takes_prompts,
 )
 from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.attention import Attention, AttentionSizes, attend, scores_at_once, tempered
+from tiermoe.model.attention import SPARSE_TOKENS, Attention, AttentionSizes, attend, scores_at_once, tempered
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.kv_memory import read_rows, write_rows
 from tiermoe.model.linear import Linear, PlainLinear
@@ -38,8 +38,6 @@ _NARROW_EPSILON = 1e-6
 """Of the norms inside of latent attention, whatever the config says (transformers' default)."""
 PIECE = 1024
 """Positions whose keys and values are expanded at a time."""
-_SPARSE_TOKENS = 8
-"""Tokens of a prompt that attend to chosen latents at a time."""
 _FLOAT_BYTES = 4
 _SCORE_BYTES = 14  # of a score of torch's own operations: as float32 three times, and masks; measured
 
@@ -138,7 +136,7 @@ class LatentSizes(AttentionSizes):
         expanding = 2 * self.heads * self.latent_columns * (self.plain_columns + self.value_columns)
         latents = indexer.most * (2 * width + self.latent_columns + 3 * self.heads)
         queries = self.heads * (2 * width + 2 * self.latent_columns + 2 * self.value_columns)
-        return indexer.nbytes(load) + _FLOAT_BYTES * (expanding + _SPARSE_TOKENS * (latents + queries))
+        return indexer.nbytes(load) + _FLOAT_BYTES * (expanding + SPARSE_TOKENS * (latents + queries))
 
     def decode_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
         columns = self.latent_columns + self.rotary_columns
@@ -318,8 +316,8 @@ class LatentAttention(Attention):
         expand = expand.view(self.sizes.heads, -1, self.sizes.latent_columns)
         keys, values = expand[:, : self.sizes.plain_columns], expand[:, self.sizes.plain_columns :]
         result = query.new_empty((len(query), self.sizes.heads, self.sizes.value_columns))
-        for begin in range(0, len(query), _SPARSE_TOKENS):
-            some = slice(begin, begin + _SPARSE_TOKENS)
+        for begin in range(0, len(query), SPARSE_TOKENS):
+            some = slice(begin, begin + SPARSE_TOKENS)
             wide = query[some].float()
             plain, rotary = wide[..., : self.sizes.plain_columns], wide[..., self.sizes.plain_columns :]
             latents = kept[chosen[some].long()].float()

@@ -4,7 +4,7 @@ of keys and values."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from tiermoe.model.attention import Attention, AttentionSizes
 from tiermoe.model.feed_forward import ACTIVATIONS
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.linear import Linear
+from tiermoe.model.ngram_features import NgramSizes
 from tiermoe.model.norms import RootMeanSquare
 from tiermoe.model.recurrent_states import RecurrentStates, StateShape
 from tiermoe.model.step import Step
@@ -57,11 +58,24 @@ class LinearSizes(AttentionSizes):
     """The description of a `GatedDelta`."""
 
     heads: DeltaSizes
+    ngrams: NgramSizes | None = None  # of the layer's n-gram features
+
+    @classmethod
+    def of(cls, config: Any, index: int) -> LinearSizes:
+        """Of layer `index`."""
+        return cls(delta_sizes(config), NgramSizes.of(config, index))
 
     @property
     def shape(self) -> LayerShape:
-        sizes = self.heads
+        sizes, ngrams = self.heads, self.ngrams
         state = StateShape(sizes.kept, sizes.channels, sizes.heads, sizes.key_columns, sizes.value_columns)
+        if ngrams is not None:
+            state = replace(
+                state,
+                ngram_inputs=ngrams.kept,
+                ngram_channels=ngrams.streams * ngrams.hidden,
+                tokens=ngrams.longest - 1,
+            )
         return LayerShape(0, 0, 0, state=state)
 
     @property
@@ -76,13 +90,13 @@ class LinearSizes(AttentionSizes):
 
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
         """The kernel's workspace, which decoding uses too; without the kernel inputs of the convolution and float32
-        copies of them, and a chunk's workspace."""
-        sizes = self.heads
+        copies of them, and a chunk's workspace. With n-grams their features too."""
+        sizes, ngrams = self.heads, 0 if self.ngrams is None else self.ngrams.nbytes(load)
         if sizes.suit(dtype):
-            return sizes.workspace
+            return ngrams + sizes.workspace
         tokens = min(load.chunk, load.context)
         copies = tokens * (sizes.channels + sizes.values) * (_CONVOLVED * load.itemsize + 4 * _WIDE)
-        return copies + delta_rule_bytes(sizes.heads, sizes.key_columns, sizes.value_columns)
+        return ngrams + copies + delta_rule_bytes(sizes.heads, sizes.key_columns, sizes.value_columns)
 
     def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Path in a layer → shape of the weights, with a matrix for each part of the projection."""
@@ -116,6 +130,7 @@ class LinearSizes(AttentionSizes):
             weights.tensor(f"{part}.dt_bias"),
             RootMeanSquare(weights.tensor(f"{part}.norm.weight"), float(config.rms_norm_eps)),
             ACTIVATIONS[config.hidden_act],
+            torch.sigmoid if getattr(config, "output_gate_type", None) == "sigmoid" else F.silu,
         )
 
 
@@ -176,7 +191,8 @@ class GatedDelta(Attention):
     projection.
 
     convolution (channels, 1, taps). decay_rates (heads): logarithms of the rates by which a head forgets (transformers'
-    `A_log`); decay_biases (heads). activation: of the convolution, `silu` where the native kernel is to compute it."""
+    `A_log`); decay_biases (heads). activation: of the convolution, gate_activation: of the
+    norm's gate; both `silu` where the native kernel is to compute them."""
 
     def __init__(
         self,
@@ -188,14 +204,16 @@ class GatedDelta(Attention):
         decay_biases: Tensor,
         norm: RootMeanSquare,
         activation: Callable[[Tensor], Tensor],
+        gate_activation: Callable[[Tensor], Tensor] = F.silu,
     ) -> None:
         self.sizes = sizes
+        self._gate_activation = gate_activation
         self._projection, self._output, self._heads = projection, output, sizes.heads
         self._convolution, self._norm, self._activation = convolution, norm, activation
         self._rates = decay_rates.float().exp()
         self._biases = decay_biases.float()
         self._kernel: DeltaKernel | None = None
-        if self._heads.suit(convolution.dtype) and activation is F.silu:
+        if self._heads.suit(convolution.dtype) and activation is gate_activation is F.silu:
             taps = convolution[:, 0].t().contiguous()
             self._kernel = DeltaKernel(self._heads, taps, self._rates, self._biases, norm.weight, norm.epsilon)
 
@@ -250,9 +268,9 @@ class GatedDelta(Attention):
         return delta_rule(query * sizes.key_columns**-0.5, key, value, decay, betas.sigmoid().float(), state)
 
     def _gated(self, attended: Tensor, gates: Tensor) -> Tensor:
-        """(T, heads, value columns), normed and multiplied with silu of gates (T, values) → (T, values)."""
+        """(T, heads, value columns), normed and multiplied with the activation of gates (T, values) → (T, values)."""
         normed = self._norm(attended.contiguous()).flatten(1)
-        return (normed * F.silu(gates.float())).to(normed.dtype)
+        return (normed * self._gate_activation(gates.float())).to(normed.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

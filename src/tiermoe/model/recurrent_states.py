@@ -13,6 +13,7 @@ from tiermoe.model.kv_memory import empty_pages, release_pages
 
 KEPT = 2  # states of a sequence: after the last step and before it
 _NONE = -1
+_TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +25,19 @@ class StateShape:
     heads: int  # each with a float32 matrix (key columns, value columns)
     key_columns: int
     value_columns: int
+    ngram_inputs: int = 0  # last inputs of the convolution of n-gram features, in the model's dtype
+    ngram_channels: int = 0  # of that convolution
+    tokens: int = 0  # last tokens, of which n-grams are made
 
     def nbytes(self, itemsize: int) -> int:
         """Bytes of a sequence's `KEPT` states."""
         return sum(self.parts(itemsize))
 
-    def parts(self, itemsize: int) -> tuple[int, int]:
-        """Bytes of a sequence's inputs and of its matrices."""
+    def parts(self, itemsize: int) -> list[int]:
+        """Bytes of each of a sequence's tensors, in the order of `RecurrentStates.tensors`."""
         matrices = 4 * self.heads * self.key_columns * self.value_columns
-        return KEPT * self.inputs * self.channels * itemsize, KEPT * matrices
+        inputs, ngrams = self.inputs * self.channels, self.ngram_inputs * self.ngram_channels
+        return [KEPT * each for each in (inputs * itemsize, matrices, ngrams * itemsize, _TOKEN_BYTES * self.tokens)]
 
 
 class RecurrentStates:
@@ -41,6 +46,8 @@ class RecurrentStates:
     with. A step of several chunks leaves those after its last two, and none where it fails.
 
     inputs: layer → (slabs, 2, inputs, channels). states: layer → (slabs, 2, heads, key columns, value columns).
+    ngram_inputs: layer → (slabs, 2, inputs, channels). tokens: layer → (slabs, 2, tokens), one more than a token's id,
+    0 where there is none.
     lengths: slab → the number of tokens after which each of the two states is, -1 for an unused one."""
 
     def __init__(self, shapes: dict[int, StateShape], slabs: int, dtype: torch.dtype) -> None:
@@ -51,13 +58,20 @@ class RecurrentStates:
             layer: empty_pages((slabs, KEPT, shape.heads, shape.key_columns, shape.value_columns), torch.float32)
             for layer, shape in shapes.items()
         }
+        self.ngram_inputs = {
+            layer: empty_pages((slabs, KEPT, shape.ngram_inputs, shape.ngram_channels), dtype)
+            for layer, shape in shapes.items()
+        }
+        self.tokens = {layer: empty_pages((slabs, KEPT, shape.tokens), torch.int64) for layer, shape in shapes.items()}
         self.lengths = [[_NONE] * KEPT for _ in range(slabs)]
         self._coming = [list(lengths) for lengths in self.lengths]  # `lengths` when the running step has ended
 
     @property
     def tensors(self) -> dict[str, dict[int, Tensor]]:
         """Name → layer → what is kept."""
-        return {"inputs": self.inputs, "states": self.states}
+        return {
+            "inputs": self.inputs, "states": self.states, "ngram_inputs": self.ngram_inputs, "tokens": self.tokens,
+        }  # fmt: skip
 
     def ends(self, slab: int) -> list[int]:
         """The numbers of tokens after which a state of the sequence is kept."""
@@ -132,4 +146,4 @@ class RecurrentStates:
         self.lengths[: len(chosen)] = [list(self.lengths[slab]) for slab in chosen]
 
     def _all(self) -> list[Tensor]:
-        return [*self.inputs.values(), *self.states.values()]
+        return [tensor for layers in self.tensors.values() for tensor in layers.values()]

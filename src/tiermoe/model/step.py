@@ -28,8 +28,9 @@ class Span:
 class Step:
     """A batch's tensors, for T tokens and a cache.
 
-    spans: the tokens of each row. positions, slabs: int64 (T). longest: tokens of the longest sequence, with the
-    step's. angles: of each rotary embedding cos and sin, (T, columns) in the model's dtype; cos, sin: the first ones.
+    spans: the tokens of each row. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with
+    the step's. rotary: the first rotary embedding. angles: of each of them cos and sin, (T, columns) in the model's
+    dtype; cos, sin: the first ones.
     temperatures: of each rotary embedding the factors of queries, float32 (T), or None. native: of each rotary
     embedding the step for the attention kernel of up to FEW_TOKENS; empty where no kernel runs. states: of each row
     (place of the recurrent state before the step, place of the state after it), empty in a cache without them; pieces:
@@ -41,9 +42,11 @@ class Step:
         for row in batch.rows:
             begin = self.spans[-1].end if self.spans else 0
             self.spans.append(Span(row, begin, begin + len(row.tokens)))
+        self.tokens = torch.tensor(batch.tokens)
         self.positions = torch.tensor(batch.positions)
         self.slabs = torch.tensor(batch.slabs)
         self.longest = max(row.end for row in batch.rows)
+        self.rotary = rotaries[0]
         self.angles = [self._angles_of(rotary) for rotary in rotaries]
         self.cos, self.sin = self.angles[0]
         self.temperatures = [
@@ -63,7 +66,7 @@ class Step:
 
     def choose(self, chosen: Tensor | None) -> None:
         """The next layers' tokens attend to these positions of their sequences alone: int32 (T, most), ascending, of a
-        token with fewer positions the first so many. None: to all positions."""
+        token with fewer positions the first so many; -1, of blocks: none. None: to all positions."""
         if chosen is not None or self.chosen is not None:
             self.native = [each.choosing(chosen) for each in self.native]
         self.chosen = chosen

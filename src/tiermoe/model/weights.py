@@ -26,7 +26,7 @@ class Weights(Protocol):
         """A linear layer, packed or not."""
 
     def embedding(self, path: str) -> Callable[[Tensor], Tensor]:
-        """An embedding: int64 (T) → (T, H)."""
+        """An embedding: int64 (...) → (..., H)."""
 
 
 class TextPart:

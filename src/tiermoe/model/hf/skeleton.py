@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import re
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class Skeleton:
             left_out = {key for key in dense_keys if part or isinstance(checkpoint.tensors[key], QuantizedTensor)}
             dense_keys = [key for key in dense_keys if key in known or key not in left_out]
         tensors = self._tensors(checkpoint)
-        tied = self._tied(tensors)
+        tied, tables = self._tied(tensors), self._tables()
         gate = self._gate()
         return Outline(
             layers=self.experts.layers,
@@ -92,11 +93,11 @@ class Skeleton:
             tied=tied,
             packable=tuple(self._packable(set(dense_keys), tensors)),
             table=self._table(tensors),
-            tables=self._tables(),
+            tables=tables,
             dense_bytes=self._dense_bytes(),
             dense_keys=tuple(dense_keys),
             gate=gate,
-            whole=gate is not None and self._known_embedding() and _taken_as_they_are(tensors, tied),
+            whole=gate is not None and self._known_embedding() and _taken_as_they_are(tensors, tied, tables),
         )
 
     def _tensors(self, checkpoint: TensorSource) -> dict[str, DenseTensor]:
@@ -162,7 +163,7 @@ class Skeleton:
         return path if tensors[path].key is not None else None
 
     def _tables(self) -> dict[str, tuple[str, ...]]:
-        """Other embeddings whose rows can be read one by one: `Outline.tables`."""
+        """Other embeddings whose rows can be read one by one: `Outline.tables`. ModelError where rows are missing."""
         if isinstance(self.experts, GgufExperts) or self._family.encodes:
             return {}
         used = self.model.get_input_embeddings()
@@ -176,7 +177,19 @@ class Skeleton:
             shared = path in tied or path in tied.values()
             if keys and not shared and not takes_weight(self.model.get_submodule(parent), child):
                 found[path] = keys
+                self._check_rows(path, keys, module.weight.shape)
         return found
+
+    def _check_rows(self, path: str, keys: tuple[str, ...], shape: torch.Size) -> None:
+        """ModelError where the checkpoint's tensors do not have the rows of a table of this shape."""
+        parts = [self.experts.checkpoint.tensors[key].shape for key in keys]
+        rows, columns = sum(part[0] for part in parts), {part[1] for part in parts}
+        if rows != shape[0] or columns != {shape[1]}:
+            widths = " or ".join(map(str, sorted(columns)))
+            raise ModelError(
+                f"{path} has {rows:,} rows of {widths} columns in {len(keys)} tensors from {keys[0]} on, the config "
+                f"asks for {shape[0]:,} rows of {shape[1]}; download the model again"
+            )
 
     def _plain_embedding(self) -> bool:
         module = self.model.get_input_embeddings()
@@ -211,12 +224,11 @@ class Skeleton:
         return name
 
 
-def _taken_as_they_are(tensors: dict[str, DenseTensor], tied: dict[str, str]) -> bool:
-    """Whether every tensor is one of the checkpoint's. One that is tied must not be there beside its source: which of
-    both counts is transformers' to say."""
-    return all((tensor.key is None) == (path in tied) for path, tensor in tensors.items()) and all(
-        source not in tied for source in tied.values()
-    )
+def _taken_as_they_are(tensors: dict[str, DenseTensor], tied: dict[str, str], tables: Container[str]) -> bool:
+    """Whether every tensor is one of the checkpoint's, or of several that have its rows (`tables`). One that is tied
+    must not be there beside its source: which of both counts is transformers' to say."""
+    known = all(path in tables or (tensor.key is None) == (path in tied) for path, tensor in tensors.items())
+    return known and all(source not in tied for source in tied.values())
 
 
 def top_k(config: Any, layer: int) -> int:

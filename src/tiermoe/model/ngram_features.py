@@ -1,0 +1,150 @@
+"""Features of the n-grams that end with a token (Qwen3.8's per-layer embedding): rows of a hashed table of tens of GB,
+gated by the residual streams and mixed with those of earlier tokens. The table may stay on the drive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiermoe.model.architecture import FamilyWeights
+from tiermoe.model.convolution import convolved
+from tiermoe.model.linear import Linear
+from tiermoe.model.norms import Norm
+from tiermoe.model.step import Step
+from tiermoe.types import Workload
+
+_WIDE = 4  # tensors of all streams that live at once as float32
+_NARROW = 7  # and in the model's dtype
+_SMALLEST_GATE = 1e-6  # transformers' code
+
+
+@dataclass(frozen=True, slots=True)
+class NgramSizes:
+    """The description of an `NgramFeatures`."""
+
+    longest: int  # tokens of the longest n-gram; the shortest has two
+    heads: int  # rows of the table that a token takes, as many of each length
+    columns: int  # of all of a token's rows
+    streams: int
+    hidden: int
+    kept: int  # inputs of the convolution before a token's own
+
+    @classmethod
+    def of(cls, config: Any, index: int) -> NgramSizes | None:
+        """Of layer `index`; None where it has no n-gram features."""
+        if index + 1 not in (getattr(config, "ple_layer_ids", None) or ()):
+            return None
+        longest = config.ngram_size
+        return cls(
+            longest,
+            (longest - 1) * config.heads_per_ngram,
+            config.ple_embed_dim,
+            config.hc_count,
+            config.hidden_size,
+            (config.ple_conv_kernel_size - 1) * longest,
+        )
+
+    def nbytes(self, load: Workload) -> int:
+        """Workspace: a token's rows twice, its streams as keys, queries and values, and while they are mixed."""
+        streams = self.streams * self.hidden * (_NARROW * load.itemsize + 4 * _WIDE)
+        return (load.tokens + self.kept) * (streams + 2 * self.columns * load.itemsize + 8 * 4 * self.heads)
+
+    def block(self, weights: FamilyWeights, layer: str) -> NgramFeatures:
+        """The block of the layer at the path `layer`."""
+        part = f"{layer}.ple"
+        table = f"{part}.ple_embedding"
+        rows, begins = (weights.tensor(f"{table}.ngram_heads_{name}") for name in ("vocab_sizes", "offsets"))
+        end = weights.config.eos_token_id
+        return NgramFeatures(
+            sizes=self,
+            hashes=NgramHashes(
+                weights.tensor(f"{table}.layer_multipliers"), rows, begins, end[0] if isinstance(end, list) else end
+            ),
+            table=weights.embedding(f"{table}.ngram_embedding"),
+            key=weights.linear(f"{part}.key_proj"),
+            value=weights.linear(f"{part}.value_proj"),
+            norm_key=weights.norm(f"{part}.norm_key", groups=self.streams),
+            norm_stream=weights.norm(f"{part}.norm_query", groups=self.streams),
+            norm_value=weights.norm(f"{part}.norm_conv", groups=self.streams),
+            convolution=weights.tensor(f"{part}.conv1d.weight"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NgramHashes:
+    """Where n-grams lie in a table: each head has a range of its rows, and a hash of an n-gram's tokens chooses one.
+
+    multipliers: int64 (longest), of a token by how far back it is. rows, begins: int64 (heads), of each head's range.
+    end: the token that ends a text; an n-gram does not reach beyond it."""
+
+    multipliers: Tensor
+    rows: Tensor
+    begins: Tensor
+    end: int
+
+    def __call__(self, history: Tensor) -> Tensor:
+        """int64 (longest - 1 + T), tokens and those before them, -1 where there are none → (T, heads)."""
+        kept = len(self.multipliers) - 1
+        before = tokens = history[kept:]
+        mixed, hashes = tokens * self.multipliers[0], []
+        for back in range(1, kept + 1):
+            earlier = history[kept - back : len(history) - back]
+            ended = (earlier < 0) if back == 1 else (earlier < 0) | (before == self.end)
+            before = earlier.masked_fill(ended, self.end)
+            mixed = mixed ^ (before * self.multipliers[back])
+            hashes.append(mixed)
+        each = torch.stack(hashes, dim=1).repeat_interleave(len(self.rows) // kept, dim=1)
+        return each.remainder(self.rows) + self.begins
+
+
+@dataclass(frozen=True, slots=True)
+class NgramFeatures:
+    """A token's rows of the table are projected to a key for each stream and one value. The streams gate the value, and
+    a convolution adds the values of earlier tokens, each as far from the next as the longest n-gram is long."""
+
+    sizes: NgramSizes
+    hashes: NgramHashes
+    table: Callable[[Tensor], Tensor]  # int64 (T, heads) → (T, heads, columns)
+    key: Linear  # columns of all rows → streams * hidden
+    value: Linear  # columns of all rows → hidden
+    norm_key: Norm  # over each stream, as the next two
+    norm_stream: Norm
+    norm_value: Norm  # of the convolution's inputs
+    convolution: Tensor  # (streams * hidden, 1, taps)
+
+    def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
+        """What is added to the streams x (T, streams, H). Leaves each sequence's last tokens and last inputs of the
+        convolution in the step's cache."""
+        rows = self.table(self._places(layer, step)).flatten(1)
+        key = self.norm_key(self.key(rows).view(x.shape))
+        gate = (key * self.norm_stream(x)).sum(dim=-1, keepdim=True) / x.shape[-1] ** 0.5
+        gate = gate.abs().clamp_min(_SMALLEST_GATE).sqrt() * gate.sign()
+        values = torch.sigmoid(gate) * self.value(rows)[:, None]
+        return values + self._mixed(self.norm_value(values).flatten(1), layer, step).view(x.shape)
+
+    def _places(self, layer: int, step: Step) -> Tensor:
+        """The rows of the table that the step's tokens take, int64 (T, heads)."""
+        assert step.cache.recurrent is not None
+        kept, found = step.cache.recurrent.tokens[layer].flatten(0, 1), []
+        for span, (old, new) in zip(step.spans, step.states, strict=True):
+            history = torch.cat((kept[old] - 1, step.tokens[span.begin : span.end]))
+            kept[new] = history[len(history) - kept.shape[1] :] + 1
+            found.append(self.hashes(history))
+        return torch.cat(found)
+
+    def _mixed(self, values: Tensor, layer: int, step: Step) -> Tensor:
+        """(T, streams * H) → (T, streams * H)."""
+        assert step.cache.recurrent is not None
+        kept, taps = step.cache.recurrent.ngram_inputs[layer].flatten(0, 1), list(self.convolution[:, 0].t())
+        found = torch.empty_like(values)
+        for span, (old, new) in zip(step.spans, step.states, strict=True):
+            whole = torch.cat((kept[old], values[span.begin : span.end]))
+            kept[new] = whole[len(whole) - self.sizes.kept :]
+            mixed = convolved(whole.float(), taps, self.sizes.longest)
+            found[span.begin : span.end] = F.silu(mixed.to(values.dtype))
+        return found
