@@ -41,6 +41,8 @@ _OTHERS = {".gguf": "a GGUF file", ".bin": "PyTorch's own format", ".pth": "PyTo
 _NO_MODELS = ("mmproj", "imatrix")
 """Parts of names of GGUF files that have no model, by llama.cpp's conventions."""
 _GGUF_HEADER = 8 << 20  # bytes asked for first: a vocabulary of 150,000 tokens and its merges take 6 MB
+SHIPPED = Path(__file__).parents[2] / "stories-7m"
+"""The model that is part of the package; its name alone names it."""
 _REQUESTS = 8  # headers that are asked for at once
 
 
@@ -59,6 +61,8 @@ def local_model(model: str | os.PathLike[str]) -> Path | None:
         return path.resolve()
     if path.exists() and is_gguf(path):
         return path.resolve()
+    if text == SHIPPED.name and SHIPPED.is_dir():
+        return SHIPPED.resolve()
     if path.exists():
         raise ModelError(f"{path} is a file; name the directory that holds config.json and the weights, or a GGUF file")
     if text.startswith((".", "/", "~")) or text.count("/") != 1 or is_gguf(path):
