@@ -93,7 +93,9 @@ def _instruction_sets() -> list[str]:
 
 @app.callback(epilog=f"{TRACEBACK}=1 in the environment shows the traceback of an unexpected error.")
 def _root(
-    version: bool = typer.Option(False, "--version", help="Print the version, and the kernels that run here.", callback=_version, is_eager=True),
+    version: bool = typer.Option(
+        False, "--version", help="Print the version, and the kernels that run here.", callback=_version, is_eager=True
+    ),
 ) -> None:
     """Run Mixture-of-Experts language models larger than the memory they run in, exactly."""
 
