@@ -21,7 +21,7 @@ help:
 
 env: $(STAMP)
 
-$(STAMP): pyproject.toml $(wildcard src/tiermoe/native/*.[ch] src/tiermoe/native/isa/*.[ch] src/tiermoe/native/isa/*/*.h)
+$(STAMP): pyproject.toml setup.py $(wildcard src/tiermoe/native/*.[ch] src/tiermoe/native/isa/*.[ch] src/tiermoe/native/isa/*/*.h)
 	@tools/environment .venv
 	@touch $@
 

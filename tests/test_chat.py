@@ -8,6 +8,8 @@ import re
 import select
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import tiermoe
 from commands import Command
 from small_engines import OnRoute
 from tiermoe.batch import Batch
+from tiermoe.cli.chat import HISTORY
 from tiermoe.engine.chat import Conversation
 from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.engine import Engine
@@ -79,6 +82,21 @@ def test_chat_with_piped_input(tiermoe_: Command, tiny: Path) -> None:
         r"^unknown command /dance now; /help lists them, a message that begins with / is typed //$",
     ):
         assert re.search(wanted, said, re.MULTILINE), wanted
+
+
+def test_the_last_message_is_answered_again_or_another_in_its_place(tiermoe_: Command, tiny: Path) -> None:
+    """What was taken back is part of no later prompt."""
+
+    def answers(*lines: str) -> str:
+        outcome = tiermoe_("chat", tiny, *GREEDY, stdin="\n".join(lines))
+        assert outcome.code == 0, outcome.err
+        return outcome.out
+
+    first = answers("one two")
+    assert answers("one two", "/retry", "five") == first + answers("one two", "five")
+    assert answers("one two", "/edit three four", "five") == first + answers("three four", "five")
+    early = tiermoe_("chat", tiny, *GREEDY, stdin="/retry\n/edit x\none two\n/clear\n/retry")
+    assert (early.out, early.err.count("nothing was asked yet")) == (first, 3)
 
 
 def test_set_takes_values_of_the_right_kind_alone(tiermoe_: Command, tiny: Path) -> None:
@@ -162,30 +180,51 @@ def test_a_system_prompt(tiermoe_: Command, tiny: Path) -> None:
 
 def test_lines_that_are_pasted_are_one_message(tiny: Path) -> None:
     """On a terminal: a terminal that marks what is pasted, as readline asks for, and one that does not."""
+    with in_a_terminal(tiny) as ours:
+        read_until(ours, b"> ")
+        os.write(ours, b"/set temperature 0\r")
+        said = read_until(ours, b"temperature = 0.0", b"> ")
+        assert b"\x1b[?2004h" in said  # the terminal is asked to mark what is pasted
+        os.write(ours, b"\x1b[200~one\rtwo\r\x1b[201~\r")
+        said = read_until(ours, b"[1 tokens", b"> ")
+        os.write(ours, b"three\nfour\n")
+        said += read_until(ours, b"[1 tokens", b"> ")
+        os.write(ours, b"five\n\x04")
+        said += read_until(ours)
+    assert said.count(b"[1 tokens") == 3
+
+
+def test_earlier_messages_come_back_another_day(tiny: Path, tmp_path: Path) -> None:
+    with in_a_terminal(tiny, TIERMOE_CACHE=str(tmp_path)) as ours:
+        read_until(ours, b"> ")
+        os.write(ours, b"/set seed 7\r/bye\r")
+        read_until(ours)
+    assert (tmp_path / HISTORY).stat().st_mode & 0o077 == 0  # nobody else reads it
+    with in_a_terminal(tiny, TIERMOE_CACHE=str(tmp_path)) as ours:
+        read_until(ours, b"> ")
+        os.write(ours, b"\x10\x10\r")  # twice the line before
+        read_until(ours, b"seed = 7", b"> ")
+        os.write(ours, b"\x04")
+        read_until(ours)
+
+
+@contextmanager
+def in_a_terminal(model: Path, **environment: str) -> Iterator[int]:
+    """`tiermoe chat` in a terminal of its own: the file descriptor of the other side. It ends by itself, and well."""
     ours, its = pty.openpty()
     script = "import sys; from tiermoe.cli.main import main; sys.argv[0] = 'tiermoe'; main()"
-    words = ("chat", str(tiny), *FAST, "--max-tokens", "1")
-    environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
+    words = ("chat", str(model), *FAST, "--max-tokens", "1")
+    variables = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull, **environment}
     with subprocess.Popen(
-        [sys.executable, "-c", script, *words], stdin=its, stdout=its, stderr=its, env=environment
+        [sys.executable, "-c", script, *words], stdin=its, stdout=its, stderr=its, env=variables
     ) as chat:
         os.close(its)
         try:
-            read_until(ours, b"> ")
-            os.write(ours, b"/set temperature 0\r")
-            said = read_until(ours, b"temperature = 0.0", b"> ")
-            assert b"\x1b[?2004h" in said  # the terminal is asked to mark what is pasted
-            os.write(ours, b"\x1b[200~one\rtwo\r\x1b[201~\r")
-            said = read_until(ours, b"[1 tokens", b"> ")
-            os.write(ours, b"three\nfour\n")
-            said += read_until(ours, b"[1 tokens", b"> ")
-            os.write(ours, b"five\n\x04")
-            said += read_until(ours)
+            yield ours
             assert chat.wait(60) == 0
         finally:
             chat.kill()
             os.close(ours)
-    assert said.count(b"[1 tokens") == 3
 
 
 def read_until(terminal: int, *wanted: bytes) -> bytes:

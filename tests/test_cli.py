@@ -19,6 +19,7 @@ import typer
 import tiermoe
 from commands import Command
 from options_document import FILE, document
+from tiermoe import native
 from tiermoe.cli.main import COMMANDS, app
 from tiermoe.cli.options import ENGINE
 from tiermoe.config import Settings
@@ -371,7 +372,8 @@ def test_version_and_help(tiermoe_: Command) -> None:
     nothing_asked = tiermoe_()
     assert (nothing_asked.code, nothing_asked.err) == (2, "")
     assert "Usage" in nothing_asked.out
-    assert tiermoe_("--version").out == f"tiermoe {tiermoe.__version__}\n"
+    kernels = ", ".join(native.instruction_sets()) or "none, torch computes, slowly"
+    assert tiermoe_("--version").out == f"tiermoe {tiermoe.__version__} (kernels: {kernels})\n"
     for words in (
         ("--help",),
         ("run", "--help"),

@@ -228,11 +228,6 @@ def test_a_model_without_experts(command: str, tmp_path: Path, tiermoe_: Command
     assert "is a 'qwen3moe' model without experts: tiermoe runs Mixture-of-Experts" in tiermoe_(*words).cause
 
 
-def test_a_directory_of_gguf_files_is_not_a_model(copy: Path, tiermoe_: Command) -> None:
-    cause = tiermoe_("show", copy.parent).cause
-    assert cause.endswith(f"is not a Hugging Face model directory; name the GGUF file in it, {copy}")
-
-
 def test_other_files_that_lack_something(tmp_path: Path, tiermoe_: Command) -> None:
     model = gguf_files.model_of("qwen3_moe")
 

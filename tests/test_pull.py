@@ -115,13 +115,13 @@ def test_a_file_that_is_not_there(run: Run, file: str) -> None:
 
 
 def test_a_name_that_several_files_have(run: Run, folders: dict[str, Path]) -> None:
-    second = folders[GGUF] / "other" / "moe-Q2_K.gguf"
+    second = folders[GGUF] / "other" / "moe-Q8_0.gguf"
     second.parent.mkdir()
     second.write_bytes(b"GGUF")
-    cause = run("pull", f"{GGUF}:Q2_K").cause
+    cause = run("pull", f"{GGUF}:Q8_0").cause
     second.unlink()
-    assert "'Q2_K' names 2 files" in cause
-    assert "moe-Q2_K.gguf, other/moe-Q2_K.gguf" in cause
+    assert "'Q8_0' names 2 files" in cause
+    assert "moe-Q8_0.gguf, other/moe-Q8_0.gguf" in cause
 
 
 def test_shards_are_one_model(run: Run, folders: dict[str, Path]) -> None:
@@ -150,7 +150,7 @@ def test_what_does_not_run_is_not_downloaded(run: Run, hub: FakeHub) -> None:
         cause = run("pull", *words).cause
         assert f"{TORN}/moe-torn.gguf is cut short" in cause
     assert "there is no model 'someone/nobody' on the hub" in run("pull", "someone/nobody:Q4_K_M").cause
-    assert f"'tiermoe pull {TORN}' downloads one to run" in run("plan", TORN).cause
+    assert f"name one of them as {TORN}:FILE, or let 'tiermoe pull {TORN}' choose one" in run("plan", TORN).cause
 
 
 def test_a_header_that_cannot_be_fetched(run: Run, hub: FakeHub) -> None:
@@ -159,3 +159,38 @@ def test_a_header_that_cannot_be_fetched(run: Run, hub: FakeHub) -> None:
     cause = run("pull", GGUF, "--memory", "8GiB").cause
     hub.lost.clear()
     assert re.search(rf"'{GGUF}' cannot be read from the hub \(.*503.*\); try again later", cause)
+
+
+def test_a_file_of_a_repository_runs_by_its_name(run: Run, hub: FakeHub, folders: dict[str, Path]) -> None:
+    """Planned from its header, downloaded when it runs, then taken from the cache."""
+    name, file = f"{GGUF}:Q8_0", folders[GGUF] / "moe-Q8_0.gguf"
+    hub.served.clear()
+    planned = json.loads(run("plan", name, "--json", "--machine", "laptop-ddr4", "--memory", "2GiB").out)
+    assert planned["download"] == {"files": 1, "nbytes": file.stat().st_size}
+    assert json.loads(run("show", name, "--json").out)["moe_layers"] == 2
+    assert hub.served["moe-Q8_0.gguf"] <= 16 << 20
+    words = ("--raw", "--max-tokens", "3", "--memory", "2GiB")
+    ended = run("run", name, "<t1>", *words)
+    assert ended.code == 0, ended.err
+    assert f"downloading {GGUF}: {size(file)} in 1 file" in ended.err
+    again, alone = run("run", name, "<t1>", *words, offline=True), run("run", file, "<t1>", *words)
+    assert (again.code, again.out) == (0, ended.out) == (alone.code, alone.out)
+    assert run("pull", f"{GGUF}:moe-Q8_0.gguf", offline=True).out == run("pull", name).out
+    assert f"{GGUF} names" not in run("run", GGUF, "<t1>", *words).cause
+
+
+def test_shards_of_which_one_is_missing_are_downloaded(run: Run, folders: dict[str, Path]) -> None:
+    first = Path(run("pull", f"{SHARDED}:Q8_0").out.strip())
+    (first.parent / sorted(folders[SHARDED].iterdir())[3].name).unlink()
+    ended = run("pull", f"{SHARDED}:Q8_0")
+    assert "it is on this machine already" not in ended.err
+    assert (first.parent / sorted(folders[SHARDED].iterdir())[3].name).exists()
+
+
+def test_a_folder_of_gguf_files_is_a_model(run: Run, folders: dict[str, Path]) -> None:
+    shards = sorted(folders[SHARDED].iterdir())
+    in_folder, named = (json.loads(run("show", path, "--json").out) for path in (folders[SHARDED], shards[0]))
+    del in_folder["name"], named["name"]
+    assert in_folder == named
+    cause = run("show", folders[GGUF]).cause
+    assert f"{folders[GGUF]} has 3 models in GGUF files; name one of them: moe-Q2_K.gguf, moe-Q4_0.gguf" in cause

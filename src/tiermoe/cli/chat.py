@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import select
@@ -27,9 +28,14 @@ HELP = """\
 /set NAME VALUE  a sampling parameter, like temperature 0 or seed none; /set alone shows all
 /system TEXT     the system prompt; /system alone shows it, /system none removes it
 //TEXT           a message that begins with /
+/retry           answer the last message again
+/edit TEXT       put TEXT in the place of the last message, and answer that
 /clear           forget the conversation
 /bye             leave (so does Ctrl-D); Ctrl-C stops the reply
-Lines that are pasted at once are one message."""
+Lines that are pasted at once are one message. The arrows up and down bring earlier messages, also of other days."""
+HISTORY = "chat-history"
+"""File in the cache folder with the messages typed in a terminal, for nobody else to read."""
+MOST_HISTORY = 1000
 PASTE_S = 0.02
 """Seconds that a terminal may take to deliver the next line of pasted text."""
 
@@ -98,6 +104,8 @@ class _Chat:
         self._session = session
         self._sampling = sampling
         self._conversation = Conversation(session.engine, session.tokenizer, system, opt.speculation_of(draft))
+        self._asked = ""  # the last message
+        self._answered = False  # whether its answer is part of the conversation
 
     def loop(self) -> None:
         for text in _messages():
@@ -110,10 +118,12 @@ class _Chat:
                 self._answer(text)
 
     def _answer(self, text: str) -> None:
+        self._asked, self._answered = text, False
         try:
             report = self._conversation.reply(
                 text, self._sampling, lambda piece: print(piece, end="", flush=True), prompt_progress()
             )
+            self._answered = True
             print(flush=True)
             note(summary(report))
         except KeyboardInterrupt:
@@ -125,6 +135,15 @@ class _Chat:
             print(flush=True)
             note(f"tiermoe: {one_line(cause(error))}")
 
+    def _answer_instead(self, text: str) -> None:
+        """Answers `text` in the place of the last message."""
+        if not self._asked:
+            note("nothing was asked yet")
+            return
+        if self._answered:
+            self._conversation.undo()
+        self._answer(text)
+
     def _command(self, text: str) -> bool:
         """Runs a /command. False: the conversation is over."""
         match text.split():
@@ -134,8 +153,13 @@ class _Chat:
                 note(HELP)
             case ["/stats"]:
                 note(_stats(self._session.engine.stats()))
+            case ["/retry"]:
+                self._answer_instead(self._asked)
+            case ["/edit", _, *_]:
+                self._answer_instead(text.removeprefix("/edit").strip())
             case ["/clear"]:
                 self._conversation.clear()
+                self._asked, self._answered = "", False
                 note("forgotten")
             case ["/set"]:
                 note("\n".join(f"{name} = {value}" for name, value in asdict(self._sampling).items()))
@@ -187,6 +211,7 @@ def _messages() -> Iterator[str]:
         with contextlib.suppress(ImportError):
             import readline  # makes input() editable
 
+            _keep_history(readline)
             if os.environ.get("TERM", "dumb") != "dumb":
                 readline.parse_and_bind("set enable-bracketed-paste on")  # which Python turns off
     ended = False
@@ -209,6 +234,22 @@ def _messages() -> Iterator[str]:
             continue
         if lines:
             yield "\n".join(lines)
+
+
+def _keep_history(readline: Any) -> None:
+    """Has the terminal recall messages of earlier conversations, and keep those of this one."""
+    from tiermoe.formats.stores import cache_folder
+
+    file = cache_folder() / HISTORY
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+    readline.set_history_length(MOST_HISTORY)
+
+    def keep() -> None:
+        with contextlib.suppress(OSError):
+            readline.write_history_file(file)
+
+    atexit.register(keep)
 
 
 def _stats(stats: dict[str, Any]) -> str:

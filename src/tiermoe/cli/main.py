@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -72,13 +75,27 @@ app = typer.Typer(
 
 def _version(named: bool) -> None:
     if named:
-        print(f"tiermoe {__version__}")
+        kernels = ", ".join(_instruction_sets()) or "none, torch computes, slowly"
+        print(f"tiermoe {__version__} (kernels: {kernels})")
         raise typer.Exit
+
+
+def _instruction_sets() -> list[str]:
+    """`native.instruction_sets()`, from the compiled module alone: `tiermoe.native` imports torch."""
+    spec = PathFinder.find_spec("_native", [str(Path(__file__).parents[1] / "native")])
+    if spec is None or spec.loader is None:
+        return []
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: list[str] = module.instruction_sets()
+    return found
 
 
 @app.callback(epilog=f"{TRACEBACK}=1 in the environment shows the traceback of an unexpected error.")
 def _root(
-    version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
+    version: bool = typer.Option(
+        False, "--version", help="Print the version, and the kernels that run here.", callback=_version, is_eager=True
+    ),
 ) -> None:
     """Run Mixture-of-Experts language models larger than the memory they run in, exactly."""
 

@@ -21,7 +21,10 @@ from tiermoe.errors import ConfigError
 from tiermoe.measure.pairs import Pair, read_pairs, require_pairs
 
 Model = Annotated[
-    str, typer.Argument(help="A model directory, a GGUF file or a Hugging Face hub id.", show_default=False)
+    str,
+    typer.Argument(
+        help="A model directory, a GGUF file, a hub id, or HUB-ID:FILE for one of its GGUF files.", show_default=False
+    ),
 ]
 Set = Annotated[
     list[str] | None,

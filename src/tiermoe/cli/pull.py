@@ -21,33 +21,31 @@ def pull(
     """Download a model, and print where it lies. Of a repository with GGUF files alone, the largest one is taken whose
     experts the memory budget holds all; where it holds no one's, the smallest one of at least 4 bits a weight. FILE is
     a file's name, or the end of it, like Q4_K_M. What is interrupted goes on where it stopped."""
-    name, _, file = model.partition(":")
     with starting("asking the hub"):
-        from tiermoe.engine.gguf_choice import candidates, check, choose, named
+        from tiermoe.engine.gguf_choice import choose
         from tiermoe.model.hf.hub import (
             download,
             download_files,
             inspect_without_download,
             local_model,
             read_repository,
+            split_name,
         )
 
-        asked, why = settings(**options), ""
-        if not file and (found := local_model(name)):
+        asked, chosen, why = settings(**options), None, ""
+        if found := local_model(model):
             note("it is on this machine already")
             print(found)
             return
+        name, file = split_name(model)
         repository = read_repository(name)
-        if file:
-            chosen = named(repository, file)
-            check(repository, chosen, asked)
-        elif candidates(repository) and not repository.has_safetensors:
+        if not file and repository.gguf_models() and not repository.has_safetensors:
             chosen, why = choose(repository, asked)
-        else:
-            chosen = None
+        elif not file:
             inspect_without_download(name, None)  # says what is wrong with it first
     if chosen is None:
-        print(download(name))
+        print(download(model))
         return
-    note(f"{chosen.name}, {format_size(chosen.nbytes)}" + (f": {why}" if why else ""))
+    note(f"{chosen.name}, {format_size(chosen.nbytes)}: {why}")
+    note(f"'tiermoe run {name}:{chosen.name}' runs it")
     print(download_files(repository, chosen.files) / chosen.files[0])

@@ -28,14 +28,16 @@ class Conversation:
         self._model = model
         self._tokenizer = tokenizer
         self._messages: list[dict[str, str]] = []
-        self._text = ""  # everything said, for a model without a chat template
         self._loop: RequestLoop | None = None  # whose prefix cache holds the last turn
 
     def clear(self) -> None:
         """Forgets everything said, but not the system prompt."""
         self._messages.clear()
-        self._text = ""
         self._loop = None
+
+    def undo(self) -> None:
+        """Takes the last message and its answer back."""
+        del self._messages[-2:]
 
     def reply(
         self,
@@ -47,12 +49,12 @@ class Conversation:
         """Answers `text` after everything said before. on_text, on_read: as in `generate`. PromptError where the
         conversation outgrows the context."""
         messages = [*self._messages, {"role": "user", "content": text}]
-        so_far = self._text + text
         if getattr(self._tokenizer, "chat_template", None):
             system = [{"role": "system", "content": self.system}] if self.system else []
             ids = encode_chat(self._tokenizer, system + messages)
         else:
-            ids = encode_prompt(self._tokenizer, self.system + so_far, raw=True)
+            said = "".join(message["content"] for message in messages)
+            ids = encode_prompt(self._tokenizer, self.system + said, raw=True)
         loop = self._loop or RequestLoop(engine_of(self._model), self._tokenizer, speculation=self._speculation)
         if ids.shape[1] >= loop.context:
             raise PromptError(
@@ -63,5 +65,4 @@ class Conversation:
         report = generate(self._model, self._tokenizer, ids, sampling, on_text, loop=loop, on_read=on_read)
         self._loop = loop
         self._messages = [*messages, {"role": "assistant", "content": report.text}]
-        self._text = so_far + report.text
         return report

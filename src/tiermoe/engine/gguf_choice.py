@@ -6,8 +6,6 @@ import contextlib
 import functools
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from tiermoe.config import DEFAULT_BITS, Settings, format_size
 from tiermoe.engine.budget import memory_budget
@@ -15,8 +13,7 @@ from tiermoe.engine.load import plan_for
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.errors import BudgetError, ModelError
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
-from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.model.hf.hub import Repository, fetch_headers
+from tiermoe.model.hf.hub import Repository, fetch_headers, inspect_headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +41,7 @@ class _Planned:
 
 def candidates(repository: Repository) -> list[Candidate]:
     """The models in GGUF files that a repository has, the largest first."""
-    models = repository.gguf_models().items()
-    found = [Candidate(name, tuple(files), repository.nbytes(files)) for name, files in models]
-    return sorted(found, key=lambda each: -each.nbytes)
-
-
-def named(repository: Repository, file: str) -> Candidate:
-    """The candidate that a user means by `file`: its file, one of its shards, or the end of its name, as 'Q4_K_M'.
-    ModelError where that is none, or several."""
-    known = candidates(repository)
-    ends = file.lower().removesuffix(".gguf")
-    found = [each for each in known if file in (each.name, *each.files)] or [
-        each for each in known if each.name.lower().removesuffix(".gguf").endswith((f"-{ends}", f".{ends}", f"/{ends}"))
-    ]
-    if len(found) != 1:
-        have = ", ".join(each.name for each in found or known) or "no GGUF files"
-        what = f"'{file}' names {len(found)} files" if found else f"there is no GGUF file '{file}'"
-        raise ModelError(f"{what} in '{repository.name}'; it has {have}")
-    return found[0]
-
-
-def check(repository: Repository, candidate: Candidate, settings: Settings) -> None:
-    """ModelError where tiermoe does not run the model that the candidate's headers describe."""
-    problem = _planned(repository, candidate, settings).problem
-    if problem is not None:
-        raise problem
+    return [Candidate(name, tuple(files), repository.nbytes(files)) for name, files in repository.gguf_models().items()]
 
 
 def choose(repository: Repository, settings: Settings) -> tuple[Candidate, str]:
@@ -105,17 +78,19 @@ def choose(repository: Repository, settings: Settings) -> tuple[Candidate, str]:
 
 def _planned(repository: Repository, candidate: Candidate, settings: Settings) -> _Planned:
     """ModelError where the hub cannot be asked."""
-    with TemporaryDirectory(prefix="tiermoe-") as folder:
-        first = fetch_headers(repository, candidate.files, Path(folder))
+    headers = fetch_headers(repository, candidate.files)
+    try:
+        blueprint = inspect_headers(repository, headers, candidate.name)
+    except ModelError as error:
+        return _Planned(problem=error)
+    checkpoint = blueprint.checkpoint
+    assert isinstance(checkpoint, GgufCheckpoint)
+    weights = sum(math.prod(tensor.shape) for tensor in checkpoint.file.tensors.values())
+    bits = 8 * candidate.nbytes / weights
+    with contextlib.closing(checkpoint):
         try:
-            blueprint = inspect_model(first, candidate.name)
-            checkpoint = blueprint.checkpoint
-            assert isinstance(checkpoint, GgufCheckpoint)
-            weights = sum(math.prod(tensor.shape) for tensor in checkpoint.file.tensors.values())
-            bits = 8 * candidate.nbytes / weights
-            with contextlib.closing(checkpoint):
-                return _Planned(plan_for(blueprint, settings), bits)
+            return _Planned(plan_for(blueprint, settings), bits)
         except BudgetError:
             return _Planned(None, bits)
         except ModelError as error:
-            return _Planned(problem=ModelError(str(error).replace(folder, repository.name)))
+            return _Planned(problem=error)

@@ -1,8 +1,8 @@
 """Native kernels: C for several instruction sets (isa/*.c); the process uses one of them.
 
 They compute in bfloat16 on weights of 2 and 4 (even and uneven levels), 3, 6, 8 and 16 bits, on the blocks of GGUF
-files and on the codes of published checkpoints, never rounding a weight, and widen a GPU's 2 bits to 4. A build without
-a C compiler lacks them: torch's operators compute there (`kernels/linear.py`).
+files and on the codes of published checkpoints, never rounding a weight, and widen a GPU's 2 bits to 4. A build with
+TIERMOE_NATIVE=0 lacks them: torch's operators compute there (`kernels/linear.py`).
 """
 
 from __future__ import annotations

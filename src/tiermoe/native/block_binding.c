@@ -70,12 +70,12 @@ static PyObject *chosen_lists(const BlockCall *call) {
         for (size_t i = 0; row && i < k; i++) {
             PyObject *expert = PyLong_FromLongLong(chosen[t * k + i]);
             if (expert)
-                PyList_SET_ITEM(row, (Py_ssize_t)i, expert);
+                PyList_SetItem(row, (Py_ssize_t)i, expert);
             else
                 Py_CLEAR(row);
         }
         if (row)
-            PyList_SET_ITEM(lists, (Py_ssize_t)t, row);
+            PyList_SetItem(lists, (Py_ssize_t)t, row);
         else
             Py_CLEAR(lists);
     }
@@ -115,10 +115,10 @@ static PyObject *block_experts(PyObject *self, PyObject *args) {
     (void)self;
     if (!PyArg_ParseTuple(args, "O&O!n", STRUCT(call), &PyList_Type, &list, &row))
         return NULL;
-    const Py_ssize_t count = PyList_GET_SIZE(list);
+    const Py_ssize_t count = PyList_Size(list);
     int64_t experts[count ? count : 1];
     for (Py_ssize_t i = 0; i < count; i++) {
-        experts[i] = PyLong_AsLongLong(PyList_GET_ITEM(list, i));
+        experts[i] = PyLong_AsLongLong(PyList_GetItem(list, i));
         if (experts[i] >= 0 && (size_t)experts[i] < call.block.router.experts) continue;
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "there is no expert %lld", (long long)experts[i]);
     }

@@ -5,6 +5,7 @@
 #include "neurons.h"
 #include "norm.h"
 #include "route.h"
+#include <stdlib.h>
 
 static PyObject *product(PyObject *self, PyObject *args) {
     Py_ssize_t tokens;
@@ -26,13 +27,13 @@ static Share *shares_of(const char *bytes, Py_ssize_t length, PyObject *counts, 
     const size_t experts = (size_t)length / sizeof(Expert);
     if (length == 0 || length % (Py_ssize_t)sizeof(Expert))
         return PyErr_Format(PyExc_ValueError, "%zd bytes are not whole experts of %zu", length, sizeof(Expert)), NULL;
-    if (counts != Py_None && (!PyList_Check(counts) || (size_t)PyList_GET_SIZE(counts) != experts))
+    if (counts != Py_None && (!PyList_Check(counts) || (size_t)PyList_Size(counts) != experts))
         return PyErr_Format(PyExc_ValueError, "counts must be None or a list of %zu", experts), NULL;
-    Share *shares = PyMem_RawMalloc(experts * sizeof *shares);
+    Share *shares = malloc(experts * sizeof *shares);
     if (!shares) return PyErr_NoMemory(), NULL;
     size_t from = 0, to = 0;
     for (size_t e = 0; e < experts; e++) {
-        const size_t tokens = counts == Py_None ? rows : PyLong_AsSize_t(PyList_GET_ITEM(counts, (Py_ssize_t)e));
+        const size_t tokens = counts == Py_None ? rows : PyLong_AsSize_t(PyList_GetItem(counts, (Py_ssize_t)e));
         memcpy(&shares[e].expert, bytes + e * sizeof(Expert), sizeof(Expert));
         shares[e].from = from, shares[e].to = to, shares[e].tokens = tokens;
         to += tokens;
@@ -41,7 +42,7 @@ static Share *shares_of(const char *bytes, Py_ssize_t length, PyObject *counts, 
     if (!PyErr_Occurred() && counts != Py_None && from != rows)
         PyErr_Format(PyExc_ValueError, "counts of %zu rows in all for %zu rows", from, rows);
     if (!PyErr_Occurred()) return shares;
-    PyMem_RawFree(shares);
+    free(shares);
     return NULL;
 }
 
@@ -62,7 +63,7 @@ static PyObject *experts(PyObject *self, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     experts_run(shares, count, at(x), (size_t)rows, results, at(inner), at(room), at(out), threads, torchs ? TORCHS : OWN);
     Py_END_ALLOW_THREADS
-    PyMem_RawFree(shares);
+    free(shares);
     Py_RETURN_NONE;
 }
 
@@ -74,13 +75,13 @@ static PyObject *combine(PyObject *self, PyObject *args) {
     float factors[MOST_EXPERTS];
     (void)self;
     if (!PyArg_ParseTuple(args, "O!O!nK", &PyList_Type, &rows, &PyList_Type, &weights, &columns, &out)) return NULL;
-    const Py_ssize_t count = PyList_GET_SIZE(rows);
-    if (count > MOST_EXPERTS || PyList_GET_SIZE(weights) != count)
+    const Py_ssize_t count = PyList_Size(rows);
+    if (count > MOST_EXPERTS || PyList_Size(weights) != count)
         return PyErr_Format(PyExc_ValueError, "%zd rows and %zd weights: at most %d of each, as many of one as of the other",
-                            count, PyList_GET_SIZE(weights), MOST_EXPERTS);
+                            count, PyList_Size(weights), MOST_EXPERTS);
     for (Py_ssize_t i = 0; i < count; i++) {
-        addresses[i] = at(PyLong_AsUnsignedLongLong(PyList_GET_ITEM(rows, i)));
-        factors[i] = (float)PyFloat_AsDouble(PyList_GET_ITEM(weights, i));
+        addresses[i] = at(PyLong_AsUnsignedLongLong(PyList_GetItem(rows, i)));
+        factors[i] = (float)PyFloat_AsDouble(PyList_GetItem(weights, i));
     }
     if (PyErr_Occurred()) return NULL;
     experts_combine(addresses, factors, (size_t)count, (size_t)columns, at(out));

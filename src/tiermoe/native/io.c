@@ -390,8 +390,8 @@ static PyObject *io_submit(PyObject *self, PyObject *const *args, Py_ssize_t cou
     const unsigned long long number = PyLong_AsUnsignedLongLong(args[0]), address = PyLong_AsUnsignedLongLong(args[2]);
     const long kind = PyLong_AsLong(args[1]);
     if (PyErr_Occurred() || !is_open(io)) return NULL;
-    const Request *request = (const Request *)PyBytes_AS_STRING(args[3]);
-    const Py_ssize_t size = PyBytes_GET_SIZE(args[3]);
+    const Request *request = (const Request *)PyBytes_AsString(args[3]);
+    const Py_ssize_t size = PyBytes_Size(args[3]);
     if (kind < 0 || kind >= KINDS || size < (Py_ssize_t)sizeof *request || request->count < 1 ||
         size != (Py_ssize_t)(sizeof *request + (size_t)request->count * sizeof *request->pieces))
         return PyErr_Format(PyExc_ValueError, "not a request");
@@ -517,10 +517,10 @@ static PyObject *io_counters(PyObject *self, PyObject *none) {
 static PyObject *io_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     int count;
     double ratio = 0;
-    if (named && PyDict_GET_SIZE(named)) return PyErr_Format(PyExc_TypeError, "IOThreads takes no names");
+    if (named && PyDict_Size(named)) return PyErr_Format(PyExc_TypeError, "IOThreads takes no names");
     if (!PyArg_ParseTuple(args, "i|d", &count, &ratio)) return NULL;
     if (count < 1 || count > MOST_THREADS) return PyErr_Format(PyExc_ValueError, "1 to %d threads, not %d", MOST_THREADS, count);
-    IOThreads *io = (IOThreads *)type->tp_alloc(type, 0);
+    IOThreads *io = (IOThreads *)PyType_GenericAlloc(type, 0);
     if (!io) return NULL;
     io->ratio = ratio;
     pthread_mutex_init(&io->lock, NULL);
@@ -544,7 +544,7 @@ static void io_dealloc(PyObject *self) {
     pthread_cond_destroy(&io->ended);
     pthread_cond_destroy(&io->asked);
     pthread_mutex_destroy(&io->lock);
-    type->tp_free(self);
+    PyObject_Free(self);
     Py_DECREF(type);
 }
 

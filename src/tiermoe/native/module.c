@@ -119,26 +119,28 @@ static PyObject *structs(PyObject *self, PyObject *none) {
 }
 
 static PyObject *pack(PyObject *self, PyObject *described) {
-    const char *name = Py_TYPE(described)->tp_name;
+    PyObject *name = PyType_GetName(Py_TYPE(described));
     size_t i = 0;
     Py_buffer buffer;
     (void)self;
-    while (i < STRUCT_COUNT && strcmp(STRUCTS[i].name, name)) i++;
-    if (i == STRUCT_COUNT) return PyErr_Format(PyExc_TypeError, "no struct is called %s", name);
+    while (name && i < STRUCT_COUNT && PyUnicode_CompareWithASCIIString(name, STRUCTS[i].name)) i++;
+    if (i == STRUCT_COUNT) PyErr_Format(PyExc_TypeError, "no struct is called %U", name);
+    Py_XDECREF(name);
+    if (PyErr_Occurred()) return NULL;
     if (PyObject_GetBuffer(described, &buffer, PyBUF_SIMPLE)) return NULL;
     PyObject *bytes = PyBytes_FromStringAndSize(buffer.buf, buffer.len);
     PyBuffer_Release(&buffer);
-    if (bytes && STRUCTS[i].check && !STRUCTS[i].check(PyBytes_AS_STRING(bytes))) Py_CLEAR(bytes);
+    if (bytes && STRUCTS[i].check && !STRUCTS[i].check(PyBytes_AsString(bytes))) Py_CLEAR(bytes);
     return bytes;
 }
 
 int take_struct(PyObject *bytes, void *taken) {
     const Taken *to = taken;
-    if (!PyBytes_Check(bytes) || (size_t)PyBytes_GET_SIZE(bytes) != to->size) {
+    if (!PyBytes_Check(bytes) || (size_t)PyBytes_Size(bytes) != to->size) {
         PyErr_Format(PyExc_ValueError, "expected %zu bytes of a packed struct", to->size);
         return 0;
     }
-    memcpy(to->into, PyBytes_AS_STRING(bytes), to->size);
+    memcpy(to->into, PyBytes_AsString(bytes), to->size);
     return 1;
 }
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from tiermoe.config import MIB
 from tiermoe.errors import ModelError, reason
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
-from tiermoe.formats.gguf_file import SUFFIX
 from tiermoe.formats.outline import Origin
 from tiermoe.formats.safetensors import Entries
 from tiermoe.model.families.table import ARCHITECTURES, Family, family_of
@@ -61,9 +60,7 @@ def read_fields(directory: Path) -> dict[str, Any]:
     """The fields of config.json in a checkpoint directory. ModelError where there is none, or no MoE family's."""
     file = directory / CONFIG
     if not file.exists():
-        inside = min(directory.glob(f"*{SUFFIX}"), default=None)
-        hint = f"; name the GGUF file in it, {inside}" if inside is not None else ""
-        raise ModelError(f"{directory} has no config.json: it is not a Hugging Face model directory{hint}")
+        raise ModelError(f"{directory} has no config.json: it is not a Hugging Face model directory")
     try:
         fields: dict[str, Any] = read_json(file, LARGEST_CONFIG)
     except (OSError, ValueError) as error:

@@ -1,16 +1,18 @@
-"""Hub: from the model's name to a directory or GGUF file. A hub id is found in the local hub cache, downloaded, or
-planned by its headers alone before it is downloaded.
+"""Hub: from the model's name to a directory or GGUF file. A hub id, or a GGUF file of one (HUB-ID:FILE), is found in
+the local hub cache, downloaded, or planned by its headers alone before it is downloaded.
 
 The hub's own client keeps the files that are finished. A shard has gigabytes, so an interrupted one is kept too: beside
 the cache's blobs until it is whole, then as one of them."""
 
 from __future__ import annotations
 
+import atexit
 import glob
 import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,63 +25,74 @@ import xxhash
 
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_file import MOST_HEADER, SHARD, HeaderCutError, is_gguf, open_gguf
+from tiermoe.formats.gguf_file import MOST_HEADER, HeaderCutError, is_gguf, open_gguf
 from tiermoe.formats.gguf_file import read_header as read_gguf_header
 from tiermoe.formats.outline import Origin
 from tiermoe.formats.safetensors import INDEX, SINGLE, Checkpoint, FileReader, TensorEntry, entries_of, indexed
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.configs import TOKENIZER_CONFIG, files_with_code, origin_of, read_fields
 from tiermoe.model.hf.downloads import PART
+from tiermoe.model.hf.gguf_models import gguf_models, in_folder, in_snapshot, named
 from tiermoe.model.tokenizer import files_digest, keep_tokenizer, read_tokenizer
 from tiermoe.platform import file_io, process_memory
-from tiermoe.platform.json_files import stays_inside
 
 _PLANNED = ("config.json", "generation_config.json", INDEX)
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Endings of config, tokenizer and chat template. Code, pictures and weights in other formats stay where they are."""
 _OTHERS = {".gguf": "a GGUF file", ".bin": "PyTorch's own format", ".pth": "PyTorch's own format"}
-_NO_MODELS = ("mmproj", "imatrix")
-"""Parts of names of GGUF files that have no model, by llama.cpp's conventions."""
 _GGUF_HEADER = 8 << 20  # bytes asked for first: a vocabulary of 150,000 tokens and its merges take 6 MB
+SHIPPED = Path(__file__).parents[2] / "stories-7m"
+"""The model that is part of the package; its name alone names it."""
 _REQUESTS = 8  # headers that are asked for at once
 
 
 def resolve_model(model: str | os.PathLike[str]) -> Path:
-    """The directory of a checkpoint, or its GGUF file. A hub id that is not complete in the local hub cache is
+    """The directory of a checkpoint, or its GGUF file. What is not complete in the local hub cache is
     downloaded; a line on standard error says how much beforehand. ModelError names what was not found."""
     return local_model(model) or download(os.fspath(model))
 
 
 def local_model(model: str | os.PathLike[str]) -> Path | None:
-    """The directory of a local checkpoint, or its GGUF file; None for a hub id that is not complete in the local hub
-    cache. ModelError for anything else."""
+    """The directory of a local checkpoint, or its GGUF file; None for a hub id, or HUB-ID:FILE, that is not complete in
+    the local hub cache. ModelError for anything else, and for a folder of several models in GGUF files."""
     text = os.fspath(model)
     path = Path(text).expanduser()
     if path.is_dir():
-        return path.resolve()
+        return in_folder(path.resolve()) or path.resolve()
     if path.exists() and is_gguf(path):
         return path.resolve()
+    if text == SHIPPED.name and SHIPPED.is_dir():
+        return SHIPPED.resolve()
     if path.exists():
         raise ModelError(f"{path} is a file; name the directory that holds config.json and the weights, or a GGUF file")
-    if text.startswith((".", "/", "~")) or text.count("/") != 1 or is_gguf(path):
+    repository, file = split_name(text)
+    if text.startswith((".", "/", "~")) or repository.count("/") != 1 or (is_gguf(path) and not file):
         raise ModelError(
             f"{text} does not exist; name a model directory, a GGUF file, or a hub id like Qwen/Qwen3-30B-A3B"
         )
-    return _in_cache(text)
+    snapshot = _snapshot(repository)
+    if snapshot is None or file:
+        return snapshot and in_snapshot(snapshot, file)
+    return snapshot if _is_complete(snapshot) else None
 
 
-def _in_cache(repository: str) -> Path | None:
-    """The folder of a repository in the local hub cache, if its weights are there."""
+def split_name(name: str) -> tuple[str, str]:
+    """(hub id, FILE) of HUB-ID:FILE; FILE is empty where the hub id is alone."""
+    repository, _, file = name.partition(":")
+    return repository, file
+
+
+def _snapshot(repository: str) -> Path | None:
+    """The folder of a repository in the local hub cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:  # of the folder alone: its index names the files that are needed
-        found = Path(snapshot_download(repository, allow_patterns=["config.json"], local_files_only=True))
+        return Path(snapshot_download(repository, allow_patterns=["config.json"], local_files_only=True))
     except LocalEntryNotFoundError:
         return None
     except HFValidationError as error:
         raise ModelError(f"'{repository}' is neither a directory nor a valid hub id: {first_line(error)}") from error
-    return found if _is_complete(found) else None
 
 
 def _is_complete(snapshot: Path) -> bool:
@@ -167,14 +180,14 @@ class Repository:
         return any("/" not in file and file.endswith((".safetensors", INDEX)) for file in self.sizes)
 
     def gguf_models(self) -> dict[str, list[str]]:
-        """The models in GGUF files: name without the number of a shard → its files, in their order. Encoders of
-        pictures and importance matrices, which lie beside some models, are none."""
-        models: dict[str, list[str]] = {}
-        for file in sorted(self.sizes):
-            shard = SHARD.fullmatch(file)
-            if is_gguf(Path(file)) and stays_inside(file) and not any(each in file.lower() for each in _NO_MODELS):
-                models.setdefault(f"{shard[1]}.gguf" if shard else file, []).append(file)
-        return models
+        """The models in GGUF files, as `gguf_models`, the largest first."""
+        models = gguf_models(self.sizes).items()
+        return dict(sorted(models, key=lambda each: -self.nbytes(each[1])))
+
+    def gguf_files(self, file: str) -> list[str]:
+        """The files of the model that a user means by `file`. ModelError as `gguf_models.named`."""
+        models = self.gguf_models()
+        return models[named(models, file, self.name)]
 
     def weights(self, folder: Path) -> list[str]:
         """The files of the weights, none of which is there twice in another format. folder: holds the small files.
@@ -205,7 +218,8 @@ class Repository:
 
     def _instead(self) -> str:
         found = {kind for file in self.sizes for ending, kind in _OTHERS.items() if file.endswith(ending)}
-        pulled = f"; 'tiermoe pull {self.name}' downloads one to run" if self.gguf_models() else ""
+        named = f"name one of them as {self.name}:FILE, or let 'tiermoe pull {self.name}' choose one"
+        pulled = f"; {named}" if self.gguf_models() else ""
         return f" (it has {' and '.join(sorted(found))}{pulled})" if found else ""
 
 
@@ -285,10 +299,15 @@ def to_stderr(text: str) -> None:
 
 
 def download(name: str, notify: Callable[[str], None] = to_stderr) -> Path:
-    """The folder in the hub's cache with a model's config, tokenizer and weights. notify: called with a line that says
-    how much is going to be downloaded. ModelError where the hub cannot be reached, the model has no safetensors, or the
-    drive has no room."""
-    repository = read_repository(name)
+    """The folder in the hub's cache with a model's config, tokenizer and weights; the GGUF file where the name has one.
+    notify: called with a line that says how much is going to be downloaded. ModelError where the hub cannot be reached,
+    the model has no safetensors, tiermoe does not run the GGUF file, or the drive has no room."""
+    hub_id, file = split_name(name)
+    repository = read_repository(hub_id)
+    if file:
+        files = repository.gguf_files(file)
+        inspect_headers(repository, fetch_headers(repository, files), name)
+        return download_files(repository, files, notify) / files[0]
     folder = fetch(name, repository.beside)
     weights = repository.weights(folder)
     return download_files(repository, weights, notify)
@@ -412,7 +431,12 @@ def inspect_without_download(model: str | os.PathLike[str], store: Path | None) 
     found, name = local_model(model), os.fspath(model)
     if found is not None:
         return inspect_model(found, name, store), None
-    repository = read_repository(name)
+    hub_id, file = split_name(name)
+    repository = read_repository(hub_id)
+    if file:
+        files = repository.gguf_files(file)
+        blueprint = inspect_headers(repository, fetch_headers(repository, files), name, store)
+        return blueprint, Download(len(files), repository.nbytes(files))
     if not repository.has_safetensors:
         raise repository.without_safetensors()
     folder = fetch(name, repository.planned)
@@ -428,14 +452,24 @@ def _headers(repository: Repository, shards: list[str]) -> dict[str, bytes]:
         return dict(zip(shards, threads.map(lambda shard: _header(repository, shard), shards), strict=True))
 
 
-def fetch_headers(repository: Repository, files: Sequence[str], folder: Path) -> Path:
-    """The first of a model's GGUF files, in `folder`: of each file the header and its size, zeros where its tensors
-    lie. ModelError as `hub_errors`."""
+def fetch_headers(repository: Repository, files: Sequence[str]) -> Path:
+    """The first of a model's GGUF files, in a folder that is removed when this process ends: of each file the header
+    and its size, zeros where its tensors lie. ModelError as `hub_errors`."""
+    folder = Path(tempfile.mkdtemp(prefix="tiermoe-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for file in files:
         nbytes = _GGUF_HEADER
         while not _fetch_header(repository, file, folder / file, nbytes):
             nbytes *= 2
     return folder / files[0]
+
+
+def inspect_headers(repository: Repository, fetched: Path, name: str, store: Path | None = None) -> Blueprint:
+    """`inspect_model` of what `fetch_headers` gave; ModelErrors name the repository."""
+    try:
+        return inspect_model(fetched, name, store)
+    except ModelError as error:
+        raise ModelError(str(error).replace(str(fetched.parent), repository.name)) from error
 
 
 def _fetch_header(repository: Repository, file: str, path: Path, nbytes: int) -> bool:
