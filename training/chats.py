@@ -2,8 +2,8 @@
 
     python -m training.chats OUT [--megabytes 20] [--seed 0] [--held-out]
 
-writes OUT, a file of texts separated by `<|endoftext|>`. The same arguments write the same bytes. No question (its
-numbers, names and words) of the training part is in the held-out part.
+writes OUT, a file of texts separated by `<|endoftext|>`. The same arguments write the same bytes. What is asked in the
+held-out part, a conversation of several turns counting as one, is asked nowhere in the training part.
 """
 
 import argparse

@@ -215,7 +215,8 @@ def people(rng: Random) -> Item:
         turns.append((f"I have a {animal}.", f"I like your {animal}."))
         later.append(("Which animal do I have?", f"You have a {animal}."))
     rng.shuffle(later)
-    return Item(f"{name} {city} {animal}", tuple(turns + later))
+    told = tuple(turns + later)
+    return Item(" ".join(question for question, _ in told), told)
 
 
 def stories(rng: Random) -> Item:
