@@ -39,7 +39,7 @@ class Settings:
 
 RECIPES = {
     "stories-7m": Settings(),
-    "chats-14m": Settings(
+    "chats-15m": Settings(
         experts=64,
         top_k=8,
         vocab=6144,
