@@ -15,7 +15,6 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import gguf_blocks
 import small_families
@@ -36,14 +35,14 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     writer.add_rope_freq_base(rope["rope_theta"])
     experts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     writer.add_expert_count(next(config[name] for name in experts if name in config))
-    writer.add_expert_used_count(config["moe_k" if family == "ernie4_5_moe" else "num_experts_per_tok"])
+    writer.add_expert_used_count(config[USED.get(family, "num_experts_per_tok")])
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    if family.startswith("deepseek_v"):
+    if family.startswith("deepseek_v") or family == "mistral4":
         _latent_metadata(writer, family, config)
         return
     if family == "lfm2_moe":
@@ -80,6 +79,14 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
         writer.add_leading_dense_block_count(config["moe_layer_start_index"])
         writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    if family == "exaone_moe":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+        writer.add_expert_shared_count(config["num_shared_experts"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -102,6 +109,8 @@ def _latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any
     sigmoid = family == "deepseek_v3"
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
     writer.add_rope_dimension_count(rotary)
+    if (beta := config["rope_parameters"].get("llama_4_scaling_beta")) is not None:
+        writer.add_attn_temperature_scale(beta)
     if (scale := config["rope_parameters"].get("mscale_all_dim")) is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
 
@@ -156,8 +165,15 @@ ARCHITECTURES = {
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
+    "mistral4": gguf.MODEL_ARCH.MISTRAL4,
+    "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
+    "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
 }
+
+
+USED = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
+"""Families whose configs call the experts of a token otherwise."""
 
 
 TURNED = ("mixtral", "deepseek")
@@ -198,7 +214,7 @@ def model_of(family: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     config_of = tiny.config_of if family in tiny.CONFIGS else small_families.config_of
     config = config_of(family, **{**FIXED.get(family, {}), **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
+    model = tiny.auto_class(family).from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -21,6 +21,10 @@ def logits(model: Any, family: str, ids: torch.Tensor, mask: torch.Tensor | None
     return result
 
 
+ROUNDED = {"jamba", "llama4", "llama4_text"}
+"""Families whose own code multiplies in another order."""
+
+
 def close(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Whether logits are the same but for rounding."""
     if mine.dtype == torch.float32:

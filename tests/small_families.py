@@ -43,7 +43,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 3, "hidden_size": 64},
     },
     "dots3_note_text": _LATENT,
-    "exaone_moe": {"mlp_layer_types": _SPARSE},
     "flex_olmo": {},
     "flint": {"mlp_only_layers": [0]},
     "gemma4_text": {
@@ -55,8 +54,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": _THREE, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_chunk_size": 4,
     },
     "granitemoeshared": {},
-    "hunyuan_v1_moe": {"moe_topk": [2, 3, 4]},
-    "hy_v3": {},
     "hy_v4": {},
     "inkling2_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},
@@ -70,18 +67,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "kolibri1": {},
     "laguna": {},
-    "llama4_text": {"intermediate_size_mlp": 64, "num_experts_per_tok": 1, "attention_chunk_size": 64},
     "longcat_flash": {
         **_LATENT, "num_layers": 2, "ffn_hidden_size": 64, "moe_topk": 3, "zero_expert_num": 4,
         "expert_ffn_hidden_size": 32, "head_dim": 8,
     },
-    "mellum": {},
     "mimo_v2_flash": {},
     "minimax_m3_vl_text": {
         "dense_intermediate_size": 64, "rotary_dim": 8, "index_block_size": 4, "index_topk_blocks": 2,
         "mlp_layer_types": _SPARSE,
     },
-    "mistral4": _LATENT,
     "nemotron_h": {
         "layers_block_type": ["mamba", "moe", "attention", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 16,
         "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4, "moe_shared_expert_intermediate_size": 32,
@@ -93,7 +87,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ple_embed_dim": 32, "ngram_vocab_size_base": 64, "heads_per_ngram": 2, "split_ngram_parts": 1,
         "make_ngram_vocab_size_divisible_by": 8,
     },
-    "solar_open": {},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }  # fmt: skip
 """model_type → config entries. (Those of `tiny.CONFIGS` are tested by `test_parity`; Gemma 4

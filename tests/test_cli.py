@@ -53,6 +53,8 @@ KEYS = {
     "prefetching": str,
     "displaced_share": float,
     "moved_weight_share": float,
+    "guessed_tokens": int,
+    "right_guesses": int,
     "other_budgets": list,
 }
 

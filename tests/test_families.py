@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import tiermoe
 import tiny
 from families_document import FILE, document
-from parity import close, logits, tokens
+from parity import ROUNDED, close, logits, tokens
 from small_families import FAMILIES, LARGER, config_of, plain_model, write_small
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.model.decoder import Decoder
@@ -36,8 +36,7 @@ def stepped(engine: Any, ids: list[int], length: int) -> list[int]:
     return ids
 
 
-ROUNDED = {"jamba", "llama4", "llama4_text"}
-"""Their own code multiplies in another order."""
+_GROWING = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 HEARING = {"nemo_speechlm"}
 """Sees nothing."""
@@ -99,21 +98,27 @@ def test_the_cache_takes_what_the_model_says_of_itself(model_type: str) -> None:
     assert sum(layer.nbytes(24, 24) for layer in grown) == held
 
 
-# Gemma 4: configs that have a decoder of ours, and the text part of a larger model
+# configs that have a decoder of ours, and the text part of a larger model
 
 
 @pytest.mark.parametrize(
-    ("changes", "lacking"),
+    ("model_type", "changes", "lacking"),
     [
-        ({"hidden_size_per_layer_input": 8}, "embeddings of each layer"),
-        ({"num_kv_shared_layers": 1}, "layers that share keys and values"),
-        ({"use_bidirectional_attention": "all"}, "attention to later tokens"),
-        ({"hidden_activation": "quick_gelu"}, "quick_gelu, rotary embedding 'unknown'"),
-        ({"use_bidirectional_attention": "vision", "attention_k_eq_v": False}, ""),
+        ("gemma4_text", {"hidden_size_per_layer_input": 8}, "embeddings of each layer"),
+        ("gemma4_text", {"num_kv_shared_layers": 1}, "layers that share keys and values"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "attention to later tokens"),
+        ("gemma4_text", {"hidden_activation": "quick_gelu"}, "quick_gelu, rotary embedding 'unknown'"),
+        ("gemma4_text", {"use_bidirectional_attention": "vision", "attention_k_eq_v": False}, ""),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 3, 4]}, "layers that use different numbers of experts"),
+        ("hunyuan_v1_moe", {"moe_topk": [3, 3, 3]}, ""),
+        ("hunyuan_v1_moe", {"rope_parameters": _GROWING}, "silu, rotary embedding 'dynamic'"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "several experts a token"),
+        ("llama4_text", {"layer_types": ["full_attention"] * 3}, "positions without chunks, or chunks without them"),
+        ("llama4_text", {"attention_chunk_size": None}, "chunks of no size"),
     ],
 )
-def test_what_no_block_computes_is_named(changes: dict[str, Any], lacking: str) -> None:
-    written = tiny.config_of("gemma4_text", **changes)
+def test_what_no_block_computes_is_named(model_type: str, changes: dict[str, Any], lacking: str) -> None:
+    written = tiny.config_of(model_type, **changes)
     config = Configs(written, written, False).plain()
     assert not_computed(config) == lacking
     assert decodes(config) == (not lacking)

@@ -41,8 +41,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "minimax_m2": ("minimax_m2", {}),
+    "mistral4": ("mistral4", {}),
+    "exaone_moe": ("exaone_moe", {}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "lfm2_moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}),  # the converter writes no other
 }
+
+
+LEFT = ("hunyuan_v1_moe", "lfm2_moe")
+"""Models whose outlines are left to transformers' code."""
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -60,7 +67,7 @@ def test_logits_and_tokens_are_those_of_the_dequantised_weights(name: str, tmp_p
     engine.close()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "lfm2_moe"])  # that one is left to the code
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in LEFT])
 def test_names_and_shapes_tell_what_transformers_code_does(name: str, tmp_path: Path) -> None:
     family, changes = MODELS[name]
     file = gguf_files.write(tmp_path / "model.gguf", gguf_files.model_of(family, **changes), family, kinds("q8_0"))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import tiny
 from tiermoe import native
@@ -29,6 +28,7 @@ from tiermoe.kernels.attention import (
     decode_attention,
 )
 from tiermoe.kernels.norm import Norm
+from tiermoe.model.families.table import ARCHITECTURES
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
@@ -91,13 +91,16 @@ def grouped(layer: Any, rotary: int, encodings: Encodings) -> GroupedAttention:
     assert before is not None
     assert after is not None
     sinks = getattr(attention, "sinks", None)
+    rotated = hasattr(attention, "query_layernorm")
     windowed = attention if hasattr(attention, "sliding_window") else attention.config
     return GroupedAttention(
         *(packed_in_place(getattr(attention, name), encodings) for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-        before, after, attention.head_dim, rotary, attention.scaling, norm_of(getattr(attention, "q_norm", None)),
-        norm_of(getattr(attention, "k_norm", None)), window=getattr(windowed, "sliding_window", None) or 0,
+        before, after, attention.head_dim, rotary, attention.scaling,
+        norm_of(getattr(attention, "query_layernorm" if rotated else "q_norm", None)),
+        norm_of(getattr(attention, "key_layernorm" if rotated else "k_norm", None)),
+        window=getattr(windowed, "sliding_window", None) or 0,
         sinks=None if sinks is None else sinks.data, gated="Qwen3Next" in type(layer).__name__,
-        interleaved="Ernie" in type(layer).__name__,
+        interleaved="Ernie" in type(layer).__name__, norms_rotated=rotated,
         residual_multiplier=getattr(layer, "residual_multiplier", 1.0),
     )  # fmt: skip
 
@@ -145,6 +148,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss, all": ("gpt_oss", {"head_dim": 64, "layer_types": ["full_attention"]}),
     "phimoe": ("phimoe", {"attention_bias": True}),
     "olmoe": ("olmoe", {}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"head_dim": 32}),
     "granitemoe": ("granitemoe", {"attention_multiplier": 0.3, "residual_multiplier": 0.4}),
     "glm4_moe": ("glm4_moe", {"head_dim": 64, "use_qk_norm": True, "attention_bias": True}),
     "glm4_moe, few rotary columns": ("glm4_moe", {"head_dim": 32}),
@@ -154,6 +158,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {**MLA, "q_lora_rank": 64}),
     "qwen3_moe, mixed bits": ("qwen3_moe", {"head_dim": 32}),
     "deepseek_v3, mixed bits": ("deepseek_v3", {**MLA, "q_lora_rank": 64, "qk_nope_head_dim": 64}),
+    "mistral4": (
+        "mistral4",
+        {**MLA, "q_lora_rank": 64, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.3}},
+    ),
     "deepseek_v3, yarn": ("deepseek_v3", {**MLA, "q_lora_rank": 192, "rope_parameters": YARN}),
 }
 
@@ -164,10 +172,12 @@ class Case:
     def __init__(self, name: str) -> None:
         family, changes = FAMILIES[name]
         sizes = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
-        options = {**tiny._COMMON, **tiny.CONFIGS[family], "max_position_embeddings": 1024, **sizes, **changes}
         torch.manual_seed(0)
-        config = AutoConfig.for_model(family, **options, attn_implementation="eager")
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        changes = {"max_position_embeddings": 1024, **sizes, **changes}
+        config = tiny.config_of(family, **changes, attn_implementation="eager")
+        model = tiny.auto_class(family).from_config(config, dtype=torch.bfloat16).eval()
+        tempers = ARCHITECTURES[family].temperature
+        self.temperature = None if tempers is None else tempers(config)
         self.layer: Any = model.model.layers[0]
         for parameter_name, parameter in self.layer.named_parameters():
             one = "norm.weight" in parameter_name and family != "qwen3_next"  # whose norms add it
@@ -178,7 +188,7 @@ class Case:
         self.cos, self.sin = self.turns()
         rotary = self.cos.shape[1]
         encodings = cycle(MIXED if name.endswith("mixed bits") else FOUR)
-        of = latent if family.startswith("deepseek") else grouped
+        of = latent if "kv_lora_rank" in changes else grouped
         self.weights: GroupedAttention | LatentAttention = of(self.layer, rotary, encodings)
         kernel = decode_attention(self.weights)
         assert kernel is not None
@@ -204,7 +214,7 @@ class Case:
         with torch.no_grad():
             got, _ = self.layer.self_attn(
                 hidden_states=self.layer.input_layernorm(self.x[None]), position_embeddings=self.position,
-                attention_mask=mask[None, None],
+                attention_mask=mask[None, None], position_ids=at[None],
             )  # fmt: skip
             out = self.x + got[0] * self.weights.residual_multiplier
             return out, self.layer.post_attention_layernorm(out)
@@ -221,7 +231,8 @@ class Case:
 
     def step(self, positions: torch.Tensor, slab: int | list[int] = 0, first: torch.Tensor | None = None) -> Step:
         where = torch.full_like(positions, slab) if isinstance(slab, int) else torch.tensor(slab)
-        return Step(where, positions, self.cos[positions], self.sin[positions], first)
+        temperatures = None if self.temperature is None else self.temperature(positions)
+        return Step(where, positions, self.cos[positions], self.sin[positions], first, temperatures=temperatures)
 
     def run(self, slabs: Slabs, together: int, begin: int = 0, end: int = LENGTH, slab: int = 0) -> torch.Tensor:
         """(tokens, 2, H): out and normed of positions begin .. end - 1 of a slab, so many in a step."""
@@ -264,6 +275,7 @@ SOME = [
     "gpt_oss, window",
     "minimax_m2",
     "deepseek_v3",
+    "mistral4",
 ]
 
 

@@ -23,6 +23,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
         "head_dim": 64, "q_lora_rank": None,
     },
+    "exaone_moe": {"sliding_window": 12}, "hy_v3": {}, "mellum": {"sliding_window": 12}, "solar_open": {},
+    "hunyuan_v1_moe": {}, "llama4_text": {"attention_chunk_size": 12},
+    "mistral4": {
+        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        "q_lora_rank": 64, "first_k_dense_replace": 0,
+    },
     "deepseek_v32": {
         "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
         "q_lora_rank": 64, "index_head_dim": 128, "index_topk": 12,

@@ -13,6 +13,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4Mo
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssTopKRouter
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeConfig, GraniteMoeTopKRouter
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2Config, MiniMaxM2TopKRouter
+from transformers.models.mistral4.modeling_mistral4 import Mistral4Config, Mistral4TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeTopKRouter
@@ -116,11 +117,23 @@ def minimax() -> Case:
     return module, Router(module.weight, 4, Scoring.SIGMOID, correction=correction, normalise=True), (correction,)
 
 
+def mistral4() -> Case:
+    config = Mistral4Config(
+        hidden_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=4, n_group=4, topk_group=1,
+        norm_topk_prob=True, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    module = made(Mistral4TopkRouter(config))
+    fast = Router(
+        module.weight, 4, groups=4, kept=1, judges=2, normalise=True, epsilon=1e-20, scale=2.5, dtype=torch.bfloat16
+    )
+    return module, fast, ()
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "Qwen2-MoE": qwen2, "Qwen3-MoE": qwen3, "Mixtral": mixtral, "GraniteMoE": granite, "gpt-oss": gpt_oss,
     "DeepSeek-V2": lambda: deepseek_v2(1), "DeepSeek-V2, groups": lambda: deepseek_v2(8),
     "DeepSeek-V3": lambda: deepseek_v3(True), "DeepSeek-V3, not normalised": lambda: deepseek_v3(False),
-    "GLM4-MoE": glm4, "MiniMax-M2": minimax,
+    "GLM4-MoE": glm4, "MiniMax-M2": minimax, "Mistral 4": mistral4,
 }  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class Case:
     keys: int = 64
     values: int = 64
     window: int | None = None
+    chunked: bool = False
     sinks: bool = False
     bits: int = 16
 
@@ -47,6 +48,7 @@ CASES = {
     "one key head for all": Case(heads=9, kv_heads=1, keys=32, values=32),
     "as many key heads, values of another width": Case(heads=4, kv_heads=4, keys=192, values=128),
     "window": Case(window=100),
+    "chunks": Case(window=70, chunked=True),
     "window of an odd length, sinks": Case(window=37, sinks=True),
     "sinks": Case(sinks=True),
     "8 bits": Case(bits=8),
@@ -85,7 +87,10 @@ class Sequence:
         return Slabs(kept[0], kept[2], ring, (kept[1], kept[3]))
 
     def run(self, slabs: Slabs, begin: int, end: int) -> Tensor:
-        return prompt_attention(self.query[begin:end], slabs, 1, begin, SCALE, self.case.window, self.sinks)
+        case = self.case
+        return prompt_attention(
+            self.query[begin:end], slabs, 1, begin, SCALE, case.window, self.sinks, chunked=case.chunked
+        )
 
     def in_pieces(self, slabs: Slabs, *ends: int) -> Tensor:
         pieces = zip((0, *ends), (*ends, LENGTH), strict=True)
@@ -102,7 +107,9 @@ class Sequence:
         scores = torch.einsum("thc,nhc->htn", self.query.double(), wide_keys) * SCALE
         own, other = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
         hidden = other > own
-        if case.window is not None:
+        if case.window is not None and case.chunked:
+            hidden |= other // case.window != own // case.window
+        elif case.window is not None:
             hidden |= other <= own - case.window
         scores = scores.masked_fill(hidden, -torch.inf)
         if self.sinks is not None:
@@ -138,7 +145,7 @@ def test_threads_do_not_matter(name: str, threads: int) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 90])
-@pytest.mark.parametrize("name", ["window", "window of an odd length, sinks", "8 bits, window, sinks"])
+@pytest.mark.parametrize("name", ["window", "chunks", "window of an odd length, sinks", "8 bits, window, sinks"])
 def test_a_ring_is_the_whole_cache(name: str, step: int) -> None:
     it = Sequence(CASES[name])
     assert it.case.window is not None

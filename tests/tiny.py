@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
 from tiermoe.model.hf import configuration_deepseek, modeling_deepseek
 
@@ -90,6 +91,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
         "n_shared_experts": 1, "norm_topk_prob": True, "sliding_window": 6, "max_window_layers": 2,
     },
+    "exaone_moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_shared_experts": 1,
+        "head_dim": 16, "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "llama4_text": {
+        "num_local_experts": 8, "intermediate_size": 32, "intermediate_size_mlp": 64, "head_dim": 16,
+        "moe_layers": [0, 2], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 6, "floor_scale": 10,
+        "attn_scale": 0.5,
+    },
+    "hunyuan_v1_moe": {
+        "num_experts": 8, "moe_topk": 3, "intermediate_size": 32, "head_dim": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 100.0},
+    },
+    "hy_v3": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_shared_experts": 1,
+        "head_dim": 16,
+    },
+    "mellum": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16, "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "mistral4": {
+        **_MLA, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 9,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "solar_open": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1,
+        "head_dim": 16,
+    },
     "lfm2_moe": {
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention", "conv"], "routed_scaling_factor": 1.5,
@@ -107,12 +141,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def auto_class(model_type: str) -> Any:
-    return AutoModelForSeq2SeqLM if model_type == "switch_transformers" else AutoModelForCausalLM
+    others = {"switch_transformers": AutoModelForSeq2SeqLM, "mistral4": AutoModelForMultimodalLM}
+    return others.get(model_type, AutoModelForCausalLM)
 
 
 def config_of(model_type: str, **changes: Any) -> Any:
     """transformers' config of a tiny model."""
-    return AutoConfig.for_model(model_type, **{**_COMMON, **CONFIGS[model_type], **changes})
+    values = copy.deepcopy({**_COMMON, **CONFIGS[model_type], **changes})  # configs write into what they are given
+    return AutoConfig.for_model(model_type, **values)
 
 
 def write(

@@ -195,6 +195,27 @@ BREAKAGES = (
         "part * sin + swapped * cos",
         ("tests/test_parity.py",),
     ),
+    Breakage(
+        "a guess counts as right whatever was chosen",
+        "RequestLoop._answer",
+        "row.answer[-1] != guess",
+        "guess is None",
+        ("tests/test_speculation.py",),
+    ),
+    Breakage(
+        "an answer fails by a guess",
+        "RequestLoop._run",
+        "if guessed:\n    ...",
+        "pass",
+        ("test_an_answer_does_not_fail_by_a_guess",),
+    ),
+    Breakage(
+        "what guesses lose is not counted",
+        "Speculation.record",
+        "self._earn(tokens - took)",
+        "pass",
+        ("test_guesses_that_lost_are_withheld_for_a_while",),
+    ),
     # kernels for GPUs
     Breakage(
         "experts of one launch all read the first one's slot",

@@ -67,9 +67,11 @@ def chat(
     top_p: opt.TopP = None,
     top_k: opt.TopK = None,
     seed: opt.Seed = None,
+    draft: opt.Draft = "lookup",
     system: Annotated[str, typer.Option(help="System prompt.", show_default=False)] = "",
 ) -> None:
     """Chat with a model in its chat template. Type /help for the commands."""
+    opt.check_draft(draft)
     headers = read_ahead(model, options)
     named = opt.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     sampling = make_sampling(**named)
@@ -83,19 +85,19 @@ def chat(
     if not getattr(session.tokenizer, "chat_template", None):
         note("this model has no chat template: what you type is continued as plain text")
     note("type /help for the commands, /bye to leave")
-    _Chat(session, sampling, system).loop()
+    _Chat(session, sampling, system, draft).loop()
     session.engine.close()
 
 
 class _Chat:
     """A conversation in the terminal: replies, /commands and sampling parameters."""
 
-    def __init__(self, session: Session, sampling: Any, system: str) -> None:
+    def __init__(self, session: Session, sampling: Any, system: str, draft: str) -> None:
         from tiermoe.engine.chat import Conversation
 
         self._session = session
         self._sampling = sampling
-        self._conversation = Conversation(session.engine, session.tokenizer, system)
+        self._conversation = Conversation(session.engine, session.tokenizer, system, opt.speculation_of(draft))
 
     def loop(self) -> None:
         for text in _messages():

@@ -197,6 +197,8 @@ def summary(report: Report) -> str:
         + (f" ({format_size(report.bytes_read_also)} from --also)" if report.bytes_read_also else ""),
         f"peak memory {format_size(report.peak_memory_bytes)} of {format_size(report.memory_budget_bytes)}",
     ]
+    if report.guessed_tokens:
+        parts.append(f"{report.right_guesses} of {report.guessed_tokens} guesses right")
     if report.displaced_share:
         parts.append(
             f"{report.displaced_share:.0%} of the experts stood in for others ({report.moved_weight_share:.1%} of the "

@@ -23,6 +23,7 @@ def run(
     top_p: opt.TopP = None,
     top_k: opt.TopK = None,
     seed: opt.Seed = None,
+    draft: opt.Draft = "lookup",
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:
@@ -30,6 +31,7 @@ def run(
     if prompt == "-":
         with utf8_input():
             prompt = sys.stdin.read()
+    opt.check_draft(draft)
     headers = read_ahead(model, options)
     named = opt.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     make_sampling(**named)
@@ -46,10 +48,11 @@ def run(
     session = open_session(model, options, context_for, headers=headers)
     from tiermoe.engine.generate import generate
 
+    speculation = opt.speculation_of(draft)
     show = (lambda _: None) if as_json else (lambda text: print(text, end="", flush=True))
     report = generate(
         session.engine, session.tokenizer, chosen["ids"], chosen["sampling"], show, session.load_s,
-        on_read=prompt_progress(),
+        on_read=prompt_progress(), speculation=speculation,
     )  # fmt: skip
     if as_json:
         print(json.dumps(report.as_dict()))

@@ -90,6 +90,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    draft: opt.Draft = "lookup",
     name: Annotated[
         str | None, typer.Option(help="Name of the model in the API. Default: as named here.", show_default=False)
     ] = None,
@@ -103,6 +104,7 @@ def serve(
     The KV cache of all requests is part of --memory; --context is the most tokens of one request."""
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
+    opt.check_draft(draft)
     _need_libraries()
     if replicas > 1 and prefix_disk is not None:
         raise ConfigError("--prefix-disk belongs to one process; leave it out, or --replicas")
@@ -131,12 +133,12 @@ def serve(
         path, share, kv_share = _prepare_replicas(model, options, replicas, context_for, kv_bytes)
         from tiermoe.serve.replicas import Deployed
 
-        deployed = Deployed(path, share, served_name, chosen["sampling"], access, max_queue, kv_share)
+        deployed = Deployed(path, share, served_name, chosen["sampling"], access, max_queue, draft != "none", kv_share)
         _serve_replicas(deployed, replicas, address)
         return
     with _http_server(listener) as gate:
         session = open_session(model, options, context_for, on_progress=gate.report, served=True, kv_memory=kv_bytes)
-        _serve_session(session, gate, listener, served_name, access, max_queue, **chosen)
+        _serve_session(session, gate, listener, served_name, access, max_queue, draft != "none", **chosen)
 
 
 # --- one process ---
@@ -163,8 +165,8 @@ def _http_server(listener: socket.socket) -> Iterator[Any]:
 
 
 def _serve_session(
-    session: Session, gate: Any, listener: socket.socket, name: str, access: dict[str, Any], max_queue: int, *,
-    sampling: Any, folder: Any,
+    session: Session, gate: Any, listener: socket.socket, name: str, access: dict[str, Any], max_queue: int,
+    guesses: bool, *, sampling: Any, folder: Any,
 ) -> None:  # fmt: skip
     """Answers requests until a signal, then the ones under way."""
     from tiermoe.serve.app import create_app
@@ -172,7 +174,7 @@ def _serve_session(
 
     engine = session.engine
     disk = prefix_disk(engine, folder, note) if folder else None
-    served = served_of(engine, session.tokenizer, name, sampling, max_queue, disk)
+    served = served_of(engine, session.tokenizer, name, sampling, max_queue, disk, guesses)
     worker = served.worker
     gate.app = create_app(served, **access)
     host, port = listener.getsockname()[:2]

@@ -9,6 +9,7 @@ from tiermoe.engine.engine import engine_of
 from tiermoe.engine.generate import Report, encode_chat, encode_prompt, generate
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
+from tiermoe.engine.speculation import Speculation
 from tiermoe.errors import PromptError
 
 
@@ -19,10 +20,11 @@ class Conversation:
     fails, its turn is dropped and the cache with it.
 
     system: the system prompt, "" for none; it may change between replies. Without a chat template the text begins with
-    it."""
+    it. speculation: as in `RequestLoop`."""
 
-    def __init__(self, model: Any, tokenizer: Any, system: str = "") -> None:
+    def __init__(self, model: Any, tokenizer: Any, system: str = "", speculation: Speculation | None = None) -> None:
         self.system = system
+        self._speculation = speculation
         self._model = model
         self._tokenizer = tokenizer
         self._messages: list[dict[str, str]] = []
@@ -51,7 +53,7 @@ class Conversation:
             ids = encode_chat(self._tokenizer, system + messages)
         else:
             ids = encode_prompt(self._tokenizer, self.system + so_far, raw=True)
-        loop = self._loop or RequestLoop(engine_of(self._model), self._tokenizer)
+        loop = self._loop or RequestLoop(engine_of(self._model), self._tokenizer, speculation=self._speculation)
         if ids.shape[1] >= loop.context:
             raise PromptError(
                 f"the conversation has {ids.shape[1]:,} tokens, there is room for {loop.context:,} with the answer; "

@@ -15,6 +15,7 @@ from tiermoe.engine.expectation import OtherBudget
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
+from tiermoe.engine.speculation import Speculation
 from tiermoe.errors import ModelError, PromptError, reason
 from tiermoe.metrics import Metrics, PhaseMetrics, named
 
@@ -33,6 +34,8 @@ class Report(Metrics):
     other_budgets: list[OtherBudget]
     """What other memory budgets would bring; empty where too little was decoded, nothing was missed, or the preset is
     lossy."""
+    guessed_tokens: int = 0  # verified guesses at next tokens
+    right_guesses: int = 0
 
     prompt_tokens = property(attrgetter("prefill.tokens"))
     ttft_s = property(attrgetter("prefill.seconds"))  # seconds to the first token
@@ -47,7 +50,7 @@ class Report(Metrics):
             self, "text", "token_ids", "prompt_tokens", "completion_tokens", "load_s", "ttft_s", "prefill_tok_s",
             "decode_tok_s", "hit_rate", "expert_hits", "expert_misses", "bytes_read", "bytes_read_also", "also_warning",
             "wait_s", "peak_memory_bytes", "memory_budget_bytes", "preset", "bits", "dense_bits", "bound_tok_s",
-            "prefetching", "displaced_share", "moved_weight_share",
+            "prefetching", "displaced_share", "moved_weight_share", "guessed_tokens", "right_guesses",
         )  # fmt: skip
         return {**figures, "other_budgets": [asdict(each) for each in self.other_budgets]}
 
@@ -121,14 +124,16 @@ def generate(
     load_s: float = 0.0,
     loop: RequestLoop | None = None,
     on_read: Callable[[int, int], None] = lambda done, total: None,
+    speculation: Speculation | None = None,
 ) -> Report:
     """Answers one prompt.
 
     model: a loaded transformers model, or an engine. input_ids: (1, n). on_text: called with each piece of text as it
     is ready. loop: an idle loop over the engine, whose prefix cache may hold a prefix of input_ids (a conversation's
-    earlier turns); None: a new one. on_read: called after each chunk of the prompt, with its tokens that have run and
-    all of them. PromptError, ModelError where the prompt cannot be answered; LoadError where an expert is damaged."""
-    engine = engine_of(model)
+    earlier turns); None: a new one, with this speculation. on_read: called after each chunk of the prompt, with its
+    tokens that have run and all of them. PromptError, ModelError where the prompt cannot be answered; LoadError where
+    an expert is damaged."""
+    engine, guessed, right = engine_of(model), 0, 0
     unknown = int(input_ids.max())
     if unknown >= engine.config.vocab_size:
         raise ModelError(
@@ -144,7 +149,8 @@ def generate(
     if model.config.is_encoder_decoder:
         _generate_by_transformers(transformers_model(model), input_ids, sampling, answer)
     else:
-        loop = RequestLoop(engine, tokenizer) if loop is None else loop
+        loop = RequestLoop(engine, tokenizer, speculation=speculation) if loop is None else loop
+        earlier = replace(loop.counts)
         loop.add(Request(input_ids[0].tolist(), sampling, on_read=on_read))
         finish = None
         while finish is None:
@@ -153,6 +159,8 @@ def generate(
                     raise piece.error
                 answer.add(piece.tokens, piece.text)
                 finish = piece.finish
+        guessed = loop.counts.guessed_tokens - earlier.guessed_tokens
+        right = loop.counts.right_guesses - earlier.right_guesses
     after = engine.snapshot()
     first = answer.first or after
     prefill, decode = first.since(before), after.since(first)
@@ -168,6 +176,8 @@ def generate(
         bits=engine.settings.bits_used,
         dense_bits=engine.settings.dense_bits_used,
         other_budgets=engine.other_budgets(decode),
+        guessed_tokens=guessed,
+        right_guesses=right,
     )
     return engine.complete(report)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from tiermoe.batch import Kind, Row, prompt, verify
 from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.sampling import Grammar, Sampler, Sampling, log_probabilities
+from tiermoe.engine.speculation import Drafter
 from tiermoe.model.prefix_cache import SlabContents
 from tiermoe.model.prefix_files import StoredPrefix
 
@@ -77,6 +78,7 @@ class RequestState:
         self.stored: StoredPrefix | None = None  # a prefix that is being read into the slab from disk
         self.answer: list[int] = []  # chosen tokens; the last one has not run
         self.cached = 0  # tokens of the prompt that did not have to be read
+        self.drafter: Drafter | None = None
         self.scores: list[TokenLogprob] = []  # of the prompt's tokens, until they are emitted
 
     @property
@@ -139,9 +141,9 @@ class RequestState:
             rows += [prompt(self.slab, ids[at : at + chunk], at) for at in range(rows[0].end, len(ids), chunk)]
         return rows[:most]
 
-    def next_answer(self) -> Row:
-        """The row of the token that was chosen last."""
-        return Row(self.slab, len(self.contents.tokens), (self.answer[-1],), Kind.DECODE)
+    def next_answer(self, guesses: Sequence[int] = ()) -> Row:
+        """The row of the token that was chosen last, and of guesses at those that follow."""
+        return Row(self.slab, self.length, (self.answer[-1], *guesses), Kind.VERIFY if guesses else Kind.DECODE)
 
     def has_read(self, row: Row, logits: Tensor) -> None:
         """Records that `next_prompt` has run. logits (n, vocabulary): of its last token, or of all where they are

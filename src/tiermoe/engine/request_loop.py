@@ -15,9 +15,9 @@ which they ran (`prefix_cache.SlabContents`): no bit of them changes.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
@@ -28,6 +28,7 @@ from torch import Tensor
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.engine.request import Piece, Request, RequestState
 from tiermoe.engine.sampling import end_tokens
+from tiermoe.engine.speculation import MOST, Drafter, Speculation
 from tiermoe.errors import PromptError
 from tiermoe.metrics import PhaseMetrics
 from tiermoe.model.prefix_cache import PrefixCache
@@ -68,6 +69,8 @@ class Counts:
     cached_tokens: int = 0  # found in what earlier requests left, of the same prompts
     generated_tokens: int = 0
     steps: int = 0
+    guessed_tokens: int = 0  # verified guesses at answers' next tokens
+    right_guesses: int = 0
     failed: int = 0
     aborted: int = 0  # requests whose clients left
     refused: int = 0  # requests that came to a full queue, or to a server that was about to end
@@ -90,7 +93,8 @@ class RequestLoop:
     (`MemoryPlan.kv_memory`) keeps those behind it waiting, however short. Not for several threads.
 
     ends: tokens that end an answer; None: those of the model's generation config. disk: makes the prefix cache on disk
-    from the KV cache. times_decoding: whether `decoding` is measured where experts are missing."""
+    from the KV cache. times_decoding: whether `decoding` is measured where experts are missing. speculation: which
+    guesses at answers' next tokens are verified, where the engine is exact and verifies several at once; None: none."""
 
     def __init__(
         self,
@@ -100,6 +104,7 @@ class RequestLoop:
         ends: set[int] | None = None,
         disk: Callable[[Any], PrefixDisk] | None = None,
         times_decoding: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         config = engine.generation_config
         self.counts = Counts()
@@ -126,6 +131,8 @@ class RequestLoop:
         # lossy rules look at all that runs at once, and transformers' code runs row by row
         self._joins = missing and not engine.lossy and engine.decoder.rows_together
         self._verified = FEW_TOKENS if engine.decoder.can_verify_draft else 1
+        verifies = self._verified > 1 and engine.decoder.rows_together
+        self._speculation = speculation if verifies and speculation and not engine.composition.lossy else None
         self._together: int = engine.plan.prompt_chunks
         self._layered: _Layered | None = None  # of a row in `_reading`
         self._layered_last = False  # whether the last step was a turn of it
@@ -340,32 +347,74 @@ class RequestLoop:
         if self._layered is not None and self._layered.row is row:
             self._layered, self._layered_last = None, False
 
-    def _run(self, answering: list[RequestState], prompts: list[RequestState], pieces: list[Piece]) -> None:
-        """Runs a token of each answer and the next chunk of each prompt (one that is scored comes alone). pieces: takes
-        what they add."""
+    def _run(
+        self, answering: list[RequestState], prompts: list[RequestState], pieces: list[Piece], guess: bool = True
+    ) -> None:
+        """Runs a token of each answer, with guesses at the next ones, and the next chunk of each prompt (one that is
+        scored comes alone). pieces: takes what they add."""
+        began = time.perf_counter()
         parts = list(map(self._next_prompt, prompts))
-        rows = (*map(RequestState.next_answer, answering), *parts)
-        batch, every = Batch(rows, ragged=len(rows) > 1), bool(prompts) and prompts[0].scored
-        timed = self._timed and batch.phase == "decode"
+        speculation = self._speculation if answering and not parts else None
+        guesses = [
+            self._guesses(row, speculation, len(answering)) if speculation is not None and guess else []
+            for row in answering
+        ]
+        guessed = sum(map(len, guesses))
+        rows = (*map(RequestState.next_answer, answering, guesses), *parts)
+        batch, every = Batch(rows, ragged=len(rows) > 1), guessed > 0 or (bool(prompts) and prompts[0].scored)
+        before = self._engine.snapshot() if self._timed and batch.phase == "decode" else None
         try:
-            with self.decoding.measured(self._engine.snapshot, len(rows)) if timed else nullcontext():
-                logits: Tensor = self._engine.step(batch, self._cache, every)
+            logits: Tensor = self._engine.step(batch, self._cache, every)
         except Exception as error:
+            if guessed:  # an answer does not fail by what was guessed of it
+                self._run(answering, prompts, pieces, guess=False)
+                return
             if len(rows) == 1:
                 self._fail((*answering, *prompts)[0], error, pieces)
                 return
             for row in answering:  # one of them needs what cannot be had
-                self._run([row], [], pieces)
+                self._run([row], [], pieces, guess=False)
             for row in prompts:
                 self._run([], [row], pieces)
             return
+        seconds, after = time.perf_counter() - began, self._engine.snapshot() if before is not None else None
         self.counts.steps += 1
-        for row, each in zip(answering, logits, strict=False):
-            row.contents.add(row.answer[-1:], Kind.DECODE)
-            self._choose(row, each, pieces)
-        read = [logits] if every else logits[len(answering) :, None]
+        given, at = 0, 0
+        for row, own in zip(answering, guesses, strict=True):
+            given += self._answer(row, own, logits[at : at + 1 + len(own)], pieces)
+            at += 1 + len(own)
+        if before is not None and after is not None:
+            self.decoding.add(after.since(before), given)
+        self.counts.guessed_tokens += guessed
+        self.counts.right_guesses += given - len(answering)
+        if speculation is not None:
+            speculation.record(len(answering), guessed, given, seconds)
+        read = [logits] if prompts and every else logits[len(answering) :, None] if prompts else []
         for row, part, each in zip(prompts, parts, read, strict=True):
             self._has_read(row, [part], each, pieces)
+
+    def _guesses(self, row: RequestState, speculation: Speculation, rows: int) -> list[int]:
+        """Guesses at an answer's next tokens that are worth verifying in a step of `rows` answers: as far as the answer
+        may go, there is memory, and wrong ones can be taken back."""
+        most = min(MOST, FEW_TOKENS // rows - 1, self._chunk - 1)
+        most = min(most, row.request.sampling.max_tokens - len(row.answer) - 1)
+        most = min(most, row.room - row.length - 1, self.context - row.length - 2)
+        if most < 1 or not self._cache.can_crop(row.slab, row.length, 1 + most):
+            return []
+        if row.drafter is None:
+            row.drafter = Drafter(speculation)
+        return row.drafter.draft(row.request.ids, row.answer, most, rows)
+
+    def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:
+        """Adds the tokens of an answer that a step gave, and returns their number: one, and those behind right guesses.
+        The next step writes over wrong ones. logits (1 + len(guesses), vocabulary)."""
+        given = 0
+        for guess, each in zip((*guesses, None), logits, strict=True):
+            row.contents.add(row.answer[-1:], Kind.DECODE)
+            given += 1
+            if self._choose(row, each, pieces) or row.answer[-1] != guess:
+                break
+        return given
 
     def _has_read(self, row: RequestState, parts: list[Row], logits: Tensor, pieces: list[Piece]) -> None:
         """Records chunks of a prompt. logits (n, vocabulary): of the last token, or of all where it is scored."""
@@ -385,22 +434,24 @@ class RequestLoop:
             self._choose(row, logits[-1], pieces)
 
     def _crop(self, row: RequestState) -> None:
-        """Crops the slab to the tokens that the request holds: a replayed part may have had more."""
+        """Crops the slab to the tokens that the request has: a replayed part may have had more."""
         if self._cache.length(row.slab) > row.length:
             self._cache.crop(row.slab, row.length)
 
-    def _choose(self, row: RequestState, logits: Tensor, pieces: list[Piece]) -> None:
-        """Adds the next token of an answer; a finished request leaves its slab to the prefix cache."""
+    def _choose(self, row: RequestState, logits: Tensor, pieces: list[Piece]) -> bool:
+        """Adds the next token of an answer; a finished request leaves its slab to the prefix cache. Returns whether it
+        has finished or failed."""
         try:
             piece = row.choose(logits, self._ends, self.context)
         except Exception as error:  # a grammar or a tokenizer that fails is no reason for the others to end
             self._fail(row, error, pieces)
-            return
+            return True
         self.counts.generated_tokens += 1
         if piece.finish is not None:
             self._answering.remove(row)
             self._prefixes.leave(row.slab, row.contents)
         pieces.append(piece)
+        return piece.finish is not None
 
     def _fail(self, row: RequestState, error: Exception, pieces: list[Piece]) -> None:
         self._drop(row.number, failed=True)

@@ -62,9 +62,11 @@ class GroupedAttention:
     value_columns: int | None = None  # None: head_columns
     interleaved: bool = False  # columns 2 i and 2 i + 1 rotate together; the cache has them as i and half + i
     window: int = 0  # positions that a token attends to, the token's own included; 0: all
+    chunked: bool = False  # a token attends from a multiple of the window on
     sinks: Tensor | None = None  # bfloat16 (heads): a score without a value that joins a head's softmax
     gated: bool = False  # what a head attends to is multiplied by the sigmoid of the gate
     residual_multiplier: float = 1.0  # of the output before the residual sum
+    norms_rotated: bool = False  # heads are normed after they are rotated, not before
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +112,18 @@ def _grouped(weights: GroupedAttention) -> bytes | None:
     ]  # fmt: skip
     if not kv_heads or heads % kv_heads or not _columns_suit(head, value_columns, weights.rotary_columns, head):
         return None
-    widths = (head,) if weights.gated else (head, query.out)
-    query_norm = weights.norm_query is None or weights.norm_query.weight.numel() in widths
-    key_norm = weights.norm_key is None or weights.norm_key.weight.numel() in (head, key.out)
+    by_head = weights.gated or weights.norms_rotated
+    query_norm = _norms(weights.norm_query, (head,) if by_head else (head, query.out))
+    key_norm = _norms(weights.norm_key, (head,) if weights.norms_rotated else (head, key.out))
     if not query_norm or not key_norm or _any_layer_norm(weights.norm_query, weights.norm_key):
         return None
     sizes = (heads, kv_heads, head, value_columns, weights.rotary_columns, 0, weights.window)
     return _packed(weights, (query, key, value, output, None, None), shapes, weights.norm_key, weights.sinks, sizes)
+
+
+def _norms(norm: Norm | None, widths: tuple[int, ...]) -> bool:
+    """Whether a norm, if any, is as wide as it may be."""
+    return norm is None or norm.weight.numel() in widths
 
 
 def _latent(weights: LatentAttention) -> bytes | None:
@@ -170,6 +177,8 @@ def _packed(
             kv_heads=kv_heads, key_columns=key_columns, value_columns=value_columns, rotary_columns=rotary_columns,
             latent_columns=latent_columns, window=window,
             gated=isinstance(weights, GroupedAttention) and weights.gated, interleaved=weights.interleaved,
+            norms_rotated=isinstance(weights, GroupedAttention) and weights.norms_rotated,
+            chunked=isinstance(weights, GroupedAttention) and weights.chunked,
             scale=weights.scale, residual_multiplier=weights.residual_multiplier,
         )
     )  # fmt: skip
@@ -246,7 +255,8 @@ class Step:
     """Tokens of a step, for all layers with the same rotary embedding.
 
     slabs, positions: int64 (T), the slab of a token's sequence and the row of the token's key and value in it. Tokens
-    of one slab have different positions. cos, sin: bfloat16 (T, rotary columns). first: int64 (T), where padding on the
+    of one slab have different positions. cos, sin: bfloat16 (T, rotary columns). temperatures: float32 (T), by which
+    queries are multiplied; None: 1. first: int64 (T), where padding on the
     left ends; None: 0. A token attends to positions max(first, position - window + 1) .. position of the slab, those
     that the step writes included. chosen: int32 (T, most), the only positions that a token attends to, ascending; a
     token with fewer than `most` positions has them at the row's beginning. None: all.
@@ -261,6 +271,7 @@ class Step:
         sin: Tensor,
         first: Tensor | None = None,
         chosen: Tensor | None = None,
+        temperatures: Tensor | None = None,
     ) -> None:
         self.tokens = slabs.numel()
         whole = [slabs, positions] if first is None else [slabs, positions, first]
@@ -272,24 +283,26 @@ class Step:
             raise ValueError(f"cos and sin must be contiguous bfloat16 ({self.tokens}, rotary columns)")
         if cos.shape != sin.shape:
             raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ")
+        if temperatures is not None and (temperatures.dtype != torch.float32 or temperatures.shape != (self.tokens,)):
+            raise ValueError(f"temperatures must be float32 ({self.tokens})")
         if chosen is not None and (chosen.dtype != torch.int32 or not chosen.is_contiguous() or chosen.ndim != 2):
             raise ValueError(f"chosen must be contiguous int32 ({self.tokens}, positions)")
         if chosen is not None and len(chosen) != self.tokens:
             raise ValueError(f"positions are chosen for {len(chosen)} of {self.tokens} tokens")
         self._held = (slabs, positions, cos, sin, first)
-        self._chosen = chosen
+        self._chosen, self._temperatures = chosen, temperatures
         self.results: tuple[Tensor, Tensor] | None = None  # of the last layer
         self.packed = _native.pack(
             structs.Step(
                 tokens=self.tokens, slabs=slabs.data_ptr(), positions=positions.data_ptr(), first=address(first),
                 cos=cos.data_ptr(), sin=sin.data_ptr(), rotary_columns=cos.shape[1], chosen=address(chosen),
-                most=0 if chosen is None else chosen.shape[1],
+                most=0 if chosen is None else chosen.shape[1], temperatures=address(temperatures),
             )
         )  # fmt: skip
 
     def choosing(self, chosen: Tensor | None) -> Step:
         """The same step, with `chosen` positions for each token."""
-        return Step(*self._held, chosen)
+        return Step(*self._held, chosen, self._temperatures)
 
 
 class DecodeAttention:
@@ -370,10 +383,12 @@ def prompt_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     piece: Piece | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """query (T, heads, columns), bfloat16: the tokens of a sequence from position `first` on, in position. Their keys
     and values, and those before, are in slab `slab`. window: positions that each attends to, its own included; None:
-    all. sinks (heads): scores without a value that join each softmax. piece: the positions that are attended to; None:
+    all. chunked: a token attends from a multiple of the window on. sinks (heads): scores without a value that join each
+    softmax. piece: the positions that are attended to; None:
     all → (T, heads, value columns); only the last piece's have a meaning.
 
     ValueError: of another dtype or shape; slabs that do not fit. The interpreter's lock is released meanwhile."""
@@ -391,7 +406,7 @@ def prompt_attention(
     workspace = scratch.address("attention", _native.prompt_workspace(slabs.packed, threads))
     prompt = structs.Prompt(
         query=query.data_ptr(), out=out.data_ptr(), sinks=address(sinks), tokens=tokens, heads=heads, slab=slab,
-        first=first, window=window or 0, scale=scale, begin=begin, end=end, state=state,
+        first=first, window=window or 0, chunked=chunked, scale=scale, begin=begin, end=end, state=state,
     )  # fmt: skip
     _native.attend_prompt(slabs.packed, _native.pack(prompt), workspace, threads)
     return out

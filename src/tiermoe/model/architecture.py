@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import LayerNorm, Norm, RootMeanSquare
+from tiermoe.model.rotary import Temperature
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Weights
 
@@ -27,15 +28,20 @@ class Architecture:
     shared: str | None = None  # of its shared expert
     shared_gate: str | None = None  # of the gate of the shared expert
     correction: str | None = None  # of the bias by which the router chooses, relative to the block
-    window: str = "none"  # 'all' layers have a sliding window, or each 'layer' as config.layer_types says
+    weighs_input: bool = False  # experts take what the router's weight has multiplied (`MoeBlock`)
+    window: str = "none"  # 'all' layers have a sliding window, each 'layer' as config.layer_types says, or 'chunk'
     latent: bool = False  # attention is `LatentAttention`
     rope: str = "halves"  # of `rotary.ROPES`
+    unrotated: Callable[[Any, int], bool] | None = None  # config, layer → its queries and keys have no position
+    temperature: Callable[[Any], Temperature | None] | None = None  # of the unrotated layers where there are such
     layer_norm: bool = False  # norms are `LayerNorm`
     late_norm: bool = False  # of `RootMeanSquare`, as the next three
     centred_norm: bool = False
     norm_by_kernel: bool = True
-    gated: bool = False  # of `GroupedAttention`, as the next one
+    gated: bool = False  # of `GroupedAttention`, as the next three
     norm_all_heads: bool = False
+    norms_rotated: bool = False
+    plain_norms: bool = False  # in layers with a window, where config.use_qk_norm (Llama 4)
     index_rope: str | None = None  # of the `Indexer` of latent attention; None: there is no indexer
     names: Mapping[str, str] = field(default_factory=dict)  # usual name of a weight → the family's
     epsilon: str = "rms_norm_eps"  # the config's name of the norms' epsilon

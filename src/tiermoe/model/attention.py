@@ -38,7 +38,8 @@ class Attention(ABC):
         self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
     ) -> DecodeAttention | None:
         """The kernel of norm `before`, attention, residual and norm `after` for up to FEW_TOKENS in one call; None
-        where no kernel computes them. rotary_columns: of the step's first angles. multiplier: of what is added."""
+        where no kernel computes them. rotary_columns: of the angles by which it rotates. multiplier: of what is
+        added."""
         return None
 
 
@@ -86,6 +87,11 @@ class AttentionSizes(ABC):
     @abstractmethod
     def block(self, weights: FamilyWeights, layer: str) -> Attention:
         """The block of the layer at the path `layer` ('model.layers.3')."""
+
+
+def tempered(query: Tensor, temperatures: Tensor | None) -> Tensor:
+    """query (T, heads, columns) by the tokens' temperatures (T); None: 1."""
+    return query if temperatures is None else (query * temperatures[:, None, None]).to(query.dtype)
 
 
 def scores_at_once(heads: int, tokens: int, positions: int) -> int:

@@ -27,7 +27,7 @@ from tiermoe.model.latent_attention import Indexer, LatentSizes
 from tiermoe.model.linear import Linear
 from tiermoe.model.linear_attention import LinearSizes, delta_sizes, is_linear
 from tiermoe.model.norms import Norm
-from tiermoe.model.rotary import Rotary, layer_kinds, rotary_of
+from tiermoe.model.rotary import Rotary, layer_kinds, parameters_of, rotary_of, unrotated
 from tiermoe.model.routers import Router
 from tiermoe.model.short_convolution import ConvolutionSizes, is_convolution
 from tiermoe.model.step import Step
@@ -71,8 +71,9 @@ class Layer:
         """The second norm of x with attention's output added, and that sum itself, (T, H) each."""
         if self.indexer is not None:
             self.indexer(self.norm_before(x), index, step)
-        if self.decode_attention is not None and step.native is not None:
-            x, normed = self.decode_attention(x, step.native, step.cache.native[index])
+        if self.decode_attention is not None and step.native:
+            native = step.native[self.attention.sizes.rotary]
+            x, normed = self.decode_attention(x, native, step.cache.native[index])
             return normed, x
         attended = self.attention(self.norm_before(x), index, step)
         attended = attended if self.norm_attended is None else self.norm_attended(attended)
@@ -301,7 +302,9 @@ def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int 
         return None
     parts = FamilyWeights(ARCHITECTURES[config.model_type], config, text, dtype)
     rotaries = _rotaries(config, dtype)
-    layers = [_layer(f"model.layers.{index}", each, parts, rotaries[0].columns) for index, each in enumerate(sizes)]
+    layers = [
+        _layer(f"model.layers.{index}", each, parts, rotaries[each.rotary].columns) for index, each in enumerate(sizes)
+    ]
     table, embedding_scale = _embedding(parts)
     softcap = getattr(config, "final_logit_softcapping", None)
     return Decoder(
@@ -344,16 +347,22 @@ def _embedding(weights: FamilyWeights) -> tuple[Callable[[Tensor], Tensor], floa
 
 
 def _rotaries(config: Any, dtype: torch.dtype) -> list[Rotary]:
-    """The rotary embeddings of a config that blocks compute, in the order of `layer_kinds`."""
-    dtype = torch.float32 if ARCHITECTURES[config.model_type].rope == "complex" else dtype
+    """The rotary embeddings of a config that blocks compute, in the order of `layer_kinds`, and that of the layers
+    without positions."""
+    of = ARCHITECTURES[config.model_type]
+    dtype = torch.float32 if of.rope == "complex" else dtype
     found = [rotary_of(config, _rotary_columns(config, kind), dtype, kind) for kind in layer_kinds(config)]
-    return [rotary for rotary in found if rotary is not None]
+    rotaries = [rotary for rotary in found if rotary is not None]
+    if of.unrotated is not None:
+        rotaries.append(unrotated(rotaries[0].columns, dtype))
+    if of.temperature is not None:
+        rotaries[-1].temperature = of.temperature(config)
+    return rotaries
 
 
 def _rotary_columns(config: Any, kind: str | None) -> int:
     """Columns of a head that are rotated, in layers of one of `layer_kinds`."""
     if ARCHITECTURES[config.model_type].latent:
         return int(config.qk_rope_head_dim)
-    if kind is not None:
-        return head_columns(config.of_layer(kind))
-    return int(head_columns(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    own = config if kind is None else config.of_layer(kind)
+    return int(head_columns(own) * parameters_of(config, kind).get("partial_rotary_factor", 1.0))

@@ -154,6 +154,7 @@ class MoeBlock:
     router: Router
     shared: DenseBlock | None = None
     shared_gate: Linear | None = None  # hidden → (T, 1), by whose sigmoid the shared expert is scaled (Qwen2-MoE)
+    weighs_input: bool = False  # the router's weight multiplies what an expert takes, not what it gives (Llama 4)
     experts: Experts = field(default_factory=NoExperts)
 
     @property
@@ -174,11 +175,11 @@ class MoeBlock:
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x, (T, H) each."""
-        plain = self.shared is None and multiplier == 1
-        result = self.experts.block(self.router, x, residual if plain else None)
+        plain = self.shared is None and multiplier == 1 and not self.weighs_input
+        result = None if self.weighs_input else self.experts.block(self.router, x, residual if plain else None)
         if result is None:
             ((weights, index),) = self.experts.route(self.router, x)
-            result = self.experts(x, index, weights)
+            result = self.experts(*self._given(x, index, weights))
         elif plain:
             return result
         return add_to(residual, self._with_shared(x, result), multiplier)
@@ -188,12 +189,16 @@ class MoeBlock:
         xs = [x for x, _ in parts]
         chosen = self.experts.route(self.router, *xs)
         routed = self.experts.forward_ragged(
-            [(x, index, weights) for x, (weights, index) in zip(xs, chosen, strict=True)]
+            [self._given(x, index, weights) for x, (weights, index) in zip(xs, chosen, strict=True)]
         )
         return [
             add_to(residual, self._with_shared(x, result), multiplier)
             for (x, residual), result in zip(parts, routed, strict=True)
         ]
+
+    def _given(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the experts are called with; weights of inputs are those of a token's only expert."""
+        return (x * weights, index, torch.ones_like(weights)) if self.weighs_input else (x, index, weights)
 
     def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
         if self.shared is None:
@@ -222,6 +227,7 @@ def feed_forward(weights: FamilyWeights, part: str, activation: str) -> MoeBlock
         router,
         DenseBlock.of(weights, shared, activation) if shared and weights.has(shared) else None,
         weights.linear(f"{part}.{of.shared_gate}") if of.shared_gate else None,
+        of.weighs_input,
     )
 
 

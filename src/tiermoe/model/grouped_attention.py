@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tiermoe.batch import Row
 from tiermoe.errors import ModelError
 from tiermoe.kernels import attention as native
 from tiermoe.kernels.attention import (
@@ -20,11 +21,11 @@ from tiermoe.kernels.attention import (
     takes_prompts,
 )
 from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.attention import Attention, AttentionSizes, attend, scores_at_once
+from tiermoe.model.attention import Attention, AttentionSizes, attend, scores_at_once, tempered
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
-from tiermoe.model.rotary import ROPES, ApplyRope, rope_halves, rotary_at
+from tiermoe.model.rotary import ROPES, ApplyRope, layer_kinds, rope_halves, rotary_at
 from tiermoe.model.step import Span, Step
 from tiermoe.types import FEW_TOKENS, Workload
 
@@ -45,6 +46,7 @@ class GroupedSizes(AttentionSizes):
     kv_heads: int  # of keys and values, each for heads / kv_heads heads of queries
     columns: int  # of a head
     window: int | None = None  # the last positions that a token attends to; None: all
+    chunked: bool = False  # a token attends from a multiple of the window on (Llama 4)
     sinks: bool = False  # logits that join each softmax and have no value (gpt-oss)
     gated: bool = False  # each head has a gate behind its query, by whose sigmoid its output is multiplied (Qwen3-Next)
     rotary: int = 0
@@ -59,11 +61,12 @@ class GroupedSizes(AttentionSizes):
             layer_config.num_attention_heads,
             layer_config.num_key_value_heads,
             head_columns(layer_config),
-            _window(architecture, config, index),
-            has(f"model.layers.{index}.self_attn.sinks"),
-            architecture.gated,
-            rotary_at(config, index),
-            not architecture.side_by_side,
+            window=_window(architecture, config, index),
+            chunked=architecture.window == "chunk",
+            sinks=has(f"model.layers.{index}.self_attn.sinks"),
+            gated=architecture.gated,
+            rotary=_rotary(architecture, config, index),
+            by_decode_kernel=not architecture.side_by_side,
         )
 
     @property
@@ -116,6 +119,9 @@ class GroupedSizes(AttentionSizes):
         of, config, part = weights.architecture, weights.config, f"{layer}.self_attn"
         query_norm, key_norm = (f"{part}.{of.named(name)}" for name in ("q_norm", "k_norm"))
         normed = weights.has(query_norm)
+        norms = [weights.norm(each) if normed else None for each in (query_norm, key_norm)]
+        if of.plain_norms and config.use_qk_norm and self.window:
+            norms = [weights.norm_without_weight(self.columns)] * 2
         scale = weights.scale("attention_multiplier") if of.scales else of.attention_scale or self.columns**-0.5
         clip = getattr(config, "clip_qkv", None)
         return GroupedAttention(
@@ -126,22 +132,29 @@ class GroupedSizes(AttentionSizes):
             output=weights.linear(f"{part}.{of.named('o_proj')}"),
             scale=scale,
             apply_rope=ROPES[of.rope],
-            query_norm=weights.norm(query_norm) if normed else None,
-            key_norm=weights.norm(key_norm) if normed else None,
+            query_norm=norms[0],
+            key_norm=norms[1],
             norm_all_heads=of.norm_all_heads,
+            norms_rotated=of.norms_rotated,
             value_norm=weights.norm_without_weight(self.columns) if of.side_by_side else None,
             sinks=weights.tensor(f"{part}.sinks") if self.sinks else None,
             clip=None if clip is None else float(clip),
         )
 
 
+def _rotary(architecture: Architecture, config: Any, index: int) -> int:
+    if architecture.unrotated is not None and architecture.unrotated(config, index):
+        return len(layer_kinds(config))
+    return rotary_at(config, index)
+
+
 def _window(architecture: Architecture, config: Any, index: int) -> int | None:
-    window = getattr(config, "sliding_window", None)
+    chunked = architecture.window == "chunk"
+    window = getattr(config, "attention_chunk_size" if chunked else "sliding_window", None)
     if window is not None and window < 0:
         raise ModelError(f"the config says that attention sees {window} tokens; download the model again")
-    slides = architecture.window == "all" or (
-        architecture.window == "layer" and config.layer_types[index] == "sliding_attention"
-    )
+    kind = "chunked_attention" if chunked else "sliding_attention"
+    slides = architecture.window == "all" or (architecture.window != "none" and config.layer_types[index] == kind)
     return int(window) if window and slides else None
 
 
@@ -160,6 +173,7 @@ class GroupedAttention(Attention):
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     norm_all_heads: bool = False  # norms are over all heads together, not over each head
+    norms_rotated: bool = False  # norms come after the rotary embedding, not before it (Hunyuan)
     value_norm: Norm | None = None  # over each head (Gemma 4)
     sinks: Tensor | None = None  # (heads)
     clip: float | None = None  # bound of the projections' outputs (OLMoE)
@@ -168,13 +182,12 @@ class GroupedAttention(Attention):
         """x (T, H), normed → (T, H). Writes the tokens' keys and values into the step's cache."""
         sizes = self.sizes
         query, gates = self._gates(self.query(x))
-        query = self._heads(query, sizes.heads, self.query_norm)
+        query = self._heads(query, sizes.heads, self.query_norm, step)
         keys = self.key(x)
         value = self._clipped(keys if self.value is None else self.value(x)).view(-1, sizes.kv_heads, sizes.columns)
         value = value if self.value_norm is None else self.value_norm(value)
-        key = self._heads(keys, sizes.kv_heads, self.key_norm)
-        cos, sin = step.angles[sizes.rotary]
-        query, key = self.apply_rope(query, cos, sin), self.apply_rope(key, cos, sin)
+        key = self._heads(keys, sizes.kv_heads, self.key_norm, step)
+        query = tempered(query, step.temperatures[sizes.rotary])
         attended = torch.empty_like(query)
         for span in step.spans:
             tokens = slice(span.begin, span.end)
@@ -203,9 +216,11 @@ class GroupedAttention(Attention):
                 norm_key=None if self.key_norm is None else self.key_norm.native,
                 interleaved=self.apply_rope is not rope_halves,
                 window=self.sizes.window or 0,
+                chunked=self.sizes.chunked,
                 sinks=self.sinks,
                 gated=self.sizes.gated,
                 residual_multiplier=multiplier,
+                norms_rotated=self.norms_rotated,
             )
         )
 
@@ -218,19 +233,40 @@ class GroupedAttention(Attention):
 
     def _attended(self, query: Tensor, layer: int, span: Span, cache: KVCache) -> Tensor:
         """A sequence's queries over its cache, by the native kernel where there is one."""
-        window = self.sizes.window
-        if takes_prompts(query.dtype, self.sizes.columns, self.sizes.columns):
-            row = span.row
-            return prompt_attention(query, cache.native[layer], row.slab, row.first, self.scale, window, self.sinks)
-        keys, values = cache.read(layer, span.row, window)
-        return attend(query, keys, values, self.scale, window, self.sinks)
+        sizes, row = self.sizes, span.row
+        if takes_prompts(query.dtype, sizes.columns, sizes.columns):
+            return prompt_attention(
+                query, cache.native[layer], row.slab, row.first, self.scale, sizes.window, self.sinks,
+                chunked=sizes.chunked,
+            )  # fmt: skip
+        if sizes.chunked and sizes.window:
+            return self._in_chunks(query, layer, row, sizes.window, cache)
+        keys, values = cache.read(layer, row, sizes.window)
+        return attend(query, keys, values, self.scale, sizes.window, self.sinks)
 
-    def _heads(self, projected: Tensor, heads: int, norm: Norm | None) -> Tensor:
-        """Queries or keys (T, heads, columns), clipped and normed."""
+    def _in_chunks(self, query: Tensor, layer: int, row: Row, window: int, cache: KVCache) -> Tensor:
+        """`_attended` a chunk of positions after the other."""
+        attended = torch.empty_like(query)
+        begin = row.first
+        while begin < row.end:
+            end = min(begin - begin % window + window, row.end)
+            part = slice(begin - row.first, end - row.first)
+            own = replace(row, first=begin, tokens=row.tokens[part])
+            keys, values = cache.read(layer, own, begin % window + 1)
+            attended[part] = attend(query[part], keys, values, self.scale, None, self.sinks)
+            begin = end
+        return attended
+
+    def _heads(self, projected: Tensor, heads: int, norm: Norm | None, step: Step) -> Tensor:
+        """Queries or keys (T, heads, columns), clipped, normed and rotated."""
+        by_head = norm if not self.norm_all_heads else None
         if norm is not None and self.norm_all_heads:
             projected = norm(projected)
         projected = self._clipped(projected).view(-1, heads, self.sizes.columns)
-        return norm(projected) if norm is not None and not self.norm_all_heads else projected
+        if by_head is not None and not self.norms_rotated:
+            projected = by_head(projected)
+        rotated = self.apply_rope(projected, *step.angles[self.sizes.rotary])
+        return by_head(rotated) if by_head is not None and self.norms_rotated else rotated
 
     def _clipped(self, projected: Tensor) -> Tensor:
         return projected if self.clip is None else projected.clamp(-self.clip, self.clip)

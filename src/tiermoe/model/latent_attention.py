@@ -25,7 +25,7 @@ from tiermoe.kernels.attention import (
     takes_prompts,
 )
 from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.attention import Attention, AttentionSizes, attend, scores_at_once
+from tiermoe.model.attention import Attention, AttentionSizes, attend, scores_at_once, tempered
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.kv_memory import read_rows, write_rows
 from tiermoe.model.linear import Linear, PlainLinear
@@ -234,6 +234,7 @@ class LatentAttention(Attention):
         latent = self.latent_norm(compressed[:, : sizes.latent_columns].contiguous())[:, None]
         rotary_key = self.apply_rope(compressed[:, sizes.latent_columns :][:, None], step.cos, step.sin)
         query = torch.cat((plain, self.apply_rope(rotary_query, step.cos, step.sin)), dim=-1)
+        query = tempered(query, step.temperatures[0])
         kept, new = step.cache.keys[layer], torch.cat((latent, rotary_key), dim=-1)
         attended = x.new_empty((x.shape[0], sizes.heads, sizes.value_columns))
         for span in step.spans:

@@ -14,15 +14,21 @@ UNSUPPORTED = ("dynamic",)
 _BLOCK = 256  # positions by which the table grows
 
 
+Temperature = Callable[[Tensor], Tensor]
+"""int64 (T) positions → float32 (T) factors of the queries there, which keep attention over a long text sharp."""
+
+
 class Rotary:
     """cos and sin of every position, in the model's dtype, as transformers' rotary embeddings compute them. Each angle
     stands twice, for both halves of a head.
 
-    frequencies: float32 (columns / 2). scale: length of a sequence → the factor of its cos and sin."""
+    frequencies: float32 (columns / 2). scale: length of a sequence → the factor of its cos and sin. temperature: what
+    queries are multiplied by; None: 1."""
 
     def __init__(self, frequencies: Tensor, scale: Callable[[int], float], dtype: torch.dtype) -> None:
         self._frequencies = frequencies.float()
         self.scale = scale
+        self.temperature: Temperature | None = None
         self._dtype = dtype
         self.columns = 2 * frequencies.numel()
         self._tables: dict[float, tuple[Tensor, Tensor]] = {}
@@ -63,6 +69,11 @@ def rotary_at(config: Any, index: int) -> int:
     return 0 if kinds == [None] else kinds.index(config.layer_types[index])
 
 
+def unrotated(columns: int, dtype: torch.dtype) -> Rotary:
+    """A rotary embedding by angles of 0, for layers whose queries and keys have no position."""
+    return Rotary(torch.zeros(columns // 2), lambda _: 1.0, dtype)
+
+
 def knows_rotary(config: Any) -> bool:
     """Whether `rotary_of` computes all rotary embeddings that a config names."""
     kinds = layer_kinds(config)
@@ -70,20 +81,25 @@ def knows_rotary(config: Any) -> bool:
 
 
 def _is_default(config: Any, layers: str | None) -> bool:
-    return bool((_parameters(config, layers) or {}).get("rope_type") == "default")
+    """Whether a base alone makes the frequencies. A dynamic one with a fixed alpha is none that grows (Hunyuan)."""
+    parameters = parameters_of(config, layers) or {}
+    kind = parameters.get("rope_type")
+    return kind == "default" or bool(kind == "dynamic" and parameters.get("alpha"))
 
 
-def _parameters(config: Any, layers: str | None) -> Any:
+def parameters_of(config: Any, layers: str | None) -> Any:
+    """What a config says of the rotary embedding of one of `layer_kinds`."""
     return config.rope_parameters if layers is None else config.rope_parameters[layers]
 
 
 def rotary_of(config: Any, columns: int, dtype: torch.dtype, layers: str | None = None) -> Rotary | None:
     """A config's rotary embedding of `columns` of each head, for one of `layer_kinds`; None where it is not
     computed."""
-    parameters = _parameters(config, layers)
+    parameters = parameters_of(config, layers)
     if _is_default(config, layers):
         steps = torch.arange(0, columns, 2, dtype=torch.float) / columns
-        return Rotary(1.0 / (parameters["rope_theta"] ** steps), lambda _: 1.0, dtype)
+        stretch = (parameters.get("alpha") or 1.0) ** (columns / (columns - 2))
+        return Rotary(1.0 / ((parameters["rope_theta"] * stretch) ** steps), lambda _: 1.0, dtype)
     if (layers or "") not in config.rope_frequencies:
         return None
     frequencies, factor = config.rope_frequencies[layers or ""]

@@ -163,6 +163,8 @@ class Router:
             return torch.softmax(best, dim=-1), experts
         scores = logits.float().sigmoid() if rule.scores == "sigmoid" else torch.softmax(logits, -1, dtype=torch.float)
         ranked = scores if self.correction is None else scores + self.correction
+        if rule.scores == "sigmoid" and self.correction is None and rule.groups == 1:
+            ranked = logits  # in the same order, and apart where scores round to 1
         if rule.groups > 1:
             ranked = self._within_groups(ranked, 0.0 if rule.best_of_group else float("-inf"))
         experts = torch.topk(ranked, rule.top_k, dim=-1)[1]

@@ -30,10 +30,10 @@ class Step:
 
     spans: the tokens of each row. positions, slabs: int64 (T). longest: tokens of the longest sequence, with the
     step's. angles: of each rotary embedding cos and sin, (T, columns) in the model's dtype; cos, sin: the first ones.
-    native: the step for the attention kernel of up to FEW_TOKENS, which rotates by the first angles; None where no
-    kernel runs. states: of each row (place of the recurrent state before the step, place of the state after it), empty
-    in a cache without them; pieces: the same for the kernel of linear attention. chosen: positions that an indexer
-    chose (`choose`)."""
+    temperatures: of each rotary embedding the factors of queries, float32 (T), or None. native: of each rotary
+    embedding the step for the attention kernel of up to FEW_TOKENS; empty where no kernel runs. states: of each row
+    (place of the recurrent state before the step, place of the state after it), empty in a cache without them; pieces:
+    the same for the kernel of linear attention. chosen: positions that an indexer chose (`choose`)."""
 
     def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary) -> None:
         self.cache = cache
@@ -46,10 +46,16 @@ class Step:
         self.longest = max(row.end for row in batch.rows)
         self.angles = [self._angles_of(rotary) for rotary in rotaries]
         self.cos, self.sin = self.angles[0]
+        self.temperatures = [
+            None if rotary.temperature is None else rotary.temperature(self.positions) for rotary in rotaries
+        ]
         self.chosen: Tensor | None = None
-        self.native: NativeStep | None = None
+        self.native: list[NativeStep] = []
         if len(batch.tokens) <= FEW_TOKENS and available() and cache.dtype == torch.bfloat16:
-            self.native = NativeStep(self.slabs, self.positions, self.cos.bfloat16(), self.sin.bfloat16())
+            self.native = [
+                NativeStep(self.slabs, self.positions, cos.bfloat16(), sin.bfloat16(), temperatures=factors)
+                for (cos, sin), factors in zip(self.angles, self.temperatures, strict=True)
+            ]
         recurrent = cache.recurrent
         self.states = [] if recurrent is None else [recurrent.begin(row.slab, row.first, row.end) for row in batch.rows]
         lengths = [len(row.tokens) for row in batch.rows]
@@ -58,8 +64,8 @@ class Step:
     def choose(self, chosen: Tensor | None) -> None:
         """The next layers' tokens attend to these positions of their sequences alone: int32 (T, most), ascending, of a
         token with fewer positions the first so many. None: to all positions."""
-        if self.native is not None and (chosen is not None or self.chosen is not None):
-            self.native = self.native.choosing(chosen)
+        if chosen is not None or self.chosen is not None:
+            self.native = [each.choosing(chosen) for each in self.native]
         self.chosen = chosen
 
     def _angles_of(self, rotary: Rotary) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ static size_t last_of(const Step *step, size_t token) {
 /* The first position that a token attends to. */
 static size_t begin_of(const Attention *layer, const Step *step, size_t token) {
     const size_t position = (size_t)step->positions[token], first = step->first ? (size_t)step->first[token] : 0;
-    return layer->window && position + 1 > layer->window ? larger(first, position + 1 - layer->window) : first;
+    return larger(first, window_begin(position, layer->window, layer->chunked));
 }
 
 static size_t first_tile(const Attention *layer, const Step *step, size_t token) {
@@ -231,6 +231,12 @@ static void rotate(const bf16 *head, const bf16 *cos, const bf16 *sin, size_t ro
     if (out != head) memcpy(out + rotary, head + rotary, (columns - rotary) * sizeof *out);
 }
 
+/* A token's queries (columns) by its temperature. */
+static void temper(const Step *step, size_t token, bf16 *queries, size_t columns) {
+    if (!step->temperatures) return;
+    for (size_t i = 0; i < columns; i++) queries[i] = to_bf16(from_bf16(queries[i]) * step->temperatures[token]);
+}
+
 static const float WHOLE = 12582912.0f; /* 1.5 * 2^23: adding it rounds |x| < 2^22 to a whole number */
 
 /* A row of keys or values at 8 bits: codes[i] = row[i] / scale, rounded to the nearest, halves to the even one; the scale maps the largest to 127. */
@@ -270,19 +276,23 @@ static size_t query_columns(const Attention *layer) {
     return layer->key_columns + (layer->gated ? layer->value_columns : 0);
 }
 
-/* out = a head after its norm, in its position. */
+/* out = a head normed and in its position. */
 static void place(const Job *job, size_t token, const Projected *from, size_t head, bf16 *out) {
     const Attention *layer = job->layer;
     const size_t columns = layer->key_columns, rotary = layer->rotary_columns;
     const bf16 *values = from->values + head * from->stride;
     bf16 normed[MOST_HEAD_COLUMNS];
-    if (from->norm->weight) {
+    if (from->norm->weight && !layer->norms_rotated) {
         const float scale = from->whole ? from->scale : norm_row_scale(from->norm, values);
         norm_part(from->norm, values, scale, from->whole ? head * columns : 0, columns, normed);
         values = normed;
     }
     rotate(values, job->step->cos + token * rotary, job->step->sin + token * rotary, rotary, columns, layer->interleaved,
            out);
+    if (from->norm->weight && layer->norms_rotated) {
+        norm_row(from->norm, out, normed);
+        memcpy(out, normed, columns * sizeof *out);
+    }
 }
 
 static void grouped_place(void *data, size_t thread, size_t task) {
@@ -309,6 +319,7 @@ static void grouped_place(void *data, size_t thread, size_t task) {
     }
     for (size_t head = kv_head * group; head < (kv_head + 1) * group; head++)
         place(job, token, &queries, head, job->query + (token * layer->heads + head) * columns);
+    temper(job->step, token, job->query + (token * layer->heads + kv_head * group) * columns, group * columns);
 }
 
 static void grouped_merge(void *data, size_t thread, size_t task) {
@@ -360,9 +371,12 @@ static void place_queries(const Job *job, size_t head, size_t thread) {
     bf16 *one_head = job->one_head + thread * job->one_head_each, *query = job->query + head * width;
     for (size_t t = 0; t < tokens; t++) {
         const bf16 *projected = job->projected_query + (t * layer->heads + head) * (plain + rotary);
+        bf16 *rotated = query + t * stride + layer->latent_columns;
         memcpy(one_head + t * plain, projected, plain * sizeof *one_head);
+        temper(job->step, t, one_head + t * plain, plain);
         rotate(projected + plain, job->step->cos + t * rotary, job->step->sin + t * rotary, rotary, rotary,
-               layer->interleaved, query + t * stride + layer->latent_columns);
+               layer->interleaved, rotated);
+        temper(job->step, t, rotated, rotary);
     }
     multiply_head(job, &layer->key_up, head, thread, one_head, query, stride);
 }

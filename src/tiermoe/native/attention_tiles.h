@@ -24,6 +24,13 @@ typedef struct {
     const int32_t *chosen; /* NULL: all rows */
 } Positions;
 
+/* The first position that the token at `position` attends to: of a window (0: all) that ends with it, or, chunked, begins at
+ * a multiple of its size. */
+static inline size_t window_begin(size_t position, size_t window, int chunked) {
+    if (!window || position < window) return 0;
+    return chunked ? position - position % window : position + 1 - window;
+}
+
 enum { MOST_CODED = 256 }; /* columns of a row of codes */
 
 /* Where the rows of a tile begin. */

@@ -66,7 +66,7 @@ static void attend_block(void *data, size_t thread, size_t task) {
         rows.queries[r] = prompt->query + at * slabs->key_columns;
         rows.out[r] = prompt->out + at * slabs->value_columns;
         rows.sinks[r] = prompt->sinks ? prompt->sinks + head : NULL;
-        rows.begin[r] = prompt->window && end > prompt->window ? end - prompt->window : 0;
+        rows.begin[r] = window_begin(end - 1, prompt->window, prompt->chunked);
         rows.end[r] = end;
     }
     const size_t each = rows_workspace(slabs->key_columns, slabs->value_columns);

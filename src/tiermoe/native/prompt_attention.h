@@ -13,6 +13,7 @@ typedef struct {
     size_t tokens, heads;
     size_t slab, first; /* whose cache, and the position of the first token; keys and values of all are there */
     size_t window;      /* positions that a token attends to, its own included; 0: all */
+    int chunked;        /* a token attends from a multiple of the window on */
     float scale;        /* of scores */
     /* Positions begin .. end - 1 are attended to in this call (QueryRows); those of a piece lie from row 0 on */
     size_t begin, end;

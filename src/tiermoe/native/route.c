@@ -50,11 +50,13 @@ void route_choose(const Router *router, float *logits, int64_t *chosen, float *w
     const size_t experts = router->experts, k = router->k;
     const float most = logits[largest(logits, NULL, experts)];
     const float sum = router->scoring == SOFTMAX ? sum_of_powers(logits, experts, most) : 0;
+    const int in_order = router->groups == 1 && !router->correction; /* logits rank as what is made of them */
     float scores[experts], kept = 0;
     uint8_t out[experts]; /* chosen, or of a group that is not kept */
     memset(out, 0, experts);
     for (size_t e = 0; e < experts; e++) {
-        if (router->scoring == SIGMOID) logits[e] = 1 / (1 + expf(-logits[e]));
+        if (router->scoring == SIGMOID && !in_order) logits[e] = 1 / (1 + expf(-logits[e]));
+        if (router->scoring == SOFTMAX && !in_order) logits[e] = expf(logits[e] - most) / sum;
         scores[e] = logits[e] + (router->correction ? router->correction[e] : 0);
     }
     if (router->groups > 1) keep_groups(router, scores, out);
@@ -64,7 +66,9 @@ void route_choose(const Router *router, float *logits, int64_t *chosen, float *w
         weights[i] = logits[best];
         out[best] = 1;
     }
-    if (router->scoring != SIGMOID) {
+    if (router->scoring == SIGMOID && in_order)
+        for (size_t i = 0; i < k; i++) weights[i] = 1 / (1 + expf(-weights[i]));
+    if (router->scoring == CHOSEN || (router->scoring == SOFTMAX && in_order)) {
         const float all = router->scoring == CHOSEN ? sum_of_powers(weights, k, most) : sum;
         for (size_t i = 0; i < k; i++) weights[i] = expf(weights[i] - most) / all;
     }

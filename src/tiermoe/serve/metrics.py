@@ -79,6 +79,8 @@ class _State(Collector):
             ("prompt_tokens", "Tokens of prompts that were read", counts.prompt_tokens),
             ("prompt_tokens_cached", "Tokens of prompts that earlier requests left", counts.cached_tokens),
             ("generation_tokens", "Generated tokens", counts.generated_tokens),
+            ("spec_decode_num_draft_tokens", "Verified guesses at next tokens", counts.guessed_tokens),
+            ("spec_decode_num_accepted_tokens", "Those that were right", counts.right_guesses),
             ("expert_cache_queries", "Experts that a router asked for", stats["expert_hits"] + stats["expert_misses"]),
             ("expert_cache_hits", "Those that were there", stats["expert_hits"]),
             ("expert_cache_evictions", "Experts that left for others", stats["expert_evictions"]),

@@ -29,6 +29,7 @@ class Deployed:
     sampling: Any  # of a request that names none
     access: Mapping[str, Any]  # named arguments of `create_app`
     most_waiting: int  # requests in a replica's queue
+    guesses: bool  # whether answers' next tokens are guessed
     kv_memory: int | None  # bytes for the keys and values of a replica's requests
 
 
@@ -82,5 +83,8 @@ def app_of(deployed: Deployed) -> Any:
     blueprint = inspect_model(directory, deployed.model, asked.store)
     use = replace(use_of_server(blueprint, asked), kv_memory=deployed.kv_memory)
     engine = start_engine(blueprint, asked, use=use)
-    served = served_of(engine, load_tokenizer(directory), deployed.name, deployed.sampling, deployed.most_waiting)
+    served = served_of(
+        engine, load_tokenizer(directory), deployed.name, deployed.sampling, deployed.most_waiting,
+        guesses=deployed.guesses,
+    )  # fmt: skip
     return create_app(served, **deployed.access)

@@ -14,6 +14,7 @@ from tiermoe.engine.expectation import OtherBudget, other_budgets
 from tiermoe.engine.numerics import numerics
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling, end_tokens
+from tiermoe.engine.speculation import Speculation
 from tiermoe.model.kv_cache import KVCache
 from tiermoe.model.prefix_files import PrefixDisk, PrefixFolder, first_name
 from tiermoe.serve.errors import TOO_LONG, Refused
@@ -156,12 +157,20 @@ def served_of(
     sampling: Sampling,
     most_waiting: int,
     disk: Callable[[Any], PrefixDisk] | None = None,
+    guesses: bool = True,
 ) -> Served:
     """Starts the loop of a loaded engine, in a thread.
 
     As many requests run at once as the engine was planned for; `most_waiting` more may wait. name: the model's, for
-    clients. disk: as in `RequestLoop`."""
-    loop = RequestLoop(engine, tokenizer, engine.settings.batch, disk=disk, times_decoding=True)
+    clients. disk: as in `RequestLoop`. guesses: whether answers' next tokens are guessed."""
+    loop = RequestLoop(
+        engine,
+        tokenizer,
+        engine.settings.batch,
+        disk=disk,
+        times_decoding=True,
+        speculation=Speculation() if guesses else None,
+    )
     grammars = Grammars(tokenizer, engine.config.vocab_size, end_tokens(engine.generation_config))
     metrics = PrometheusMetrics(engine, loop)
     worker = Worker(loop, most_waiting, metrics.ended)

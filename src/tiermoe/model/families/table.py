@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from tiermoe.errors import ModelError
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.gemma4 import GEMMA4
+from tiermoe.model.families.llama4 import LLAMA4
 from tiermoe.model.feed_forward import ACTIVATIONS
-from tiermoe.model.rotary import knows_rotary
+from tiermoe.model.rotary import Temperature, knows_rotary
 from tiermoe.model.routers import RouterRule
 
 
@@ -67,11 +70,17 @@ _TABLE = (
     Family("GLM-MoE-DSA (GLM-5)", "glm_moe_dsa", latent_kv=True),
     Family("ERNIE 4.5", "ernie4_5_moe", normalised=True),
     Family("dots.llm1", "dots1"),
+    Family("EXAONE MoE (K-EXAONE)", "exaone_moe"),
     Family("LFM2-MoE", "lfm2_moe"),
     Family("Gemma 4", "gemma4_text", normalised=True),
     Family("gpt-oss", "gpt_oss", normalised=True),
     Family("GraniteMoE", "granitemoe", normalised=True),
+    Family("Hunyuan (A13B)", "hunyuan_v1_moe", normalised=True),
+    Family("Hunyuan 3", "hy_v3", normalised=True),
+    Family("Mellum 2", "mellum", plain_router=True),
     Family("MiniMax-M2", "minimax_m2", normalised=True),
+    Family("Mistral 4", "mistral4", latent_kv=True),
+    Family("Solar Open", "solar_open"),
     Family("DBRX", "dbrx", adapter="dbrx", forecasts=False, normalised=True),
     Family("Jamba", "jamba", continues=False, normalised=False),
     Family("JetMoE", "jetmoe", adapter="jetmoe", forecasts=False, normalised=True),
@@ -178,6 +187,42 @@ def deepseek_v3_router(config: Any) -> RouterRule:
     )
 
 
+def hunyuan_router(config: Any) -> RouterRule:
+    return RouterRule(_topk(config)[0], normalise=True, wide=True, rounded=False)
+
+
+def hunyuan_lacks(config: Any) -> str:
+    """The parts of a config of Hunyuan that cannot be computed; empty: none."""
+    return "" if len(set(_topk(config))) == 1 else "layers that use different numbers of experts"
+
+
+def _topk(config: Any) -> list[int]:
+    return config.moe_topk if isinstance(config.moe_topk, list) else [config.moe_topk]
+
+
+def hunyuan3_router(config: Any) -> RouterRule:
+    return RouterRule(
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        normalise=True,
+        epsilon=1e-20,
+        wide=True,
+        rounded=False,
+        scale=float(config.router_scaling_factor),
+    )
+
+
+def mistral4_router(config: Any) -> RouterRule:
+    return RouterRule(
+        config.num_experts_per_tok,
+        normalise=bool(config.norm_topk_prob),
+        epsilon=1e-20,
+        groups=config.n_group,
+        kept_groups=config.topk_group,
+        scale=float(config.routed_scaling_factor),
+    )
+
+
 def ernie_router(config: Any) -> RouterRule:
     """Softmax over all experts, of which a correction chooses; a token's weights sum to 1."""
     return RouterRule(config.num_experts_per_tok, normalise=True, epsilon=1e-20, wide=True)
@@ -191,6 +236,20 @@ def lfm2_router(config: Any) -> RouterRule:
         epsilon=1e-6,
         scale=float(config.routed_scaling_factor),
     )
+
+
+def mistral4_temperature(config: Any) -> Temperature | None:
+    """Grows with the logarithm of how often a position has the length that the model was first trained for."""
+    beta, length = (config.rope_parameters.get(name) for name in _TEMPERED)
+    return None if beta is None else lambda positions: 1 + beta * torch.log(1 + torch.floor(positions / length))
+
+
+_TEMPERED = ("llama_4_scaling_beta", "original_max_position_embeddings")
+
+
+def full_exaone(config: Any, layer: int) -> bool:
+    """EXAONE's layers without a window, where others have one."""
+    return config.sliding_window is not None and config.layer_types[layer] == "full_attention"
 
 
 def indexer_lacks(config: Any) -> str:
@@ -233,9 +292,22 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope="complex",
     ),
     "dots1": replace(_GLM4, window="layer"),
+    "exaone_moe": replace(_GLM4, window="layer", unrotated=full_exaone),
+    "hunyuan_v1_moe": Architecture(
+        hunyuan_router,
+        gate="gate.wg",
+        shared="shared_mlp",
+        names={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
+        norms_rotated=True,
+        lacks=hunyuan_lacks,
+    ),
+    "hy_v3": Architecture(hunyuan3_router, shared="shared_experts", correction="e_score_correction_bias"),
+    "mellum": Architecture(softmax_router, window="layer"),
     "minimax_m2": Architecture(minimax_router, correction="e_score_correction_bias", norm_all_heads=True),
     "gemma4_text": GEMMA4,
     "gpt_oss": Architecture(chosen_router, gate="router", window="layer", late_norm=True, norm_by_kernel=False),
+    "solar_open": _GLM4,
+    "llama4_text": LLAMA4,
     "lfm2_moe": Architecture(
         lfm2_router,
         block="feed_forward",
@@ -247,6 +319,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek": Architecture(softmax_router, shared="shared_experts"),
     "deepseek_v2": Architecture(deepseek_v2_router, shared="shared_experts", latent=True, rope="complex"),
     "deepseek_v3": _DEEPSEEK_V3,
+    "mistral4": replace(_DEEPSEEK_V3, router=mistral4_router, correction=None, temperature=mistral4_temperature),
     "deepseek_v32": replace(_DEEPSEEK_V3, index_rope="halves", lacks=indexer_lacks),
     "glm_moe_dsa": replace(_DEEPSEEK_V3, index_rope="pairs", lacks=indexer_lacks),
 }

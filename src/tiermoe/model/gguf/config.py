@@ -9,6 +9,7 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile, Strings, rounded
 from tiermoe.model.gguf.linear_attention import linear_config
 from tiermoe.model.gguf.shapes import (
+    AGAIN,
     blocks,
     dense_inner,
     dense_layers,
@@ -138,32 +139,34 @@ def deepseek(file: GgufFile) -> Config:
     }
 
 
-def deepseek2(file: GgufFile) -> Config:
+def _latent(file: GgufFile) -> Config:
+    """A model with latent attention."""
     rotary = file.count("rope.dimension_count")
     key = file.count("attention.key_length_mla", file.count("attention.key_length"))
-    corrected = any(name.endswith("exp_probs_b.bias") for name in file.tensors)  # no DeepSeek-V2 is
-    sigmoid = file.count("expert_gating_func", _SIGMOID if corrected else _SOFTMAX) == _SIGMOID
-    groups, kept = file.count("expert_group_count", 1), file.count("expert_group_used_count", 1)
-    shared = file.count("expert_shared_count")
-    heads = file.uniform_count("attention.head_count")
-    config = {
+    return {
         **_common(file),
-        "num_key_value_heads": heads,
+        "num_key_value_heads": file.uniform_count("attention.head_count"),
         "q_lora_rank": file.count("attention.q_lora_rank", 0) or None,
         "kv_lora_rank": file.count("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotary,
         "qk_nope_head_dim": key - rotary,
         "v_head_dim": file.count("attention.value_length_mla", file.count("attention.value_length")),
         "n_routed_experts": experts(file),
-        "n_shared_experts": shared,
+        "n_shared_experts": file.count("expert_shared_count"),
         "moe_intermediate_size": inner(file),
         "intermediate_size": dense_inner(file),
         "first_k_dense_replace": leading_dense(file),
         "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(file.of_model("expert_weights_norm", False)),
-        "n_group": groups,
-        "topk_group": kept,
+        "n_group": file.count("expert_group_count", 1),
+        "topk_group": file.count("expert_group_used_count", 1),
     }
+
+
+def deepseek2(file: GgufFile) -> Config:
+    corrected = any(name.endswith("exp_probs_b.bias") for name in file.tensors)  # no DeepSeek-V2 is
+    sigmoid = file.count("expert_gating_func", _SIGMOID if corrected else _SOFTMAX) == _SIGMOID
+    config = _latent(file)
     if sigmoid:
         return {**config, "model_type": "deepseek_v3"}
     if config["norm_topk_prob"]:
@@ -171,8 +174,17 @@ def deepseek2(file: GgufFile) -> Config:
     return {
         **config,
         "model_type": "deepseek_v2",
-        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        "topk_method": "group_limited_greedy" if config["n_group"] > 1 else "greedy",
     }
+
+
+def mistral4(file: GgufFile) -> Config:
+    config = _latent(file)
+    rope = config["rope_parameters"]
+    if rope["rope_type"] != "yarn":
+        raise ModelError(f"{file.path} does not scale its rotary embedding by yarn, which every Mistral 4 does")
+    rope["llama_4_scaling_beta"] = file.decimal("attention.temperature_scale")
+    return {**config, "model_type": "mistral4"}
 
 
 def qwen35moe(file: GgufFile) -> Config:
@@ -207,6 +219,35 @@ def glm4moe(file: GgufFile) -> Config:
         "topk_group": file.count("expert_group_used_count", 1),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
+def exaone_moe(file: GgufFile) -> Config:
+    slides = file.of_model("attention.sliding_window_pattern")
+    layers = range(blocks(file))
+    if not isinstance(slides, list) or len(slides) < len(layers):
+        raise ModelError(f"{file.path} does not say which of its layers have a window; {AGAIN}")
+    return {
+        **_grouped(file),
+        "model_type": "exaone_moe",
+        "num_experts": experts(file),
+        "num_shared_experts": file.count("expert_shared_count"),
+        "moe_intermediate_size": inner(file),
+        "intermediate_size": dense_inner(file),
+        "first_k_dense_replace": leading_dense(file),
+        "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(file.of_model("expert_weights_norm", False)),
+        "sliding_window": file.count("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if slides[layer] else "full_attention" for layer in layers],
+    }
+
+
+def hunyuan_moe(file: GgufFile) -> Config:
+    return {
+        **_grouped(file),
+        "model_type": "hunyuan_v1_moe",
+        "num_experts": experts(file),
+        "intermediate_size": inner(file),
     }
 
 

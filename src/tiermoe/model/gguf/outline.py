@@ -84,13 +84,15 @@ def _is_packable(path: str, shape: tuple[int, ...], router: str) -> bool:
 
 def _is_dense(config: Any, layer: int) -> bool:
     first = getattr(config, "first_k_dense_replace", 0) or getattr(config, "moe_layer_start_index", 0)
-    return layer < first or layer in getattr(config, "mlp_only_layers", [])
+    kinds = getattr(config, "mlp_layer_types", None)
+    return layer < first or layer in getattr(config, "mlp_only_layers", []) or bool(kinds and kinds[layer] == "dense")
 
 
 def _experts(config: Any) -> int:
     return int(next(getattr(config, name) for name in _COUNTS if hasattr(config, name)))
 
 
+_SHARED = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -148,7 +150,7 @@ def _shared(of: Architecture, config: Any) -> Shapes:
         yield from _three(shared, hidden, config.shared_expert_intermediate_size)
         yield f"{of.block}.{of.shared_gate}.weight", (1, hidden)
         return
-    count = getattr(config, "n_shared_experts", 0) or getattr(config, "moe_num_shared_experts", 0)
+    count = max(getattr(config, name, 0) for name in _SHARED)
     if of.shared and count:
         yield from _three(shared, hidden, count * _inner(config))
 
@@ -180,6 +182,10 @@ def _biases_and_norms(of: Architecture, config: Any, sizes: GroupedSizes) -> Sha
             yield f"self_attn.{name}_proj.bias", (columns["q" if name == "q" else "k"],)
     if all_projections and kind != "glm4_moe":
         yield "self_attn.o_proj.bias", (config.hidden_size,)
-    if of.norm_all_heads or kind in ("qwen3_moe", "qwen3_5_moe_text") or getattr(config, "use_qk_norm", False):
+    if (
+        of.norm_all_heads
+        or kind in ("qwen3_moe", "qwen3_5_moe_text", "exaone_moe")
+        or getattr(config, "use_qk_norm", False)
+    ):
         for name in "qk":
             yield f"self_attn.{name}_norm.weight", (columns[name] if of.norm_all_heads else sizes.columns,)

@@ -96,6 +96,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen35moe": _QWEN35,
     # Qwen3-Next's layers, with their projection's matrices apart, as the file has them, are Qwen3.5's
     "qwen3next": _QWEN35,
+    "mistral4": GgufArchitecture(configs.mistral4, "mistral4"),
+    "exaone-moe": GgufArchitecture(configs.exaone_moe, "exaone_moe"),
+    "hunyuan-moe": GgufArchitecture(configs.hunyuan_moe, "hunyuan_v1_moe"),
     "glm4moe": GgufArchitecture(configs.glm4moe, "glm4_moe", _LATE_NORM),
     "lfm2moe": GgufArchitecture(configs.lfm2moe, "lfm2_moe", _CONVOLUTION),
     "minimax-m2": GgufArchitecture(configs.minimaxm2, "minimax_m2"),

@@ -1,0 +1,311 @@
+"""Speculation: drafts from earlier tokens, guesses that change no token, and what they may lose."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.speculation import Forced
+from native_experts import checkpoint
+from serving import Letters, WrappedEngine
+from small_engines import NATIVE, engine_of, tokens
+from tiermoe import native
+from tiermoe.engine.prompt_lookup import LONGEST, MATCH, PromptLookup
+from tiermoe.engine.request import Piece, Request
+from tiermoe.engine.request_loop import RequestLoop
+from tiermoe.engine.sampling import Sampling
+from tiermoe.engine.speculation import LOSS, MOST, Drafter, Speculation
+from tiermoe.errors import LoadError
+from tiny import write
+
+REPEATED = [*tokens(12, 3) * 3, *tokens(5, 4), *tokens(12, 3)]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "gpt_oss": {"sliding_window": 12},
+    "deepseek_v32": {
+        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        "q_lora_rank": 64, "index_head_dim": 128, "index_topk": 12, "intermediate_size": 64,
+    },
+    "olmoe": {},
+    "qwen3_next": {},
+}  # fmt: skip
+"""Grouped heads, sinks and windows, latents that are chosen; and a family that cannot verify several tokens."""
+
+
+class Eager(Speculation):
+    """Verifies every guess that there is, whatever it costs."""
+
+    def allows(self, rows: int) -> bool:
+        self.share = 1e-9
+        return True
+
+
+class Counted(WrappedEngine):
+    """Counts steps, and tokens that ran in them."""
+
+    steps = ran = 0
+
+    def step(self, batch: Any, *rest: Any) -> Any:
+        self.steps += 1
+        self.ran += len(batch.tokens)
+        return self._engine.step(batch, *rest)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = checkpoint(tmp_path_factory.mktemp("speculation"), request.param, **FAMILIES[request.param])
+    engine = engine_of(directory, bits=4, dense_bits=4, chunk=16, batch=3, context=120, cache="50%")
+    assert engine.decoder.can_verify_draft is (native.available() and request.param != "qwen3_next")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = write(tmp_path_factory.mktemp("speculation"), "qwen3_moe", torch.bfloat16, **NATIVE)
+    engine = engine_of(directory, bits=4, dense_bits=4, chunk=16, batch=3, context=120)
+    yield engine
+    engine.close()
+
+
+def answers(loop: RequestLoop, asked: Sequence[Request]) -> list[list[int]]:
+    found: dict[int, list[int]] = {loop.add(each): [] for each in asked}
+    while not loop.idle:
+        for piece in loop.step():
+            assert piece.error is None, piece.error
+            found[piece.number] += piece.tokens
+    return list(found.values())
+
+
+def requests(seed: int | None = None) -> list[Request]:
+    """Prompts that repeat, of which greedy answers repeat soon too."""
+    sampling = {} if seed is None else {"temperature": 0.7, "seed": seed, "top_p": 0.9}
+    prompts = ([*tokens(at, at + 9), *REPEATED] for at in range(3))
+    return [Request(each, Sampling(max_tokens=40, repetition_penalty=1.0, **sampling)) for each in prompts]
+
+
+def written(text: Sequence[int]) -> Request:
+    """A request whose answer is `text`, with the log probability that the model gives to each token."""
+    return Request([*tokens(9), *REPEATED], Sampling(max_tokens=len(text)), logprobs=1, grammar=Forced(text))
+
+
+def logprobs(loop: RequestLoop, text: Sequence[int]) -> list[Any]:
+    loop.add(written(text))
+    found = list[Any]()
+    while not loop.idle:
+        found += [each for piece in loop.step() for each in piece.logprobs]
+    return found
+
+
+def test_guesses_change_no_token_of_a_family(family: Any) -> None:
+    for seed in (None, 1):
+        alone = [answers(RequestLoop(family, Letters(), 1, set()), [each])[0] for each in requests(seed)]
+        for rows in (1, 3):
+            loop = RequestLoop(family, Letters(), rows, set(), speculation=Eager())
+            assert answers(loop, requests(seed)) == alone
+
+
+def test_guesses_change_no_bit_of_a_family(family: Any) -> None:
+    """The prompt's own text with a wrong end now and then: rows of right guesses, and of wrong ones."""
+    text = [*REPEATED[:20], 90, *REPEATED[3:14], 91, 92, *REPEATED[:9]]
+    plain, guessed = Counted(family), Counted(family)
+    expected = logprobs(RequestLoop(plain, Letters(), 1, set()), text)
+    assert logprobs(RequestLoop(guessed, Letters(), 1, set(), speculation=Eager()), text) == expected
+    if family.decoder.can_verify_draft:
+        assert guessed.steps < plain.steps
+        assert guessed.ran > plain.ran
+
+
+def test_right_guesses_spare_steps(engine: Any) -> None:
+    plain, guessed = Counted(engine), Counted(engine)
+    logprobs(RequestLoop(plain, Letters(), 1, set()), REPEATED)
+    logprobs(RequestLoop(guessed, Letters(), 1, set(), speculation=Eager()), REPEATED)
+    assert guessed.steps < 0.5 * plain.steps
+
+
+def test_an_answer_ends_where_it_ends_without_guesses(engine: Any) -> None:
+    (whole,) = answers(RequestLoop(engine, Letters(), 1, set()), requests()[:1])
+    for end in {whole[5], whole[-1]}:
+        expected = answers(RequestLoop(engine, Letters(), 1, {end}), requests()[:1])
+        assert answers(RequestLoop(engine, Letters(), 1, {end}, speculation=Eager()), requests()[:1]) == expected
+    for most in (1, 2, 7):
+        short = [Request(requests()[0].ids, Sampling(max_tokens=most))]
+        assert answers(RequestLoop(engine, Letters(), 1, set(), speculation=Eager()), short) == [whole[:most]]
+
+
+def test_what_a_request_left_is_found_again_without_its_wrong_guesses(engine: Any) -> None:
+    loop, plain = (
+        RequestLoop(engine, Letters(), 2, set(), speculation=Eager()),
+        RequestLoop(engine, Letters(), 2, set()),
+    )
+    (first,) = answers(loop, requests()[:1])
+    assert answers(plain, requests()[:1]) == [first]
+    turn = [Request([*requests()[0].ids, *first, 5, 6], Sampling(max_tokens=12))]
+    assert answers(loop, turn) == answers(plain, turn)
+    assert loop.counts.cached_tokens == plain.counts.cached_tokens > 0
+
+
+def test_an_answer_does_not_fail_by_a_guess(engine: Any) -> None:
+    class Damaged(WrappedEngine):
+        def step(self, batch: Any, *rest: Any) -> Any:
+            if any(row.kind == "verify" for row in batch.rows):
+                raise LoadError("an expert that a guess asks for is damaged")
+            return self._engine.step(batch, *rest)
+
+    for rows in (1, 3):
+        expected = answers(RequestLoop(engine, Letters(), rows, set()), requests())
+        assert (
+            answers(RequestLoop(Damaged(engine), Letters(), rows, set(), speculation=Eager()), requests()) == expected
+        )
+
+
+def test_a_preempted_answer_that_was_guessed_goes_on(engine: Any) -> None:
+    expected = answers(RequestLoop(engine, Letters(), 3, set()), requests())
+    loop = RequestLoop(engine, Letters(), 3, set(), speculation=Eager())
+    found: dict[int, list[int]] = {loop.add(each): [] for each in requests()}
+    for step in range(10_000):
+        if loop.idle:
+            break
+        if step % 7 == 6 and loop.running > 1:
+            preempt_last(loop)
+        for piece in loop.step():
+            found[piece.number] += piece.tokens
+    assert list(found.values()) == expected
+
+
+def preempt_last(loop: Any) -> None:
+    row = loop._answering[-1] if loop._answering else loop._reading[-1]
+    loop._preempt(row)
+
+
+def test_lossy_presets_take_no_guesses(engine: Any) -> None:
+    class Lossy(Counted):
+        composition = type("composition", (), {"lossy": ["skip"]})
+
+    counted, plain = Lossy(engine), Counted(engine)
+    answers(RequestLoop(counted, Letters(), 1, set(), speculation=Eager()), requests()[:1])
+    answers(RequestLoop(plain, Letters(), 1, set()), requests()[:1])
+    assert (counted.steps, counted.ran) == (plain.steps, plain.ran)
+
+
+# drafts
+
+
+def latest_longest(sequence: Sequence[int]) -> tuple[int, int]:
+    """(place, length) of the longest match behind the sequence's end, the latest of several; (0, 0) without one."""
+    best = (0, 0)
+    for place in range(MATCH, len(sequence)):
+        length = 0
+        while length < min(place, LONGEST) and sequence[place - 1 - length] == sequence[-1 - length]:
+            length += 1
+        if length >= MATCH and length >= best[1]:
+            best = (place, length)
+    return best
+
+
+@given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 8), st.lists(st.integers(1, 59), max_size=4))
+def test_a_draft_is_what_followed_the_longest_match(sequence: list[int], most: int, cuts: list[int]) -> None:
+    lookup, done = PromptLookup(places=1000), 0
+    for cut in sorted({min(cut, len(sequence)) for cut in cuts} | {len(sequence)}):
+        lookup.extend(sequence[done:cut])
+        done = cut
+        draft, length = lookup.draft(most)
+        place, expected = latest_longest(sequence[:cut])
+        assert length == expected
+        after = list(sequence[place:cut])
+        assert draft == ([after[at % len(after)] for at in range(most)] if expected else [])
+
+
+# what guesses may lose
+
+
+def decoded(speculation: Speculation, text: Sequence[int], prompt: Sequence[int], guess_s: float) -> float:
+    """Seconds that an answer `text` takes with a computed clock: a step takes one, and guess_s for each guess."""
+    drafter, answer, took = Drafter(speculation), [text[0]], 0.0
+    while len(answer) < len(text):
+        guesses = drafter.draft(prompt, answer, min(MOST, len(text) - len(answer)), 1)
+        right = 0
+        while right < len(guesses) and guesses[right] == text[len(answer) + right]:
+            right += 1
+        came = list(text[len(answer) : len(answer) + right + 1])
+        seconds = 1 + guess_s * len(guesses)
+        speculation.record(1, len(guesses), len(came), seconds)
+        answer += came
+        took += seconds
+    return took
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6, 1.0, 1.6])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_guesses_lose_little_where_they_are_wrong(share: float, seed: int) -> None:
+    """Five kinds of tokens: there is a match at nearly every place, and it says nothing."""
+    drawn, speculation = random.Random(seed), Speculation()
+    text = [drawn.randrange(5) for _ in range(4000)]
+    took = decoded(speculation, text, [], share)
+    worst = (MOST + 8) * max(share, 1)  # a step's, and what one begins with
+    assert took <= (1 + LOSS) * len(text) + worst
+
+
+def test_guesses_that_lost_are_withheld_for_a_while() -> None:
+    losing, waiting, missing = Speculation(), Speculation(), Speculation()
+    for speculation in (losing, waiting, missing):
+        for _ in range(3):
+            speculation.record(1, 0, 1, 1.0)
+        lost = 0.0
+        while speculation.allows(1):
+            speculation.record(1, 5, 1, 4.0)
+            lost += 3
+            assert lost < 20
+        assert lost > 2
+    steps = 0
+    while not waiting.allows(1):
+        waiting.record(1, 0, 1, 1.0)
+        steps += 1
+    assert steps > 0.5 / LOSS
+    for _ in range(20):
+        missing.record_withheld(True)
+        losing.record_withheld(False)
+    assert missing.allows(1)
+    assert not losing.allows(1)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_cost_of_a_guess_is_what_it_adds_to_a_step(rows: int) -> None:
+    speculation = Speculation()
+    for at in range(400):
+        guesses = 0 if at < 5 else 1 + at % 7
+        speculation.record(rows, guesses, rows + guesses, 2.0 + 0.3 * guesses)
+    assert speculation.share == pytest.approx(0.3 * rows / 2.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("share", "least"), [(0.2, 3.0), (0.5, 1.6), (0.8, 1.05)])
+def test_guesses_win_where_a_text_repeats(share: float, least: float) -> None:
+    drawn = random.Random(1)
+    prompt = [drawn.randrange(1000) for _ in range(300)]
+    assert len(prompt) / decoded(Speculation(), prompt, prompt, share) >= least
+
+
+def test_guesses_come_back_after_they_have_lost() -> None:
+    """A long match that ends, again and again, uses up what may be lost; then the text repeats."""
+    drawn, speculation = random.Random(3), Speculation()
+    prompt = [drawn.randrange(1000) for _ in range(400)]
+    misleading = [token for at in range(0, 400, 8) for token in (*prompt[at : at + 7], 1000 + at)]
+    decoded(speculation, misleading, prompt, 0.9)
+    drafter_s = decoded(speculation, prompt, prompt, 0.3)
+    assert len(prompt) / drafter_s > 1.3
+
+
+def test_a_piece_for_each_token(engine: Any) -> None:
+    loop, pieces = RequestLoop(engine, Letters(), 1, set(), speculation=Eager()), list[Piece]()
+    loop.add(requests()[0])
+    while not loop.idle:
+        pieces += loop.step()
+    assert [len(piece.tokens) for piece in pieces] == [1] * 40
+    assert [piece.finish for piece in pieces] == [None] * 39 + ["length"]
+    assert loop.counts.generated_tokens == 40
