@@ -248,6 +248,20 @@ def test_command(
         main()
 
 
+def test_a_recipe_brings_the_settings_that_are_not_given(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*arguments(text, tmp_path / "model", 1), "--recipe", "chats-15m"]
+    monkeypatch.setattr("sys.argv", given)
+    main()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert (loaded.config.num_experts, loaded.config.tie_word_embeddings) == (4, False)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
+    monkeypatch.setattr("sys.argv", [*given, "--tied"])
+    with pytest.raises(SystemExit, match=r"tied False \(now True\)"):
+        main()
+
+
 def test_command_without_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", arguments(tmp_path, tmp_path / "model", 3))
     with pytest.raises(SystemExit, match="holds no text"):

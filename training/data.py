@@ -50,13 +50,14 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], path: Path)
     """
     if len(tokenizer) > np.iinfo(np.uint16).max:
         raise ValueError(f"a vocabulary of {len(tokenizer)} does not fit 16-bit ids")
+    end = tokenizer.convert_tokens_to_ids(END)
     if not path.exists():
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
             for text in texts:
                 for encoding in tokenizer.backend_tokenizer.encode_batch(pieces(text)):
                     np.asarray(encoding.ids, dtype=np.uint16).tofile(file)
-                np.asarray([tokenizer.eos_token_id], dtype=np.uint16).tofile(file)
+                np.asarray([end], dtype=np.uint16).tofile(file)
         partial.rename(path)
     return np.memmap(path, np.uint16, "r")
 

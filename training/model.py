@@ -38,7 +38,7 @@ def build_model(settings: Settings) -> Qwen3MoeForCausalLM:
         num_experts=settings.experts,
         num_experts_per_tok=settings.top_k,
         norm_topk_prob=True,
-        tie_word_embeddings=True,
+        tie_word_embeddings=settings.tied,
         max_position_embeddings=settings.max_length,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         router_aux_loss_coef=settings.balance,
@@ -50,6 +50,7 @@ def build_model(settings: Settings) -> Qwen3MoeForCausalLM:
         if parameter.dim() > 1:
             residual = name.endswith(("down_proj", "o_proj.weight"))
             nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * settings.layers) if residual else INIT_STD)
+    nn.init.normal_(model.model.embed_tokens.weight, std=settings.embedding_std)
     use_batched_experts(model, settings.capacity_factor)
     return model
 

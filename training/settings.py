@@ -1,4 +1,4 @@
-"""What determines the trained weights. The defaults are those of models/stories-7m."""
+"""What determines the trained weights: the defaults are those of models/stories-7m, `RECIPES` has every model's."""
 
 from dataclasses import dataclass
 
@@ -16,6 +16,9 @@ class Settings:
     top_k: int = 4
     expert_hidden: int = 64
     vocab: int = 4096
+    tied: bool = True
+    chats: bool = False
+    embedding_std: float = 0.02
     max_length: int = 2048
     sequence: int = 256
     batch: int = 16
@@ -34,6 +37,23 @@ class Settings:
         return max(1, self.tokens // (self.batch * self.sequence))
 
 
+RECIPES = {
+    "stories-7m": Settings(),
+    "chats-15m": Settings(
+        experts=64,
+        top_k=8,
+        vocab=6144,
+        tied=False,
+        chats=True,
+        embedding_std=0.25,
+        sequence=512,
+        batch=8,
+        tokens=7_000_000,
+    ),
+}
+"""Shipped model → the settings that make one like it."""
+
+
 HELP = {
     "layers": "transformer layers, each with experts",
     "hidden": "width of the residual stream",
@@ -44,6 +64,9 @@ HELP = {
     "top_k": "experts that run for a token",
     "expert_hidden": "intermediate width of an expert",
     "vocab": "tokens of the tokenizer",
+    "tied": "one matrix for the embedding and the output layer",
+    "chats": "tokenizer with the tokens and the template of chats, a token for each digit",
+    "embedding_std": "standard deviation of the embedding at the start (large: a layer's input resembles its output)",
     "max_length": "context that the configuration names (positions beyond --sequence are not trained)",
     "sequence": "tokens in a training sequence",
     "batch": "sequences in a batch",

@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from training.checkpoint import OtherSettings, load_state, save_state
 from training.data import Tokens, batch, documents, encode
 from training.export import export
 from training.model import build_model, losses
-from training.settings import HELP, Settings
+from training.settings import HELP, RECIPES, Settings
 from training.tokenizer import load_tokenizer, train_tokenizer
 
 HELD_OUT_SHARE = 0.01
@@ -109,7 +110,8 @@ def prepare(args: argparse.Namespace, settings: Settings) -> tuple[Tokens, Token
     """Tokenizer, training tokens and held-out tokens, made once and then kept in ``args.work``."""
     args.work.mkdir(parents=True, exist_ok=True)
     if not (args.work / "tokenizer.json").exists():
-        train_tokenizer(documents(args.text), settings.vocab, settings.max_length).save_pretrained(args.work)
+        tokenizer = train_tokenizer(documents(args.text), settings.vocab, settings.max_length, settings.chats)
+        tokenizer.save_pretrained(args.work)
     tokenizer = load_tokenizer(args.work)
     tokens = encode(tokenizer, documents(args.text), args.work / "train.tokens")
     if args.held_out:
@@ -123,6 +125,7 @@ def parser() -> argparse.ArgumentParser:
     top.formatter_class = argparse.RawDescriptionHelpFormatter
     top.add_argument("text", type=Path, help="folder of .txt and .txt.xz files, or one such file")
     top.add_argument("--out", type=Path, required=True, help="directory of the trained model")
+    top.add_argument("--recipe", choices=RECIPES, default="stories-7m", help="the settings not given (%(default)s)")
     top.add_argument("--held-out", type=Path, help="text for the perplexity (default: the last 1 %% of TEXT)")
     top.add_argument("--work", type=Path, help="directory of tokens and training state (default: OUT.work)")
     top.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -131,9 +134,12 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--log-every", type=int, default=20, help="steps between lines of progress")
     for field in fields(Settings):
         name = "--" + field.name.replace("_", "-")
-        top.add_argument(
-            name, type=type(field.default), default=field.default, help=f"{HELP[field.name]} (%(default)s)"
-        )
+        values = ", ".join(str(getattr(settings, field.name)) for settings in RECIPES.values())
+        told: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{HELP[field.name]} ({values})"}
+        if isinstance(field.default, bool):
+            top.add_argument(name, action=argparse.BooleanOptionalAction, **told)
+        else:
+            top.add_argument(name, type=type(field.default), **told)
     return top
 
 
@@ -156,7 +162,8 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    given = {field.name: getattr(args, field.name) for field in fields(Settings) if hasattr(args, field.name)}
+    settings = replace(RECIPES[args.recipe], **given)
     console = Console(stderr=True)
     tokens, held_out = prepare(args, settings)
     model = build_model(settings).to(args.device)
