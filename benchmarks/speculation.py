@@ -21,6 +21,7 @@ from benchmarks.rounds import about, at_least_one, parser_of, print_table, shown
 from tiermoe.bench.cases import DEFAULT_TEXT, alternating
 from tiermoe.bench.run_tiermoe import start_engine
 from tiermoe.bench.summary import spread
+from tiermoe.engine.prompt_lookup import Lookup
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Grammar, Sampling
@@ -68,7 +69,7 @@ def cases(tokenizer: Any, tokens: int) -> dict[str, tuple[list[int], list[int]]]
 def tokens_a_second(engine: Any, tokenizer: Any, case: tuple[list[int], list[int]], batch: int, on: bool) -> float:
     """Of `batch` equal requests at once, from the first token of the last of them."""
     prompt, answer = case
-    loop = RequestLoop(engine, tokenizer, batch, set(), speculation=Speculation() if on else None)
+    loop = RequestLoop(engine, tokenizer, batch, set(), speculation=Speculation(Lookup()) if on else None)
     for at in range(batch):  # another first token each: none finds the prefix of another
         loop.add(Request([at, *prompt], Sampling(max_tokens=len(answer)), grammar=Forced(answer)))
     given, first, began = 0, 0, 0.0

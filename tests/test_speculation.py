@@ -16,12 +16,13 @@ from native_experts import checkpoint
 from serving import Letters, WrappedEngine
 from small_engines import NATIVE, engine_of, tokens
 from tiermoe import native
-from tiermoe.engine.prompt_lookup import LONGEST, MATCH, PromptLookup
+from tiermoe.engine.draft_model import DraftModel, check_vocabulary
+from tiermoe.engine.prompt_lookup import LONGEST, MATCH, Lookup, PromptLookup
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
-from tiermoe.engine.speculation import LOSS, MOST, Drafter, Speculation
-from tiermoe.errors import LoadError
+from tiermoe.engine.speculation import LOSS, MOST, Speculation
+from tiermoe.errors import LoadError, ModelError
 from tiny import write
 
 REPEATED = [*tokens(12, 3) * 3, *tokens(5, 4), *tokens(12, 3)]
@@ -55,6 +56,10 @@ class Counted(WrappedEngine):
         self.steps += 1
         self.ran += len(batch.tokens)
         return self._engine.step(batch, *rest)
+
+
+def eager() -> Speculation:
+    return Eager(Lookup())
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -107,7 +112,7 @@ def test_guesses_change_no_token_of_a_family(family: Any) -> None:
     for seed in (None, 1):
         alone = [answers(RequestLoop(family, Letters(), 1, set()), [each])[0] for each in requests(seed)]
         for rows in (1, 3):
-            loop = RequestLoop(family, Letters(), rows, set(), speculation=Eager())
+            loop = RequestLoop(family, Letters(), rows, set(), speculation=eager())
             assert answers(loop, requests(seed)) == alone
 
 
@@ -116,7 +121,7 @@ def test_guesses_change_no_bit_of_a_family(family: Any) -> None:
     text = [*REPEATED[:20], 90, *REPEATED[3:14], 91, 92, *REPEATED[:9]]
     plain, guessed = Counted(family), Counted(family)
     expected = logprobs(RequestLoop(plain, Letters(), 1, set()), text)
-    assert logprobs(RequestLoop(guessed, Letters(), 1, set(), speculation=Eager()), text) == expected
+    assert logprobs(RequestLoop(guessed, Letters(), 1, set(), speculation=eager()), text) == expected
     if family.decoder.can_verify_draft:
         assert guessed.steps < plain.steps
         assert guessed.ran > plain.ran
@@ -125,7 +130,7 @@ def test_guesses_change_no_bit_of_a_family(family: Any) -> None:
 def test_right_guesses_spare_steps(engine: Any) -> None:
     plain, guessed = Counted(engine), Counted(engine)
     logprobs(RequestLoop(plain, Letters(), 1, set()), REPEATED)
-    logprobs(RequestLoop(guessed, Letters(), 1, set(), speculation=Eager()), REPEATED)
+    logprobs(RequestLoop(guessed, Letters(), 1, set(), speculation=eager()), REPEATED)
     assert guessed.steps < 0.5 * plain.steps
 
 
@@ -133,15 +138,15 @@ def test_an_answer_ends_where_it_ends_without_guesses(engine: Any) -> None:
     (whole,) = answers(RequestLoop(engine, Letters(), 1, set()), requests()[:1])
     for end in {whole[5], whole[-1]}:
         expected = answers(RequestLoop(engine, Letters(), 1, {end}), requests()[:1])
-        assert answers(RequestLoop(engine, Letters(), 1, {end}, speculation=Eager()), requests()[:1]) == expected
+        assert answers(RequestLoop(engine, Letters(), 1, {end}, speculation=eager()), requests()[:1]) == expected
     for most in (1, 2, 7):
         short = [Request(requests()[0].ids, Sampling(max_tokens=most))]
-        assert answers(RequestLoop(engine, Letters(), 1, set(), speculation=Eager()), short) == [whole[:most]]
+        assert answers(RequestLoop(engine, Letters(), 1, set(), speculation=eager()), short) == [whole[:most]]
 
 
 def test_what_a_request_left_is_found_again_without_its_wrong_guesses(engine: Any) -> None:
     loop, plain = (
-        RequestLoop(engine, Letters(), 2, set(), speculation=Eager()),
+        RequestLoop(engine, Letters(), 2, set(), speculation=eager()),
         RequestLoop(engine, Letters(), 2, set()),
     )
     (first,) = answers(loop, requests()[:1])
@@ -161,13 +166,13 @@ def test_an_answer_does_not_fail_by_a_guess(engine: Any) -> None:
     for rows in (1, 3):
         expected = answers(RequestLoop(engine, Letters(), rows, set()), requests())
         assert (
-            answers(RequestLoop(Damaged(engine), Letters(), rows, set(), speculation=Eager()), requests()) == expected
+            answers(RequestLoop(Damaged(engine), Letters(), rows, set(), speculation=eager()), requests()) == expected
         )
 
 
 def test_a_preempted_answer_that_was_guessed_goes_on(engine: Any) -> None:
     expected = answers(RequestLoop(engine, Letters(), 3, set()), requests())
-    loop = RequestLoop(engine, Letters(), 3, set(), speculation=Eager())
+    loop = RequestLoop(engine, Letters(), 3, set(), speculation=eager())
     found: dict[int, list[int]] = {loop.add(each): [] for each in requests()}
     for step in range(10_000):
         if loop.idle:
@@ -189,7 +194,7 @@ def test_lossy_presets_take_no_guesses(engine: Any) -> None:
         composition = type("composition", (), {"lossy": ["skip"]})
 
     counted, plain = Lossy(engine), Counted(engine)
-    answers(RequestLoop(counted, Letters(), 1, set(), speculation=Eager()), requests()[:1])
+    answers(RequestLoop(counted, Letters(), 1, set(), speculation=eager()), requests()[:1])
     answers(RequestLoop(plain, Letters(), 1, set()), requests()[:1])
     assert (counted.steps, counted.ran) == (plain.steps, plain.ran)
 
@@ -227,7 +232,7 @@ def test_a_draft_is_what_followed_the_longest_match(sequence: list[int], most: i
 
 def decoded(speculation: Speculation, text: Sequence[int], prompt: Sequence[int], guess_s: float) -> float:
     """Seconds that an answer `text` takes with a computed clock: a step takes one, and guess_s for each guess."""
-    drafter, answer, took = Drafter(speculation), [text[0]], 0.0
+    drafter, answer, took = speculation.drafter(), [text[0]], 0.0
     while len(answer) < len(text):
         guesses = drafter.draft(prompt, answer, min(MOST, len(text) - len(answer)), 1)
         right = 0
@@ -245,7 +250,7 @@ def decoded(speculation: Speculation, text: Sequence[int], prompt: Sequence[int]
 @pytest.mark.parametrize("seed", [1, 2])
 def test_guesses_lose_little_where_they_are_wrong(share: float, seed: int) -> None:
     """Five kinds of tokens: there is a match at nearly every place, and it says nothing."""
-    drawn, speculation = random.Random(seed), Speculation()
+    drawn, speculation = random.Random(seed), Speculation(Lookup())
     text = [drawn.randrange(5) for _ in range(4000)]
     took = decoded(speculation, text, [], share)
     worst = (MOST + 8) * max(share, 1)  # a step's, and what one begins with
@@ -253,7 +258,7 @@ def test_guesses_lose_little_where_they_are_wrong(share: float, seed: int) -> No
 
 
 def test_guesses_that_lost_are_withheld_for_a_while() -> None:
-    losing, waiting, missing = Speculation(), Speculation(), Speculation()
+    losing, waiting, missing = Speculation(Lookup()), Speculation(Lookup()), Speculation(Lookup())
     for speculation in (losing, waiting, missing):
         for _ in range(3):
             speculation.record(1, 0, 1, 1.0)
@@ -277,7 +282,7 @@ def test_guesses_that_lost_are_withheld_for_a_while() -> None:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_cost_of_a_guess_is_what_it_adds_to_a_step(rows: int) -> None:
-    speculation = Speculation()
+    speculation = Speculation(Lookup())
     for at in range(400):
         guesses = 0 if at < 5 else 1 + at % 7
         speculation.record(rows, guesses, rows + guesses, 2.0 + 0.3 * guesses)
@@ -288,12 +293,12 @@ def test_the_cost_of_a_guess_is_what_it_adds_to_a_step(rows: int) -> None:
 def test_guesses_win_where_a_text_repeats(share: float, least: float) -> None:
     drawn = random.Random(1)
     prompt = [drawn.randrange(1000) for _ in range(300)]
-    assert len(prompt) / decoded(Speculation(), prompt, prompt, share) >= least
+    assert len(prompt) / decoded(Speculation(Lookup()), prompt, prompt, share) >= least
 
 
 def test_guesses_come_back_after_they_have_lost() -> None:
     """A long match that ends, again and again, uses up what may be lost; then the text repeats."""
-    drawn, speculation = random.Random(3), Speculation()
+    drawn, speculation = random.Random(3), Speculation(Lookup())
     prompt = [drawn.randrange(1000) for _ in range(400)]
     misleading = [token for at in range(0, 400, 8) for token in (*prompt[at : at + 7], 1000 + at)]
     decoded(speculation, misleading, prompt, 0.9)
@@ -302,10 +307,63 @@ def test_guesses_come_back_after_they_have_lost() -> None:
 
 
 def test_a_piece_for_each_token(engine: Any) -> None:
-    loop, pieces = RequestLoop(engine, Letters(), 1, set(), speculation=Eager()), list[Piece]()
+    loop, pieces = RequestLoop(engine, Letters(), 1, set(), speculation=eager()), list[Piece]()
     loop.add(requests()[0])
     while not loop.idle:
         pieces += loop.step()
     assert [len(piece.tokens) for piece in pieces] == [1] * 40
     assert [piece.finish for piece in pieces] == [None] * 39 + ["length"]
     assert loop.counts.generated_tokens == 40
+
+
+# a draft model
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A model of the same vocabulary with other weights."""
+    directory = write(tmp_path_factory.mktemp("draft"), "mixtral", torch.bfloat16)
+    engine = engine_of(directory, bits=4, dense_bits=4, chunk=16, batch=3, context=120)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_draft_model_changes_no_token(engine: Any, draft: Any, rows: int) -> None:
+    for seed in (None, 1):
+        expected = answers(RequestLoop(engine, Letters(), rows, set()), requests(seed))
+        loop = RequestLoop(engine, Letters(), rows, set(), speculation=Eager(DraftModel(draft, 128, 2, 120)))
+        assert answers(loop, requests(seed)) == expected
+        assert loop.counts.guessed_tokens > 0
+
+
+def test_a_model_drafts_for_itself_what_it_then_says(engine: Any) -> None:
+    """Sequences one after the other over one slab of the draft model."""
+    loop = RequestLoop(engine, Letters(), 1, set(), speculation=Eager(DraftModel(engine, 128, 1, 120)))
+    (whole,) = answers(RequestLoop(engine, Letters(), 1, set()), requests()[:1])
+    assert answers(loop, requests()[:1]) == [whole]
+    assert loop.counts.right_guesses == loop.counts.guessed_tokens > 30
+    assert answers(loop, requests()[1:]) == answers(RequestLoop(engine, Letters(), 1, set()), requests()[1:])
+
+
+def test_the_kv_cache_of_a_draft_model_has_what_its_sequence_has(draft: Any) -> None:
+    """A sequence that goes on, one that goes back, and one that takes the other's place."""
+    model = DraftModel(draft, 128, 1, 120)
+    one, other = (model(Eager(model)) for _ in range(2))
+    for drafter, ids in (
+        (one, tokens(9)),
+        (one, tokens(12)),
+        (one, tokens(4)),
+        (other, tokens(7, 2)),
+        (one, tokens(9)),
+    ):
+        fresh = DraftModel(draft, 128, 1, 120)
+        expected = fresh.run(fresh(Eager(fresh)), list(ids))
+        torch.testing.assert_close(model.run(drafter, list(ids)), expected, rtol=2e-2, atol=1e-3)
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused() -> None:
+    check_vocabulary({"a": 0, "b": 1}, {"a": 0, "b": 1}, "small")
+    for draft in ({"a": 0, "b": 2}, {"a": 0}, {"a": 0, "b": 1, "c": 2}):
+        with pytest.raises(ModelError, match=r"small cannot draft for this model: of its .* same tokenizer"):
+            check_vocabulary({"a": 0, "b": 1}, draft, "small")

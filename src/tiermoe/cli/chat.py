@@ -77,7 +77,6 @@ def chat(
     system: Annotated[str, typer.Option(help="System prompt.", show_default=False)] = "",
 ) -> None:
     """Chat with a model in its chat template. Type /help for the commands."""
-    opt.check_draft(draft)
     headers = read_ahead(model, options)
     named = opt.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     sampling = make_sampling(**named)
@@ -87,23 +86,23 @@ def chat(
         _refuse_encoder_decoder(blueprint)
         sampling = choose_sampling(blueprint, named, make_sampling(**OTHERWISE))
 
-    session = open_session(model, options, no_context, headers=headers)
+    session = open_session(model, options, no_context, headers=headers, draft=draft)
     if not getattr(session.tokenizer, "chat_template", None):
         note("this model has no chat template: what you type is continued as plain text")
     note("type /help for the commands, /bye to leave")
-    _Chat(session, sampling, system, draft).loop()
+    _Chat(session, sampling, system).loop()
     session.engine.close()
 
 
 class _Chat:
     """A conversation in the terminal: replies, /commands and sampling parameters."""
 
-    def __init__(self, session: Session, sampling: Any, system: str, draft: str) -> None:
+    def __init__(self, session: Session, sampling: Any, system: str) -> None:
         from tiermoe.engine.chat import Conversation
 
         self._session = session
         self._sampling = sampling
-        self._conversation = Conversation(session.engine, session.tokenizer, system, opt.speculation_of(draft))
+        self._conversation = Conversation(session.engine, session.tokenizer, system, session.speculation)
         self._asked = ""  # the last message
         self._answered = False  # whether its answer is part of the conversation
 

@@ -159,22 +159,10 @@ Draft = Annotated[
     str,
     typer.Option(
         help="Where guesses at the next tokens come from, which are verified together where that saves time and change "
-        "no token. lookup: what followed the same tokens earlier in prompt and answer; none: no guesses."
+        "no token. lookup: what followed the same tokens earlier in prompt and answer; a model: a small one with the "
+        "same tokenizer, in memory whole; none: no guesses."
     ),
 ]
-
-
-def check_draft(draft: str) -> None:
-    """ConfigError for a source of guesses that there is not."""
-    if draft not in ("lookup", "none"):
-        raise ConfigError(f"--draft takes lookup or none, not {draft!r}")
-
-
-def speculation_of(draft: str) -> Any:
-    """The `Speculation` of a request loop; None: no guesses."""
-    from tiermoe.engine.speculation import Speculation
-
-    return Speculation() if draft == "lookup" else None
 
 
 # --- a text that is scored: eval, compare ---

@@ -31,7 +31,6 @@ def run(
     if prompt == "-":
         with utf8_input():
             prompt = sys.stdin.read()
-    opt.check_draft(draft)
     headers = read_ahead(model, options)
     named = opt.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     make_sampling(**named)
@@ -45,14 +44,13 @@ def run(
         length = check_length(ids.shape[1], max_tokens, blueprint.max_context(), options.get("context"))
         return int(ids.shape[1]) + length
 
-    session = open_session(model, options, context_for, headers=headers)
+    session = open_session(model, options, context_for, headers=headers, draft=draft)
     from tiermoe.engine.generate import generate
 
-    speculation = opt.speculation_of(draft)
     show = (lambda _: None) if as_json else (lambda text: print(text, end="", flush=True))
     report = generate(
         session.engine, session.tokenizer, chosen["ids"], chosen["sampling"], show, session.load_s,
-        on_read=prompt_progress(), speculation=speculation,
+        on_read=prompt_progress(), speculation=session.speculation,
     )  # fmt: skip
     if as_json:
         print(json.dumps(report.as_dict()))

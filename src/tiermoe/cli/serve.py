@@ -104,8 +104,9 @@ def serve(
     The KV cache of all requests is part of --memory; --context is the most tokens of one request."""
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
-    opt.check_draft(draft)
     _need_libraries()
+    if replicas > 1 and draft not in ("lookup", "none"):
+        raise ConfigError("a draft model belongs to one process; leave --draft or --replicas out")
     if replicas > 1 and prefix_disk is not None:
         raise ConfigError("--prefix-disk belongs to one process; leave it out, or --replicas")
     disk_bytes = _prefix_disk_bytes(prefix_disk, prefix_disk_size)
@@ -137,8 +138,10 @@ def serve(
         _serve_replicas(deployed, replicas, address)
         return
     with _http_server(listener) as gate:
-        session = open_session(model, options, context_for, on_progress=gate.report, served=True, kv_memory=kv_bytes)
-        _serve_session(session, gate, listener, served_name, access, max_queue, draft != "none", **chosen)
+        session = open_session(
+            model, options, context_for, on_progress=gate.report, served=True, kv_memory=kv_bytes, draft=draft
+        )
+        _serve_session(session, gate, listener, served_name, access, max_queue, **chosen)
 
 
 # --- one process ---
@@ -166,7 +169,7 @@ def _http_server(listener: socket.socket) -> Iterator[Any]:
 
 def _serve_session(
     session: Session, gate: Any, listener: socket.socket, name: str, access: dict[str, Any], max_queue: int,
-    guesses: bool, *, sampling: Any, folder: Any,
+    *, sampling: Any, folder: Any,
 ) -> None:  # fmt: skip
     """Answers requests until a signal, then the ones under way."""
     from tiermoe.serve.app import create_app
@@ -174,7 +177,7 @@ def _serve_session(
 
     engine = session.engine
     disk = prefix_disk(engine, folder, note) if folder else None
-    served = served_of(engine, session.tokenizer, name, sampling, max_queue, disk, guesses)
+    served = served_of(engine, session.tokenizer, name, sampling, max_queue, disk, session.speculation)
     worker = served.worker
     gate.app = create_app(served, **access)
     host, port = listener.getsockname()[:2]

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ class Session:
     engine: Any
     tokenizer: Any
     load_s: float  # seconds from the command's start of loading
+    speculation: Any  # of request loops; None: no guesses
 
 
 def read_ahead(model: str, options: dict[str, Any]) -> GgufFile | None:
@@ -58,6 +59,7 @@ def open_session(
     on_progress: Callable[[str, int, int], None] | None = None,
     served: bool = False,
     kv_memory: int | None = None,
+    draft: str = "none",
 ) -> Session:
     """Loads `model` and prints the plan's warnings on standard error.
 
@@ -65,7 +67,8 @@ def open_session(
     for where --context is not named, and may refuse the prompt. headers: of a GGUF file, where they are read already
     (`read_ahead`). on_progress: called with the progress of packing (task, done, total), beside the terminal. served:
     memory is reserved for a server's steps; without a named batch 16 requests run at once. kv_memory: bytes of the KV
-    cache that a server's requests share; None: as there is room for."""
+    cache that a server's requests share; None: as there is room for. draft: where guesses come from (`options.Draft`);
+    a draft model's memory is a part of --memory."""
     started = time.perf_counter()
     with starting():
         from tiermoe.cli.describe import loss_of, missing_kernels
@@ -97,7 +100,11 @@ def open_session(
         asked, use = settings(**options), USUAL
         if served:
             asked, use = _as_served(blueprint, asked, "batch" in options, kv_memory)
+        drafting = None
+        if draft not in ("lookup", "none"):
+            drafting, asked = _planned_draft(draft, tokenizer, blueprint, asked)
         engine = start(blueprint, asked, packing, use)
+        speculation = _speculation(draft, drafting, engine, packing)
     if kept is None:
         leave_tokenizer(blueprint, root, tokenizer)
     loss = loss_of(engine, blueprint)
@@ -109,7 +116,48 @@ def open_session(
     slow = missing_kernels(blueprint.dtype) if engine.device.type == "cpu" else ""
     for warning in filter(None, (slow, *beyond_this_machine(asked), *plan.warnings, *engine.service.second.notes)):
         note(f"note: {warning}")
-    return Session(engine, tokenizer, time.perf_counter() - started)
+    return Session(engine, tokenizer, time.perf_counter() - started, speculation)
+
+
+def _planned_draft(
+    draft: str, tokenizer: Any, blueprint: Any, asked: Settings
+) -> tuple[tuple[Any, Settings], Settings]:
+    """((blueprint, settings) of a draft model, settings of the model with the memory that it leaves). ModelError where
+    its tokenizer is another, BudgetError where it does not fit whole."""
+    from tiermoe.engine.budget import context_of
+    from tiermoe.engine.draft_model import check_vocabulary, plan_draft
+    from tiermoe.model.hf.blueprint import inspect_model
+    from tiermoe.model.hf.hub import load_tokenizer, resolve_model
+
+    directory = resolve_model(draft)
+    check_vocabulary(tokenizer.get_vocab(), load_tokenizer(directory).get_vocab(), draft)
+    small = inspect_model(directory, draft, asked.store)
+    longest = min(filter(None, (context_of(blueprint, asked), small.max_context())))
+    own = Settings(
+        memory=asked.memory, context=longest, batch=asked.batch, threads=asked.threads, store=asked.store,
+        device=asked.device,
+    )  # fmt: skip
+    plan = plan_draft(small, own, draft)
+    return (small, own), replace(asked, memory=plan.budget - (plan.total - plan.interpreter))
+
+
+def _speculation(draft: str, drafting: Any, engine: Any, progress: Callable[[str, int, int], None]) -> Any:
+    """The `Speculation` of request loops over an engine; None: no guesses."""
+    if draft == "none":
+        return None
+    from tiermoe.engine.prompt_lookup import Lookup
+    from tiermoe.engine.speculation import Speculation
+
+    if drafting is None:
+        return Speculation(Lookup())
+    from tiermoe.engine.draft_model import DraftModel
+    from tiermoe.engine.load import start
+
+    blueprint, settings = drafting
+    small = start(blueprint, settings, progress)
+    engine.before_closing(small.close)
+    vocabulary = min(small.config.vocab_size, engine.config.vocab_size)
+    return Speculation(DraftModel(small, vocabulary, settings.batch, settings.context))
 
 
 def beyond_this_machine(asked: Settings) -> Iterator[str]:
@@ -129,8 +177,6 @@ def beyond_this_machine(asked: Settings) -> Iterator[str]:
 
 def _as_served(blueprint: Any, asked: Any, batch_named: bool, kv_memory: int | None) -> tuple[Any, Any]:
     """(settings, use) of a server."""
-    from dataclasses import replace
-
     from tiermoe.serve.batch_limits import MOST_AT_ONCE, use_of_server, with_room
 
     use = use_of_server(blueprint, asked)

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tiermoe.engine.speculation import LEAST, MOST, Chances, Speculation
+
 MATCH = 3  # tokens that must be the same: fewer are followed by anything
+_CHANCES = (0.35, 0.6, 0.8, 0.9)  # of a guess behind a match of 3 or 4 tokens, 5 to 7, 8 to 15, more
 LONGEST = 32  # tokens of a match that are looked at
 
 
@@ -62,3 +65,56 @@ def _matching(tokens: Sequence[int], place: int) -> int:
     while length < min(LONGEST, place) and tokens[place - 1 - length] == tokens[end - 1 - length]:
         length += 1
     return length
+
+
+class Lookup:
+    """Drafts of all sequences by prompt lookup: what `Speculation` makes drafters with."""
+
+    def __init__(self) -> None:
+        self._chances = Chances(_CHANCES)
+
+    def __call__(self, speculation: Speculation) -> LookupDrafter:
+        return LookupDrafter(speculation, Chances(_CHANCES, self._chances))
+
+
+class LookupDrafter:
+    """Drafts of one sequence by prompt lookup. It learns from every draft, verified or not."""
+
+    def __init__(self, speculation: Speculation, chances: Chances) -> None:
+        self._lookup = PromptLookup()
+        self._speculation = speculation
+        self._chances = chances
+        self._found: list[int] = []  # the last draft
+        self._match = 0  # length of the match behind it
+        self._withheld = False  # it was worth verifying, and was not
+
+    def draft(self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int) -> list[int]:
+        lookup, speculation = self._lookup, self._speculation
+        if not len(lookup):
+            lookup.extend(prompt)
+        came = answer[len(lookup) - len(prompt) :]
+        lookup.extend(came)
+        self._learn(came)
+        self._found, self._match = lookup.draft(MOST)
+        chance, worth = 1.0, 0
+        for at in range(min(most, len(self._found))):
+            chance *= self._chances.of(_kind(self._match + at))
+            if chance < speculation.share:
+                break
+            worth += 1
+        allowed = speculation.allows(rows)
+        self._withheld = worth >= LEAST and not allowed
+        return self._found[:worth] if worth >= LEAST and allowed else []
+
+    def _learn(self, came: Sequence[int]) -> None:
+        """Compares the last draft with the tokens that came."""
+        if self._withheld and came:
+            self._speculation.record_withheld(self._found[0] == came[0])
+        for at, (guess, token) in enumerate(zip(self._found, came, strict=False)):
+            self._chances.record(_kind(self._match + at), guess == token)
+            if guess != token:
+                break
+
+
+def _kind(match: int) -> int:
+    return 0 if match < 5 else min(match.bit_length() - 2, len(_CHANCES) - 1)

@@ -28,7 +28,7 @@ from torch import Tensor
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.engine.request import Piece, Request, RequestState
 from tiermoe.engine.sampling import end_tokens
-from tiermoe.engine.speculation import MOST, Drafter, Speculation
+from tiermoe.engine.speculation import MOST, Speculation
 from tiermoe.errors import PromptError
 from tiermoe.metrics import PhaseMetrics
 from tiermoe.model.prefix_cache import PrefixCache
@@ -402,7 +402,7 @@ class RequestLoop:
         if most < 1 or not self._cache.can_crop(row.slab, row.length, 1 + most):
             return []
         if row.drafter is None:
-            row.drafter = Drafter(speculation)
+            row.drafter = speculation.drafter()
         return row.drafter.draft(row.request.ids, row.answer, most, rows)
 
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:

@@ -1,4 +1,4 @@
-"""Speculation: how many tokens of a draft a step verifies, decided from times. It changes when tokens come, never
+"""Speculation: how many guesses at next tokens a step verifies, decided from times. It changes when tokens come, never
 which: a verified token has the logits that it has alone, and is chosen from them. Standard library only.
 
 A guess costs what it adds to a step: computing it, and reading experts that no other token of the step uses. It saves a
@@ -10,14 +10,12 @@ being written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-from tiermoe.engine.prompt_lookup import PromptLookup
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 MOST = 16  # guesses of a sequence in a step
-_LEAST = 2  # guesses that are worth a step of several tokens: its first one costs more than the next
-_PRIOR = (0.35, 0.6, 0.8, 0.9)  # chance of a guess behind a match of 3 or 4 tokens, 5 to 7, 8 to 15, more
+LEAST = 2  # guesses that are worth a step of several tokens: its first one costs more than the next
 _WEIGHT = 4.0  # observations that a prior counts for
 _KEPT = 0.96  # of the weight of older observations, for each newer one
 
@@ -33,31 +31,35 @@ LOSS = 0.01
 _CREDIT = 8.0  # tokens' time: most that may be lost beyond that, of what guesses won; one begins with half of it
 
 
-@dataclass(slots=True)
+class Drafter(Protocol):
+    """Guesses at the next tokens of one sequence."""
+
+    def draft(self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int) -> list[int]:
+        """Guesses at what follows prompt and answer that are worth verifying, at most `most`, often none. rows: answers
+        in the step. The sequence goes on from call to call."""
+
+
 class Chances:
-    """How often guesses were right, by the length of the match behind each. prior: what is assumed before."""
+    """How often guesses of each kind were right. assumed: chance of each kind before any. earlier: of all sequences,
+    which take its place."""
 
-    prior: Chances | None = None
-    right: list[float] = field(default_factory=lambda: [0.0] * len(_PRIOR))
-    seen: list[float] = field(default_factory=lambda: [0.0] * len(_PRIOR))
+    def __init__(self, assumed: Sequence[float], earlier: Chances | None = None) -> None:
+        self._assumed = assumed
+        self._earlier = earlier
+        self._right = [0.0] * len(assumed)
+        self._seen = [0.0] * len(assumed)
 
-    def of(self, match: int) -> float:
-        """The chance of a guess behind a match of so many tokens."""
-        kind = _kind(match)
-        before = _PRIOR[kind] if self.prior is None else self.prior.of(match)
-        return (self.right[kind] + _WEIGHT * before) / (self.seen[kind] + _WEIGHT)
+    def of(self, kind: int) -> float:
+        """The chance of a guess whose predecessors are right."""
+        before = self._assumed[kind] if self._earlier is None else self._earlier.of(kind)
+        return (self._right[kind] + _WEIGHT * before) / (self._seen[kind] + _WEIGHT)
 
-    def record(self, match: int, right: bool) -> None:
-        """A guess behind a match of so many tokens was right, or was not."""
-        kind = _kind(match)
-        self.right[kind] = _KEPT * self.right[kind] + right
-        self.seen[kind] = _KEPT * self.seen[kind] + 1
-        if self.prior is not None:
-            self.prior.record(match, right)
-
-
-def _kind(match: int) -> int:
-    return 0 if match < 5 else min(match.bit_length() - 2, len(_PRIOR) - 1)
+    def record(self, kind: int, right: bool) -> None:
+        """A guess was right, or was not."""
+        self._right[kind] = _KEPT * self._right[kind] + right
+        self._seen[kind] = _KEPT * self._seen[kind] + 1
+        if self._earlier is not None:
+            self._earlier.record(kind, right)
 
 
 @dataclass(slots=True)
@@ -79,14 +81,20 @@ class Speculation:
     Guesses are verified while what they lost, against the times without, is at most `LOSS` of all decoding and a few
     tokens' time. What they won is set against losses up to the same few tokens: a text that repeats does not pay for
     the next one. Once they have lost too much, they are verified again when as many would have been right since.
-    `share`: what a guess costs, of a token's time."""
+    `share`: what a guess costs, of a token's time.
 
-    def __init__(self) -> None:
-        self.chances = Chances()
+    drafter: makes that of a sequence."""
+
+    def __init__(self, drafter: Callable[[Speculation], Drafter]) -> None:
+        self._drafter = drafter
         self.share = _SHARE
         self._plain: dict[int, Average] = {}  # answers in a step → the step without guesses
         self._credit = _CREDIT / 2  # tokens' times that guesses may lose
         self._since_plain = 0
+
+    def drafter(self) -> Drafter:
+        """The drafter of a new sequence."""
+        return self._drafter(self)
 
     def allows(self, rows: int) -> bool:
         """Whether a step of so many answers may have guesses."""
@@ -116,44 +124,3 @@ class Speculation:
 
     def _earn(self, tokens: float) -> None:
         self._credit = min(self._credit + tokens, _CREDIT)
-
-
-class Drafter:
-    """Drafts of one sequence, by prompt lookup. It learns from every draft, verified or not."""
-
-    def __init__(self, speculation: Speculation) -> None:
-        self._lookup = PromptLookup()
-        self._speculation = speculation
-        self._chances = Chances(speculation.chances)
-        self._found: list[int] = []  # the last draft
-        self._match = 0  # length of the match behind it
-        self._withheld = False  # it was worth verifying, and was not
-
-    def draft(self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int) -> list[int]:
-        """Guesses at what follows prompt and answer that are worth verifying, at most `most`, often none. rows: answers
-        in the step."""
-        lookup, speculation = self._lookup, self._speculation
-        if not len(lookup):
-            lookup.extend(prompt)
-        came = answer[len(lookup) - len(prompt) :]
-        lookup.extend(came)
-        self._learn(came)
-        self._found, self._match = lookup.draft(MOST)
-        chance, worth = 1.0, 0
-        for at in range(min(most, len(self._found))):
-            chance *= self._chances.of(self._match + at)
-            if chance < speculation.share:
-                break
-            worth += 1
-        allowed = speculation.allows(rows)
-        self._withheld = worth >= _LEAST and not allowed
-        return self._found[:worth] if worth >= _LEAST and allowed else []
-
-    def _learn(self, came: Sequence[int]) -> None:
-        """Compares the last draft with the tokens that came."""
-        if self._withheld and came:
-            self._speculation.record_withheld(self._found[0] == came[0])
-        for at, (guess, token) in enumerate(zip(self._found, came, strict=False)):
-            self._chances.record(self._match + at, guess == token)
-            if guess != token:
-                break

@@ -44,6 +44,11 @@ class Tokenizer:
         found: int | None = None if token is None else self._backend.token_to_id(token)
         return found
 
+    def get_vocab(self) -> dict[str, int]:
+        """Token → its id."""
+        found: dict[str, int] = self._backend.get_vocab()
+        return found
+
     def encode(self, text: str, add_special_tokens: bool = True, verbose: bool = False) -> list[int]:
         """Token ids of a text, with the tokens that every text begins and ends with unless add_special_tokens is False.
         verbose: transformers tell of long texts; this one never does."""

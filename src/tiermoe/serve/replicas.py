@@ -72,6 +72,8 @@ def app_of(deployed: Deployed) -> Any:
 
     process_memory.import_libraries(own_process=True)
     from tiermoe.engine.load import start as start_engine
+    from tiermoe.engine.prompt_lookup import Lookup
+    from tiermoe.engine.speculation import Speculation
     from tiermoe.model.hf.blueprint import inspect_model
     from tiermoe.model.hf.hub import load_tokenizer, resolve_model
     from tiermoe.serve.app import create_app
@@ -85,6 +87,6 @@ def app_of(deployed: Deployed) -> Any:
     engine = start_engine(blueprint, asked, use=use)
     served = served_of(
         engine, load_tokenizer(directory), deployed.name, deployed.sampling, deployed.most_waiting,
-        guesses=deployed.guesses,
+        speculation=Speculation(Lookup()) if deployed.guesses else None,
     )  # fmt: skip
     return create_app(served, **deployed.access)

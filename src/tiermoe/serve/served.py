@@ -157,19 +157,19 @@ def served_of(
     sampling: Sampling,
     most_waiting: int,
     disk: Callable[[Any], PrefixDisk] | None = None,
-    guesses: bool = True,
+    speculation: Speculation | None = None,
 ) -> Served:
     """Starts the loop of a loaded engine, in a thread.
 
     As many requests run at once as the engine was planned for; `most_waiting` more may wait. name: the model's, for
-    clients. disk: as in `RequestLoop`. guesses: whether answers' next tokens are guessed."""
+    clients. disk, speculation: as in `RequestLoop`."""
     loop = RequestLoop(
         engine,
         tokenizer,
         engine.settings.batch,
         disk=disk,
         times_decoding=True,
-        speculation=Speculation() if guesses else None,
+        speculation=speculation,
     )
     grammars = Grammars(tokenizer, engine.config.vocab_size, end_tokens(engine.generation_config))
     metrics = PrometheusMetrics(engine, loop)
