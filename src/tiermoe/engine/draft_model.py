@@ -39,6 +39,10 @@ class DraftModel:
     def __call__(self, speculation: Speculation) -> ModelDrafter:
         return ModelDrafter(self, speculation, Chances(_CHANCES, self._chances))
 
+    def follows(self, drafter: ModelDrafter) -> bool:
+        """Whether a slab has the beginning of the drafter's sequence."""
+        return drafter in self._ran
+
     def run(self, drafter: ModelDrafter, tokens: list[int]) -> torch.Tensor:
         """Probabilities (vocabulary) of what follows `tokens`, the whole of a sequence. What the last call had of it
         does not run again."""
@@ -74,6 +78,10 @@ class ModelDrafter:
         self._learn(tokens[self._at :])
         self._guesses, self._at = [], len(tokens)
         if most < LEAST or not self._speculation.allows(rows):
+            return []
+        if not self._model.follows(self):
+            self._model.run(self, tokens)
+            self._speculation.ignore_step()
             return []
         chance = 1.0
         while len(self._guesses) < most:

@@ -91,6 +91,7 @@ class Speculation:
         self._plain: dict[int, Average] = {}  # answers in a step → the step without guesses
         self._credit = _CREDIT / 2  # tokens' times that guesses may lose
         self._since_plain = 0
+        self._ignored = False  # the running step's time
 
     def drafter(self) -> Drafter:
         """The drafter of a new sequence."""
@@ -103,6 +104,9 @@ class Speculation:
 
     def record(self, rows: int, guesses: int, tokens: int, seconds: float) -> None:
         """A step of so many answers, with so many guesses in all, gave `tokens` tokens (rows and right guesses)."""
+        if self._ignored:
+            self._ignored = False
+            return
         average = self._plain.setdefault(rows, Average())
         plain = average.seconds or seconds
         seconds = min(seconds, _OUTLIER * plain * (1 + self.share * guesses / rows))
@@ -116,6 +120,10 @@ class Speculation:
             self._since_plain = 0
             self.share += _FORGOTTEN * (_SHARE - self.share)
         self._earn(LOSS * took)
+
+    def ignore_step(self) -> None:
+        """The running step takes what no later one does: its time says nothing of guesses."""
+        self._ignored = True
 
     def record_withheld(self, right: bool) -> None:
         """A guess that was worth verifying, and was not verified, would have been right or not."""
