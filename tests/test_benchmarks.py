@@ -207,7 +207,7 @@ def test_attention_prints_every_way(run_: Printed, monkeypatch: pytest.MonkeyPat
     found, err = run_("benchmarks.attention", *(f"--{name}={value}" for name, value in words.items()))
     read, *rest = found["small"]
     assert read["way"] == kernels.READ
-    ways = [f"{what}, {bits} bits, {isa}" for bits in (16, 8) for what in ("one token", "a chunk")]
+    ways = [f"{what}, {bits} bits, {isa}" for bits in (16, 8, 4) for what in ("one token", "a chunk")]
     assert [row["way"] for row in rest] == [*ways[:2], "a chunk, torch", *ways[2:]]
     assert all(positive(row.get("gb_s") or row["gflop_s"]) and row["depth"] == 40 for row in rest)
     assert "small, 40, a chunk, torch" in err

@@ -197,7 +197,9 @@ def test_lines_that_are_pasted_are_one_message(tiny: Path) -> None:
 def test_earlier_messages_come_back_another_day(tiny: Path, tmp_path: Path) -> None:
     with in_a_terminal(tiny, TIERMOE_CACHE=str(tmp_path)) as ours:
         read_until(ours, b"> ")
-        os.write(ours, b"/set seed 7\r/bye\r")
+        os.write(ours, b"/set seed 7\r")
+        read_until(ours, b"> ")
+        os.write(ours, b"/bye\r")
         read_until(ours)
     assert (tmp_path / HISTORY).stat().st_mode & 0o077 == 0  # nobody else reads it
     with in_a_terminal(tiny, TIERMOE_CACHE=str(tmp_path)) as ours:

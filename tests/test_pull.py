@@ -16,7 +16,15 @@ from fake_hub import FakeHub, Run, commands_with, serving
 from tiermoe.config import format_size
 
 GGUF, SHARDED, WHOLE, TORN = "someone/moe-GGUF", "someone/sharded-GGUF", "someone/moe", "someone/torn-GGUF"
-WIDE = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 64, "head_dim": 64, "num_hidden_layers": 2}
+TOKENIZER = Path(__file__).parents[1] / "models/stories-7m/tokenizer.json"
+WIDE = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "moe_intermediate_size": 512,
+    "num_experts": 64,
+    "head_dim": 64,
+    "num_hidden_layers": 2,
+}
 """100 M weights: files of different types differ by more than an interpreter's memory does."""
 
 
@@ -28,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folder.mkdir()
     for name, kind in (("Q2_K", "q2_k"), ("Q4_0", "q4_0"), ("Q8_0", "q8_0")):
         model = gguf_files.model_of("qwen3_moe", **WIDE)
-        gguf_files.write(many / f"moe-{name}.gguf", model, "qwen3_moe", gguf_files.kinds(kind))
+        gguf_files.write(many / f"moe-{name}.gguf", model, "qwen3_moe", gguf_files.kinds(kind), vocabulary=TOKENIZER)
     (many / "mmproj-F16.gguf").write_bytes(bytes(100))
     (many / "README.md").write_text("many files")
     small = gguf_files.model_of("qwen3_moe", hidden_size=64)
@@ -170,13 +178,13 @@ def test_a_file_of_a_repository_runs_by_its_name(run: Run, hub: FakeHub, folders
     assert json.loads(run("show", name, "--json").out)["moe_layers"] == 2
     assert hub.served["moe-Q8_0.gguf"] <= 16 << 20
     words = ("--raw", "--max-tokens", "3", "--memory", "2GiB")
-    ended = run("run", name, "<t1>", *words)
+    ended = run("run", name, "once upon", *words)
     assert ended.code == 0, ended.err
     assert f"downloading {GGUF}: {size(file)} in 1 file" in ended.err
-    again, alone = run("run", name, "<t1>", *words, offline=True), run("run", file, "<t1>", *words)
+    again, alone = run("run", name, "once upon", *words, offline=True), run("run", file, "once upon", *words)
     assert (again.code, again.out) == (0, ended.out) == (alone.code, alone.out)
     assert run("pull", f"{GGUF}:moe-Q8_0.gguf", offline=True).out == run("pull", name).out
-    assert f"{GGUF} names" not in run("run", GGUF, "<t1>", *words).cause
+    assert f"{GGUF} names" not in run("run", GGUF, "once upon", *words).cause
 
 
 def test_shards_of_which_one_is_missing_are_downloaded(run: Run, folders: dict[str, Path]) -> None:
