@@ -9,6 +9,8 @@ from tiermoe.engine.speculation import LEAST, MOST, Chances, Speculation
 
 MATCH = 3  # tokens that must be the same: fewer are followed by anything
 _CHANCES = (0.35, 0.6, 0.8, 0.9)  # of a guess behind a match of 3 or 4 tokens, 5 to 7, 8 to 15, more
+_TOKEN_BITS = 32
+_ROW = (1 << MATCH * _TOKEN_BITS) - 1
 LONGEST = 32  # tokens of a match that are looked at
 
 
@@ -19,10 +21,9 @@ class PromptLookup:
     def __init__(self, places: int = 8) -> None:
         self._places = places
         self._tokens: list[int] = []
-        self._last: dict[tuple[int, ...], int] = {}  # tokens in a row → position behind their last place
-        self._earlier: list[
-            int
-        ] = []  # position → position behind the place before of the tokens that end there; 0: none
+        self._last: dict[int, int] = {}  # `MATCH` tokens in a row, as one number → position behind their last place
+        self._earlier: list[int] = []  # position → that behind the place before of the tokens that end there; 0: none
+        self._row = 0  # the tokens before position len(_earlier), as one number
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -35,28 +36,33 @@ class PromptLookup:
         """(`most` tokens that may follow, length of the match that says so); ([], 0) where nothing matches. Of several
         places the one with the longest match is taken, then the latest. A draft that reaches the sequence's end goes on
         with its own beginning."""
-        self._index()
         tokens, end = self._tokens, len(self._tokens)
+        self._index()
+        place = self._last.get(self._row, 0) if end >= MATCH else 0
+        if not place:
+            return [], 0
         best, length = 0, 0
-        place = self._last.get(tuple(tokens[-MATCH:]), 0)
         for _ in range(self._places):
-            if not place:
-                break
             same = _matching(tokens, place)
             if same > length:
                 best, length = place, same
             place = self._earlier[place]
+            if not place:
+                break
         period = end - best
-        return ([tokens[best + at % period] for at in range(most)], length) if best else ([], 0)
+        return [tokens[best + at % period] for at in range(most)], length
 
     def _index(self) -> None:
         """Notes every place but the sequence's own end, which nothing follows yet."""
-        tokens, last, earlier = self._tokens, self._last, self._earlier
-        for end in range(len(earlier), len(tokens)):
-            row = tuple(tokens[max(0, end - MATCH) : end])
-            earlier.append(last.get(row, 0) if len(row) == MATCH else 0)
-            if len(row) == MATCH:
+        last, earlier, row = self._last, self._earlier, self._row
+        for end in range(len(earlier), len(self._tokens)):
+            if end >= MATCH:
+                earlier.append(last.get(row, 0))
                 last[row] = end
+            else:
+                earlier.append(0)
+            row = (row << _TOKEN_BITS | self._tokens[end]) & _ROW
+        self._row = row
 
 
 def _matching(tokens: Sequence[int], place: int) -> int:
@@ -96,6 +102,9 @@ class LookupDrafter:
         lookup.extend(came)
         self._learn(came)
         self._found, self._match = lookup.draft(MOST)
+        self._withheld = False
+        if not self._found:
+            return []
         chance, worth = 1.0, 0
         for at in range(min(most, len(self._found))):
             chance *= self._chances.of(_kind(self._match + at))

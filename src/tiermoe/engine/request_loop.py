@@ -399,11 +399,13 @@ class RequestLoop:
         most = min(MOST, FEW_TOKENS // rows - 1, self._chunk - 1)
         most = min(most, row.request.sampling.max_tokens - len(row.answer) - 1)
         most = min(most, row.room - row.length - 1, self.context - row.length - 2)
-        if most < 1 or not self._cache.can_crop(row.slab, row.length, 1 + most):
+        if most < 1:
             return []
         if row.drafter is None:
             row.drafter = speculation.drafter()
-        return row.drafter.draft(row.request.ids, row.answer, most, rows)
+        guesses = row.drafter.draft(row.request.ids, row.answer, most, rows)
+        can_go_back = not guesses or self._cache.can_crop(row.slab, row.length, 1 + len(guesses))
+        return guesses if can_go_back else []
 
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:
         """Adds the tokens of an answer that a step gave, and returns their number: one, and those behind right guesses.
