@@ -396,16 +396,17 @@ class RequestLoop:
     def _guesses(self, row: RequestState, speculation: Speculation, rows: int) -> list[int]:
         """Guesses at an answer's next tokens that are worth verifying in a step of `rows` answers: as far as the answer
         may go, there is memory, and wrong ones can be taken back."""
-        most = min(MOST, FEW_TOKENS // rows - 1, self._chunk - 1)
-        most = min(most, row.request.sampling.max_tokens - len(row.answer) - 1)
-        most = min(most, row.room - row.length - 1, self.context - row.length - 2)
-        if most < 1:
-            return []
-        if row.drafter is None:
-            row.drafter = speculation.drafter()
-        guesses = row.drafter.draft(row.request.ids, row.answer, most, rows)
-        can_go_back = not guesses or self._cache.can_crop(row.slab, row.length, 1 + len(guesses))
-        return guesses if can_go_back else []
+        drafter = row.drafter
+        if drafter is None:
+            drafter = row.drafter = speculation.drafter()
+        request = row.request
+        guesses = drafter.draft(request.ids, row.answer, min(MOST, FEW_TOKENS // rows - 1), rows)
+        if not guesses:
+            return guesses
+        left = request.sampling.max_tokens - len(row.answer)
+        room = min(row.room - 1, self.context - 2) - row.length
+        guesses = guesses[: max(0, min(left - 1, room, self._chunk - 1))]
+        return guesses if self._cache.can_crop(row.slab, row.length, 1 + len(guesses)) else []
 
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:
         """Adds the tokens of an answer that a step gave, and returns their number: one, and those behind right guesses.

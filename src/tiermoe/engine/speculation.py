@@ -107,7 +107,9 @@ class Speculation:
         if self._ignored:
             self._ignored = False
             return
-        average = self._plain.setdefault(rows, Average())
+        average = self._plain.get(rows)
+        if average is None:
+            average = self._plain[rows] = Average()
         plain = average.seconds or seconds
         seconds = min(seconds, _OUTLIER * plain * (1 + self.share * guesses / rows))
         took = rows * seconds / plain  # in tokens' times
