@@ -104,7 +104,7 @@ class Settings:
     context: int | None = None
     """Tokens (prompt and answer) to reserve KV cache for; None: the smaller of 4096 and the model's own."""
     kv_bits: int = 16
-    """Precision of the KV cache: 16 is the checkpoint's own; 8 takes half the memory and can change tokens."""
+    """Precision of the KV cache: 16 is the checkpoint's own; 8 and 4 take less memory and can change tokens."""
     batch: int = 1
     """Sequences that run at once."""
     lanes: int | None = None

@@ -147,7 +147,7 @@ class Engine:
 
     @property
     def lossy(self) -> list[str]:
-        """What can change tokens: parts of the composition, keys and values at 8 bits; empty: exact."""
+        """What can change tokens: parts of the composition, keys and values in fewer bits; empty: exact."""
         return self.composition.lossy + ([f"kv_bits={self.settings.kv_bits}"] if self.settings.kv_bits != 16 else [])
 
     @property
