@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 import tiermoe
 from tiermoe import native
@@ -33,7 +32,7 @@ from tiermoe.model.linear_attention import LinearSizes
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.native import _native
 from tiermoe.types import FEW_TOKENS, USUAL, Phase, Use, Workload
-from tiny import _COMMON, CONFIGS, auto_class, oracle, write
+from tiny import CONFIGS, auto_class, config_of, oracle, write
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -56,7 +55,7 @@ SUITABLE: dict[str, dict[str, Any]] = {
 def model_of(
     kind: str, dtype: torch.dtype, **changes: Any
 ) -> tuple[Any, Decoder, list[GroupedSizes | LatentSizes | LinearSizes]]:
-    config = AutoConfig.for_model(kind, **{**_COMMON, **CONFIGS[kind], **changes})
+    config = config_of(kind, **changes)
     model = auto_class(kind).from_config(config, dtype=dtype).eval()
     names = set(model.state_dict())
     plain = Configs(config, config, False).plain()
