@@ -75,7 +75,7 @@ class ModelDrafter:
 
     def draft(self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int) -> list[int]:
         tokens = [*prompt, *answer]
-        self._learn(tokens[self._at :])
+        self._chances.learn(self._guesses, tokens[self._at :])
         self._guesses, self._at = [], len(tokens)
         if most < LEAST or not self._speculation.allows(rows):
             return []
@@ -94,13 +94,6 @@ class ModelDrafter:
             tokens.append(int(token))
         worth = [token for token, _ in self._guesses][: len(tokens) - self._at]
         return worth if len(worth) >= LEAST else []
-
-    def _learn(self, came: Sequence[int]) -> None:
-        """Compares the last draft with the tokens that came."""
-        for (guess, kind), token in zip(self._guesses, came, strict=False):
-            self._chances.record(kind, guess == token)
-            if guess != token:
-                break
 
 
 def check_vocabulary(own: dict[str, int], draft: dict[str, int], name: str) -> None:

@@ -119,10 +119,7 @@ class LookupDrafter:
         """Compares the last draft with the tokens that came."""
         if self._withheld and came:
             self._speculation.record_withheld(self._found[0] == came[0])
-        for at, (guess, token) in enumerate(zip(self._found, came, strict=False)):
-            self._chances.record(_kind(self._match + at), guess == token)
-            if guess != token:
-                break
+        self._chances.learn(((guess, _kind(self._match + at)) for at, guess in enumerate(self._found)), came)
 
 
 def _kind(match: int) -> int:

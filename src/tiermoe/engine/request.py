@@ -142,7 +142,7 @@ class RequestState:
         return rows[:most]
 
     def next_answer(self, guesses: Sequence[int] = ()) -> Row:
-        """The row of the token that was chosen last, and of guesses at those that follow."""
+        """The row that decodes the token chosen last, or verifies draft tokens behind it."""
         return Row(self.slab, self.length, (self.answer[-1], *guesses), Kind.VERIFY if guesses else Kind.DECODE)
 
     def has_read(self, row: Row, logits: Tensor) -> None:

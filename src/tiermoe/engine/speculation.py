@@ -10,7 +10,7 @@ being written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,12 +54,18 @@ class Chances:
         before = self._assumed[kind] if self._earlier is None else self._earlier.of(kind)
         return (self._right[kind] + _WEIGHT * before) / (self._seen[kind] + _WEIGHT)
 
-    def record(self, kind: int, right: bool) -> None:
-        """A guess was right, or was not."""
+    def learn(self, guesses: Iterable[tuple[int, int]], came: Sequence[int]) -> None:
+        """Compares a draft, (token, kind) each, with the tokens that came, up to the first that is wrong."""
+        for (guess, kind), token in zip(guesses, came, strict=False):
+            self._record(kind, guess == token)
+            if guess != token:
+                break
+
+    def _record(self, kind: int, right: bool) -> None:
         self._right[kind] = _KEPT * self._right[kind] + right
         self._seen[kind] = _KEPT * self._seen[kind] + 1
         if self._earlier is not None:
-            self._earlier.record(kind, right)
+            self._earlier._record(kind, right)
 
 
 @dataclass(slots=True)
