@@ -19,7 +19,7 @@ from tiermoe.cli.output import TRACEBACK, cause, ends_at_once, one_line
 COMMANDS = {
     "run": ("tiermoe.cli.run:run", "Answer one prompt. The first run of a model packs its experts."),
     "chat": ("tiermoe.cli.chat:chat", "Chat with a model in the terminal."),
-    "serve": ("tiermoe.cli.serve:serve", "Serve a model to OpenAI's and Anthropic's clients."),
+    "serve": ("tiermoe.cli.serve:serve", "Serve a model to OpenAI's, Anthropic's and Ollama's clients."),
     "pull": ("tiermoe.cli.pull:pull", "Download a model, or the GGUF file of a repository that fits the budget."),
     "pack": ("tiermoe.cli.pack:pack", "Pack a model's experts into a store before the first run."),
     "plan": ("tiermoe.cli.plan:plan", "Show how a memory budget is divided, and the speed to expect."),

@@ -1,4 +1,5 @@
-"""`tiermoe serve`: a model behind an OpenAI- and Anthropic-compatible HTTP server, in one process or on Ray Serve."""
+"""`tiermoe serve`: a model behind an HTTP server for OpenAI's, Anthropic's and Ollama's clients, in one process or on
+Ray Serve."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def serve(
         typer.Option(help="Processes on Ray Serve; --memory and the threads are divided among them.", min=1, max=64),
     ] = 1,
 ) -> None:
-    """Serve a model to OpenAI's and Anthropic's clients, with several requests in a batch.
+    """Serve a model to OpenAI's, Anthropic's and Ollama's clients, with several requests in a batch.
 
     The KV cache of all requests is part of --memory; --context is the most tokens of one request."""
     if api_key is not None and not api_key.strip():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,18 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Timings:
+    """What an answer has taken so far."""
+
+    read: int = 0  # tokens of the prompt that ran; the others were cached
+    read_s: float = 0.0  # seconds from the prompt's first turn until the first token was chosen
+    tokens: int = 0  # of the answer
+    answer_s: float = 0.0  # seconds from the first token to the last one
+    drafted: int = 0  # draft tokens that were verified
+    accepted: int = 0  # of these, those that were right
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What a step adds to an answer."""
 
@@ -57,6 +70,7 @@ class Piece:
     cached: int = 0  # tokens of the prompt that did not have to be read
     stopped_by: str | None = None  # the stop string that ended the answer
     prompt: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens, in the first piece, where they are asked for
+    timings: Timings = Timings()
 
 
 class RequestState:
@@ -79,6 +93,8 @@ class RequestState:
         self.answer: list[int] = []  # chosen tokens; the last one has not run
         self.cached = 0  # tokens of the prompt that did not have to be read
         self.drafter: Drafter | None = None
+        self.drafted = self.accepted = 0  # draft tokens that were verified, and those that were right
+        self.began_at = self.first_at = time.perf_counter()  # when its prompt and its answer began
         self.scores: list[TokenLogprob] = []  # of the prompt's tokens, until they are emitted
 
     @property
@@ -178,6 +194,9 @@ class RequestState:
         logprobs: tuple[TokenLogprob, ...] = ()
         if request.logprobs is not None:
             logprobs = (TokenLogprob(token, *log_probabilities(logits, token, request.logprobs)),)
+        now = time.perf_counter()
+        if not self.answer:
+            self.first_at = now
         self.answer.append(token)
         if grammar is not None:
             grammar.accept(token)
@@ -192,9 +211,13 @@ class RequestState:
             text += self.text.end()
             finish = "stop" if self.text.stopped_by else finish
         scored, self.scores = tuple(self.scores), []
+        timings = Timings(
+            len(request.ids) - self.cached, self.first_at - self.began_at, len(self.answer), now - self.first_at,
+            self.drafted, self.accepted,
+        )  # fmt: skip
         return Piece(
             self.number, text, (token,), logprobs, finish, cached=self.cached, stopped_by=self.text.stopped_by,
-            prompt=scored,
+            prompt=scored, timings=timings,
         )  # fmt: skip
 
     def _score(self, logits: Tensor) -> None:

@@ -289,7 +289,7 @@ class RequestLoop:
             self._waiting.popleft()
             row.slab, row.contents, row.stored, row.room = opened.slab, opened.contents, opened.stored, wanted
             if not row.replaying:
-                row.cached = row.length
+                row.cached, row.began_at = row.length, time.perf_counter()
             (self._answering if row.is_read else self._reading).append(row)
 
     def _fill(self, row: RequestState, stored: StoredPrefix) -> None:
@@ -381,6 +381,7 @@ class RequestLoop:
         self.counts.steps += 1
         given, at = 0, 0
         for row, own in zip(answering, guesses, strict=True):
+            row.drafted += len(own)
             given += self._answer(row, own, logits[at : at + 1 + len(own)], pieces)
             at += 1 + len(own)
         if before is not None and after is not None:
@@ -414,6 +415,7 @@ class RequestLoop:
         given = 0
         for guess, each in zip((*guesses, None), logits, strict=True):
             row.contents.add(row.answer[-1:], Kind.DECODE)
+            row.accepted += given > 0  # this token ran since it was the guess
             given += 1
             if self._choose(row, each, pieces) or row.answer[-1] != guess:
                 break

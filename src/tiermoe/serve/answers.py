@@ -72,8 +72,8 @@ class Stream(EventSourceResponse):
     """Stream of events made of answers. However the response ends, even before its first event, the answers are
     cancelled then: by a call that does not wait, since a waiting task may itself be cancelled."""
 
-    def __init__(self, answers: Answers, events: AsyncIterator[Any]) -> None:
-        super().__init__(events, ping=KEEP_ALIVE_S, sep="\n")
+    def __init__(self, answers: Answers, events: AsyncIterator[Any], **more: Any) -> None:
+        super().__init__(events, ping=KEEP_ALIVE_S, sep="\n", **more)
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,3 +81,10 @@ class Stream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._answers.cancel()
+
+
+class LineStream(Stream):
+    """Stream of JSON lines made of answers. silent: makes a line that says nothing, in place of a comment."""
+
+    def __init__(self, answers: Answers, lines: AsyncIterator[bytes], silent: Callable[[], bytes]) -> None:
+        super().__init__(answers, lines, media_type="application/x-ndjson", ping_message_factory=silent)

@@ -16,8 +16,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from tiermoe.serve import anthropic, openai, responses
-from tiermoe.serve.errors import RETRY_S, Refused
+from tiermoe.serve import anthropic, ollama, openai, responses
+from tiermoe.serve.errors import OLLAMA, RETRY_S, Refused
 from tiermoe.serve.fields import Several, TokenIds, from_json
 from tiermoe.serve.guards import Guard, Hosts
 from tiermoe.serve.intake import Intake, aside
@@ -76,6 +76,7 @@ def create_app(
     openai.routes(app, served)
     responses.routes(app, served)
     anthropic.routes(app, served)
+    ollama.routes(app, served)
     return app
 
 
@@ -195,6 +196,8 @@ def _error_body(path: str, error: Refused) -> dict[str, Any]:
     """An error in the shape of the dialect that the path speaks."""
     if path.startswith(anthropic.PATH):
         return anthropic.error_body(error)
+    if path.startswith(OLLAMA):
+        return ollama.error_body(error)
     return openai.error_body(error)
 
 

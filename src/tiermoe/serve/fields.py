@@ -67,7 +67,8 @@ PASSED = frozenset({
     "speed", "user_profile_id", "workspace_id",
     # vLLM's, llama-server's, Ollama's
     "request_id", "priority", "cache_salt", "cache_prompt", "id_slot", "n_keep", "timings_per_token", "return_progress",
-    "keep_alive",
+    "keep_alive", "num_keep", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "vocab_only", "use_mmap",
+    "use_mlock", "num_thread", "numa",
     # of gateways and agents
     "chat_id", "session_id", "trace_id", "provider", "usage", "timeout",
     # that say how much of what another field asks for
@@ -84,7 +85,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("skip_special_tokens", "parse_tool_calls", "include_reasoning"), (True,)),
     "function_call": ("none",), "modalities": (["text"],), "reasoning_format": ("auto", "deepseek"),
     "spaces_between_special_tokens": (False, True), "top_n_sigma": (-1, 0), "truncate_prompt_tokens": (-1,),
-    "truncation": ("auto", "disabled"),
+    "truncation": ("auto", "disabled"), "penalize_newline": (True,),
 }  # fmt: skip
 """Field → neutral values."""
 _INSTEAD = {

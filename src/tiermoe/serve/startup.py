@@ -7,7 +7,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tiermoe.serve.errors import RETRY_S
+from tiermoe.serve.errors import OLLAMA, RETRY_S
 from tiermoe.serve.page import page
 
 
@@ -36,7 +36,7 @@ class StartupApp:
         body: dict[str, Any] = {"status": "loading", "progress": self._progress}
         if path != "/health":
             message = "the model is being loaded; /health says how far it is"
-            # both dialects find theirs in it
+            # the other dialects find theirs in it
             error = {"message": message, "type": "overloaded_error", "param": None, "code": None}
-            body = {"type": "error", "error": error}
+            body = {"error": message} if path.startswith(OLLAMA) else {"type": "error", "error": error}
         return JSONResponse(body, 503, {"Retry-After": str(RETRY_S)})
