@@ -134,6 +134,22 @@ def test_right_guesses_spare_steps(engine: Any) -> None:
     assert guessed.steps < 0.5 * plain.steps
 
 
+def test_timings_count_the_draft_tokens_that_ran(engine: Any) -> None:
+    """A step of an answer runs one token and draft tokens, and gives one token and those that were right."""
+    text = [*REPEATED[:20], 90, *REPEATED[3:14], 91, 92, *REPEATED[:9]]
+    plain, guessed = Counted(engine), Counted(engine)
+    logprobs(RequestLoop(plain, Letters(), 1, set()), text)
+    loop, asked, pieces = RequestLoop(guessed, Letters(), 1, set(), speculation=eager()), written(text), list[Piece]()
+    loop.add(asked)
+    while not loop.idle:
+        pieces += loop.step()
+    steps = guessed.steps - (plain.steps - (len(text) - 1))  # those of the prompt are the same
+    timings = pieces[-1].timings
+    assert (timings.read, timings.tokens) == (len(asked.ids), len(text))
+    assert timings.accepted == len(text) - 1 - steps > 0
+    assert timings.drafted == guessed.ran - len(asked.ids) - steps > timings.accepted
+
+
 def test_an_answer_ends_where_it_ends_without_guesses(engine: Any) -> None:
     (whole,) = answers(RequestLoop(engine, Letters(), 1, set()), requests()[:1])
     for end in {whole[5], whole[-1]}:

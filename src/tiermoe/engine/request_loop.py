@@ -154,6 +154,10 @@ class RequestLoop:
         """Bytes of keys and values reserved for requests at work and for what finished ones left."""
         return self._prefixes.reserved
 
+    def at_work(self) -> dict[int, RequestState]:
+        """Requests at work by their slab, below `rows`: a copy, which any thread may ask for."""
+        return {row.slab: row for row in (*self._reading, *self._answering) if row.slab >= 0}
+
     @property
     def progress(self) -> tuple[int, int, int]:
         """Numbers that change with every layer of a step, and with every byte that is read for it."""

@@ -36,6 +36,7 @@ from tiermoe.serve.fields import (
     thinking_variables,
 )
 from tiermoe.serve.intake import aside
+from tiermoe.serve.llama_server import timings_of
 from tiermoe.serve.served import Served
 from tiermoe.serve.tools import ToolCall
 
@@ -61,6 +62,7 @@ class Common(BaseModel):
     model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
+    timings_per_token: bool = False
     stop: StopString | StopStrings | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     temperature: float | None = Field(None, ge=0, le=100)
@@ -255,8 +257,8 @@ class Shape:
     chat: bool
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        return self._object(choices, "chat.completion" if self.chat else "text_completion") | {"usage": usage}
+    def whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return self._object(choices, "chat.completion" if self.chat else "text_completion") | more
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
         return json.dumps(self._object(choices, "chat.completion.chunk" if self.chat else "text_completion") | more)
@@ -377,15 +379,17 @@ async def stream(
     answers: AsyncIterator[tuple[int, Piece]],
     prompt: int,
     readings: Mapping[int, ChoiceReader],
-    include_usage: bool,
+    asked: Common,
 ) -> AsyncIterator[str]:
-    """Data of a stream's events: the role, thoughts and text as they come, whole calls, the reason of each end, usage,
-    `[DONE]`."""
+    """Data of a stream's events: the role, thoughts and text as they come, whole calls, the reason of each end with its
+    timings, usage, `[DONE]`."""
     pieces: list[Piece] = []
-    more: dict[str, Any] = {"usage": None} if include_usage else {}
+    include_usage = asked.stream_options is not None and asked.stream_options.include_usage
+    usage: dict[str, Any] = {"usage": None} if include_usage else {}
 
-    def chunk(index: int, said: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> str:
-        return shape.chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}], **more)
+    def chunk(index: int, said: dict[str, Any], logprobs: Any = None, finish: str | None = None, **more: Any) -> str:
+        choices = [{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}]
+        return shape.chunk(choices, **usage, **more)
 
     if shape.chat:
         for index in readings:
@@ -397,13 +401,20 @@ async def stream(
             return
         logprobs = readings[index].logprobs.of((*piece.prompt, *piece.logprobs))
         said, finish = readings[index].add(piece)
+        timings: dict[str, Any] = {"timings": timings_of(piece)}
         if said or logprobs:
-            yield chunk(index, {"delta": said} if shape.chat else {"text": said.get("content", "")}, logprobs)
+            part = {"delta": said} if shape.chat else {"text": said.get("content", "")}
+            yield chunk(index, part, logprobs, **(timings if asked.timings_per_token else {}))
         if finish is not None:
-            yield chunk(index, {"delta": {}} if shape.chat else {"text": ""}, finish=finish)
+            yield chunk(index, {"delta": {}} if shape.chat else {"text": ""}, finish=finish, **timings)
     if include_usage:
-        yield shape.chunk([], usage=usage_of(prompt, pieces, readings.values()))
+        yield shape.chunk([], usage=usage_of(prompt, pieces, readings.values()), **_timings(pieces, len(readings)))
     yield "[DONE]"
+
+
+def _timings(pieces: Sequence[Piece], answers: int) -> dict[str, Any]:
+    """`timings` behind all pieces, where there is one answer: those of several are of each by itself."""
+    return {"timings": timings_of(pieces[-1])} if answers == 1 else {}
 
 
 def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
@@ -467,13 +478,13 @@ async def _answer(
     answers = await submitted(served.worker, requests, prompts[0].grammar)
     shape, count = shape_of(served.name, chat), sum(len(each.ids) for each in prompts)
     if asked.stream:
-        usage = asked.stream_options is not None and asked.stream_options.include_usage
         shown = ((index, _shown(asked, piece)) async for index, piece in answers)
-        return Stream(answers, stream(shape, shown, count, readings, usage))
+        return Stream(answers, stream(shape, shown, count, readings, asked))
     pieces: list[list[Piece]] = [[] for _ in requests]
     await whole(http, answers, lambda index, piece: pieces[index].append(_shown(asked, piece)))
     choices = [choice(index, chat, each, readings[index]) for index, each in enumerate(pieces)]
-    return shape.whole(choices, usage_of(count, [piece for each in pieces for piece in each], readings.values()))
+    every = [piece for each in pieces for piece in each]
+    return shape.whole(choices, usage=usage_of(count, every, readings.values()), **_timings(every, len(requests)))
 
 
 def _requests(
@@ -510,7 +521,9 @@ def _check_count(served: Served, count: int) -> None:
 def _shown(asked: Common, piece: Piece) -> Piece:
     """A piece without its token where max_tokens is 0: the loop chooses at least one, from the logits of the prompt's
     last token."""
-    return replace(piece, text="", tokens=(), logprobs=()) if asked.max_tokens == 0 else piece
+    if asked.max_tokens != 0:
+        return piece
+    return replace(piece, text="", tokens=(), logprobs=(), timings=replace(piece.timings, tokens=0))
 
 
 def _prepared(served: Served, asked: CompletionRequest) -> list[Prepared]:
