@@ -54,7 +54,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def address(served: Any) -> Iterator[str]:
     from tiermoe.serve.app import create_app
 
-    with running(create_app(served, KEY)) as address:
+    with running(create_app(served, [KEY])) as address:
         yield address
 
 

@@ -58,7 +58,7 @@ def test_a_tool_is_called(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(served.tokenizer, "chat_template", TEMPLATE)
     scripted: Any = Scripted(served, CALL)
-    with running(create_app(replace(served, worker=scripted), KEY)) as address:
+    with running(create_app(replace(served, worker=scripted), [KEY])) as address:
         told = chat_at(address).bind_tools([weather]).invoke("how is it in Bonn")
     assert told.content == "Let me look."
     (call,) = told.tool_calls

@@ -41,6 +41,24 @@ def serve(
         str | None,
         typer.Option(help="Key that clients must send. Default: none.", envvar="TIERMOE_API_KEY", show_default=False),
     ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of keys, one a line (# begins a comment), which its owner alone may read. Clients must send one "
+            "of them, or that of --api-key.",
+            show_default=False,
+        ),
+    ] = None,
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(help="Certificate chain in PEM, for HTTPS. Default: HTTP.", show_default=False),
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Private key of that certificate, in PEM. Default: in the certificate's file.", show_default=False
+        ),
+    ] = None,
     allowed_hosts: Annotated[
         str | None,
         typer.Option(
@@ -106,6 +124,10 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
     _need_libraries()
+    if replicas > 1 and ssl_certfile is not None:
+        raise ConfigError("--ssl-certfile belongs to one process; leave it out, or --replicas")
+    keys = _keys(api_key, api_key_file)
+    tls = _tls(ssl_certfile, ssl_keyfile)
     if replicas > 1 and draft not in ("lookup", "none"):
         raise ConfigError("a draft model belongs to one process; leave --draft or --replicas out")
     if replicas > 1 and prefix_disk is not None:
@@ -113,7 +135,7 @@ def serve(
     disk_bytes = _prefix_disk_bytes(prefix_disk, prefix_disk_size)
     kv_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
     listener = _listen(host, port)
-    if api_key is None and host not in _LOCAL:
+    if not keys and host not in _LOCAL:
         note(f"note: anybody who reaches {host}:{port} can use this model; --api-key asks for a key")
     chosen: dict[str, Any] = {"folder": None}
 
@@ -126,7 +148,7 @@ def serve(
             chosen["folder"] = prefix_folder(prefix_disk, disk_bytes, blueprint, settings(**options))
         chosen["sampling"] = choose_sampling(blueprint, {}, make_sampling(temperature=1.0))
 
-    access = _access(api_key, host, allowed_hosts, allowed_origins)
+    access = _access(keys, host, allowed_hosts, allowed_origins)
     options = options if max_batch is None else {**options, "batch": max_batch}
     served_name = name or (Path(model).name if Path(model).exists() else model)
     if replicas > 1:
@@ -138,26 +160,27 @@ def serve(
         deployed = Deployed(path, share, served_name, chosen["sampling"], access, max_queue, draft != "none", kv_share)
         _serve_replicas(deployed, replicas, address)
         return
-    with _http_server(listener) as gate:
+    with _http_server(listener, tls) as gate:
         session = open_session(
             model, options, context_for, on_progress=gate.report, served=True, kv_memory=kv_bytes, draft=draft
         )
-        _serve_session(session, gate, listener, served_name, access, max_queue, **chosen)
+        scheme = "https" if tls else "http"
+        _serve_session(session, gate, listener, scheme, served_name, access, max_queue, **chosen)
 
 
 # --- one process ---
 
 
 @contextmanager
-def _http_server(listener: socket.socket) -> Iterator[Any]:
+def _http_server(listener: socket.socket, tls: dict[str, Any]) -> Iterator[Any]:
     """The HTTP server in a thread of its own, while this thread loads the model and waits for signals. Yields the gate,
-    which answers until there is a model."""
+    which answers until there is a model. tls: uvicorn's options."""
     import uvicorn
 
     from tiermoe.serve.startup import StartupApp
 
     gate = StartupApp()
-    config = uvicorn.Config(gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=LAST_WORDS_S)
+    config = uvicorn.Config(gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=LAST_WORDS_S, **tls)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="tiermoe-http", daemon=True)
     thread.start()
@@ -169,8 +192,8 @@ def _http_server(listener: socket.socket) -> Iterator[Any]:
 
 
 def _serve_session(
-    session: Session, gate: Any, listener: socket.socket, name: str, access: dict[str, Any], max_queue: int,
-    *, sampling: Any, folder: Any,
+    session: Session, gate: Any, listener: socket.socket, scheme: str, name: str, access: dict[str, Any],
+    max_queue: int, *, sampling: Any, folder: Any,
 ) -> None:  # fmt: skip
     """Answers requests until a signal, then the ones under way."""
     from tiermoe.serve.app import create_app
@@ -182,7 +205,7 @@ def _serve_session(
     worker = served.worker
     gate.app = create_app(served, **access)
     host, port = listener.getsockname()[:2]
-    note(f"{name} at http://{host}:{port}/v1; Ctrl-C ends the server")
+    note(f"{name} at {scheme}://{host}:{port}/v1; Ctrl-C ends the server")
     try:
         _wait_for_a_signal()
         worker.close(GRACE_S)
@@ -246,12 +269,31 @@ def _serve_replicas(deployed: Deployed, replicas: int, address: tuple[str, int])
 # --- options and the address ---
 
 
-def _access(key: str | None, host: str, hosts: str | None, origins: str | None) -> dict[str, Any]:
+def _keys(key: str | None, file: Path | None) -> list[str]:
+    """The API keys; empty: the server asks for none. ConfigError for a file that is none of keys."""
+    from tiermoe.serve.credentials import read_keys
+
+    return [*([key] if key is not None else []), *(read_keys(file) if file is not None else [])]
+
+
+def _tls(certfile: Path | None, keyfile: Path | None) -> dict[str, Any]:
+    """uvicorn's options for HTTPS; empty: HTTP. ConfigError for files that are no certificate and its key."""
+    if certfile is None:
+        if keyfile is not None:
+            raise ConfigError(f"--ssl-keyfile {keyfile} does nothing without --ssl-certfile; name the certificate")
+        return {}
+    from tiermoe.serve.credentials import check_certificate
+
+    check_certificate(certfile, keyfile)
+    return {"ssl_certfile": certfile, "ssl_keyfile": keyfile}
+
+
+def _access(keys: list[str], host: str, hosts: str | None, origins: str | None) -> dict[str, Any]:
     """Access rules for `create_app`. With a key any host name is allowed: a foreign web page does not have the key."""
     from tiermoe.serve.guards import Hosts
 
-    known = Hosts(host, _split(hosts)) if key is None or hosts is not None else None
-    return {"key": key, "hosts": known, "origins": _split(origins)}
+    known = Hosts(host, _split(hosts)) if not keys or hosts is not None else None
+    return {"keys": keys, "hosts": known, "origins": _split(origins)}
 
 
 def _split(names: str | None) -> list[str]:

@@ -49,12 +49,12 @@ class DetokenizeRequest(BaseModel):
 
 
 def create_app(
-    served: Served, key: str | None = None, hosts: Hosts | None = None, origins: Sequence[str] = ()
+    served: Served, keys: Sequence[str] = (), hosts: Hosts | None = None, origins: Sequence[str] = ()
 ) -> FastAPI:
     """The routes over a model.
 
-    key: of the server, by Bearer or X-Api-Key; None: without. hosts: names that clients may call the server by; None:
-    any. origins: of web pages of others that a browser lets ask; '*': of all."""
+    keys: one of which a client sends, by Bearer or X-Api-Key; empty: none is needed. hosts: names that clients may call
+    the server by; None: any. origins: of web pages of others that a browser lets ask; '*': of all."""
     app = FastAPI(
         title="tiermoe",
         version="1",
@@ -68,7 +68,7 @@ def create_app(
         counts.refused += 1
 
     app.router.route_class = _Route
-    app.add_middleware(Guard, key=key, hosts=hosts, body=_error_body, intake=Intake(served.context, refused))
+    app.add_middleware(Guard, keys=keys, hosts=hosts, body=_error_body, intake=Intake(served.context, refused))
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     _add_error_handlers(app)

@@ -1,0 +1,155 @@
+"""API keys and certificates in files: what is taken, and what is refused before a model is loaded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.serving import free_port
+from commands import Command
+from serving import running
+from tiermoe.errors import ConfigError
+from tiermoe.serve.app import create_app
+from tiermoe.serve.credentials import check_certificate, read_keys
+from tiermoe.serve.served import Served
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+needs_modes = pytest.mark.skipif(os.name == "nt", reason="Windows has no such bits")
+
+
+def written(path: Path, data: bytes, mode: int = 0o600) -> Path:
+    path.write_bytes(data)
+    path.chmod(mode)
+    return path
+
+
+def test_keys_of_a_file(tmp_path: Path) -> None:
+    file = written(tmp_path / "keys", b"# of the house\n\nfirst-key\r\n  second#key  \n#third\n")
+    assert read_keys(file) == ["first-key", "second#key"]
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        (b"", "has no API key; write one a line"),
+        (b"# nothing but this\n\n", "has no API key"),
+        (b"one\ntwo words\n", "line 2 of .* is no API key"),
+        ("schlüssel\n".encode(), "line 1 of .* is no API key"),
+    ],
+)
+def test_files_without_keys(tmp_path: Path, data: bytes, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        read_keys(written(tmp_path / "keys", data))
+
+
+@needs_modes
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602])
+def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
+    file = written(tmp_path / "keys", b"secret\n", mode)
+    with pytest.raises(ConfigError, match=rf"mode {mode:o}\); chmod 600 {file}"):
+        read_keys(file)
+
+
+def test_any_of_the_keys_opens(served: Served) -> None:
+    with running(create_app(served, ["one", "two"])) as address, httpx.Client(base_url=address) as http:
+
+        def status(**headers: str) -> int:
+            return http.get("/v1/models", headers=headers).status_code
+
+        assert [status(authorization=f"Bearer {key}") for key in ("one", "two")] == [200, 200]
+        assert [status(**{"x-api-key": key}) for key in ("one", "two")] == [200, 200]
+        assert [status(authorization=f"Bearer {key}") for key in ("on", "onetwo", "one two")] == [401] * 3
+        assert status() == 401
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder: two certificates, their keys, a key with a passphrase, and one file with the first of each."""
+    folder = tmp_path_factory.mktemp("certificates")
+    for name, more in (("a", ["-nodes"]), ("b", ["-nodes"]), ("locked", ["-passout", "pass:word"])):
+        files = ["-keyout", folder / f"{name}.key", "-out", folder / f"{name}.crt"]
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-days", "2", "-subj", "/CN=localhost", "-addext",
+             "subjectAltName=IP:127.0.0.1", *files, *more],
+            check=True, capture_output=True,
+        )  # fmt: skip
+    (folder / "both.pem").write_bytes((folder / "a.crt").read_bytes() + (folder / "a.key").read_bytes())
+    (folder / "text").write_text("no certificate")
+    return folder
+
+
+@needs_openssl
+def test_certificates_are_checked_with_their_keys(certificates: Path) -> None:
+    check_certificate(certificates / "a.crt", certificates / "a.key")
+    check_certificate(certificates / "both.pem", None)
+
+
+@needs_openssl
+@pytest.mark.parametrize(
+    ("cert", "key", "cause"),
+    [
+        ("nowhere", "a.key", "cannot read the certificate .*nowhere: No such file"),
+        ("a.crt", "nowhere", "cannot read the private key .*nowhere: No such file"),
+        ("a.crt", "b.key", "the private key .*b.key is not that of the certificate .*a.crt"),
+        ("text", "a.key", "text and .*a.key are no certificate with its private key"),
+        ("a.crt", "text", "a.crt and .*text are no certificate with its private key"),
+        ("a.crt", None, "a.crt is no certificate with its private key"),
+        ("a.key", "a.crt", "--ssl-certfile takes a certificate, --ssl-keyfile its private key"),
+        ("locked.crt", "locked.key", "locked.key has a passphrase; openssl pkey"),
+    ],
+)
+def test_files_that_are_no_certificate(certificates: Path, cert: str, key: str | None, cause: str) -> None:
+    with pytest.raises(ConfigError, match=cause):
+        check_certificate(certificates / cert, certificates / key if key else None)
+
+
+@needs_openssl
+def test_bad_files_are_named_before_a_model_is_looked_for(
+    certificates: Path, tmp_path: Path, tiermoe_: Command
+) -> None:
+    cert, key = certificates / "a.crt", certificates / "b.key"
+    assert "is not that of" in tiermoe_("serve", "nowhere", "--ssl-certfile", cert, "--ssl-keyfile", key).cause
+    assert "does nothing without --ssl-certfile" in tiermoe_("serve", "nowhere", "--ssl-keyfile", key).cause
+    one = ("--ssl-certfile", cert, "--replicas", "2")
+    assert "--ssl-certfile belongs to one process" in tiermoe_("serve", "nowhere", *one).cause
+    assert "cannot read the API keys" in tiermoe_("serve", "nowhere", "--api-key-file", tmp_path / "none").cause
+
+
+@needs_openssl
+def test_a_server_with_keys_and_a_certificate(certificates: Path, tmp_path: Path, shipped: Path) -> None:
+    port, keys = free_port(), written(tmp_path / "keys", b"first\nsecond\n")
+    options = {
+        "--port": str(port), "--memory": "2GiB", "--lanes": "1", "--kv-memory": "256MiB", "--api-key-file": str(keys),
+        "--ssl-certfile": str(certificates / "a.crt"), "--ssl-keyfile": str(certificates / "a.key"),
+    }  # fmt: skip
+    words = [
+        sys.executable,
+        "-m",
+        "tiermoe",
+        "serve",
+        str(shipped),
+        *(word for pair in options.items() for word in pair),
+    ]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    transport = httpx.HTTPTransport(verify=ssl.create_default_context(cafile=certificates / "a.crt"), retries=20)
+    try:
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", timeout=120, transport=transport) as client:
+            while client.get("/health").status_code == 503 and process.poll() is None:
+                pass
+            assert client.get("/v1/models").status_code == 401
+            assert client.get("/api/tags", headers={"Authorization": "Bearer second"}).status_code == 200
+            asked = {"prompt": "Once upon a time", "max_tokens": 4, "stream": True}
+            answer = client.post("/v1/completions", json=asked, headers={"x-api-key": "first"})
+            assert answer.text.rstrip().endswith("data: [DONE]")
+    finally:
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert f"at https://127.0.0.1:{port}/v1" in said
+    assert "first" not in said
