@@ -245,6 +245,23 @@ class Engine:
         """Runs a batch and returns the logits (rows, vocabulary) of each row's last token, or of every token of all
         rows (T, vocabulary). Prompts run in chunks. Threads wait for each other. ModelError where logits are not
         finite, which names the layer that they come from; TiermoeError after `close`."""
+        return self._step(batch, cache, every, self.decoder.step)
+
+    @property
+    def gives_hidden_states(self) -> bool:
+        """Whether `hidden_states` can be called: the decoder is our own."""
+        return isinstance(self.decoder, Decoder)
+
+    @torch.no_grad()
+    def hidden_states(self, batch: Batch, cache: Any) -> torch.Tensor:
+        """`step`, which returns the hidden states (T, H) of every token, behind the last norm, in place of logits."""
+        assert isinstance(self.decoder, Decoder)
+        run = self.decoder.hidden_states
+        return self._step(batch, cache, True, lambda each, cache, every: run(each, cache))
+
+    def _step(
+        self, batch: Batch, cache: Any, every: bool, run: Callable[[Batch, Any, bool], torch.Tensor]
+    ) -> torch.Tensor:
         self.check_open()
         context = self.context
         with context.lock:
@@ -257,9 +274,9 @@ class Engine:
                     self.service.lend(len(each.rows))
                 context.begin(each)
                 if self.confident is None or every or each.phase != "decode":
-                    found.append(self.decoder.step(each, cache, every))
+                    found.append(run(each, cache, every))
                 else:
-                    once_or_twice = functools.partial(self.decoder.step, each, cache)
+                    once_or_twice = functools.partial(run, each, cache)
                     found.append(self.confident.decode(once_or_twice, lambda logits: logits))
                 if together:
                     self.loader.cache.take_back()

@@ -282,8 +282,8 @@ class RequestLoop:
             try:
                 if row.replaying:
                     opened = self._prefixes.reopen(row.before, wanted, at_work)
-                else:  # a prompt that is scored is read from its beginning
-                    ids = [] if row.request.prompt_logprobs else row.request.ids
+                else:  # a prompt of which all tokens run is read from its beginning
+                    ids = [] if row.request.reads_all else row.request.ids
                     opened = self._prefixes.open(ids, wanted, at_work)
             except Exception as error:
                 self._fail(row, error, pieces)
@@ -354,8 +354,8 @@ class RequestLoop:
     def _run(
         self, answering: list[RequestState], prompts: list[RequestState], pieces: list[Piece], guess: bool = True
     ) -> None:
-        """Runs a token of each answer, with guesses at the next ones, and the next chunk of each prompt (one that is
-        scored comes alone). pieces: takes what they add."""
+        """Runs a token of each answer, with guesses at the next ones, and the next chunk of each prompt (one of
+        which all tokens run comes alone). pieces: takes what they add."""
         began = time.perf_counter()
         parts = list(map(self._next_prompt, prompts))
         speculation = self._speculation if answering and not parts else None
@@ -365,10 +365,16 @@ class RequestLoop:
         ]
         guessed = sum(map(len, guesses))
         rows = (*map(RequestState.next_answer, answering, guesses), *parts)
-        batch, every = Batch(rows, ragged=len(rows) > 1), guessed > 0 or (bool(prompts) and prompts[0].scored)
+        embeds = bool(prompts) and prompts[0].request.embeds
+        every = guessed > 0 or embeds or (bool(prompts) and prompts[0].scored)
+        batch = Batch(rows, ragged=len(rows) > 1)
         before = self._engine.snapshot() if self._timed and batch.phase == "decode" else None
         try:
-            logits: Tensor = self._engine.step(batch, self._cache, every)
+            logits: Tensor
+            if embeds:
+                logits = self._engine.hidden_states(batch, self._cache)
+            else:
+                logits = self._engine.step(batch, self._cache, every)
         except Exception as error:
             if guessed:  # an answer does not fail by what was guessed of it
                 self._run(answering, prompts, pieces, guess=False)
@@ -426,7 +432,7 @@ class RequestLoop:
         return given
 
     def _has_read(self, row: RequestState, parts: list[Row], logits: Tensor, pieces: list[Piece]) -> None:
-        """Records chunks of a prompt. logits (n, vocabulary): of the last token, or of all where it is scored."""
+        """Records chunks of a prompt. logits (n, vocabulary): as `RequestState.has_read` takes them."""
         for part in parts:
             row.has_read(part, logits)
         self._crop(row)
@@ -440,7 +446,10 @@ class RequestLoop:
             self.counts.cached_tokens += row.cached
             self.counts.prompt_tokens += row.length - row.cached
             self._prefixes.prompt_done(row.slab, row.contents.tokens)
-            self._choose(row, logits[-1], pieces)
+            if row.request.embeds:
+                self._finish(row, row.embed(), pieces)
+            else:
+                self._choose(row, logits[-1], pieces)
 
     def _crop(self, row: RequestState) -> None:
         """Crops the slab to the tokens that the request has: a replayed part may have had more."""
@@ -456,11 +465,16 @@ class RequestLoop:
             self._fail(row, error, pieces)
             return True
         self.counts.generated_tokens += 1
-        if piece.finish is not None:
-            self._answering.remove(row)
-            self._prefixes.leave(row.slab, row.contents)
+        if piece.finish is None:
+            pieces.append(piece)
+            return False
+        self._finish(row, piece, pieces)
+        return True
+
+    def _finish(self, row: RequestState, piece: Piece, pieces: list[Piece]) -> None:
+        self._answering.remove(row)
+        self._prefixes.leave(row.slab, row.contents)
         pieces.append(piece)
-        return piece.finish is not None
 
     def _fail(self, row: RequestState, error: Exception, pieces: list[Piece]) -> None:
         self._drop(row.number, failed=True)

@@ -215,6 +215,17 @@ class Decoder:
     def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:
         """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
         (sequences, vocabulary) of each sequence's last token, or of every token (T, vocabulary)."""
+        return self.finish(self._run(batch, cache), every)
+
+    @torch.no_grad()
+    def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Runs a batch as `step` does, and returns the hidden states (T, H) of every token, behind the last norm."""
+        passing = self._run(batch, cache)
+        self._end_write(passing)
+        return torch.cat([self._norm(x) for x in passing.xs])
+
+    def _run(self, batch: Batch, cache: KVCache) -> Passing:
+        """A batch behind the last layer."""
         passing = self.begin(batch, cache)
         if len(passing.parts) > 1:
             self.advance(passing, len(self.layers))
@@ -223,7 +234,7 @@ class Decoder:
             for index, layer in enumerate(self.layers):
                 x = layer(x, index, step)
             passing.xs = [x]
-        return self.finish(passing, every)
+        return passing
 
     def begin(self, batch: Batch, cache: KVCache) -> Passing:
         """Begins a step: the layers and `finish` follow. Steps of other sequences may run between two `advance`."""
@@ -243,15 +254,18 @@ class Decoder:
 
     def finish(self, passing: Passing, every: bool = False) -> Tensor:
         """Ends a step: the logits as `step` returns them."""
+        self._end_write(passing)
         ends = passing.ends
-        for slab, end in ends.items():
-            passing.cache.end_write(slab, end)
         logits = [
             self._logits(x, part, every)
             for x, part in zip(passing.xs, passing.parts, strict=True)
             if every or part.rows[-1].end == ends[part.rows[-1].slab]
         ]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _end_write(self, passing: Passing) -> None:
+        for slab, end in passing.ends.items():
+            passing.cache.end_write(slab, end)
 
     def _embedded(self, step: Step) -> Tensor:
         x = self._embedding(step.tokens)

@@ -293,7 +293,7 @@ def routes(app: FastAPI, served: Served) -> None:
 
     @app.post(f"{OLLAMA}show")
     async def show(asked: ShowRequest) -> dict[str, Any]:
-        _check_model(served, asked.model or asked.name)
+        check_model(served, asked.model or asked.name)
         return _shown(served)
 
     @app.get(f"{OLLAMA}version")
@@ -305,7 +305,7 @@ def _check(served: Served, asked: Asked) -> None:
     """Refused where a field is unknown, another model is named, or the model cannot do what is asked for."""
     check_fields(asked)
     check_fields(asked.options)
-    _check_model(served, asked.model)
+    check_model(served, asked.model)
     if asked.think and not _thinks(served):
         raise Refused(400, f"'{served.name}' does not support thinking; leave think out", "think")
     wanted = asked.options.num_ctx
@@ -318,7 +318,8 @@ def _check(served: Served, asked: Asked) -> None:
         )
 
 
-def _check_model(served: Served, name: str) -> None:
+def check_model(served: Served, name: str) -> None:
+    """Refused where a client names another model; a tag behind a name says nothing."""
     if name != served.name:
         served.check_model(name.removesuffix(_LATEST))
 

@@ -528,10 +528,11 @@ def _shown(asked: Common, piece: Piece) -> Piece:
 
 def _prepared(served: Served, asked: CompletionRequest) -> list[Prepared]:
     grammar = grammar_of(served, asked.answer_schema)
-    return [Prepared(ids, grammar=grammar) for ids in _prompts(served, asked.prompt)]
+    return [Prepared(ids, grammar=grammar) for ids in prompts_of(served, asked.prompt)]
 
 
-def _prompts(served: Served, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
+def prompts_of(served: Served, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
+    """Token ids of each prompt. Refused where there is none."""
     if isinstance(prompt, str):
         return [served.text_ids(prompt)]
     if not prompt:
