@@ -78,7 +78,9 @@ def test_options_are_those_of_the_sampling(llama: ollama.Client, client: openai.
     assert answer(temperature=1.5, seed=3, top_k=20, top_p=0.9, min_p=0.01) == same(
         temperature=1.5, seed=3, top_p=0.9, extra_body={"top_k": 20, "min_p": 0.01}
     )
-    assert answer(temperature=1, top_k=1, seed=-1) == greedy
+    assert answer(temperature=1, top_k=1) == greedy
+    assert answer(temperature=1.5, top_k=-1, seed=3) == same(temperature=1.5, seed=3)
+    assert len({answer(temperature=9, seed=-1) for _ in range(3)}) > 1  # no seed
     assert answer(temperature=0, repeat_penalty=100, repeat_last_n=-1) == same(
         temperature=0, extra_body={"repetition_penalty": 100}
     )
