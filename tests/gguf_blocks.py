@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import GGMLQuantizationType, dequantize
 
 from tiermoe.formats.gguf_types import gguf_encoding
@@ -35,8 +36,12 @@ _SCALES = {
 
 def random_blocks(type: str, out: int, in_: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """The slot's field of a matrix (out, in_) in blocks of `type`: all codes occur, weights are around 0.1 large."""
+    columns, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[type.upper()]]
     encoding, random = gguf_encoding(type), np.random.default_rng(seed)
-    blocks = random.integers(0, 256, (out, in_ // encoding.columns, encoding.nbytes), dtype=np.uint8)
+    blocks = random.integers(0, 256, (out, in_ // columns, nbytes), dtype=np.uint8)
+    if type == "nvfp4":
+        blocks[..., :4] = random.integers(16, 40, (*blocks.shape[:2], 4))
+        blocks[0, 0, :2] = (0, 0x7F)  # which ggml takes for 0
     if type == "mxfp4":
         blocks[..., 0] = random.integers(118, 125, blocks.shape[:2])
     if type == "iq1_m":  # its float16 lies in four high nibbles; these two are its highest, of about 1/256
@@ -44,7 +49,7 @@ def random_blocks(type: str, out: int, in_: int, seed: int = 0) -> dict[str, tor
         blocks[..., 55] = blocks[..., 55] & 0x0F | 0x10
     for at in _SCALES.get(type, ()):
         scales = random.uniform(0.5, 1.0, blocks.shape[:2]) * random.choice([-1, 1], blocks.shape[:2])
-        size = 0.2 / (1 << encoding.bits) / (16 if encoding.columns == 256 else 1)
+        size = 0.2 / (1 << encoding.bits) / (16 if columns == 256 else 1)
         blocks[..., at : at + 2] = (scales * size).astype(np.float16)[..., None].view(np.uint8)
     return {"blocks": torch.from_numpy(blocks.reshape(out, -1))}
 

@@ -153,7 +153,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Path, size: int) -> None:
     writer.add_add_bos_token(False)
 
 
-BLOCKS = {each.type: each.columns for each in ENCODINGS}
+BLOCKS = {**{each.type: each.columns for each in ENCODINGS}, "nvfp4": 64}
 
 
 ARCHITECTURES = {
@@ -190,6 +190,8 @@ CENTRED = ("qwen3_next", "qwen3_5_moe_text")
 """Families whose norms are written as weight + 1."""
 
 
+WITHOUT_FACTORS = ("token_embd", "attn_v", "blk.1.ffn_down_exps")
+"""Tensors that have no factors in NVFP4, as llama-quantize writes them."""
 _WRITABLE = {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4"}
 """Types that the gguf package quantises to."""
 
@@ -301,6 +303,12 @@ def _add(
         writer.add_tensor(name, raw)
     else:
         writer.add_tensor(name, raw, raw_dtype=type)
+    if kind == "nvfp4" and not any(each in name for each in WITHOUT_FACTORS):
+        entries = shape[0] if len(shape) == 3 else 1
+        factors = np.linspace(0.5, 2, entries, dtype=np.float32)
+        writer.add_tensor(name.replace("weight", "scale"), factors)
+        writer.add_tensor(name.replace("weight", "input_scale"), np.ones(entries, dtype=np.float32))
+        wide = wide.reshape(shape) * factors.reshape(-1, *[1] * (len(shape) - 1))
     found = torch.from_numpy(np.ascontiguousarray(wide)).flatten()
     found = (-found).log() if name.endswith("ssm_a") else found - centred
     for view, part in zip(views, found.split([view.numel() for view in views]), strict=True):

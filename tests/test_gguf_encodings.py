@@ -54,5 +54,6 @@ def test_what_it_cannot_do_is_refused():
         gguf_encoding("q4_k").encode(torch.zeros(1, 256), QUANTIZERS["linear"], torch.bfloat16)
     with pytest.raises(StoreError, match=r"row of 320 columns is no whole number of Q6_K blocks of 256"):
         gguf_encoding("q6_k").stored_fields(1, 320, torch.bfloat16)
-    with pytest.raises(StoreError, match=r"type 'NVFP4': choose a file of Q8_0, Q4_0"):
-        encoding_named("gguf/nvfp4")
+    for name in ("gguf/q1_0", "gguf/q4_k/2", "gguf/nvfp4/0", "gguf/nvfp4/x"):
+        with pytest.raises(StoreError, match=r"choose a file of Q8_0, Q4_0.*, NVFP4"):
+            encoding_named(name)

@@ -194,9 +194,9 @@ DAMAGE: dict[str, tuple[Callable[[bytearray], Any], str]] = {
     ),
     "endless": (put(16, struct.pack("<Q", 1 << 60)), r"malformed GGUF header|cut short"),
     "type": (
-        type_of("blk.0.attn_q.weight", 40),
-        r"blk\.0\.attn_q\.weight is stored as NVFP4, which tiermoe does not read; take a file with these types only: "
-        r"F32, F16, BF16, Q8_0.*MXFP4",
+        type_of("blk.0.attn_q.weight", 41),
+        r"blk\.0\.attn_q\.weight is stored as Q1_0, which tiermoe does not read; take a file with these types only: "
+        r"F32, F16, BF16, Q8_0.*NVFP4",
     ),
     "unknown type": (type_of("blk.0.attn_q.weight", 99), r"is stored as type 99, which"),
     "architecture": (

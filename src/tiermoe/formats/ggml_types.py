@@ -57,10 +57,11 @@ TYPES: dict[int, GgmlType] = {
     34: GgmlType("TQ1_0", 256, 54, 1),
     35: GgmlType("TQ2_0", 256, 66, 2),
     39: GgmlType("MXFP4", 32, 17, 4),
+    40: GgmlType("NVFP4", 64, 36, 4),
 }
 """The types that tiermoe reads, by the ids that are in the file."""
 
 UNREAD = {
-    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4", 41: "Q1_0",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0",
 }  # fmt: skip
 """Known types that tiermoe does not read."""

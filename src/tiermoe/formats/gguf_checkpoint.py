@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tiermoe.formats.gguf_file import GgufFile, GgufTensor
-from tiermoe.formats.gguf_types import PREFIX, gguf_encoding
+from tiermoe.formats.gguf_types import PREFIX, Nvfp4, gguf_encoding
+from tiermoe.formats.registry import encoding_named
 from tiermoe.formats.safetensors import FileReader, fingerprint_of
 from tiermoe.formats.source import StoredAs
 from tiermoe.types import Segment
@@ -58,11 +59,12 @@ class Rows:
         return encoding_of(self.tensor)
 
     def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
+        factors = self.factors(read)
         if self.tensor.shape[1:] == self.shape[1:]:
-            values = decoded(self.tensor, self.blocks(read, first, last))
+            values = decoded(self.tensor, self.blocks(read, first, last), factors)
         else:  # the file dropped a dimension of size 1, or has one more
             rows = self.tensor.shape[0] if self.order is None else len(self.order)
-            values = decoded(self.tensor, self.blocks(read, 0, rows)).view(self.shape)[first:last]
+            values = decoded(self.tensor, self.blocks(read, 0, rows), factors).view(self.shape)[first:last]
         if self.columns is not None:
             values = values[:, self.columns]
         return values if self.change is None else self.change(values)
@@ -75,6 +77,10 @@ class Rows:
         begin, end = int(order.min()), int(order.max()) + 1
         rows = read(self.tensor, begin, end).view(end - begin, -1)[order - begin]
         return _in_rows(self.tensor, rows.flatten())
+
+    def factors(self, read: ReadBytes) -> Tensor | None:
+        """NVFP4's factor (1); None without."""
+        return factors_of(self.tensor, read, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,10 @@ class _Several:
 
     def encoding(self) -> str | None:
         names = {encoding_of(tensor) for tensor in self.tensors}
-        return names.pop() if len(names) == 1 else None
+        if len(names) != 1:
+            return None
+        encoding = encoding_named(name := names.pop())
+        return encoding.stacked(len(self.tensors)).name if isinstance(encoding, Nvfp4) else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +111,20 @@ class Joined(_Several):
         return (sum(tensor.shape[0] for tensor in self.tensors), *self.tensors[0].shape[1:])
 
     def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
-        parts = [decoded(tensor, _in_rows(tensor, read(tensor, *rows))) for tensor, rows in self._parts(first, last)]
+        parts = [
+            decoded(tensor, _in_rows(tensor, read(tensor, *rows)), factors_of(tensor, read, 0, 1))
+            for tensor, rows in self._parts(first, last)
+        ]
         return torch.cat([part.to(self.dtype) for part in parts])
 
     def blocks(self, read: ReadBytes, first: int, last: int) -> Tensor:
         """The bytes of rows of tensors of one type: uint8 (last - first, bytes of a row)."""
         return torch.cat([_in_rows(tensor, read(tensor, *rows)) for tensor, rows in self._parts(first, last)])
+
+    def factors(self, read: ReadBytes) -> Tensor | None:
+        """NVFP4's factors, one of each tensor; None without."""
+        found = [each for tensor in self.tensors if (each := factors_of(tensor, read, 0, 1)) is not None]
+        return torch.cat(found) if found else None
 
     def _parts(self, first: int, last: int) -> Iterator[tuple[GgufTensor, tuple[int, int]]]:
         """The tensors that have some of the rows, and which of their own these are."""
@@ -130,7 +147,10 @@ class Stacked(_Several):
         return (experts, sum(tensor.shape[1] for tensor in self.tensors), *columns)
 
     def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
-        parts = [decoded(tensor, _in_rows(tensor, read(tensor, first, last))) for tensor in self.tensors]
+        parts = [
+            decoded(tensor, _in_rows(tensor, read(tensor, first, last)), factors_of(tensor, read, first, last))
+            for tensor in self.tensors
+        ]
         return torch.cat([part.to(self.dtype) for part in parts], dim=1)
 
 
@@ -165,17 +185,27 @@ class Expanding:
 
 def encoding_of(tensor: GgufTensor) -> str:
     """The name of the encoding of a tensor's rows: 'plain' for numbers that are values of their own."""
-    return "plain" if tensor.kind.plain else PREFIX + tensor.kind.name.lower()
+    name = PREFIX + tensor.kind.name.lower()
+    return "plain" if tensor.kind.plain else name if tensor.factors is None else f"{name}/1"
 
 
-def decoded(tensor: GgufTensor, rows: Tensor) -> Tensor:
-    """The values of rows (…, bytes of a row) of a tensor: float32 of blocks, else as they are."""
+def decoded(tensor: GgufTensor, rows: Tensor, factors: Tensor | None = None) -> Tensor:
+    """The values of rows (…, bytes of a row) of a tensor: float32 of blocks, else as they are. factors: of the entries
+    along dimension 0, or of all."""
     if (dtype := tensor.kind.dtype) is not None:
         return rows.view(dtype)
     columns = tensor.shape[-1]
     flat = rows.reshape(-1, rows.shape[-1])
-    values = gguf_encoding(tensor.kind.name).decode({"blocks": flat}, len(flat), columns, torch.float32)
-    return values.view(*rows.shape[:-1], columns)
+    encoding = gguf_encoding(tensor.kind.name)
+    fields = {"blocks": flat}
+    slot = encoding.slot(fields, columns) if isinstance(encoding, Nvfp4) else fields
+    values = encoding.decode(slot, len(flat), columns, torch.float32).view(*rows.shape[:-1], columns)
+    return values if factors is None else values.mul_(factors.view(-1, *[1] * (values.dim() - 1)))
+
+
+def factors_of(tensor: GgufTensor, read: ReadBytes, first: int, last: int) -> Tensor | None:
+    """NVFP4's factors first..last - 1 of a tensor, float32; None without."""
+    return None if tensor.factors is None else read(tensor.factors, first, last).view(torch.float32)
 
 
 def _in_rows(tensor: GgufTensor, raw: Tensor) -> Tensor:
@@ -231,10 +261,15 @@ class GgufCheckpoint:
         return parameter.encoding()
 
     def fields(self, name: str) -> dict[str, Tensor]:
-        """The blocks of such a matrix, uint8 (rows, bytes of a row), in the parameter's order."""
+        """The slot fields of such a matrix, rows in the parameter's order."""
         parameter = self.parameters[name]
         assert isinstance(parameter, Rows | Joined)
-        return {"blocks": parameter.blocks(self._read, 0, parameter.shape[0])}
+        stored = {"blocks": parameter.blocks(self._read, 0, parameter.shape[0])}
+        encoding = encoding_named(parameter.encoding() or "")
+        if not isinstance(encoding, Nvfp4):
+            return stored
+        factors = parameter.factors(self._read)
+        return encoding.slot(stored if factors is None else {**stored, "factors": factors}, parameter.shape[1])
 
     def columns(self, name: str) -> Tensor | None:
         """Where each column of such a matrix is in its blocks; None: in order."""
@@ -248,16 +283,20 @@ class GgufCheckpoint:
         return [StoredAs(encoding_of(tensor), tensor.kind.dtype or torch.float32) for tensor in parameter.tensors]
 
     def in_place(self, sources: Sequence[str], expert: int, offsets: Mapping[str, int]) -> list[Segment]:
-        """Where the rows of one expert are, to be placed one after the other from the byte of the only field on, or
-        each tensor at the byte of its own field."""
+        """Where the rows of one expert are, and their factors: those of several tensors one after the other from the
+        bytes of their fields on, or each tensor's at the bytes of its own fields (`0.…`, `1.…`)."""
         segments: list[Segment] = []
-        (source,), places = sources, list(offsets.values())
+        (source,), next_at = sources, dict(offsets)
         parameter = self.parameters[source]
         assert isinstance(parameter, Stacked)
         for index, tensor in enumerate(parameter.tensors):
-            nbytes = tensor.nbytes // tensor.shape[0]
-            at = places[index] if len(places) > 1 else places[0] + sum(each.nbytes for each in segments)
-            segments.append(Segment(str(tensor.file), tensor.offset + expert * nbytes, nbytes, at))
+            own = [name for name in offsets if name.startswith(f"{index}.")] or list(offsets)
+            pieces = (tensor,) if tensor.factors is None else (tensor, tensor.factors)
+            for name, piece in zip(own, pieces, strict=True):
+                nbytes = piece.nbytes // piece.shape[0]
+                at = piece.offset + expert * nbytes
+                segments.append(Segment(str(piece.file), at, nbytes, next_at[name]))
+                next_at[name] += nbytes
         return segments
 
     def fingerprint(self) -> str:

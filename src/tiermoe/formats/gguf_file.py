@@ -15,7 +15,7 @@ import re
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +52,7 @@ class GgufTensor:
     kind: GgmlType
     shape: tuple[int, ...]  # in torch's order
     offset: int  # from the start of the file
+    factors: GgufTensor | None = None  # of NVFP4: of the whole tensor, or of each entry along its first dimension
 
     @property
     def nbytes(self) -> int:
@@ -212,7 +213,27 @@ def _merged(path: Path, headers: list[Header]) -> dict[str, GgufTensor]:
     stated = headers[0].entries.get("split.tensors.count", len(tensors))
     if stated != len(tensors):
         raise ModelError(f"the shards of {path} hold {len(tensors)} tensors of {stated}; download them again")
-    return tensors
+    return _with_factors(path, tensors)
+
+
+def _with_factors(path: Path, tensors: dict[str, GgufTensor]) -> dict[str, GgufTensor]:
+    """The tensors, those of NVFP4 with their factors, which llama.cpp's converter writes as tensors of their own."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        if tensor.kind.name != "NVFP4" or suffix != "weight":
+            continue
+        found.pop(f"{stem}.input_scale", None)  # of activations in 4 bits, which are not computed with here
+        factors = found.pop(f"{stem}.scale", None)
+        if factors is not None:
+            several = tensor.shape[0] if len(tensor.shape) == 3 else 1
+            if factors.kind.name != "F32" or factors.shape != (several,):
+                raise ModelError(
+                    f"{path}: {stem}.scale is {factors.kind.name} of shape {factors.shape}, not F32 of ({several},); "
+                    f"convert the model again with a current llama.cpp"
+                )
+            found[name] = replace(tensor, factors=factors)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

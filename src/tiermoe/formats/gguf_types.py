@@ -1,20 +1,26 @@
-"""Encodings of a GGUF file's blocks, which are used as they are in the file."""
+"""Encodings of a GGUF file's blocks.
+
+`Gguf`: kernels take the blocks as they are in the file. `Nvfp4`: codes and scales are put in the order of checkpoints'
+NVFP4 on the way into a slot; none of them changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from tiermoe.errors import StoreError
+from tiermoe.formats.checkpoint_quant import CheckpointQuant
 from tiermoe.formats.encoding import DECODED_WEIGHTS, Field, FixedEncoding
 from tiermoe.formats.ggml_types import TYPES
 from tiermoe.formats.quantizers import Quantizer
 
 PREFIX = "gguf/"
+_GROUP = 16  # columns of NVFP4 that share a scale
+_NOT_A_NUMBER = 0x7F  # a scale that ggml takes for 0
 
 
 @dataclass(frozen=True)
@@ -55,16 +61,86 @@ class Gguf(FixedEncoding):
             yield first, torch.from_numpy(rows)
 
 
+@dataclass(frozen=True)
+class Nvfp4(FixedEncoding):
+    """NVFP4's blocks of 64 columns, and a factor of all of a matrix, where the file has one (llama.cpp's `.scale`).
+
+    Stored fields: `blocks`, bytes (out, in_ / 64 * 36): of a block four scales, then eight bytes for each of them,
+    whose low halves are the codes of eight columns and whose high halves those of the next eight; where there are
+    factors, `factors` (matrices), float32. Slot fields: those of `in_slot`."""
+
+    read_from: ClassVar[str] = "GGUF files"
+
+    matrices: int = 0  # of equal rows, one after the other, each with a factor; 0: no factors
+    bits: int = 4
+
+    @property
+    def name(self) -> str:
+        return f"{PREFIX}nvfp4" + (f"/{self.matrices}" if self.matrices else "")
+
+    @property
+    def label(self) -> str:
+        return "NVFP4"
+
+    @property
+    def in_slot(self) -> CheckpointQuant:
+        """The encoding that kernels take."""
+        return CheckpointQuant("e2m1", "e4m3-times", 1, _GROUP, max(1, self.matrices))
+
+    def stacked(self, count: int) -> Nvfp4:
+        """The encoding of the rows of `count` such matrices, one after the other."""
+        return replace(self, matrices=count * self.matrices)
+
+    def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
+        """Raises StoreError where a row is no whole number of blocks."""
+        (blocks,) = _NVFP4.stored_fields(out, in_, dtype)
+        return (blocks, Field("factors", torch.float32, (self.matrices,))) if self.matrices else (blocks,)
+
+    def slot_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
+        return self.in_slot.slot_fields(out, in_, dtype)
+
+    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
+        return None
+
+    def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
+        """Puts codes and scales in the order of columns."""
+        blocks = stored["blocks"].view(slot["codes"].shape[0], -1, _NVFP4.nbytes)
+        groups = _NVFP4.columns // _GROUP
+        scales = blocks[..., :groups]
+        halves = blocks[..., groups:].reshape(*blocks.shape[:2], groups, _GROUP // 2)
+        slot["scales"].copy_(torch.where(scales == _NOT_A_NUMBER, 0, scales).flatten(1))
+        codes = torch.cat((halves & 15, halves >> 4), dim=-1)
+        slot["codes"].copy_((codes[..., 0::2] | codes[..., 1::2] << 4).flatten(1))
+        slot["factors"].copy_(stored["factors"] if self.matrices else torch.ones(1))
+
+    def slot(self, stored: Mapping[str, Tensor], in_: int) -> dict[str, Tensor]:
+        """The slot fields of stored ones."""
+        out = stored["blocks"].shape[0]
+        fields = self.slot_fields(out, in_, torch.float32)
+        slot = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in fields}
+        self.widen(stored, slot)
+        return slot
+
+    def decoded(self, slot: Mapping[str, Tensor], in_: int) -> Iterator[tuple[int, Tensor]]:
+        return self.in_slot.decoded(slot, in_)
+
+
+_NVFP4 = Gguf("nvfp4", 64, 36, 4)
 ENCODINGS = tuple(
-    Gguf(kind.name.lower(), kind.block, kind.nbytes, kind.bits) for kind in TYPES.values() if not kind.plain
+    Gguf(kind.name.lower(), kind.block, kind.nbytes, kind.bits)
+    for kind in TYPES.values()
+    if not kind.plain and kind.name != "NVFP4"
 )
+"""Those that kernels take as they are."""
 
 
-def gguf_encoding(name: str) -> Gguf:
-    """The encoding of a type ("Q4_K", in any case, or "gguf/q4_k"). Raises StoreError for others."""
-    wanted = name.lower().removeprefix(PREFIX)
+def gguf_encoding(name: str) -> Gguf | Nvfp4:
+    """The encoding of a type ("Q4_K", in any case, "gguf/q4_k" or "gguf/nvfp4/2"). Raises StoreError for others."""
+    wanted, _, count = name.lower().removeprefix(PREFIX).partition("/")
+    if wanted == "nvfp4" and (not count or (count.isdecimal() and int(count))):
+        return Nvfp4(int(count or 0))
     for each in ENCODINGS:
-        if each.type == wanted:
+        if each.type == wanted and not count:
             return each
-    known = ", ".join(each.label for each in ENCODINGS)
+    known = ", ".join(each.label for each in (*ENCODINGS, Nvfp4()))
     raise StoreError(f"no kernel takes GGUF blocks of type {wanted.upper()!r}: choose a file of {known}")

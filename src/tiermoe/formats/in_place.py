@@ -11,12 +11,14 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.checkpoint_quant import CheckpointQuant, Transposed4
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import PAGE, format_from_names
+from tiermoe.formats.gguf_types import Nvfp4
 from tiermoe.formats.plain import Halves, Values
 from tiermoe.formats.registry import encoding_named
 from tiermoe.formats.source import EACH, Sources, StoredAs, TensorSource
 from tiermoe.formats.store import PackedLayer, Precision
 from tiermoe.types import Extent, MoeLayer, Part, Segment
 
+_REORDERED = Nvfp4 | Transposed4  # on the way into a slot, where only whole matrices are
 _ALIGNED = 32  # bytes; a part that begins elsewhere is copied into its slot
 
 OWN_BITS = 16
@@ -92,12 +94,16 @@ def _named(
         if not part.is_matrix:
             return ways[0].label
     transposed = any(way.transposed != part.transposed for way in ways)
-    if not part.is_matrix or transposed or len(different) > 2 or (len(different) == 2 and len(ways) != 2):
+    encodings = [_encoding_of(way) for way in different]
+    halves = len(different) == len(ways) == 2 and not any(isinstance(each, _REORDERED) for each in encodings)
+    if not part.is_matrix or transposed or (len(different) > 1 and not halves):
         raise _refused(checkpoint, layer, part, " and ".join(way.label for way in different), dtype)
-    if len(different) == 2:
-        return Halves(*(_encoding_of(way) for way in ways)).name
-    encoding = _encoding_of(ways[0])
-    return encoding.stacked(len(ways)).name if isinstance(encoding, CheckpointQuant | Transposed4) else encoding.name
+    if halves:
+        return Halves(*encodings).name
+    (encoding,) = encodings
+    if isinstance(encoding, CheckpointQuant | Nvfp4 | Transposed4):
+        return encoding.stacked(len(ways)).name
+    return encoding.name
 
 
 def _ways(checkpoint: TensorSource, sources: Sequence[str], expert: int) -> list[StoredAs]:

@@ -21,7 +21,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.formats.checkpoint_quant import CheckpointQuant, Transposed4
 from tiermoe.formats.encoding import BLOCK_ROWS, Encoding, RowBlocks
 from tiermoe.formats.expert_format import ExpertFormat
-from tiermoe.formats.gguf_types import Gguf
+from tiermoe.formats.gguf_types import Gguf, Nvfp4
 from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR, Int4, is_torchs
 from tiermoe.formats.plain import Halves, Values
 from tiermoe.formats.registry import encoding_named
@@ -173,7 +173,7 @@ class PublishedLinear:
     Without a native kernel some rows at a time are decoded to float32."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        assert isinstance(encoding, Gguf | CheckpointQuant | Transposed4 | Values)
+        assert isinstance(encoding, Gguf | Nvfp4 | CheckpointQuant | Transposed4 | Values)
         self._encoding = encoding
         self._dtype = dtype
 
@@ -255,7 +255,7 @@ def decodes(encoding: Encoding | None, out: int, in_: int, dtype: torch.dtype) -
     """Whether the CPU's kernel makes a decoded copy of a matrix (out, in_) for many tokens."""
     if encoding is None or encoding.bits == 16:
         return False
-    if math.isfinite(native_tokens()) and not isinstance(encoding, Gguf | CheckpointQuant | Transposed4):
+    if math.isfinite(native_tokens()) and not isinstance(encoding, Gguf | Nvfp4 | CheckpointQuant | Transposed4):
         return True
     return matrix_form(encoding, out, in_, dtype) is None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tiermoe.formats.checkpoint_quant import CheckpointQuant, Transposed4
 from tiermoe.formats.encoding import Encoding
-from tiermoe.formats.gguf_types import Gguf
+from tiermoe.formats.gguf_types import Gguf, Nvfp4
 from tiermoe.formats.int2 import Int2
 from tiermoe.formats.int4 import Int4
 from tiermoe.formats.int6 import Int6
@@ -105,6 +105,8 @@ def prepared_at_most(columns: int) -> int:
 def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> MatrixForm | None:
     """The form of matrices (out, in_) in an encoding, for products in `dtype`; None where the kernels do not take
     them."""
+    if isinstance(encoding, Nvfp4):
+        encoding = encoding.in_slot
     if isinstance(encoding, CheckpointQuant | Transposed4):
         return _published(encoding, out, in_, dtype)
     if isinstance(encoding, NonUniform):
