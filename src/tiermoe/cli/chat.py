@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import select
 import sys
@@ -50,6 +51,13 @@ def _read_bias(text: str) -> dict[int, float]:
     return {int(token): float(bias) for token, _, bias in (pair.partition("=") for pair in text.split(","))}
 
 
+def _read_strings(text: str) -> tuple[str, ...]:
+    found = [] if _is_none(text) else json.loads(text)
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise ValueError("no list of strings")
+    return tuple(found)
+
+
 def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda text: None if _is_none(text) else read(text)
 
@@ -59,6 +67,7 @@ KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     float: ("a number", float),
     int | None: ("a whole number or none", _or_none(int)),
     float | None: ("a number or none", _or_none(float)),
+    tuple[str, ...]: ('strings as a JSON list, like [":", "*"], or none', _read_strings),
     Mapping[int, float]: ("tokens and what is added to their logits, like 15=-2,20=0.5, or none", _read_bias),
 }
 """Type of a field of `Sampling` → (what /set takes for it, in words; its parser, which raises ValueError)."""
