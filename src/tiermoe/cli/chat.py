@@ -81,13 +81,20 @@ def chat(
     temperature: opt.Temperature = None,
     top_p: opt.TopP = None,
     top_k: opt.TopK = None,
+    min_p: opt.MinP = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
     seed: opt.Seed = None,
     draft: opt.Draft = "lookup",
+    chat_template_file: opt.ChatTemplateFile = None,
     system: Annotated[str, typer.Option(help="System prompt.", show_default=False)] = "",
 ) -> None:
     """Chat with a model in its chat template. Type /help for the commands."""
+    template = opt.read_template(chat_template_file)
     headers = read_ahead(model, options)
-    named = opt.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    named = opt.given(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        repetition_penalty=repetition_penalty, seed=seed,
+    )  # fmt: skip
     sampling = make_sampling(**named)
 
     def no_context(tokenizer: Any, blueprint: Any) -> None:
@@ -95,7 +102,7 @@ def chat(
         _refuse_encoder_decoder(blueprint)
         sampling = choose_sampling(blueprint, named, make_sampling(**OTHERWISE))
 
-    session = open_session(model, options, no_context, headers=headers, draft=draft)
+    session = open_session(model, options, no_context, headers=headers, draft=draft, template=template)
     if not getattr(session.tokenizer, "chat_template", None):
         note("this model has no chat template: what you type is continued as plain text")
     note("type /help for the commands, /bye to leave")
