@@ -46,7 +46,7 @@ class Chat:
         if not continued(self.messages):
             return None
         if self.forced or self.constraint is not None:
-            wanted = "tool_choice" if self.constraint is None else self.constraint.field
+            wanted = "tool_choice" if self.forced or self.constraint is None else self.constraint.field
             raise Refused(
                 400,
                 f"an answer that continues the assistant's message cannot follow {wanted}; leave out one",
