@@ -235,7 +235,7 @@ def test_a_chat_template_from_a_file(tiermoe_: Command, tiny: Path, tmp_path: Pa
         (b"{{ messages }}\n{% for m in %}", "line 2: "),
         (b"A text\nof two lines.", "none of its 2 lines names the variable messages"),
         (b"{{ messages }}\xff", "is no chat template"),
-        (b"{{ messages }}" + b" " * (1 << 20), "larger than 1.0 MiB"),
+        (b"{{ messages }}" + b" " * (1 << 20), "larger than 1 MiB"),
         (b"{{ messages }}" + b"{% if x %}" * 3000, "nested too deeply"),
         (None, "cannot be read: No such file"),
     ],
