@@ -75,6 +75,12 @@ def test_typical_leaves_out_a_token_that_is_too_likely() -> None:
     assert float(typical(flat, 0.5, 0)[0]) == 0
 
 
+def test_a_share_that_is_met_ends_a_nucleus_and_no_typical_set() -> None:
+    even = torch.tensor([0.5, 0.5])
+    assert len(nucleus(even, 0, 0.5)[1]) == len(nucleus(even, 2, 0.5)[1]) == 1
+    assert len(typical(even, 0.5, 0).nonzero()) == 2
+
+
 def test_a_large_vocabulary_is_looked_at_as_far_as_needed() -> None:
     probabilities = torch.softmax(torch.arange(5000.0).flip(0) / 1e4, 0)
     kept = typical_tokens(probabilities.tolist(), 0.7)
@@ -223,7 +229,7 @@ def repetitions(before: Sequence[int], last_n: int, breakers: Sequence[str]) -> 
     st.integers(0, 12),
     st.integers(0, 5),
     st.one_of(st.just(-1), st.integers(0, 20)),
-    st.sampled_from([(), (":",), ("ab",), (":", "ca"), ("bca:", "a")]),
+    st.sampled_from([(), (":",), ("ab", "abc"), (":", "ca"), ("bca:", "a")]),
 )
 def test_dry_penalises_what_goes_on_with_a_repetition(
     text: list[int], answered: int, allowed: int, last_n: int, breakers: tuple[str, ...]
