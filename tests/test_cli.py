@@ -217,6 +217,40 @@ def test_the_chat_template_is_used_unless_raw(tiermoe_: Command, tiny: Path, tmp
     assert json.loads(tiermoe_(*words, "--raw").out)["prompt_tokens"] == len("hi")
 
 
+def test_a_chat_template_from_a_file(tiermoe_: Command, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}uu:{{ m.content }};{% endfor %}")
+    store = ("--store", tmp_path / "store")
+    words = ("run", tiny, "hi", *FAST, *store, "--max-tokens", "2", "--json")
+    named = (*words, "--chat-template-file", file)
+    assert json.loads(tiermoe_(*named).out)["prompt_tokens"] == len("uu:hi;")
+    assert json.loads(tiermoe_(*words).out)["prompt_tokens"] == len("hi")  # the store keeps the model's own
+    assert json.loads(tiermoe_(*named).out)["prompt_tokens"] == len("uu:hi;")
+    assert "does nothing with --raw" in tiermoe_(*named, "--raw").cause
+
+
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (b"{{ messages }}\n{% for m in %}", "line 2: "),
+        (b"A text\nof two lines.", "none of its 2 lines names the variable messages"),
+        (b"{{ messages }}\xff", "is no chat template"),
+        (b"{{ messages }}" + b" " * (1 << 20), "larger than 1 MiB"),
+        (b"{{ messages }}" + b"{% if x %}" * 3000, "nested too deeply"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "serve"])
+def test_what_is_no_chat_template(
+    tiermoe_: Command, tiny: Path, tmp_path: Path, command: str, content: bytes | None, cause: str
+) -> None:
+    file = tmp_path / "own.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    words = ("run", tiny, "hi") if command == "run" else ("serve", tiny)
+    assert cause in tiermoe_(*words, "--chat-template-file", file).cause
+
+
 def with_template(tiny: Path, directory: Path) -> Path:
     directory.mkdir()
     for file in tiny.iterdir():

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.request import Piece
 from tiermoe.serve.chats import AnswerReader
-from tiermoe.serve.grammar import Grammars
+from tiermoe.serve.grammar import Grammars, json_rule
 from tiermoe.serve.harmony import ChannelReader, message_of, rules_of, speaks, tool_of
 from tiny import write_tokenizer
 
@@ -148,8 +148,8 @@ FUNCTION = {"name": "get_weather", "parameters": {"properties": {"location": {"t
 def test_a_grammar_has_the_headers(tokenizer: Any, text: str, forced: bool, free: bool) -> None:
     """forced: a call alone is let pass; free: a call, or JSON."""
     grammars = Grammars(tokenizer, len(tokenizer), {2})
-    for schema, expected in ((None, forced), ({"type": "object"}, free)):
-        grammar, passed = grammars.compile(rules_of([FUNCTION], schema))[0], True
+    for term, expected in ((None, forced), (json_rule({"type": "object"}), free)):
+        grammar, passed = grammars.compile(rules_of([FUNCTION], term))[0], True
         for token in ids(tokenizer, text):
             passed = passed and not grammar.restrict(torch.zeros(len(tokenizer)))[token]
             if passed:

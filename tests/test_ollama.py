@@ -84,6 +84,9 @@ def test_options_are_those_of_the_sampling(llama: ollama.Client, client: openai.
     assert answer(temperature=0, repeat_penalty=100, repeat_last_n=-1) == same(
         temperature=0, extra_body={"repetition_penalty": 100}
     )
+    for window in ({}, {"repeat_last_n": 2}):
+        asked = {"repeat_penalty": 100, **window}
+        assert answer(temperature=0, **asked) == same(temperature=0, extra_body=asked)
     penalties = {"presence_penalty": 2.0, "frequency_penalty": 2.0}
     assert answer(temperature=0, **penalties) == same(temperature=0, **penalties)
     stop = greedy[3:5]
@@ -165,7 +168,7 @@ def test_thoughts_and_calls(served: Served, monkeypatch: pytest.MonkeyPatch) -> 
         ("chat", {"options": {"mirostat": 2}}, 400, "mirostat is not supported"),
         ("chat", {"options": {"temperature": -1}}, 400, "options.temperature"),
         ("chat", {"options": {"num_ctx": 65}}, 400, "num_ctx is 65, and this server's context has 64 tokens"),
-        ("chat", {"options": {"repeat_penalty": 1.1, "repeat_last_n": 64}}, 400, "leave repeat_last_n out"),
+        ("chat", {"options": {"repeat_last_n": -2}}, 400, "options.repeat_last_n"),
         ("chat", {"think": True}, 400, "'tiny' does not support thinking"),
         ("chat", {"top_logprobs": 2}, 400, "needs logprobs"),
         ("chat", {"tools": [TOOL]}, 400, "no chat template with tools"),

@@ -25,11 +25,18 @@ sys.exit(main())
 """The command, whose steps never come back from C."""
 
 
+TEMPLATE = "{% for message in messages %}{{ message.content }}!{% endfor %}"
+
+
 @pytest.fixture
-def server(shipped: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+def server(
+    shipped: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     port = free_port()
     command = [sys.executable, *getattr(request, "param", ("-m", "tiermoe"))]
     command += ["serve", str(shipped), "--port", str(port), "--memory", "2GiB", "--lanes", "1", "--kv-memory", "256MiB"]
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    command += ["--temperature", "0", "--chat-template-file", str(tmp_path / "own.jinja")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     transport = httpx.HTTPTransport(retries=20)  # it listens once its modules are imported
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, transport=transport) as client:
@@ -52,6 +59,13 @@ def test_a_server_answers_while_it_loads_and_ends_its_answers(
     assert client.get("/health").json() == {"status": "ok"}
     assert client.get("/health", headers={"Host": "evil.example:8000"}).status_code == 403
     assert "Access-Control-Allow-Origin" not in client.get("/health", headers={"Origin": "http://localhost:1"}).headers
+    texts = [
+        client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 12, **more}).json()["choices"][0]["text"]
+        for more in ({}, {"temperature": 0})
+    ]
+    assert texts[0] == texts[1]  # as the command says; the model's own temperature is .7
+    ids = client.post("/tokenize", json={"messages": [{"role": "user", "content": "Once"}]}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": ids}).json()["prompt"] == "Once!"
     asked = {"prompt": "Once upon a time", "max_tokens": 60, "stream": True, "temperature": 0}
     with client.stream("POST", "/v1/completions", json=asked) as response:
         lines = response.iter_lines()

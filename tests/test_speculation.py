@@ -127,6 +127,20 @@ def test_guesses_change_no_bit_of_a_family(family: Any) -> None:
         assert guessed.ran > plain.ran
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_sampler_chooses_what_it_chooses_without_guesses(engine: Any, rows: int) -> None:
+    named: dict[str, Any] = {
+        "temperature": 0.7, "seed": 3, "top_p": 0.95, "typical_p": 0.9, "top_n_sigma": 3.0, "xtc_probability": 0.3,
+        "xtc_threshold": 0.05, "dry_multiplier": 0.1, "dry_allowed_length": 4, "dry_sequence_breakers": (),
+        "repetition_penalty": 1.02, "repeat_last_n": 9, "min_tokens": 20, "logit_bias": {5: 60.0, 6: 59.5, 7: 59.0},
+    }  # fmt: skip
+    asked = [Request(each.ids, Sampling(max_tokens=40, **named)) for each in requests()]
+    expected = answers(RequestLoop(engine, Letters(), rows, {7, 9}), asked)
+    loop = RequestLoop(engine, Letters(), rows, {7, 9}, speculation=eager())
+    assert answers(loop, asked) == expected
+    assert loop.counts.right_guesses > 0
+
+
 def test_right_guesses_spare_steps(engine: Any) -> None:
     plain, guessed = Counted(engine), Counted(engine)
     logprobs(RequestLoop(plain, Letters(), 1, set()), REPEATED)

@@ -14,6 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from conftest import SHIPPED
+from tiermoe.engine.detokenize import token_bytes
 from tiermoe.formats.outline import Origin
 from tiermoe.model.chat_template import render
 from tiermoe.model.tokenizer import BACKEND, NAME, Tokenizer, files_digest, keep_tokenizer, read_tokenizer
@@ -47,6 +48,8 @@ def check(tokenizer: Any, root: Path) -> None:
             for skip in (True, False):
                 whole = found.decode(ids, skip_special_tokens=skip)
                 assert whole == tokenizer.decode(ids, skip_special_tokens=skip), text
+    for token in range(0, len(tokenizer), 1 + len(tokenizer) // 500):
+        assert token_bytes(found, token) == token_bytes(tokenizer, token)
 
 
 def byte_level() -> Any:

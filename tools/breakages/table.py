@@ -1121,6 +1121,27 @@ BREAKAGES = (
         ("tests/test_sampling.py",),
     ),
     Breakage(
+        "a repetition goes on over a sequence breaker",
+        "Dry._end_at_breaker",
+        "behind is not None",
+        "behind is None",
+        ("tests/test_samplers.py",),
+    ),
+    Breakage(
+        "the likeliest of the top choices stays",
+        "without_top_choices",
+        "shares[above].argmin()",
+        "shares[above].argmax()",
+        ("tests/test_samplers.py",),
+    ),
+    Breakage(
+        "a slash ends a regular expression",
+        "regex_rule",
+        'found[1] or r"\\/"',
+        "found[0]",
+        ("tests/test_constraints.py",),
+    ),
+    Breakage(
         "a token that cannot come has a log probability of minus infinity",
         "log_probabilities",
         "values.clamp(min=IMPOSSIBLE), logs[token].clamp(min=IMPOSSIBLE)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import select
 import sys
@@ -50,6 +51,13 @@ def _read_bias(text: str) -> dict[int, float]:
     return {int(token): float(bias) for token, _, bias in (pair.partition("=") for pair in text.split(","))}
 
 
+def _read_strings(text: str) -> tuple[str, ...]:
+    found = [] if _is_none(text) else json.loads(text)
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise ValueError("no list of strings")
+    return tuple(found)
+
+
 def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda text: None if _is_none(text) else read(text)
 
@@ -59,6 +67,7 @@ KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {
     float: ("a number", float),
     int | None: ("a whole number or none", _or_none(int)),
     float | None: ("a number or none", _or_none(float)),
+    tuple[str, ...]: ('strings as a JSON list, like [":", "*"], or none', _read_strings),
     Mapping[int, float]: ("tokens and what is added to their logits, like 15=-2,20=0.5, or none", _read_bias),
 }
 """Type of a field of `Sampling` → (what /set takes for it, in words; its parser, which raises ValueError)."""
@@ -72,13 +81,20 @@ def chat(
     temperature: opt.Temperature = None,
     top_p: opt.TopP = None,
     top_k: opt.TopK = None,
+    min_p: opt.MinP = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
     seed: opt.Seed = None,
     draft: opt.Draft = "lookup",
+    chat_template_file: opt.ChatTemplateFile = None,
     system: Annotated[str, typer.Option(help="System prompt.", show_default=False)] = "",
 ) -> None:
     """Chat with a model in its chat template. Type /help for the commands."""
+    template = opt.read_template(chat_template_file)
     headers = read_ahead(model, options)
-    named = opt.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    named = opt.given(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        repetition_penalty=repetition_penalty, seed=seed,
+    )  # fmt: skip
     sampling = make_sampling(**named)
 
     def no_context(tokenizer: Any, blueprint: Any) -> None:
@@ -86,7 +102,7 @@ def chat(
         _refuse_encoder_decoder(blueprint)
         sampling = choose_sampling(blueprint, named, make_sampling(**OTHERWISE))
 
-    session = open_session(model, options, no_context, headers=headers, draft=draft)
+    session = open_session(model, options, no_context, headers=headers, draft=draft, template=template)
     if not getattr(session.tokenizer, "chat_template", None):
         note("this model has no chat template: what you type is continued as plain text")
     note("type /help for the commands, /bye to leave")

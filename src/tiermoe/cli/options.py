@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from tiermoe.config import DEFAULT_QUANTIZER, QUANTIZERS, Settings
+from tiermoe.config import DEFAULT_QUANTIZER, MIB, QUANTIZERS, Settings, format_size
 from tiermoe.errors import ConfigError
 from tiermoe.measure.pairs import Pair, read_pairs, require_pairs
 
@@ -126,13 +126,23 @@ ENGINE: dict[str, Any] = {
 }
 """Setting → the option of that name."""
 
-# --- sampling: run, chat ---
+# --- the chat template and sampling: run, chat, serve ---
+
+ChatTemplateFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with a chat template (Jinja) in place of the model's own. What it writes for tools and thoughts is "
+        "what answers are read for.",
+        show_default=False,
+    ),
+]
 
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 Temperature = Annotated[
     float | None,
     typer.Option(
-        help="Sampling temperature; 0 is greedy. Default: as generation_config.json says, else 0 (run) or 0.7 (chat).",
+        help="Sampling temperature; 0 is greedy. Default: as generation_config.json says, else 0 (run), 0.7 (chat) or "
+        "1 (serve).",
         show_default=False,
     ),
 ]
@@ -140,7 +150,7 @@ TopP = Annotated[
     float | None,
     typer.Option(
         help="Nucleus sampling: the likeliest tokens that make up this probability. "
-        "Default: as generation_config.json says, else 1 (run) or 0.95 (chat).",
+        "Default: as generation_config.json says, else 1 (run, serve) or 0.95 (chat).",
         show_default=False,
     ),
 ]
@@ -148,6 +158,20 @@ TopK = Annotated[
     int | None,
     typer.Option(
         help="Sample from the K likeliest tokens; 0: from all. Default: as generation_config.json says, else 0.",
+        show_default=False,
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Least probability of a token, as a share of the likeliest token's. Default: 0, any.", show_default=False
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Penalty for tokens that prompt or answer have; 1 is none. Default: as generation_config.json says, "
+        "else 1.",
         show_default=False,
     ),
 ]
@@ -207,6 +231,7 @@ SequenceLength = Annotated[
 ]
 
 Command = Callable[..., None]
+_LARGEST_TEMPLATE = MIB
 
 
 def engine_options(only: Sequence[str] = (), without: Sequence[str] = ()) -> Callable[[Command], Command]:
@@ -276,6 +301,27 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"the text {path} cannot be read: {error.strerror}; name a text file with --text") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start:,}); convert it first") from error
+
+
+def read_template(path: Path | None) -> str | None:
+    """The chat template in a file; None without a file. ConfigError where it cannot be read or is none."""
+    if path is None:
+        return None
+    from tiermoe.model.chat_template import check_template
+
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_LARGEST_TEMPLATE + 1)
+    except OSError as error:
+        raise ConfigError(f"the chat template {path} cannot be read: {error.strerror}; name a Jinja file") from error
+    if len(content) > _LARGEST_TEMPLATE:
+        raise ConfigError(f"{path} is larger than {format_size(_LARGEST_TEMPLATE)}: no chat template is")
+    try:
+        text = content.decode()
+        check_template(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is no chat template: {error}") from error
+    return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import typer
 from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, prompt_progress, summary, utf8_input
 from tiermoe.cli.session import choose_sampling, make_sampling, open_session, read_ahead
+from tiermoe.errors import ConfigError
 
 
 @opt.engine_options()
@@ -22,8 +23,11 @@ def run(
     temperature: opt.Temperature = None,
     top_p: opt.TopP = None,
     top_k: opt.TopK = None,
+    min_p: opt.MinP = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
     seed: opt.Seed = None,
     draft: opt.Draft = "lookup",
+    chat_template_file: opt.ChatTemplateFile = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:
@@ -31,8 +35,14 @@ def run(
     if prompt == "-":
         with utf8_input():
             prompt = sys.stdin.read()
+    if raw and chat_template_file is not None:
+        raise ConfigError("--chat-template-file does nothing with --raw; leave one of them out")
+    template = opt.read_template(chat_template_file)
     headers = read_ahead(model, options)
-    named = opt.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    named = opt.given(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        repetition_penalty=repetition_penalty, seed=seed,
+    )  # fmt: skip
     make_sampling(**named)
     chosen: dict[str, Any] = {}
 
@@ -44,7 +54,7 @@ def run(
         length = check_length(ids.shape[1], max_tokens, blueprint.max_context(), options.get("context"))
         return int(ids.shape[1]) + length
 
-    session = open_session(model, options, context_for, headers=headers, draft=draft)
+    session = open_session(model, options, context_for, headers=headers, draft=draft, template=template)
     from tiermoe.engine.generate import generate
 
     show = (lambda _: None) if as_json else (lambda text: print(text, end="", flush=True))

@@ -110,6 +110,12 @@ def serve(
         ),
     ] = None,
     draft: opt.Draft = "lookup",
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
+    min_p: opt.MinP = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    chat_template_file: opt.ChatTemplateFile = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the model in the API. Default: as named here.", show_default=False)
     ] = None,
@@ -120,7 +126,8 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's, Anthropic's and Ollama's clients, with several requests in a batch.
 
-    The KV cache of all requests is part of --memory; --context is the most tokens of one request."""
+    The KV cache of all requests is part of --memory; --context is the most tokens of one request. --temperature and the
+    other values of sampling are those of requests that name none."""
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
     _need_libraries()
@@ -134,6 +141,12 @@ def serve(
         raise ConfigError("--prefix-disk belongs to one process; leave it out, or --replicas")
     disk_bytes = _prefix_disk_bytes(prefix_disk, prefix_disk_size)
     kv_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
+    template = opt.read_template(chat_template_file)
+    named = opt.given(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty
+    )
+    if named:
+        make_sampling(**named)
     listener = _listen(host, port)
     if not keys and host not in _LOCAL:
         note(f"note: anybody who reaches {host}:{port} can use this model; --api-key asks for a key")
@@ -146,7 +159,7 @@ def serve(
             from tiermoe.serve.batch_limits import prefix_folder
 
             chosen["folder"] = prefix_folder(prefix_disk, disk_bytes, blueprint, settings(**options))
-        chosen["sampling"] = choose_sampling(blueprint, {}, make_sampling(temperature=1.0))
+        chosen["sampling"] = choose_sampling(blueprint, named, make_sampling(temperature=1.0))
 
     access = _access(keys, host, allowed_hosts, allowed_origins)
     options = options if max_batch is None else {**options, "batch": max_batch}
@@ -157,13 +170,16 @@ def serve(
         path, share, kv_share = _prepare_replicas(model, options, replicas, context_for, kv_bytes)
         from tiermoe.serve.replicas import Deployed
 
-        deployed = Deployed(path, share, served_name, chosen["sampling"], access, max_queue, draft != "none", kv_share)
+        deployed = Deployed(
+            path, share, served_name, chosen["sampling"], access, max_queue, draft != "none", kv_share, template
+        )
         _serve_replicas(deployed, replicas, address)
         return
     with _http_server(listener, tls) as gate:
         session = open_session(
-            model, options, context_for, on_progress=gate.report, served=True, kv_memory=kv_bytes, draft=draft
-        )
+            model, options, context_for, on_progress=gate.report, served=True, kv_memory=kv_bytes, draft=draft,
+            template=template,
+        )  # fmt: skip
         scheme = "https" if tls else "http"
         _serve_session(session, gate, listener, scheme, served_name, access, max_queue, **chosen)
 

@@ -60,6 +60,7 @@ def open_session(
     served: bool = False,
     kv_memory: int | None = None,
     draft: str = "none",
+    template: str | None = None,
 ) -> Session:
     """Loads `model` and prints the plan's warnings on standard error.
 
@@ -68,7 +69,7 @@ def open_session(
     (`read_ahead`). on_progress: called with the progress of packing (task, done, total), beside the terminal. served:
     memory is reserved for a server's steps; without a named batch 16 requests run at once. kv_memory: bytes of the KV
     cache that a server's requests share; None: as there is room for. draft: where guesses come from (`options.Draft`);
-    a draft model's memory is a part of --memory."""
+    a draft model's memory is a part of --memory. template: a chat template in place of the model's."""
     started = time.perf_counter()
     with starting():
         from tiermoe.cli.describe import loss_of, missing_kernels
@@ -85,6 +86,8 @@ def open_session(
         root = store_root(blueprint, asked.store)
         kept = None if served else kept_tokenizer(blueprint, root)  # a server's grammars need transformers'
         tokenizer = kept or load_tokenizer(directory)
+        if template is not None:
+            tokenizer.chat_template = template
         context = context_for(tokenizer, blueprint)
         if context is not None and options.get("context") is None:
             options = {**options, "context": context}
@@ -105,7 +108,7 @@ def open_session(
             drafting, asked = _planned_draft(draft, tokenizer, blueprint, asked)
         engine = start(blueprint, asked, packing, use)
         speculation = _speculation(draft, drafting, engine, packing)
-    if kept is None:
+    if kept is None and template is None:
         leave_tokenizer(blueprint, root, tokenizer)
     loss = loss_of(engine, blueprint)
     if packed and loss:

@@ -91,7 +91,7 @@ class RequestState:
     def __init__(self, number: int, request: Request, tokenizer: Any, penalty: float | None) -> None:
         self.number = number
         self.request = request
-        self.sampler = Sampler(request.sampling, penalty)
+        self.sampler = Sampler(request.sampling, penalty, tokenizer)
         self.text = Detokenizer(tokenizer, request.stops, request.special)
         self.slab = -1  # of the KV cache; -1: none
         self.room = 0  # tokens that memory is reserved for
@@ -202,7 +202,7 @@ class RequestState:
         request, grammar = self.request, self.request.grammar
         if grammar is not None:
             logits = grammar.restrict(logits)
-        token = self.sampler.choose(logits, self.contents.tokens, len(self.answer))
+        token = self.sampler.choose(logits, self.contents.tokens, len(self.answer), ends)
         logprobs: tuple[TokenLogprob, ...] = ()
         if request.logprobs is not None:
             logprobs = (TokenLogprob(token, *log_probabilities(logits, token, request.logprobs)),)

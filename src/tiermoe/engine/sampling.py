@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,15 +12,27 @@ import numpy
 import torch
 from torch import Tensor
 
+from tiermoe.engine.dry import Breakers, Dry
+from tiermoe.engine.truncation import nucleus, typical, within_sigma, without_top_choices
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.platform.threads import torch_threads
 
-_CANDIDATES = 256  # the nucleus is nearly always a part of them: sorting a whole vocabulary takes milliseconds
-_MORE = 16  # times as many candidates are looked at where they are too few
 _COLDEST = 1e-30  # logits divided by less overflow; at this temperature only the likeliest token is drawn anyway
 _LARGEST_BIAS = 100
 IMPOSSIBLE = -9999.0
 """Log probability of a token that cannot come, as OpenAI gives it: JSON has no infinity."""
+_MANY = 1 << 30  # tokens: more than any context has
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("min_p", "typical_p", "xtc_probability", "xtc_threshold"), (0, 1)),
+    **dict.fromkeys(("top_n_sigma", "dry_multiplier"), (0, 100)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2, 2)),
+    **dict.fromkeys(("min_tokens", "dry_allowed_length"), (0, _MANY)),
+    **dict.fromkeys(("repeat_last_n", "dry_penalty_last_n"), (-1, _MANY)),
+    "repetition_penalty": (0.01, 100), "dry_base": (1, 100),
+}  # fmt: skip
+"""Field of `Sampling` → its least and its largest value."""
+MOST_BREAKERS, LONGEST_BREAKER = 32, 40
+"""Sequence breakers of a request, and characters of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +40,7 @@ class Sampling:
     """Sampling parameters of a request. ConfigError where a value is out of range."""
 
     max_tokens: int = 256
-    temperature: float = 0.0  # 0: greedy; the following four matter above 0 only
+    temperature: float = 0.0  # 0: greedy; then no value matters that says how tokens are drawn
     top_p: float = 1.0
     top_k: int = 0  # 0: all tokens
     seed: int | None = None
@@ -39,6 +51,17 @@ class Sampling:
     repetition_penalty: float | None = None
     """Divides the positive logits of tokens in prompt and answer, and multiplies the negative ones; None: the value of
     the model's generation_config.json."""
+    repeat_last_n: int = -1  # tokens at the end of prompt and answer that it looks at; -1: all
+    min_tokens: int = 0  # of an answer, before a token may end it
+    typical_p: float = 1.0  # share of the probability that is drawn from, nearest to the expected surprise; 1: all
+    top_n_sigma: float = 0.0  # standard deviations below the largest logit that a logit may have; 0: any
+    xtc_probability: float = 0.0  # of leaving the top choices out (XTC), at each token
+    xtc_threshold: float = 0.1  # least probability of a top choice
+    dry_multiplier: float = 0.0  # of the penalties for going on with a repeated sequence (`Dry`); 0: none
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -49,18 +72,21 @@ class Sampling:
             raise ConfigError(f"top-p must be above 0 and at most 1, got {self.top_p}")
         if self.top_k < 0:
             raise ConfigError(f"top-k must be 0 (all tokens) or more, got {self.top_k}")
-        if not 0 <= self.min_p <= 1:
-            raise ConfigError(f"min-p must be from 0 to 1, got {self.min_p}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise ConfigError(f"{name.replace('_', '-')} must be from -2 to 2, got {getattr(self, name)}")
+        for name, (least, largest) in RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= largest:
+                raise ConfigError(f"{name.replace('_', '-')} must be from {least:g} to {largest:,}, got {value}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ConfigError(f"seed must be from -2^63 to 2^64 - 1, got {self.seed}")
         wrong = [bias for bias in self.logit_bias.values() if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS]
         if wrong:
             raise ConfigError(f"logit-bias must be from -{_LARGEST_BIAS} to {_LARGEST_BIAS}, got {wrong[0]}")
-        if self.repetition_penalty is not None and not 0.01 <= self.repetition_penalty <= 100:
-            raise ConfigError(f"repetition-penalty must be from 0.01 to 100, got {self.repetition_penalty}")
+        breakers = self.dry_sequence_breakers
+        if len(breakers) > MOST_BREAKERS or any(len(each) > LONGEST_BREAKER for each in breakers):
+            raise ConfigError(
+                f"dry-sequence-breakers must be at most {MOST_BREAKERS} strings of {LONGEST_BREAKER} characters, got "
+                f"{len(breakers)} of up to {max(map(len, breakers))}"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -81,7 +107,7 @@ def sampling_for(config: Any, named: Mapping[str, Any], otherwise: Sampling) -> 
             top_k=0 if config.top_k is None else config.top_k,
         )
     sampling = replace(chosen, **named)
-    idle = [name.replace("_", "-") for name in ("top_p", "top_k") if name in named]
+    idle = [name.replace("_", "-") for name in ("top_p", "top_k", "min_p") if name in named]
     if idle and sampling.greedy:
         raise ConfigError(
             f"{' and '.join(idle)} would do nothing: at temperature 0 the likeliest token is taken; name a temperature "
@@ -101,12 +127,19 @@ def end_tokens(config: Any) -> set[int]:
 class Sampler:
     """Chooses the tokens of one answer. Its random numbers are its own, so that a seed determines the answer.
 
-    penalty: the model's repetition penalty, for a sampling without one."""
+    penalty: the model's repetition penalty, for a sampling without one. tokenizer: of sequence breakers."""
 
-    def __init__(self, sampling: Sampling, penalty: float | None = None) -> None:
+    def __init__(self, sampling: Sampling, penalty: float | None = None, tokenizer: Any = None) -> None:
         self._sampling = sampling
         self._greedy = sampling.greedy
-        self._biased = bool(sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty)
+        self._dry: Dry | None = None
+        if sampling.dry_multiplier:
+            self._dry = Dry(
+                sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length, sampling.dry_penalty_last_n,
+                Breakers(sampling.dry_sequence_breakers, tokenizer),
+            )  # fmt: skip
+        penalised = sampling.presence_penalty or sampling.frequency_penalty or self._dry
+        self._biased = bool(sampling.logit_bias or penalised)
         penalties = (sampling.repetition_penalty, penalty, 1.0)
         self._penalty = next(each for each in penalties if each is not None)
         self._random = torch.Generator()
@@ -115,68 +148,78 @@ class Sampler:
         else:
             self._random.manual_seed(sampling.seed)
 
-    def choose(self, logits: Tensor, before: Sequence[int] = (), answered: int = 0) -> int:
+    def choose(self, logits: Tensor, before: Sequence[int] = (), answered: int = 0, ends: Collection[int] = ()) -> int:
         """The next token, from logits (vocabulary). Greedy: the likeliest, of equal ones the first.
 
-        before: tokens of prompt and answer so far; the last `answered` of them are the answer's."""
+        before: tokens of prompt and answer so far; the last `answered` of them are the answer's. ends: tokens that end
+        an answer. What is chosen depends on these, on the seed and on how many tokens were chosen before."""
         with torch_threads(1):
+            if answered < self._sampling.min_tokens and ends:
+                logits = _without(logits, ends)
             if self._penalty != 1 and before:
                 logits = self._with_repetition_penalty(logits, before)
             if self._biased:
-                logits = self._with_bias(logits, before[len(before) - answered :])
+                logits = self._with_bias(logits, before, answered)
             if self._greedy:
                 return int(logits.float().cpu().numpy().argmax())  # several times as fast as torch's
             return self._draw(logits)
 
     def _with_repetition_penalty(self, logits: Tensor, before: Sequence[int]) -> Tensor:
+        last = self._sampling.repeat_last_n
+        seen = torch.tensor(sorted(set(before if last < 0 else before[max(len(before) - last, 0) :])), dtype=torch.long)
         logits = logits.float().clone()  # log probabilities are reported from the model's own logits
-        seen = torch.tensor(sorted(set(before)))
         values = logits[seen]
         logits[seen] = torch.where(values < 0, values * self._penalty, values / self._penalty)
         return logits
 
-    def _with_bias(self, logits: Tensor, answer: Sequence[int]) -> Tensor:
-        """Logits with the bias, the presence penalty and the frequency penalty."""
+    def _with_bias(self, logits: Tensor, before: Sequence[int], answered: int) -> Tensor:
+        """Logits with the bias, the presence penalty, the frequency penalty and DRY's."""
         added = {token: float(bias) for token, bias in self._sampling.logit_bias.items()}
-        for token, times in Counter(answer).items():
+        for token, times in Counter(before[len(before) - answered :]).items():
             taken = self._sampling.presence_penalty + times * self._sampling.frequency_penalty
             added[token] = added.get(token, 0.0) - taken
+        if self._dry is not None:
+            for token, taken in self._dry.penalties(before).items():
+                added[token] = added.get(token, 0.0) - taken
         logits = logits.float().clone()
         if added:
             logits[torch.tensor(list(added))] += torch.tensor(list(added.values()))
         return logits
 
     def _draw(self, logits: Tensor) -> int:
-        """A random token, by temperature, min_p, top_k and top_p."""
-        sampling = self._sampling
-        probabilities = torch.softmax(logits.float() / sampling.temperature, dim=-1)
+        """A random token: top_n_sigma, temperature, typical_p, min_p, top_k and top_p, XTC."""
+        sampling, logits = self._sampling, logits.float()
+        if sampling.top_n_sigma:
+            logits = within_sigma(logits, sampling.top_n_sigma)
+        probabilities = torch.softmax(logits / sampling.temperature, dim=-1)
+        if sampling.typical_p < 1:
+            probabilities = typical(probabilities, sampling.typical_p, sampling.top_k)
         if sampling.min_p:
             probabilities[probabilities < sampling.min_p * probabilities.max()] = 0
-        if not sampling.top_k and sampling.top_p == 1:
-            return self._draw_index(probabilities)
-        weights, tokens = self._nucleus(probabilities)
-        return int(tokens[self._draw_index(weights)])
-
-    def _nucleus(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities and ids of the likeliest tokens, falling: at most top_k, as many as reach top_p, at least
-        one."""
-        most = min(self._sampling.top_k or probabilities.numel(), probabilities.numel())
-        kept, tokens = probabilities.topk(min(most, _CANDIDATES))
-        if self._sampling.top_p < 1:
-            wanted = self._sampling.top_p * (1.0 if not self._sampling.top_k else float(kept.sum()))
-            while len(kept) < most and float(kept.sum()) < wanted:
-                kept, tokens = probabilities.topk(min(most, _MORE * len(kept)))
-            reached = int(torch.searchsorted(kept.cumsum(0), torch.tensor(wanted))) + 1
-            kept, tokens = kept[:reached], tokens[:reached]
-        elif len(kept) < most:
-            kept, tokens = probabilities.topk(most)
-        return kept, tokens
+        weights, tokens = probabilities, None
+        if sampling.top_k or sampling.top_p < 1:
+            weights, tokens = nucleus(probabilities, sampling.top_k, sampling.top_p)
+        if sampling.xtc_probability and float(self._random_number()) <= sampling.xtc_probability:
+            weights = without_top_choices(weights, sampling.xtc_threshold)
+        index = self._draw_index(weights)
+        return index if tokens is None else int(tokens[index])
 
     def _draw_index(self, weights: Tensor) -> int:
         """A random index, by weights that need not sum to 1."""
         sums = weights.cumsum(0)
-        at = torch.rand((), generator=self._random) * sums[-1]
+        at = self._random_number() * sums[-1]
         return min(int(torch.searchsorted(sums, at, right=True)), weights.numel() - 1)
+
+    def _random_number(self) -> Tensor:
+        """The next random number of the answer, at least 0 and below 1."""
+        return torch.rand((), generator=self._random)
+
+
+def _without(logits: Tensor, ends: Collection[int]) -> Tensor:
+    """Logits without these tokens, unless nothing else may come."""
+    others = logits.float().clone()
+    others[torch.tensor(list(ends))] = -torch.inf
+    return others if bool((others > -torch.inf).any()) else logits
 
 
 class Grammar:
@@ -209,7 +252,7 @@ class Grammar:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise TiermoeError(
-                f"the JSON schema cannot be followed any further: {own_words(self._matcher.get_error())}"
+                f"the JSON schema or grammar cannot be followed any further: {own_words(self._matcher.get_error())}"
             )
 
 

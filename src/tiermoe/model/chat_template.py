@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -33,8 +34,24 @@ def render(
     )
 
 
+def check_template(template: str) -> None:
+    """ValueError, with the line, where a text is no chat template: no Jinja, or without the messages."""
+    try:
+        parsed = _environment().parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno}: {error.message}") from error
+    except RecursionError:
+        raise ValueError("its blocks are nested too deeply") from None
+    if "messages" not in jinja2.meta.find_undeclared_variables(parsed):
+        raise ValueError(f"none of its {len(template.splitlines())} lines names the variable messages")
+
+
 @functools.lru_cache(maxsize=4)
 def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -45,7 +62,7 @@ def _compiled(template: str) -> jinja2.Template:
         "dict": _Dict(),
         "namespace": _Namespace,
     }
-    return environment.from_string(template)
+    return environment
 
 
 def _refuse(message: str) -> None:

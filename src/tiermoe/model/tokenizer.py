@@ -55,7 +55,15 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+    def convert_ids_to_tokens(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it."""
+        token: str | None = self._backend.id_to_token(token_id)
+        return token
+
+    def decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
+        """The text of tokens. clean_up_tokenization_spaces: no tokenizer is kept that would."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 

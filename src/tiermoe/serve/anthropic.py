@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from tiermoe.engine.request import Piece, Request
 from tiermoe.serve.answers import ANSWERS, Stream, failure, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, Prepared, prepare
+from tiermoe.serve.constraints import json_constraint
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.fields import Several, StopStrings, Tools, check_fields, text_alone
 from tiermoe.serve.intake import aside
@@ -322,7 +323,8 @@ def routes(app: FastAPI, served: Served) -> None:
 async def _prepared(served: Served, asked: CountRequest) -> Prepared:
     check_fields(asked)
     served.check_model(asked.model)
-    chat = Chat(asked.plain, asked.functions, asked.choice, asked.answer_schema, asked.variables, asked.parallel)
+    constraint = json_constraint(asked.answer_schema)
+    chat = Chat(asked.plain, asked.functions, asked.choice, constraint, asked.variables, asked.parallel)
     return await aside(prepare, served, chat)
 
 

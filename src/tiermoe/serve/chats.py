@@ -11,8 +11,9 @@ from tiermoe.engine.request import Piece
 from tiermoe.engine.sampling import Grammar
 from tiermoe.errors import ConfigError
 from tiermoe.serve import harmony
+from tiermoe.serve.constraints import Constraint
 from tiermoe.serve.errors import Refused
-from tiermoe.serve.grammar import Compiling, json_rule
+from tiermoe.serve.grammar import Compiling
 from tiermoe.serve.served import Served, continued
 from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks, unfinished
 from tiermoe.serve.tools import CallReader, Format, ToolCall, format_of, types_of
@@ -25,7 +26,7 @@ class Chat:
     messages: Sequence[dict[str, Any]]  # as chat templates take them
     tools: Sequence[dict[str, Any]] = ()  # as OpenAI has them
     choice: str = "auto"  # 'none', 'auto', 'required' or the name of the function that must be called
-    schema: Mapping[str, Any] | None = None  # of JSON that the answer must be; None: any text
+    constraint: Constraint | None = None  # what the answer must be; None: any text
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template, like `enable_thinking`
     parallel: bool = True  # whether an answer may have several calls
     new_turn: bool = False  # an assistant's message at the end is not continued
@@ -44,8 +45,8 @@ class Chat:
             raise Refused(400, "the conversation ends with calls of tools; send their results", "messages")
         if not continued(self.messages):
             return None
-        if self.forced or self.schema is not None:
-            wanted = "tool_choice" if self.forced else "response_format"
+        if self.forced or self.constraint is not None:
+            wanted = "tool_choice" if self.forced or self.constraint is None else self.constraint.field
             raise Refused(
                 400,
                 f"an answer that continues the assistant's message cannot follow {wanted}; leave out one",
@@ -141,9 +142,9 @@ def _in_channels(served: Served, chat: Chat, tools: Sequence[dict[str, Any]]) ->
     goes_on = chat.continued is not None
     ids = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.variables, chat.new_turn)
     functions, grammar = _named(chat, tools), None
-    if chat.forced or chat.schema is not None:
-        rules = harmony.rules_of(functions, None if chat.forced else chat.schema)
-        grammar = _followed(served, rules, "tools" if chat.forced else "response_format")
+    said = None if chat.forced else chat.constraint
+    if chat.forced or said is not None:
+        grammar = _followed(served, harmony.rules_of(functions, said.term if said else None), said)
     return Prepared(ids, lambda: AnswerReader(channels=harmony.ChannelReader(goes_on)), grammar, special=True)
 
 
@@ -160,36 +161,39 @@ def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _grammar(
     served: Served, chat: Chat, form: Format | None, tools: Sequence[dict[str, Any]], inside: bool
 ) -> Compiling | None:
-    """Grammar of the answer: one call, JSON, or either where tools may be called as well; behind a thought where the
-    prompt has opened one. None: the answer is free."""
+    """Grammar of the answer: one call, what the constraint says, or either where tools may be called as well; behind a
+    thought where the prompt has opened one. None: the answer is free."""
     named = _named(chat, tools)
-    if not chat.forced and chat.schema is None:
+    constraint = None if chat.forced else chat.constraint
+    if not chat.forced and constraint is None:
         return None
     rules, said = [], []
     if form is not None and named:
         rules.append(form.rule(named))
         said.append("call")
-    if not chat.forced and chat.schema is not None:
-        rules.append(f"json: {json_rule(chat.schema)}")
-        said.append("json")
+    if constraint is not None:
+        rules.append(f"content: {constraint.term}")
+        said.append("content")
     start = f"start: {' | '.join(said)}"
     if inside:
         start = f"start: thought /\\n{{0,2}}/ ({' | '.join(said)})"
         rules.append(f'thought[suffix="{END}"]: /(.|\\n)*/')
-    return _followed(served, "\n".join([start, *rules]), "tools" if chat.forced else "response_format")
+    return _followed(served, "\n".join([start, *rules]), constraint)
 
 
-def grammar_of(served: Served, schema: Mapping[str, Any] | None) -> Compiling | None:
-    """Grammar of a completion that must be JSON of a schema."""
-    return None if schema is None else _followed(served, f"start: {json_rule(schema)}", "response_format")
+def grammar_of(served: Served, constraint: Constraint | None) -> Compiling | None:
+    """Grammar of a completion."""
+    return None if constraint is None else _followed(served, f"start: {constraint.term}", constraint)
 
 
-def _followed(served: Served, rules: str, param: str) -> Compiling:
-    """Compiler of these rules, which raises Refused where they cannot be followed."""
+def _followed(served: Served, rules: str, constraint: Constraint | None) -> Compiling:
+    """Compiler of these rules, which raises Refused where they cannot be followed. constraint: what they say of the
+    answer; None: a call of a tool."""
+    param, grammar = ("tools", "") if constraint is None else (constraint.field, constraint.grammar)
 
     async def compiled(count: int) -> list[Grammar]:
         try:
-            return await served.grammars.compiled(rules, count)
+            return await served.grammars.compiled(rules, count, grammar)
         except ConfigError as error:
             raise Refused(400, str(error), param) from error
 

@@ -68,12 +68,12 @@ PASSED = frozenset({
     # vLLM's, llama-server's, Ollama's
     "request_id", "priority", "cache_salt", "cache_prompt", "id_slot", "n_keep", "timings_per_token", "return_progress",
     "keep_alive", "num_keep", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "vocab_only", "use_mmap",
-    "use_mlock", "num_thread", "numa",
+    "use_mlock", "num_thread", "numa", "guided_decoding_backend",
     # of gateways and agents
     "chat_id", "session_id", "trace_id", "provider", "usage", "timeout",
     # that say how much of what another field asks for
     "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "mirostat_tau",
-    "mirostat_eta", "dynatemp_exponent", "smoothing_curve", "repeat_last_n", "min_keep",
+    "mirostat_eta", "dynatemp_exponent", "smoothing_curve", "repeat_last_n",
 })  # fmt: skip
 """Fields that clients send and that change no answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -81,6 +81,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("dry_multiplier", "xtc_probability", "dynatemp_range", "smoothing_factor", "mirostat"), (0,)),
     **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "min_tokens", "n_probs"), (0,)),
     **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)),
+    "early_stopping": (False,), "min_keep": (0, 1),
     **dict.fromkeys(("background", "echo"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "parse_tool_calls", "include_reasoning"), (True,)),
     "function_call": ("none",), "modalities": (["text"],), "reasoning_format": ("auto", "deepseek"),
@@ -90,9 +91,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Field → neutral values."""
 _INSTEAD = {
     **dict.fromkeys(("n_predict", "max_new_tokens", "max_length", "num_predict", "max_output_tokens"), "max_tokens"),
-    **dict.fromkeys(("guided_json", "json_schema", "structured_outputs", "format"), "response_format"),
     **dict.fromkeys(("enable_thinking", "thinking"), "chat_template_kwargs"),
-    "repeat_penalty": "repetition_penalty", "max_completion_tokens": "max_tokens", "functions": "tools",
+    "max_completion_tokens": "max_tokens", "functions": "tools", "format": "response_format",
     "function_call": "tool_choice", "n_probs": "logprobs", "reasoning": "reasoning_effort", "stop_sequences": "stop",
     "stop": "stop_sequences", "max_tokens": "max_output_tokens", "response_format": "text",
 }  # fmt: skip

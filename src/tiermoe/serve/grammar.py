@@ -1,4 +1,4 @@
-"""Grammars that answers must follow (JSON, a call of a tool), compiled by llguidance.
+"""Grammars that answers must follow (JSON, a regular expression, a call of a tool), compiled by llguidance.
 
 A grammar is compiled beside the batch and the event loop, after a trial in a process of its own (`grammar_trial.py`);
 one beyond the limits here is refused. Applying it to an answer's tokens (`engine.sampling.Grammar`) has llguidance's
@@ -8,12 +8,14 @@ limits.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -37,11 +39,22 @@ _LIMITS: dict[str, Any] = {"max_lexer_states": 20_000, "verbose_errors": False}
 _STARVED_S = 60  # on a machine that gives a trial no time, or has no limits of processor time
 _KNOWN = 256  # outcomes of trials that are remembered
 _BETWEEN = r"\n? {0,16}"  # a model may not go on with blanks for ever
+_SLASH = re.compile(r"(\\.)|/", re.DOTALL)  # one that no backslash precedes
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
     """The term for JSON of a schema in the rules of a grammar."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _BETWEEN}})}"
+
+
+def regex_rule(regex: str) -> str:
+    """The term for text that a regular expression (of Rust's crate regex) matches as a whole."""
+    return "/" + _SLASH.sub(lambda found: found[1] or r"\/", regex) + "/"
+
+
+def choice_rule(choices: Sequence[str]) -> str:
+    """The term for one of several texts."""
+    return f"({' | '.join(json.dumps(choice, ensure_ascii=False) for choice in choices)})"
 
 
 Compiling = Callable[[int], Awaitable[list[Grammar]]]
@@ -61,23 +74,25 @@ class Grammars:
         self._faults: dict[bytes, str] = {}
         self._lock = Lock()
 
-    async def compiled(self, rules: str, count: int) -> list[Grammar]:
+    async def compiled(self, rules: str, count: int, grammar: str = "") -> list[Grammar]:
         """`compile`, beside the event loop. Refused where too many grammars wait."""
         if self._under_way >= MOST_WAITING:
             raise Refused(503, f"{MOST_WAITING} grammars are being compiled; ask again later", kind="server_error")
         self._under_way += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self.compile, rules, count)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self.compile, rules, count, grammar)
         finally:
             self._under_way -= 1
 
-    def compile(self, rules: str, count: int = 1) -> list[Grammar]:
-        """A grammar for each of `count` answers. rules: in llguidance's form of Lark. ConfigError where the rules, or a
-        JSON schema in them, cannot be followed within the limits."""
+    def compile(self, rules: str, count: int = 1, grammar: str = "") -> list[Grammar]:
+        """A grammar for each of `count` answers. rules: in llguidance's form of Lark. grammar: what their rule
+        `grammar` is, where they name it, in GBNF or Lark. ConfigError where the rules, or a JSON schema in them, cannot
+        be followed within the limits."""
         from llguidance import LLMatcher, LLParserLimits
 
-        if len(rules) > MOST_TEXT:
-            raise _unfollowed(f"it has {len(rules):,} characters as a grammar, {MOST_TEXT:,} at most")
+        if grammar:
+            rules = f"{rules}\ngrammar: %lark {{\n{_as_lark(grammar)}\n}}"
+        _check_length(rules)
         if fault := self._fault(rules):
             raise _unfollowed(fault)
         with self._lock:
@@ -107,24 +122,46 @@ class Grammars:
         return fault
 
 
+@functools.lru_cache(maxsize=16)
+def _as_lark(grammar: str) -> str:
+    """A grammar in GBNF or Lark, in Lark. It is converted in a trial's process: that may take time in proportion to the
+    square of its length. ConfigError where it cannot be."""
+    _check_length(grammar)
+    lark, fault = _run_trial({"grammar": grammar})
+    if fault:
+        raise _unfollowed(fault)
+    return str(lark)
+
+
 def _tried(rules: str, special: list[str]) -> str:
-    """What is wrong with a grammar, from a trial in a process of its own; empty where nothing is. Refused where the
+    """What is wrong with a grammar, from a trial in a process of its own; empty where nothing is."""
+    found, fault = _run_trial({"rules": rules, "special": special, "limits": _LIMITS})
+    return fault or own_words(found)
+
+
+def _run_trial(asked: dict[str, Any]) -> tuple[Any, str]:
+    """(result, what is wrong) of `grammar_trial.py`; nothing is wrong where the second is empty. Refused where the
     machine is too busy."""
-    asked = {"rules": rules, "special": special, "limits": _LIMITS, "seconds": MOST_SECONDS, "memory": MOST_MEMORY}
     command = [sys.executable, "-P", str(Path(__file__).with_name("grammar_trial.py"))]
+    given = json.dumps({**asked, "seconds": MOST_SECONDS, "memory": MOST_MEMORY})
     try:
-        ended = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=_STARVED_S)
+        ended = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_STARVED_S)
     except subprocess.TimeoutExpired as error:
-        text = f"compiling the JSON schema took more than {_STARVED_S} s; simplify it, or ask again later"
+        text = f"compiling the JSON schema or grammar took more than {_STARVED_S} s; simplify it, or ask again later"
         raise Refused(503, text, kind="server_error") from error
     if ended.returncode == 0:
-        return own_words(json.loads(ended.stdout))
+        return json.loads(ended.stdout), ""
     if ended.returncode > 0:
-        return f"compiling it fails: {ended.stderr.strip().rpartition(chr(10))[2]}"
+        return None, f"compiling it fails: {ended.stderr.strip().rpartition(chr(10))[2]}"
     if sys.platform != "win32" and ended.returncode == -signal.SIGXCPU:
-        return f"compiling it takes more than {MOST_SECONDS} s of processor time"
-    return f"compiling it needs more than {MOST_MEMORY >> 20} MiB"
+        return None, f"compiling it takes more than {MOST_SECONDS} s of processor time"
+    return None, f"compiling it needs more than {MOST_MEMORY >> 20} MiB"
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MOST_TEXT:
+        raise _unfollowed(f"it has {len(text):,} characters as a grammar, {MOST_TEXT:,} at most")
 
 
 def _unfollowed(why: str) -> ConfigError:
-    return ConfigError(f"the JSON schema cannot be followed: {why}")
+    return ConfigError(f"the JSON schema or grammar cannot be followed: {why}")

@@ -1,4 +1,5 @@
-"""Trial of a grammar in a process of its own, with limits of time and memory: `python -P grammar_trial.py`.
+"""Trial of a grammar in a process of its own, with limits of time and memory: `python -P grammar_trial.py`. It also
+converts a grammar to Lark.
 
 llguidance has limits, but some grammars pass by them: the automaton of a `multipleOf` has as many states as its number,
 which llguidance does not count. A grammar that passes here takes no more in the server. The trial imports nothing of
@@ -61,10 +62,12 @@ def fault(rules: str, special: list[str], limits: dict[str, Any]) -> str:
 
 def main() -> None:
     asked = json.load(sys.stdin)
-    import llguidance  # noqa: F401  # its own memory is not the grammar's
+    from llguidance.gbnf_to_lark import any_to_lark  # the library's own memory is not the grammar's
 
     limit(asked["seconds"], asked["memory"])
-    print(json.dumps(fault(asked["rules"], asked["special"], asked["limits"])))
+    converted = "grammar" in asked
+    found = any_to_lark(asked["grammar"]) if converted else fault(asked["rules"], asked["special"], asked["limits"])
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {"description": "", **tool["function"]}}
 
 
-def rules_of(functions: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None) -> str:
-    """The rules of a grammar for an answer that is a call of one of the functions, or JSON of a schema; the model may
+def rules_of(functions: Sequence[Mapping[str, Any]], term: str | None) -> str:
+    """The rules of a grammar for an answer that is a call of one of the functions, or what `term` says; the model may
     think before it."""
     rules, either = [], []
     for number, function in enumerate(functions):
@@ -62,8 +62,8 @@ def rules_of(functions: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] |
         arguments = json_rule({"type": "object", **(function.get("parameters") or {})})
         rules.append(f'f{number}: {CHANNEL} {header} <|constrain|> "json" {MESSAGE} a{number}\na{number}: {arguments}')
         either.append(f"f{number}")
-    if schema is not None:
-        rules.append(f'said: {CHANNEL} "final" {MESSAGE} json\njson: {json_rule(schema)}')
+    if term is not None:
+        rules.append(f'said: {CHANNEL} "final" {MESSAGE} content\ncontent: {term}')
         either.append("said")
     thought = f'thought: {CHANNEL} "analysis" {MESSAGE} TEXT {END} {START} "assistant"\nTEXT: /(.|\\n)*/'
     return "\n".join([f"start: thought? ({' | '.join(either)})", thought, *rules])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from tiermoe.engine.request import Piece, Request
 from tiermoe.serve import harmony
 from tiermoe.serve.answers import LineStream, failure, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, ParsedChunk, Prepared, grammar_of, prepare
+from tiermoe.serve.constraints import Constraint, json_constraint
 from tiermoe.serve.errors import OLLAMA, Refused
 from tiermoe.serve.fields import (
     Several,
@@ -30,6 +31,7 @@ from tiermoe.serve.fields import (
 )
 from tiermoe.serve.intake import aside
 from tiermoe.serve.openai import Function, Logprobs
+from tiermoe.serve.samplers import SamplerFields
 from tiermoe.serve.served import Served
 from tiermoe.serve.thoughts import thinks
 from tiermoe.serve.tools import ToolCall, format_of
@@ -41,25 +43,15 @@ _FOR_EVER = "9999-12-31T23:59:59Z"
 _LINES: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, whole or as a stream", "content": {"application/x-ndjson": {}}}
 }
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
 
 
-class RunOptions(BaseModel):
+class RunOptions(SamplerFields):
     """`options` of a request. Unknown ones are kept for `check_fields`."""
 
     model_config = ConfigDict(extra="allow")
 
     num_predict: int | None = Field(None, ge=-2)
     num_ctx: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repeat_penalty: float | None = Field(None, ge=0.01, le=100)
-    repeat_last_n: int | None = Field(None, ge=-1)
     stop: StopString | StopStrings | None = None
 
     @property
@@ -67,23 +59,10 @@ class RunOptions(BaseModel):
         stop = self.stop or ()
         return (stop,) if isinstance(stop, str) else tuple(stop)
 
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The named fields of `Sampling`, beside the length. Refused for a penalty of the last tokens alone."""
-        values = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        if values.get("top_k") == -1:
-            values["top_k"] = 0
-        if values.get("seed") == -1:
+    def named(self, most: int) -> dict[str, Any]:
+        values = super().named(most)
+        if values.get("seed") == -1:  # any
             del values["seed"]
-        if self.repeat_penalty is not None:
-            values["repetition_penalty"] = self.repeat_penalty
-        if self.repeat_penalty not in (None, 1) and self.repeat_last_n not in (None, -1):
-            raise Refused(
-                400,
-                f"repeat_penalty is for all tokens of prompt and answer, not for the last {self.repeat_last_n}; leave "
-                "repeat_last_n out",
-                "repeat_last_n",
-            )
         return values
 
 
@@ -106,11 +85,11 @@ class Asked(BaseModel):
         return {} if value is None else value
 
     @property
-    def answer_schema(self) -> Mapping[str, Any] | None:
-        """Schema of JSON that the answer must be; None: any text."""
+    def constraint(self) -> Constraint | None:
+        """What the answer must be; None: any text."""
         if self.format == "json":
-            return {"type": "object"}
-        return self.format if isinstance(self.format, dict) else None
+            return json_constraint({"type": "object"}, "format")
+        return json_constraint(self.format if isinstance(self.format, dict) else None, "format")
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -270,7 +249,7 @@ def routes(app: FastAPI, served: Served) -> None:
             return _loaded(served, {"message": {"role": "assistant", "content": ""}})
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
         messages = [message.plain for message in asked.messages]
-        wanted = Chat(messages, tools, schema=asked.answer_schema, variables=asked.variables)
+        wanted = Chat(messages, tools, constraint=asked.constraint, variables=asked.variables)
         return await _answer(http, served, asked, await aside(prepare, served, wanted))
 
     @app.post(f"{OLLAMA}generate", response_model=None, responses=_LINES)
@@ -336,10 +315,10 @@ def _loaded(served: Served, said: dict[str, Any]) -> dict[str, Any]:
 
 def _prepared(served: Served, asked: GenerateRequest) -> Prepared:
     if not asked.raw:
-        return prepare(served, Chat(asked.plain, schema=asked.answer_schema, variables=asked.variables))
+        return prepare(served, Chat(asked.plain, constraint=asked.constraint, variables=asked.variables))
     if asked.system:
         raise Refused(400, "a raw prompt has no system message; leave out one", "system")
-    return Prepared(served.text_ids(asked.prompt), grammar=grammar_of(served, asked.answer_schema))
+    return Prepared(served.text_ids(asked.prompt), grammar=grammar_of(served, asked.constraint))
 
 
 async def _answer(http: HttpRequest, served: Served, asked: Asked, prepared: Prepared) -> Response | dict[str, Any]:
@@ -356,7 +335,7 @@ async def _answer(http: HttpRequest, served: Served, asked: Asked, prepared: Pre
 def _request(served: Served, asked: Asked, prepared: Prepared) -> Request:
     room, wanted = max(served.context - len(prepared.ids), 1), asked.options.num_predict
     most = min(wanted, room) if wanted is not None and wanted > 0 else room
-    sampling = replace(served.sampling, max_tokens=most, **asked.options.sampling)
+    sampling = replace(served.sampling, max_tokens=most, **asked.options.named(most))
     stops = (*asked.options.stops, *prepared.stops)
     return Request(prepared.ids, sampling, stops, logprobs=asked.likeliest, special=prepared.special)
 

@@ -21,9 +21,9 @@ from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import ConfigError
 from tiermoe.serve.answers import ANSWERS, Stream, failure, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, Prepared, grammar_of, prepare
+from tiermoe.serve.constraints import ConstraintFields
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.fields import (
-    Bias,
     Options,
     Several,
     StopString,
@@ -37,15 +37,12 @@ from tiermoe.serve.fields import (
 )
 from tiermoe.serve.intake import aside
 from tiermoe.serve.llama_server import timings_of
+from tiermoe.serve.samplers import SamplerFields
 from tiermoe.serve.served import Served
 from tiermoe.serve.tools import ToolCall
 
 COMPLETION_TOKENS = 16
 """Tokens of a completion that names no `max_tokens`, as OpenAI has it; a chat's answer may take the whole context."""
-_SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias",
-)  # fmt: skip
 _MESSAGE_FIELDS = ("tool_call_id", "name", "reasoning_content")
 """Optional fields of a message that chat templates get."""
 
@@ -54,7 +51,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Common(BaseModel):
+class Common(SamplerFields, ConstraintFields):
     """Fields of both endpoints. Unknown fields are kept for `check_fields`."""
 
     model_config = ConfigDict(extra="allow")
@@ -64,23 +61,8 @@ class Common(BaseModel):
     stream_options: StreamOptions | None = None
     timings_per_token: bool = False
     stop: StopString | StopStrings | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    logit_bias: Bias | None = None
-    response_format: ResponseFormat | None = None
     n: int | None = Field(None, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1)
-
-    @property
-    def answer_schema(self) -> Mapping[str, Any] | None:
-        """Schema of JSON that the answer must be; None: any text. Refused where none is named and one is needed."""
-        return None if self.response_format is None else self.response_format.answer_schema
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -163,27 +145,6 @@ class Message(BaseModel):
         if self.tool_calls:
             plain["tool_calls"] = [call.plain for call in self.tool_calls]
         return plain | {name: value for name in _MESSAGE_FIELDS if (value := getattr(self, name))}
-
-
-class JsonSchema(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(BaseModel):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @property
-    def answer_schema(self) -> Mapping[str, Any] | None:
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return {"type": "object"}
-        if self.json_schema is None:
-            raise Refused(400, "a response_format of type json_schema needs json_schema", "response_format")
-        return self.json_schema.schema_
 
 
 class ChatRequest(Common):
@@ -419,15 +380,10 @@ def _timings(pieces: Sequence[Piece], answers: int) -> dict[str, Any]:
 
 def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
     """Sampling of an answer, with `default` for absent fields. most: largest number of tokens."""
-    values = {name: value for name in _SAMPLING if (value := getattr(asked, name)) is not None}
-    if values.get("top_k") == -1:
-        values["top_k"] = 0
-    kept = {name: getattr(default, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens
     if wanted is None:
         wanted = COMPLETION_TOKENS if isinstance(asked, CompletionRequest) else most
-    wanted = max(wanted, 1)
-    return Sampling(max_tokens=min(wanted, most), **{**kept, **values})
+    return replace(default, **asked.named(max(wanted, 1)), max_tokens=min(max(wanted, 1), most))
 
 
 def requests_of(prepared: Prepared, asked: Common, sampling: Sampling, more: Mapping[str, Any]) -> list[Request]:
@@ -449,7 +405,7 @@ def routes(app: FastAPI, served: Served) -> None:
         parallel = asked.parallel_tool_calls is not False
         messages = [message.plain for message in asked.messages]
         conversation = Chat(
-            messages, asked.functions, asked.choice, asked.answer_schema, asked.variables, parallel, asked.new_turn
+            messages, asked.functions, asked.choice, asked.constraint, asked.variables, parallel, asked.new_turn
         )
         _check_count(served, asked.n or 1)
         prepared = await aside(prepare, served, conversation)
@@ -527,7 +483,7 @@ def _shown(asked: Common, piece: Piece) -> Piece:
 
 
 def _prepared(served: Served, asked: CompletionRequest) -> list[Prepared]:
-    grammar = grammar_of(served, asked.answer_schema)
+    grammar = grammar_of(served, asked.constraint)
     return [Prepared(ids, grammar=grammar) for ids in prompts_of(served, asked.prompt)]
 
 

@@ -31,6 +31,7 @@ class Deployed:
     most_waiting: int  # requests in a replica's queue
     guesses: bool  # whether answers' next tokens are guessed
     kv_memory: int | None  # bytes for the keys and values of a replica's requests
+    template: str | None = None  # chat template in place of the model's
 
 
 def start(deployed: Deployed, replicas: int, host: str, port: int, grace_s: int) -> None:
@@ -85,8 +86,11 @@ def app_of(deployed: Deployed) -> Any:
     blueprint = inspect_model(directory, deployed.model, asked.store)
     use = replace(use_of_server(blueprint, asked), kv_memory=deployed.kv_memory)
     engine = start_engine(blueprint, asked, use=use)
+    tokenizer = load_tokenizer(directory)
+    if deployed.template is not None:
+        tokenizer.chat_template = deployed.template
     served = served_of(
-        engine, load_tokenizer(directory), deployed.name, deployed.sampling, deployed.most_waiting,
+        engine, tokenizer, deployed.name, deployed.sampling, deployed.most_waiting,
         speculation=Speculation(Lookup()) if deployed.guesses else None,
     )  # fmt: skip
     return create_app(served, **deployed.access)

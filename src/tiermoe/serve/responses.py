@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 from tiermoe.engine.request import Piece, Request
 from tiermoe.serve.answers import ANSWERS, Stream, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, Prepared, prepare
+from tiermoe.serve.constraints import json_constraint
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.fields import Options, Several, TextPart, Tools, check_fields, from_json, thinking_variables
 from tiermoe.serve.intake import aside
@@ -367,7 +368,8 @@ def routes(app: FastAPI, served: Served) -> None:
             messages = asked.messages
         except ValueError as error:
             raise Refused(400, f"the arguments of a function call are no JSON: {error}", "input") from error
-        chat = Chat(messages, asked.functions, asked.choice, asked.answer_schema, asked.variables, asked.parallel)
+        constraint = json_constraint(asked.answer_schema)
+        chat = Chat(messages, asked.functions, asked.choice, constraint, asked.variables, asked.parallel)
         prepared = await aside(prepare, served, chat)
         answers = await submitted(served.worker, [_request(served, asked, prepared)], prepared.grammar)
         logprobs = Logprobs(served.tokenizer, chat=True)
