@@ -17,6 +17,7 @@ exclude_patterns = [".*"]
 myst_heading_anchors = 4
 default_role = "code"  # docstrings have names between single backticks
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 html_theme = "furo"
 html_title = "tiermoe"
 html_show_sourcelink = html_copy_source = False
