@@ -2,6 +2,7 @@
 # make test    every check and every test; what continuous integration runs
 # make test-long  what takes minutes more: kernels under sanitizers and emulated, Triton's in its interpreter
 # make lint    ruff, mypy and the import contract alone
+# make site    the documentation as pages in build/site; a link that leads nowhere is an error
 # make env     the virtual environment alone; brought up to date when pyproject.toml changes
 #
 # PYTHON=...   the interpreter (3.11 or newer) that makes the environment
@@ -9,7 +10,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help env demo lint test test-long
+.PHONY: help env demo lint test test-long site
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -41,3 +42,9 @@ test: lint
 
 test-long: $(STAMP)
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal -m long
+
+# README.html is the first page; nothing is fetched, neither here nor by the pages
+site: $(STAMP)
+	$(BIN)/python -m sphinx -n -W --keep-going -q -c docs . build/site
+	cp build/site/README.html build/site/index.html
+	@echo "build/site/index.html"

@@ -213,6 +213,38 @@ def test_stores_leave_until_the_others_fit(tiermoe_: Command, folder: Path) -> N
     assert names(tiermoe_) == []
 
 
+def test_a_store_in_use_stays_and_the_next_one_leaves(tiermoe_: Command, folder: Path) -> None:
+    """Of the four, the oldest runs and the second oldest is a link."""
+    ages = {"a": 1, "b": 2, "runs": 9}
+    roots = {name: stored(folder, name, f"{name}-01", 10_000, days) for name, days in ages.items()}
+    outside = stored(folder.parent, "linked", "linked-01", 10_000, 5)
+    (folder / "linked-01").symlink_to(outside)
+    held = hold(roots["runs"])
+    assert held is not None
+    ended = tiermoe_("remove", "--down-to", str(3 * size(roots["a"]) + 1000), "--yes")
+    assert ended.code == 0, ended.err
+    assert names(tiermoe_) == ["a", "linked", "runs"]
+    ended = tiermoe_("remove", "--down-to", "1", "--yes")
+    assert "stay, more than 1: running processes use them, or they are links" in ended.err
+    assert names(tiermoe_) == ["linked", "runs"]
+    os.close(held)
+    assert tiermoe_("remove", "--down-to", "1", "--yes").code == 0
+    assert names(tiermoe_) == ["linked"]
+    assert (outside / "store.json").exists()
+
+
+def test_a_dry_run_says_what_would_leave_and_changes_nothing(tiermoe_: Command, folder: Path) -> None:
+    for name, days in (("x", 1), ("y", 9)):
+        stored(folder, name, f"{name}-01", 10_000, days)
+    before = cached_stores()
+    ended = tiermoe_("remove", "--down-to", "1", "--dry-run")
+    assert ended.code == 0
+    assert [line.partition(",")[0] for line in ended.err.splitlines()[:-1]] == ["y", "x"]
+    assert ended.err.endswith("would come back; nothing is removed\n")
+    assert tiermoe_("remove", "x", "--dry-run").err.startswith("x, packed: ")
+    assert cached_stores() == before
+
+
 def test_a_name_or_a_size(tiermoe_: Command, folder: Path) -> None:
     for words in ((), ("a/one", "--down-to", "1GiB")):
         assert "name one model, as 'tiermoe list' shows it, or give --down-to SIZE" in tiermoe_("remove", *words).cause

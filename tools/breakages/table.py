@@ -549,6 +549,13 @@ BREAKAGES = (
     ),
     # the store
     Breakage(
+        "a bound of the cache folder lets stores go that processes run from",
+        "_least_used",
+        "removable(store)",
+        "True",
+        ("test_a_store_in_use_stays_and_the_next_one_leaves",),
+    ),
+    Breakage(
         "who waited for a packer packs again",
         "adding_to",
         "store.refresh()",

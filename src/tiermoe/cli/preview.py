@@ -86,6 +86,18 @@ def preview(
     the model is to run on this machine, where the time of packing can be measured. learns: and with this machine's own
     drive, so that earlier runs count. ModelError as `inspect_without_download`, BudgetError as `plan_memory`."""
     blueprint, download = inspect_without_download(model, settings.store)
+    return preview_of(blueprint, download, settings, rates, here, learns)
+
+
+def preview_of(
+    blueprint: Blueprint,
+    download: Download | None,
+    settings: Settings,
+    rates: Callable[[ExpertFormat | None], Rates],
+    here: bool,
+    learns: bool,
+) -> Preview:
+    """`preview` of an inspected checkpoint."""
     plan = plan_for(blueprint, settings)
     resolved = resolve_for(blueprint, settings)
     backend = backend_of(blueprint, resolved)

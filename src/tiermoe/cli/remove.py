@@ -12,7 +12,7 @@ import typer
 from tiermoe.cli.output import note, plain
 from tiermoe.config import format_size, parse_size
 from tiermoe.errors import ConfigError, ModelError
-from tiermoe.formats.stores import CachedStore, cached_stores, remove_store
+from tiermoe.formats.stores import CachedStore, cached_stores, removable, remove_store
 from tiermoe.model.hf.downloads import CachedDownload, cached_downloads, remove_download
 
 
@@ -26,10 +26,11 @@ def remove(
         str | None,
         typer.Option(
             help="In place of a name: stores leave, the one that was not used for longest first, until the others take "
-            "at most this, like 50GiB.",
+            "at most this, like 50GiB. Stores in use stay.",
             show_default=False,
         ),
     ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would leave, and remove nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing.")] = False,
 ) -> None:
     """Remove a model's store from the user's cache folder, after a question. A store that a process packs into or runs
@@ -47,6 +48,9 @@ def remove(
     for each in leaving:
         note(_line(each))
     total = format_size(sum(each.nbytes for each in leaving))
+    if dry_run:
+        note(f"{total} would come back; nothing is removed")
+        return
     if not yes and not _agreed(f"remove {'these' if len(leaving) > 1 else 'this'}? {total} come back"):
         note("nothing is removed")
         return
@@ -78,13 +82,17 @@ def _named(
 
 
 def _least_used(known: Sequence[CachedStore], down_to: str) -> list[CachedStore]:
-    """The stores that leave so that the others take at most `down_to`. known: the one that was used last first."""
+    """The stores that leave so that the others take at most `down_to`; a line says where those that cannot leave take
+    more. known: the one that was used last first."""
     bound, total, leaving = parse_size(down_to, "--down-to"), sum(store.nbytes for store in known), []
     for store in reversed(known):
         if total <= bound:
             break
-        total -= store.nbytes
-        leaving.append(store)
+        if removable(store):
+            total -= store.nbytes
+            leaving.append(store)
+    if total > bound:
+        note(f"{format_size(total)} stay, more than {down_to}: running processes use them, or they are links")
     return leaving
 
 

@@ -85,7 +85,10 @@ def _described(root: Path) -> CachedStore:
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"its table cannot be read ({error})"
     files = [(each, each.lstat()) for each in root.rglob("*") if not each.is_dir()]
-    used = max((about.st_mtime for each, about in files if each.parent == root), default=root.stat().st_mtime)
+    used = max(
+        (about.st_mtime for each, about in files if each.parent == root and each.name != LOCK),
+        default=root.stat().st_mtime,
+    )
     profiles = sum(1 for _ in (root / "profiles").glob("*"))
     return CachedStore(
         root, name, precisions, dense, sum(about.st_size for _, about in files), used, profiles, problem
@@ -99,6 +102,15 @@ def hold(root: Path) -> int | None:
         return file_io.lock_folder(root, shared=True)
     except BlockingIOError as error:
         raise StoreError(f"the store in {root} is being removed by another process; run this again") from error
+
+
+def removable(store: CachedStore) -> bool:
+    """Whether a store is no link, and no process packs into it or runs from it now."""
+    try:
+        with _alone(store.root):
+            return not store.root.is_symlink()
+    except (StoreError, OSError):
+        return False
 
 
 def remove_store(store: CachedStore) -> None:

@@ -1,0 +1,66 @@
+"""The examples run as their users run them."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving import KEY
+from tiermoe.offload.policies.eviction import EVICTIONS
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Policies that an example adds leave again."""
+    before = dict(EVICTIONS)
+    yield
+    EVICTIONS.clear()
+    EVICTIONS.update(before)
+
+
+def test_an_eviction_policy(registered: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its setting reaches it: with one expert drawn it evicts at random, with many those that are used least."""
+    module = runpy.run_path(str(EXAMPLES / "eviction_policy.py"))
+    module["main"]()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        f"cache={name}" for name in ("lru", "lfu", "random", "fewest-of-some", "fewest-of-some")
+    ]
+    misses = [int(found[1]) for line in lines if (found := re.search(r"(\d+) experts read", line))]
+    assert len(set(misses)) == len(misses) == 5
+    texts = {module["answer"](cache=name).text for name in ("lru", "fewest-of-some")}
+    assert len(texts) == 1
+
+
+def test_a_client(address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TIERMOE_API_KEY", KEY)
+    monkeypatch.setattr(sys, "argv", ["client.py", "once upon", "--url", f"{address}/v1", "--max-tokens", "5"])
+    runpy.run_path(str(EXAMPLES / "client.py"), run_name="__main__")
+    asked = {"prompt": "once upon", "max_tokens": 5, "temperature": 0}
+    whole = httpx.post(f"{address}/v1/completions", json=asked, headers={"Authorization": f"Bearer {KEY}"}).json()
+    assert whole["usage"]["completion_tokens"] == 5
+    assert capsys.readouterr().out == whole["choices"][0]["text"] + "\n"
+
+
+def test_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells, one after the other; the notebook itself asserts that all sizes give one text."""
+    notebook = json.loads((EXAMPLES / "cache_sizes.ipynb").read_text())
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []  # figures of one machine
+            exec(compile("".join(cell["source"]), "cache_sizes.ipynb", "exec"), names)
+    printed = capsys.readouterr().out
+    shares = [int(share) for share in re.findall(r"(\d+)%, \d+ experts read", printed)]
+    assert len(shares) == 4
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > shares[-1]
