@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -131,9 +130,8 @@ def test_thoughts_and_calls_are_blocks(served: Served, monkeypatch: pytest.Monke
     assert [block.type for block in summed.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert [block.input for block in summed.content[2:]] == [{"city": "Bonn"}] * 2
     deltas = [event.delta for event in events if event.type == "content_block_delta"]
-    assert [json.loads(delta.partial_json) for delta in deltas if delta.type == "input_json_delta"] == [
-        {"city": "Bonn"}
-    ] * 2
+    pieces = [delta.partial_json for delta in deltas if delta.type == "input_json_delta"]
+    assert pieces == list('{"city": "Bonn"}' * 2)  # as they are written
     prompt = served.tokenizer.decode(scripted.asked[-1].ids)
     assert prompt == (
         "<tool_call>weatheruser:how is it in Bonn;assistant:<think>Bonn, then.</think>Let me look.(Bonn)(Bonn);"
@@ -207,7 +205,8 @@ def test_a_forced_call_that_is_cut_off(served: Served, monkeypatch: pytest.Monke
     assert [call.function.arguments for call in chat.message.tool_calls or ()] == [arguments]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ""
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-    assert ([call.function.arguments for call in calls], chunks[-1].choices[0].finish_reason) == ([arguments], "length")
+    assert "".join(call.function.arguments for call in calls) == arguments
+    assert chunks[-1].choices[0].finish_reason == "length"
     (item,) = response.output
     assert (item.type, item.arguments, item.status, response.status) == (
         "function_call", arguments, "incomplete", "incomplete"

@@ -339,8 +339,16 @@ def test_tools_are_called(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
     assert (whole.finish_reason, whole.message.content) == ("tool_calls", "Let me look.")
     assert whole.message.tool_calls[0].function.arguments == '{"city": "Bonn"}'
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Let me look."
-    (called,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-    assert (called.index, called.function.name, chunks[-1].choices[0].finish_reason) == (0, "weather", "tool_calls")
+    called, *more = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert (called.index, called.type, called.function.name, called.function.arguments) == (
+        0,
+        "function",
+        "weather",
+        "",
+    )
+    assert {(each.index, each.id, each.function.name) for each in more} == {(0, None, None)}
+    assert [each.function.arguments for each in more] == list('{"city": "Bonn"}')
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
     prompts = [served.tokenizer.decode(request.ids) for request in scripted.asked]
     assert prompts[0].startswith("<tool_call>weather")
     assert prompts[2].endswith("Let me look.Bonntool:sun")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
+from serving import parts_of
 from tiermoe.serve.thoughts import ThoughtReader, opened, thinks
 
 CASES = [
@@ -26,9 +25,7 @@ CASES = [
 def test_a_thought_is_read_however_its_text_comes(
     inside: bool, text: str, thought: str, answer: str, pieces: int
 ) -> None:
-    cuts = sorted(random.Random(pieces).choices(range(len(text) + 1), k=pieces - 1))
-    reader = ThoughtReader(inside)
-    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    reader, parts = ThoughtReader(inside), parts_of(text, pieces)
     told = [reader.add(part, index == len(parts) - 1) for index, part in enumerate(parts)]
     assert ("".join(each[0] for each in told), "".join(each[1] for each in told)) == (thought, answer)
 

@@ -1141,10 +1141,10 @@ BREAKAGES = (
         ),
     ),
     Breakage(
-        "a call that is cut off is text",
-        "CallReader.add",
-        "not found and not end and (cut or self._forced)",
-        "not found and end and (cut or self._forced)",
+        "a call that is cut off is whole",
+        "CallReader._within",
+        "bool(end) or not cut",
+        "True",
         (
             "tests/test_tools.py",
             "tests/test_anthropic.py",

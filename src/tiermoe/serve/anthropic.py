@@ -19,7 +19,7 @@ from tiermoe.serve.errors import Refused
 from tiermoe.serve.fields import Several, StopStrings, Tools, check_fields, text_alone
 from tiermoe.serve.intake import aside
 from tiermoe.serve.served import Served
-from tiermoe.serve.tools import ToolCall
+from tiermoe.serve.tools import CallPiece
 
 PATH = "/v1/messages"
 Event = dict[str, Any]
@@ -227,7 +227,7 @@ class GrowingMessage:
             "stop_sequence": None,
             "usage": self._usage(),
         }
-        self._open: str | None = None  # the kind of block that text goes to
+        self._open: str | None = None  # the kind of the block under way
 
     def begin(self) -> Iterator[Event]:
         yield {"type": "message_start", "message": self.message}
@@ -241,8 +241,8 @@ class GrowingMessage:
             yield from self._text("thinking", parsed.thought)
         if parsed.text:
             yield from self._text("text", parsed.text)
-        for call in parsed.calls:
-            yield from self._call(call)
+        for each in parsed.calls:
+            yield from self._call(each)
         if parsed.finish is None:
             return
         if not self.message["content"]:
@@ -261,11 +261,16 @@ class GrowingMessage:
         self.message["content"][-1][kind] += text
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _call(self, call: ToolCall) -> Iterator[Event]:
-        named = {"id": f"toolu_{call.id.removeprefix('call_')}", "name": call.name}
-        yield from self._begin("tool_use", {**named, "input": {}})
-        self.message["content"][-1]["input"] = call.values
-        yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+    def _call(self, piece: CallPiece) -> Iterator[Event]:
+        call = piece.call
+        if piece.kind == "begin":
+            named = {"id": f"toolu_{call.id.removeprefix('call_')}", "name": call.name}
+            yield from self._begin("tool_use", {**named, "input": {}})
+        elif piece.kind == "arguments":
+            yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
+        else:
+            self.message["content"][-1]["input"] = call.values
+            yield from self._close()
 
     def _begin(self, kind: str, empty: dict[str, Any]) -> Iterator[Event]:
         """Begins a block; the open one ends."""

@@ -15,7 +15,7 @@ from tiermoe.serve.errors import Refused
 from tiermoe.serve.grammar import Compiling, json_rule
 from tiermoe.serve.served import Served, continued
 from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks, unfinished
-from tiermoe.serve.tools import CallReader, Format, ToolCall, format_of, types_of
+from tiermoe.serve.tools import CallPiece, CallReader, Format, format_of, types_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class ParsedChunk:
-    """A piece of an answer after parsing: thought, text and calls."""
+    """A piece of an answer after parsing: thought, text, and what is new of calls."""
 
     thought: str = ""
     text: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    calls: list[CallPiece] = field(default_factory=list)
     finish: str | None = None  # 'stop', 'length', 'tool_calls'; None while more comes
 
 
@@ -82,7 +82,7 @@ class AnswerReader:
 
     def add(self, piece: Piece) -> ParsedChunk:
         last, cut = piece.finish is not None, piece.finish == "length"
-        thought, text, calls = "", piece.text, list[ToolCall]()
+        thought, text, calls = "", piece.text, list[CallPiece]()
         if self._channels is not None:
             thought, text, calls = self._channels.add(text, last, cut)
         elif self._thoughts is not None:
@@ -93,7 +93,7 @@ class AnswerReader:
         if self._calls is not None:
             text, calls = self._calls.add(text, last, cut)
         calling, finish = self._channels or self._calls, piece.finish
-        if finish == "stop" and calling is not None and calling.calls:
+        if finish == "stop" and calling is not None and calling.called:
             finish = "tool_calls"
         return ParsedChunk(thought, text, calls, finish)
 

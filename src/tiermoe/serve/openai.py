@@ -37,7 +37,7 @@ from tiermoe.serve.fields import (
 )
 from tiermoe.serve.intake import aside
 from tiermoe.serve.served import Served
-from tiermoe.serve.tools import ToolCall
+from tiermoe.serve.tools import CallPiece, ToolCall
 
 COMPLETION_TOKENS = 16
 """Tokens of a completion that names no `max_tokens`, as OpenAI has it; a chat's answer may take the whole context."""
@@ -338,21 +338,25 @@ class ChoiceReader:
     logprobs: Logprobs
     reader: AnswerReader
     echo: str = ""  # text of the prompt, where it comes before the answer's
-    _calls: int = 0
+    calls: list[ToolCall] = field(default_factory=list)  # so far
 
     def add(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
         """reasoning_content, content and tool_calls of a piece, where it has any, and the reason of the end."""
         parsed = self.reader.add(piece)
-        calls = [_call(call, self._calls + index) for index, call in enumerate(parsed.calls)]
-        self._calls += len(calls)
+        calls = [self._delta(each) for each in parsed.calls if each.kind != "end"]
         text, self.echo = self.echo + parsed.text, ""
         parts = {"reasoning_content": parsed.thought, "content": text, "tool_calls": calls}
         return {name: part for name, part in parts.items() if part}, parsed.finish
 
+    def _delta(self, piece: CallPiece) -> dict[str, Any]:
+        if piece.kind == "arguments":
+            return {"index": len(self.calls) - 1, "function": {"arguments": piece.arguments}}
+        self.calls.append(piece.call)
+        return {"index": len(self.calls) - 1, **_call(piece.call.id, piece.call.name)}
 
-def _call(call: ToolCall, index: int) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": index, "id": call.id, "type": "function", "function": function}
+
+def _call(number: str, name: str, arguments: str = "") -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def choice(index: int, chat: bool, pieces: Sequence[Piece], reading: ChoiceReader) -> dict[str, Any]:
@@ -363,12 +367,12 @@ def choice(index: int, chat: bool, pieces: Sequence[Piece], reading: ChoiceReade
     end = {"logprobs": logprobs, "finish_reason": read[-1][1]}
     if not chat:
         return {"index": index, "text": text} | end
-    calls = [call for said, _ in read for call in said.get("tool_calls", ())]
+    calls = [_call(call.id, call.name, call.arguments) for call in reading.calls]
     message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
     if thought:
         message["reasoning_content"] = thought
     if calls:
-        message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+        message["tool_calls"] = calls
     return {"index": index, "message": message} | end
 
 
@@ -379,7 +383,7 @@ async def stream(
     readings: Mapping[int, ChoiceReader],
     include_usage: bool,
 ) -> AsyncIterator[str]:
-    """Data of a stream's events: the role, thoughts and text as they come, whole calls, the reason of each end, usage,
+    """Data of a stream's events: the role; thoughts, text and calls as they come; the reason of each end; usage;
     `[DONE]`."""
     pieces: list[Piece] = []
     more: dict[str, Any] = {"usage": None} if include_usage else {}

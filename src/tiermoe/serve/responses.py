@@ -22,7 +22,7 @@ from tiermoe.serve.fields import Options, Several, TextPart, Tools, check_fields
 from tiermoe.serve.intake import aside
 from tiermoe.serve.openai import Logprobs
 from tiermoe.serve.served import Served
-from tiermoe.serve.tools import ToolCall
+from tiermoe.serve.tools import CallPiece
 
 Event = dict[str, Any]
 _TEXT_KINDS = {"reasoning": "reasoning_text", "message": "output_text"}
@@ -261,8 +261,8 @@ class GrowingResponse:
         if parsed.text or piece.logprobs:
             logprobs = self._logprobs.of(piece.logprobs)
             yield from self._text("message", parsed.text, logprobs["content"] if logprobs else [])
-        for call in parsed.calls:
-            yield from self._call(call)
+        for each in parsed.calls:
+            yield from self._call(each)
         if parsed.finish is not None:
             yield from self._end(parsed.finish)
 
@@ -308,15 +308,19 @@ class GrowingResponse:
             more["logprobs"] = logprobs
         yield self._of_item(f"{_TEXT_KINDS[kind]}.delta", content_index=0, delta=text, **more)
 
-    def _call(self, call: ToolCall) -> Iterator[Event]:
-        yield from self._close("completed")
-        item = {"id": _id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
-        yield self._begun(item | {"arguments": "", "status": "in_progress"})
-        yield self._of_item("function_call_arguments.delta", delta=call.arguments)
-        status = "completed" if call.whole else "incomplete"
-        self.response["output"][-1] |= {"arguments": call.arguments, "status": status}
-        yield self._of_item("function_call_arguments.done", name=call.name, arguments=call.arguments)
-        yield self._done()
+    def _call(self, piece: CallPiece) -> Iterator[Event]:
+        call = piece.call
+        if piece.kind == "begin":
+            yield from self._close("completed")
+            item = {"id": _id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
+            yield self._begun(item | {"arguments": "", "status": "in_progress"})
+        elif piece.kind == "arguments":
+            yield self._of_item("function_call_arguments.delta", delta=piece.arguments)
+        else:
+            status = "completed" if call.whole else "incomplete"
+            self.response["output"][-1] |= {"arguments": call.arguments, "status": status}
+            yield self._of_item("function_call_arguments.done", name=call.name, arguments=call.arguments)
+            yield self._done()
 
     def _close(self, status: str) -> Iterator[Event]:
         """Ends the open item."""
