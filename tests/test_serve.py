@@ -442,6 +442,54 @@ def test_an_answer_goes_on_within_a_thought_or_behind_it(
     assert (told.get("reasoning_content", ""), told["content"]) == (thought, content)
 
 
+@pytest.mark.parametrize("field", ["reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget"])
+def test_a_thought_ends_with_its_budget(
+    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """Its text is the beginning of what the model thinks without one; then the answer begins."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>{% if 0 %}</think>{% endif %}"
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+
+    def choice(budget: int) -> Any:
+        answer = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=20, temperature=0,
+            logprobs=True, extra_body={field: budget},
+        )  # fmt: skip
+        return answer.choices[0]
+
+    free = choice(-1)
+    assert not free.message.content
+    for budget in (0, 3):
+        message = choice(budget).message
+        thought = "".join(each.token for each in free.logprobs.content[:budget])
+        assert (message.model_extra.get("reasoning_content", ""), message.content != "") == (thought, True)
+    with pytest.raises(openai.BadRequestError, match="greater than or equal to -1") as refused:
+        choice(-2)
+    assert refused.value.param == field
+
+
+def test_a_model_without_thoughts_passes_over_their_budget(http: httpx.Client) -> None:
+    """Agents send one always."""
+    said = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "temperature": 0}
+    chats = [
+        http.post("/v1/chat/completions", json=said | more).json()["choices"][0]["message"]["content"]
+        for more in ({}, {"reasoning_budget_tokens": 1})
+    ]
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    message = http.post("/v1/messages", json=said | thinking).json()["content"][0]["text"]
+    assert chats == [message] * 2
+
+
+def test_a_budget_of_nothing_asks_the_template_for_no_thought(
+    http: httpx.Client, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", "a{% if enable_thinking is false %}quick{% endif %}</think>")
+    for more, expected in (({"reasoning_budget_tokens": 0}, 2 + 5), ({"reasoning_budget_tokens": 1}, 2), ({}, 2)):
+        body = {"messages": [ASKED], "max_tokens": 1, **more}
+        usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+        assert usage["prompt_tokens"] - len("</think>") + 1 == expected
+
+
 CHANNELS = (
     "{% for m in messages %}<|start|>{{ m.role }}<|channel|>{{ m.thinking }}<|message|>{{ m.content }}{% endfor %}"
 )

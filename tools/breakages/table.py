@@ -1141,6 +1141,16 @@ BREAKAGES = (
         ),
     ),
     Breakage(
+        "a thought goes on behind its budget",
+        "ThoughtBudget._check",
+        "self._left == 0",
+        "self._left == -1",
+        (
+            "tests/test_thoughts.py",
+            "tests/test_speculation.py",
+        ),
+    ),
+    Breakage(
         "a call that is cut off is whole",
         "CallReader._within",
         "bool(end) or not cut",

@@ -12,6 +12,7 @@ from tiermoe.batch import Kind, Row, prompt, verify
 from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.sampling import Grammar, Sampler, Sampling, log_probabilities
 from tiermoe.engine.speculation import Drafter
+from tiermoe.engine.thought_budget import ThoughtBudget
 from tiermoe.model.prefix_cache import SlabContents
 from tiermoe.model.prefix_files import StoredPrefix
 
@@ -28,6 +29,7 @@ class Request:
     stops: tuple[str, ...] = ()  # strings that end the answer
     logprobs: int | None = None  # log probabilities of so many of the likeliest tokens at each place; None: none
     grammar: Grammar | None = None  # what the answer must follow
+    budget: ThoughtBudget | None = None  # of its thoughts
     prompt_logprobs: bool = False  # log probabilities of the prompt's tokens too; then all of it is read
     special: bool = False  # special tokens are part of the text
     on_read: Callable[[int, int], None] | None = None
@@ -171,10 +173,12 @@ class RequestState:
         """Chooses the next token of the answer, from the logits (vocabulary) of the one before.
 
         ends: tokens that end the answer. context: most tokens of prompt and answer."""
-        request, grammar = self.request, self.request.grammar
+        request, grammar, budget = self.request, self.request.grammar, self.request.budget
         if grammar is not None:
             logits = grammar.restrict(logits)
-        token = self.sampler.choose(logits, self.contents.tokens, len(self.answer))
+        token = None if budget is None else budget.forced
+        if token is None:
+            token = self.sampler.choose(logits, self.contents.tokens, len(self.answer))
         logprobs: tuple[TokenLogprob, ...] = ()
         if request.logprobs is not None:
             logprobs = (TokenLogprob(token, *log_probabilities(logits, token, request.logprobs)),)
@@ -183,6 +187,8 @@ class RequestState:
             grammar.accept(token)
         ended = token in ends
         text = "" if ended else self.text.add(token)
+        if budget is not None:
+            budget.add(text)
         finish = None
         if ended or self.text.stopped_by or (grammar is not None and grammar.ended):
             finish = "stop"

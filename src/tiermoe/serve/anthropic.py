@@ -123,6 +123,7 @@ class ToolChoice(BaseModel):
 
 class Thinking(BaseModel):
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1024)  # at least as many as Anthropic asks for
 
 
 class OutputFormat(BaseModel):
@@ -189,6 +190,12 @@ class CountRequest(BaseModel):
     def variables(self) -> dict[str, Any]:
         """Variables of the template; none where the request does not say whether to think."""
         return {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+
+    @property
+    def thought_tokens(self) -> int | None:
+        """`Chat.thought_tokens`."""
+        thinking = self.thinking
+        return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
 
 
 class MessagesRequest(CountRequest):
@@ -327,7 +334,10 @@ def routes(app: FastAPI, served: Served) -> None:
 async def _prepared(served: Served, asked: CountRequest) -> Prepared:
     check_fields(asked)
     served.check_model(asked.model)
-    chat = Chat(asked.plain, asked.functions, asked.choice, asked.answer_schema, asked.variables, asked.parallel)
+    chat = Chat(
+        asked.plain, asked.functions, asked.choice, asked.answer_schema, asked.variables, asked.parallel,
+        thought_tokens=asked.thought_tokens,
+    )  # fmt: skip
     return await aside(prepare, served, chat)
 
 
@@ -335,8 +345,7 @@ def _request(served: Served, asked: MessagesRequest, prepared: Prepared) -> Requ
     values = {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
     named = {name: value for name, value in values.items() if value is not None}
     sampling = replace(served.sampling, max_tokens=asked.max_tokens, **named)
-    stops = (*(asked.stop_sequences or ()), *prepared.stops)
-    return Request(prepared.ids, sampling, stops, special=prepared.special)
+    return prepared.request(sampling, asked.stop_sequences or ())
 
 
 async def _stream(growing: GrowingMessage, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[dict[str, str]]:

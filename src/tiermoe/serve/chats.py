@@ -4,11 +4,12 @@ and the reader of its answer."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tiermoe.engine.request import Piece
-from tiermoe.engine.sampling import Grammar
+from tiermoe.engine.request import Piece, Request
+from tiermoe.engine.sampling import Grammar, Sampling
+from tiermoe.engine.thought_budget import Thinking, ThoughtBudget
 from tiermoe.errors import ConfigError
 from tiermoe.serve import harmony
 from tiermoe.serve.errors import Refused
@@ -29,6 +30,7 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template, like `enable_thinking`
     parallel: bool = True  # whether an answer may have several calls
     new_turn: bool = False  # an assistant's message at the end is not continued
+    thought_tokens: int | None = None  # most tokens of thought; None: any number
 
     @property
     def forced(self) -> bool:
@@ -105,13 +107,21 @@ class Prepared:
     ids: list[int]  # of the prompt
     reader: Callable[[], AnswerReader] = AnswerReader  # makes the reader of an answer
     grammar: Compiling | None = None  # compiles what answers must follow
+    budget: Callable[[], ThoughtBudget] | None = None  # makes that of an answer
     special: bool = False  # whether answers are read with their special tokens
     stops: tuple[str, ...] = ()  # stop strings beside those of the request
+
+    def request(self, sampling: Sampling, stops: Sequence[str], **more: Any) -> Request:
+        """The request of one answer. stops: its own stop strings. more: further fields of `Request`."""
+        budget = None if self.budget is None else self.budget()
+        return Request(self.ids, sampling, (*stops, *self.stops), budget=budget, special=self.special, **more)
 
 
 def prepare(served: Served, chat: Chat) -> Prepared:
     """The prompt of a chat. Refused where the model's template does not take it, or the answer cannot be made so."""
     tools = [] if chat.choice == "none" else list(chat.tools)
+    if chat.thought_tokens == 0:
+        chat = replace(chat, variables={"enable_thinking": False, **chat.variables})
     if harmony.speaks(served.template):
         return _in_channels(served, chat, tools)
     form = _format(served, tools) if tools else None
@@ -125,8 +135,20 @@ def prepare(served: Served, chat: Chat) -> Prepared:
         calls = CallReader(form, types, one, chat.forced) if form else None
         return AnswerReader(ThoughtReader(inside) if thinking else None, calls)
 
+    budget = _budget(served, chat, END, lambda: ThoughtReader(inside)) if thinking else None
     stops = (form.end,) if form and one else ()
-    return Prepared(ids, reader, _grammar(served, chat, form, tools, inside), stops=stops)
+    return Prepared(ids, reader, _grammar(served, chat, form, tools, inside), budget, stops=stops)
+
+
+def _budget(
+    served: Served, chat: Chat, end: str, thinking: Callable[[], Thinking]
+) -> Callable[[], ThoughtBudget] | None:
+    """Makes budgets of thoughts. end: the text that ends a thought. thinking: makes readers of answers."""
+    most = chat.thought_tokens
+    if most is None:
+        return None
+    ids = served.text_ids(end, special=False)
+    return lambda: ThoughtBudget(most, ids, thinking())
 
 
 def _format(served: Served, tools: Sequence[dict[str, Any]]) -> Format:
@@ -144,7 +166,9 @@ def _in_channels(served: Served, chat: Chat, tools: Sequence[dict[str, Any]]) ->
     if chat.forced or chat.schema is not None:
         rules = harmony.rules_of(functions, None if chat.forced else chat.schema)
         grammar = _followed(served, rules, "tools" if chat.forced else "response_format")
-    return Prepared(ids, lambda: AnswerReader(channels=harmony.ChannelReader(goes_on)), grammar, special=True)
+    after = harmony.thought_end(calls=bool(tools) and chat.schema is None)
+    budget = _budget(served, chat, after, lambda: harmony.ChannelReader(goes_on))
+    return Prepared(ids, lambda: AnswerReader(channels=harmony.ChannelReader(goes_on)), grammar, budget, special=True)
 
 
 def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -68,6 +68,11 @@ def rules_of(functions: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] |
     return "\n".join([f"start: thought? ({' | '.join(either)})", thought, *rules])
 
 
+def thought_end(calls: bool) -> str:
+    """Text that ends a thought, up to a channel where none can begin again. calls: it may be that of calls."""
+    return f"{END}{START}assistant{CHANNEL}" + ("commentary" if calls else f"final{MESSAGE}")
+
+
 @dataclass(slots=True)
 class _Message:
     """A message after its header."""

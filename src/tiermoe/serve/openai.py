@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from tiermoe.engine.detokenize import token_bytes, token_text
 from tiermoe.engine.request import Piece, Request, TokenLogprob
@@ -39,6 +39,8 @@ from tiermoe.serve.intake import aside
 from tiermoe.serve.served import Served
 from tiermoe.serve.tools import CallPiece, ToolCall
 
+_BUDGETS = AliasChoices("reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget")
+"""Names of a budget of thoughts: llama-server's, its older one, vLLM's."""
 COMPLETION_TOKENS = 16
 """Tokens of a completion that names no `max_tokens`, as OpenAI has it; a chat's answer may take the whole context."""
 _SAMPLING = (
@@ -194,6 +196,7 @@ class ChatRequest(Common):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Options[Any] | None = None
     reasoning_effort: str | None = None
+    reasoning_budget_tokens: int | None = Field(None, ge=-1, validation_alias=_BUDGETS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -232,6 +235,11 @@ class ChatRequest(Common):
     def variables(self) -> dict[str, Any]:
         """Variables of the template."""
         return thinking_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
+
+    @property
+    def thought_tokens(self) -> int | None:
+        """`Chat.thought_tokens`."""
+        return None if self.reasoning_budget_tokens == -1 else self.reasoning_budget_tokens
 
 
 class CompletionRequest(Common):
@@ -426,8 +434,7 @@ def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
 def requests_of(prepared: Prepared, asked: Common, sampling: Sampling, more: Mapping[str, Any]) -> list[Request]:
     """A request for each choice; with a seed each has its own. more: fields of `Request`."""
     seeds = [None if sampling.seed is None else sampling.seed + index for index in range(asked.n or 1)]
-    stops = (*asked.stops, *prepared.stops)
-    return [Request(prepared.ids, replace(sampling, seed=seed), stops, **more) for seed in seeds]
+    return [prepared.request(replace(sampling, seed=seed), asked.stops, **more) for seed in seeds]
 
 
 def routes(app: FastAPI, served: Served) -> None:
@@ -442,8 +449,9 @@ def routes(app: FastAPI, served: Served) -> None:
         parallel = asked.parallel_tool_calls is not False
         messages = [message.plain for message in asked.messages]
         conversation = Chat(
-            messages, asked.functions, asked.choice, asked.answer_schema, asked.variables, parallel, asked.new_turn
-        )
+            messages, asked.functions, asked.choice, asked.answer_schema, asked.variables, parallel, asked.new_turn,
+            asked.thought_tokens,
+        )  # fmt: skip
         _check_count(served, asked.n or 1)
         prepared = await aside(prepare, served, conversation)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -496,7 +504,7 @@ def _requests(
         except ConfigError as error:
             raise Refused(400, str(error)) from error
         scored = echo and logprobs is not None
-        more = {"logprobs": logprobs, "prompt_logprobs": scored, "special": each.special}
+        more = {"logprobs": logprobs, "prompt_logprobs": scored}
         text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
         for request in requests_of(each, asked, sampling, more):
             readings[len(requests)] = ChoiceReader(Logprobs(served.tokenizer, chat), each.reader(), text)

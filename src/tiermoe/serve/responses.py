@@ -390,13 +390,7 @@ def _request(served: Served, asked: ResponsesRequest, prepared: Prepared) -> Req
         temperature=served.sampling.temperature if asked.temperature is None else asked.temperature,
         top_p=served.sampling.top_p if asked.top_p is None else asked.top_p,
     )
-    return Request(
-        prepared.ids,
-        sampling,
-        prepared.stops,
-        logprobs=asked.logprobs,
-        special=prepared.special,
-    )
+    return prepared.request(sampling, (), logprobs=asked.logprobs)
 
 
 def _response(served: Served, asked: ResponsesRequest) -> dict[str, Any]:
