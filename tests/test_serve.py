@@ -442,6 +442,29 @@ def test_an_answer_goes_on_within_a_thought_or_behind_it(
     assert (told.get("reasoning_content", ""), told["content"]) == (thought, content)
 
 
+def test_a_stream_tells_how_far_the_prompt_is_read(client: openai.OpenAI) -> None:
+    """Where that is asked for: the second time, most of it did not have to be read."""
+    messages: Any = [{"role": "user", "content": "how far is it read"}]
+
+    def progress(**more: Any) -> list[dict[str, Any]]:
+        stream = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=3, stream=True, temperature=0, extra_body=more,
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        *chunks, last = stream
+        told = [chunk.model_extra["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk.model_extra]
+        texts = ["prompt_progress" in chunk.model_extra for chunk in chunks if chunk.choices[0].delta.content]
+        assert not any(texts)
+        assert {each["total"] for each in told} <= {last.usage.prompt_tokens}
+        assert {each["cache"] for each in told} <= {last.usage.prompt_tokens_details.cached_tokens}
+        return told
+
+    assert progress() == progress(return_progress=False) == []
+    (told,) = progress(return_progress=True)
+    assert 0 < told["cache"] < told["processed"] == told["total"]
+    assert told["time_ms"] >= 0
+
+
 @pytest.mark.parametrize("field", ["reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget"])
 def test_a_thought_ends_with_its_budget(
     client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch, field: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,7 @@ class Request:
     budget: ThoughtBudget | None = None  # of its thoughts
     prompt_logprobs: bool = False  # log probabilities of the prompt's tokens too; then all of it is read
     special: bool = False  # special tokens are part of the text
-    on_read: Callable[[int, int], None] | None = None
-    """Called after each chunk of the prompt, with its tokens that have run and all of them. Of chunks that go through
-    the layers together, with as many tokens as take as much computing."""
+    progress: bool = False  # a piece for each chunk of the prompt, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a step adds to an answer."""
+    """What a step adds to an answer, or how far it has read the prompt."""
 
     number: int  # of the request
     text: str = ""
@@ -59,6 +57,9 @@ class Piece:
     cached: int = 0  # tokens of the prompt that did not have to be read
     stopped_by: str | None = None  # the stop string that ended the answer
     prompt: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens, in the first piece, where they are asked for
+    read: int | None = None
+    """Tokens of the prompt that have run, with those that did not have to be read; None: the piece is of the answer. Of
+    chunks that go through the layers together, as many as take as much computing."""
 
 
 class RequestState:

@@ -199,6 +199,7 @@ class ChatRequest(Common):
     reasoning_budget_tokens: int | None = Field(None, ge=-1, validation_alias=_BUDGETS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    return_progress: bool | None = None
 
     @property
     def new_turn(self) -> bool:
@@ -391,18 +392,24 @@ async def stream(
     readings: Mapping[int, ChoiceReader],
     include_usage: bool,
 ) -> AsyncIterator[str]:
-    """Data of a stream's events: the role; thoughts, text and calls as they come; the reason of each end; usage;
-    `[DONE]`."""
-    pieces: list[Piece] = []
-    more: dict[str, Any] = {"usage": None} if include_usage else {}
+    """Data of a stream's events: the role; how far the prompt is read, where that is asked for; thoughts, text and
+    calls as they come; the reason of each end; usage; `[DONE]`."""
+    began, pieces = time.perf_counter(), list[Piece]()
+    usage: dict[str, Any] = {"usage": None} if include_usage else {}
 
-    def chunk(index: int, said: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> str:
-        return shape.chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}], **more)
+    def chunk(index: int, said: dict[str, Any], logprobs: Any = None, finish: str | None = None, **more: Any) -> str:
+        made = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish}
+        return shape.chunk([made], **usage, **more)
 
     if shape.chat:
         for index in readings:
             yield chunk(index, {"delta": {"role": "assistant", "content": ""}})
     async for index, piece in answers:
+        if piece.read is not None:
+            took = round(1000 * (time.perf_counter() - began))
+            progress = {"total": prompt, "cache": piece.cached, "processed": piece.read, "time_ms": took}
+            yield chunk(index, {"delta": {}}, prompt_progress=progress)
+            continue
         pieces.append(piece)
         if piece.error is not None:
             yield json.dumps(error_body(failure(piece.error)))
@@ -504,7 +511,8 @@ def _requests(
         except ConfigError as error:
             raise Refused(400, str(error)) from error
         scored = echo and logprobs is not None
-        more = {"logprobs": logprobs, "prompt_logprobs": scored}
+        progress = asked.stream and isinstance(asked, ChatRequest) and asked.return_progress is True
+        more = {"logprobs": logprobs, "prompt_logprobs": scored, "progress": progress}
         text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
         for request in requests_of(each, asked, sampling, more):
             readings[len(requests)] = ChoiceReader(Logprobs(served.tokenizer, chat), each.reader(), text)
