@@ -69,6 +69,7 @@ def test_a_streamed_message(claude: anthropic.Anthropic) -> None:
         ({"tools": [{"name": "a", "input_schema": {}}]}, "tools"),
         ({"tools": [{"name": "web_search", "type": "web_search_20250305"}]}, "tools"),
         ({"tool_choice": {"type": "tool"}}, "needs name"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1023}}, "greater than or equal to 1024"),
         ({"extra_body": {"mcp_servers": [{"url": "a"}]}}, "mcp_servers is not supported"),
         ({"model": "other"}, "this server has 'tiny'"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "user"),
@@ -109,7 +110,8 @@ def test_thoughts_and_calls_are_blocks(served: Served, monkeypatch: pytest.Monke
     async def asked(address: str) -> tuple[Any, list[Any], Any]:
         async with anthropic.AsyncAnthropic(base_url=address, api_key="any") as client:
             options: Any = {"model": "tiny", "max_tokens": 99, "tools": [TOOL]}
-            whole = await client.messages.create(messages=[first], **options)
+            thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+            whole = await client.messages.create(messages=[first], thinking=thinking, **options)
             async with client.messages.stream(messages=[first], **options) as stream:
                 events = [event async for event in stream]
                 summed = await stream.get_final_message()
@@ -132,6 +134,7 @@ def test_thoughts_and_calls_are_blocks(served: Served, monkeypatch: pytest.Monke
     deltas = [event.delta for event in events if event.type == "content_block_delta"]
     pieces = [delta.partial_json for delta in deltas if delta.type == "input_json_delta"]
     assert pieces == list('{"city": "Bonn"}' * 2)  # as they are written
+    assert [request.budget is not None for request in scripted.asked] == [True, False, False]
     prompt = served.tokenizer.decode(scripted.asked[-1].ids)
     assert prompt == (
         "<tool_call>weatheruser:how is it in Bonn;assistant:<think>Bonn, then.</think>Let me look.(Bonn)(Bonn);"

@@ -14,7 +14,7 @@ from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.request import Piece
 from tiermoe.serve.chats import AnswerReader
 from tiermoe.serve.grammar import Grammars
-from tiermoe.serve.harmony import ChannelReader, message_of, rules_of, speaks, tool_of
+from tiermoe.serve.harmony import ChannelReader, message_of, rules_of, speaks, thought_end, tool_of
 from tiny import write_tokenizer
 
 THOUGHT = 'User asks: "What is 2 + 2?" Simple arithmetic. Provide answer.'
@@ -163,3 +163,12 @@ def test_a_grammar_has_the_headers(tokenizer: Any, text: str, forced: bool, free
             if passed:
                 grammar.accept(token)
         assert (passed and grammar.ended) is expected
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_grammar_has_the_forced_end_of_a_thought(tokenizer: Any, calls: bool) -> None:
+    rules = rules_of([FUNCTION], None) if calls else rules_of([], {"type": "object"})
+    grammar = Grammars(tokenizer, len(tokenizer), {2}).compile(rules)[0]
+    for token in ids(tokenizer, f"<|channel|>analysis<|message|>so{thought_end(calls)}"):
+        assert grammar.restrict(torch.zeros(len(tokenizer)))[token] == 0
+        grammar.accept(token)
