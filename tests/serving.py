@@ -87,6 +87,30 @@ def ids(count: int, seed: int = 1) -> list[int]:
     return random.Random(seed).choices(range(3, 99), k=count)
 
 
+def parts_of(text: str, count: int) -> list[str]:
+    """The text in random parts, some of them empty."""
+    cuts = sorted(random.Random(count).choices(range(len(text) + 1), k=count - 1))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def calls_of(pieces: list[Any]) -> list[Any]:
+    """The calls that pieces make: each begins, has what its pieces have, and ends before the next begins."""
+    calls, sums, kinds = list[Any](), list[str](), ["end"]
+    for piece in pieces:
+        assert (kinds[-1] == "end") is (piece.kind == "begin")
+        if piece.kind == "begin":
+            calls.append(piece.call)
+            sums.append("")
+        assert piece.call is calls[-1]
+        assert bool(piece.arguments) is (piece.kind == "arguments")
+        sums[-1] += piece.arguments
+        kinds.append(piece.kind)
+    assert kinds[-1] == "end"
+    assert [call.arguments for call in calls] == sums
+    assert len({call.id for call in calls}) == len(calls)
+    return calls
+
+
 class WrappedEngine:
     """An engine of which a subclass replaces some attributes."""
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from serving import calls_of, parts_of
 from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.request import Piece
 from tiermoe.serve.chats import AnswerReader
 from tiermoe.serve.grammar import Grammars, json_rule
-from tiermoe.serve.harmony import ChannelReader, message_of, rules_of, speaks, tool_of
+from tiermoe.serve.harmony import ChannelReader, message_of, rules_of, speaks, thought_end, tool_of
 from tiny import write_tokenizer
 
 THOUGHT = 'User asks: "What is 2 + 2?" Simple arithmetic. Provide answer.'
@@ -41,16 +41,11 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      "print(1)", "1", []),
     ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b", "a\nb", "", []),
     ("<|channel|>final<|message|>a < b <| c", "", "a < b <| c", []),
-    ("<|channel|>commentary to=functions.make<|message|>{\"pa", "", '{"pa', []),  # cut off: no call
+    ("<|channel|>commentary to=functions.make<|message|> no JSON", "", "no JSON", []),
     ("<|channel|>anal", "", "", []),
     ("as it is\n", "", "as it is\n", []),
     ("to", "", "to", []),
 ]  # fmt: skip
-
-
-def parts_of(text: str, pieces: int) -> list[str]:
-    cuts = sorted(random.Random(pieces).choices(range(len(text) + 1), k=pieces - 1))
-    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5, 40])
@@ -61,8 +56,9 @@ def test_messages_are_read_however_their_text_comes(
     reader, parts = ChannelReader(), parts_of(text, pieces)
     told = [reader.add(part, index == len(parts) - 1) for index, part in enumerate(parts)]
     assert ("".join(each[0] for each in told), "".join(each[1] for each in told)) == (thought, answer)
-    assert [(call.name, json.loads(call.arguments)) for each in told for call in each[2]] == calls
-    assert len({call.id for call in reader.calls}) == len(calls)
+    found = calls_of([piece for each in told for piece in each[2]])
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+    assert reader.called is bool(calls)
 
 
 @pytest.mark.parametrize("pieces", [1, 5])
@@ -80,9 +76,21 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(text: str, answer: str,
     reader, parts = ChannelReader(), parts_of(text, pieces)
     told = [reader.add(part, index == len(parts) - 1, index == len(parts) - 1) for index, part in enumerate(parts)]
     assert "".join(each[1] for each in told) == answer
-    found = [call for each in told for call in each[2]]
+    found = calls_of([piece for each in told for piece in each[2]])
     assert [(call.name, call.arguments) for call in found] == calls
-    assert reader.calls == [call for call in found if text.endswith("<|call|>")]
+    assert [call.whole for call in found] == [text.endswith("<|call|>")] * len(found)
+    assert reader.called is text.endswith("<|call|>")
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    reader, at = ChannelReader(), CALLED.index("San")
+    *_, pieces = reader.add(CALLED[:at])
+    assert pieces[-1].call.arguments == '{"location":"'
+    for letter in "San Fr":
+        *_, (piece,) = reader.add(letter)
+        assert piece.arguments == letter
+    *_, pieces = reader.add("", last=True)  # the answer ends within them
+    assert [(piece.kind, piece.call.whole) for piece in pieces] == [("end", False)]
 
 
 @pytest.mark.parametrize(("text", "finish"), [(BOTH, "stop"), (CALLED, "tool_calls")])
@@ -155,3 +163,12 @@ def test_a_grammar_has_the_headers(tokenizer: Any, text: str, forced: bool, free
             if passed:
                 grammar.accept(token)
         assert (passed and grammar.ended) is expected
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_grammar_has_the_forced_end_of_a_thought(tokenizer: Any, calls: bool) -> None:
+    rules = rules_of([FUNCTION], None) if calls else rules_of([], {"type": "object"})
+    grammar = Grammars(tokenizer, len(tokenizer), {2}).compile(rules)[0]
+    for token in ids(tokenizer, f"<|channel|>analysis<|message|>so{thought_end(calls)}"):
+        assert grammar.restrict(torch.zeros(len(tokenizer)))[token] == 0
+        grammar.accept(token)

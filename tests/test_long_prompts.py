@@ -36,19 +36,20 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def answered(loop: RequestLoop, ids: list[int]) -> tuple[list[Piece], list[tuple[int, int]]]:
-    """The pieces of an answer of two tokens with their log probabilities, and what was reported while it was read."""
-    reported: list[tuple[int, int]] = []
-    loop.add(Request(ids, Sampling(2), logprobs=1, on_read=lambda done, total: reported.append((done, total))))
+    """The pieces of an answer of two tokens with their log probabilities, and what was reported while its prompt ran:
+    tokens that have run, and those that did not have to be read."""
+    loop.add(Request(ids, Sampling(2), logprobs=1, progress=True))
     pieces: list[Piece] = []
     while not loop.idle:
         pieces += loop.step()
-    return pieces, reported
+    reported = [(piece.read, piece.cached) for piece in pieces if piece.read is not None]
+    return pieces[len(reported) :], reported
 
 
 def test_each_chunk_is_reported(engine: Any) -> None:
     loop = RequestLoop(engine, Letters())
-    assert answered(loop, IDS)[1] == [(8, 20), (16, 20), (20, 20)]
-    assert answered(loop, [*IDS[:18], 5, 6])[1] == [(20, 20)]
+    assert answered(loop, IDS)[1] == [(8, 0), (16, 0), (20, 0)]
+    assert answered(loop, [*IDS[:18], 5, 6])[1] == [(20, 18)]
 
 
 def test_chunks_that_have_run_stay_where_reading_is_interrupted(engine: Any) -> None:
@@ -264,7 +265,7 @@ def rest_of(loop: RequestLoop) -> list[Piece]:
 
 def test_turns_of_layers_are_reported(missing: Any) -> None:
     reported = answered(RequestLoop(missing, Letters()), tokens(40))[1]
-    assert [total for _, total in reported] == [40] * len(reported)
+    assert {cached for _, cached in reported} == {0}
     done = [count for count, _ in reported]
     assert done == sorted(done)
     assert len(done) == 6  # turns of a layer

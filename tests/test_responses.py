@@ -99,6 +99,10 @@ def test_thoughts_and_calls_are_items(served: Served, monkeypatch: pytest.Monkey
     done = [event.item for event in events if event.type == "response.output_item.done"]
     assert [item.model_dump() for item in done] == [item.model_dump() for item in events[-1].response.output]
     assert "".join(e.delta for e in events if e.type == "response.reasoning_text.delta") == "Bonn, then."
+    arguments = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert arguments == list('{"city": "Bonn"}')  # as they are written
+    (ended,) = [e for e in events if e.type == "response.function_call_arguments.done"]
+    assert (ended.name, ended.arguments, ended.item_id) == ("weather", "".join(arguments), done[-1].id)
     prompt = served.tokenizer.decode(scripted.asked[-1].ids)
     assert prompt == "<tool_call>weatheruser:how is it in Bonn;" \
         "assistant:<think>Bonn, then.</think>Let me look.(Bonn);tool:sun;"  # fmt: skip

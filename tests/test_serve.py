@@ -339,8 +339,16 @@ def test_tools_are_called(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
     assert (whole.finish_reason, whole.message.content) == ("tool_calls", "Let me look.")
     assert whole.message.tool_calls[0].function.arguments == '{"city": "Bonn"}'
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Let me look."
-    (called,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-    assert (called.index, called.function.name, chunks[-1].choices[0].finish_reason) == (0, "weather", "tool_calls")
+    called, *more = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert (called.index, called.type, called.function.name, called.function.arguments) == (
+        0,
+        "function",
+        "weather",
+        "",
+    )
+    assert {(each.index, each.id, each.function.name) for each in more} == {(0, None, None)}
+    assert [each.function.arguments for each in more] == list('{"city": "Bonn"}')
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
     prompts = [served.tokenizer.decode(request.ids) for request in scripted.asked]
     assert prompts[0].startswith("<tool_call>weather")
     assert prompts[2].endswith("Let me look.Bonntool:sun")
@@ -432,6 +440,77 @@ def test_an_answer_goes_on_within_a_thought_or_behind_it(
     with running(create_app(replace(served, worker=scripted))) as address:
         told = httpx.post(f"{address}/v1/chat/completions", json=body).json()["choices"][0]["message"]
     assert (told.get("reasoning_content", ""), told["content"]) == (thought, content)
+
+
+def test_a_stream_tells_how_far_the_prompt_is_read(client: openai.OpenAI) -> None:
+    """Where that is asked for: the second time, most of it did not have to be read."""
+    messages: Any = [{"role": "user", "content": "how far is it read"}]
+
+    def progress(**more: Any) -> list[dict[str, Any]]:
+        stream = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=3, stream=True, temperature=0, extra_body=more,
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        *chunks, last = stream
+        told = [chunk.model_extra["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk.model_extra]
+        texts = ["prompt_progress" in chunk.model_extra for chunk in chunks if chunk.choices[0].delta.content]
+        assert not any(texts)
+        assert {each["total"] for each in told} <= {last.usage.prompt_tokens}
+        assert {each["cache"] for each in told} <= {last.usage.prompt_tokens_details.cached_tokens}
+        return told
+
+    assert progress() == progress(return_progress=False) == []
+    (told,) = progress(return_progress=True)
+    assert 0 < told["cache"] < told["processed"] == told["total"]
+    assert told["time_ms"] >= 0
+
+
+@pytest.mark.parametrize("field", ["reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget"])
+def test_a_thought_ends_with_its_budget(
+    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """Its text is the beginning of what the model thinks without one; then the answer begins."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>{% if 0 %}</think>{% endif %}"
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+
+    def choice(budget: int) -> Any:
+        answer = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=20, temperature=0,
+            logprobs=True, extra_body={field: budget},
+        )  # fmt: skip
+        return answer.choices[0]
+
+    free = choice(-1)
+    assert not free.message.content
+    for budget in (0, 3):
+        message = choice(budget).message
+        thought = "".join(each.token for each in free.logprobs.content[:budget])
+        assert (message.model_extra.get("reasoning_content", ""), message.content != "") == (thought, True)
+    with pytest.raises(openai.BadRequestError, match="greater than or equal to -1") as refused:
+        choice(-2)
+    assert refused.value.param == field
+
+
+def test_a_model_without_thoughts_passes_over_their_budget(http: httpx.Client) -> None:
+    """Agents send one always."""
+    said = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "temperature": 0}
+    chats = [
+        http.post("/v1/chat/completions", json=said | more).json()["choices"][0]["message"]["content"]
+        for more in ({}, {"reasoning_budget_tokens": 1})
+    ]
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    message = http.post("/v1/messages", json=said | thinking).json()["content"][0]["text"]
+    assert chats == [message] * 2
+
+
+def test_a_budget_of_nothing_asks_the_template_for_no_thought(
+    http: httpx.Client, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", "a{% if enable_thinking is false %}quick{% endif %}</think>")
+    for more, expected in (({"reasoning_budget_tokens": 0}, 2 + 5), ({"reasoning_budget_tokens": 1}, 2), ({}, 2)):
+        body = {"messages": [ASKED], "max_tokens": 1, **more}
+        usage = http.post("/v1/chat/completions", json=body).json()["usage"]
+        assert usage["prompt_tokens"] - len("</think>") + 1 == expected
 
 
 CHANNELS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
 from tiermoe.engine.speculation import LOSS, MOST, Speculation
+from tiermoe.engine.thought_budget import ThoughtBudget
 from tiermoe.errors import LoadError, ModelError
 from tiny import write
 
@@ -202,8 +204,12 @@ def test_an_answer_does_not_fail_by_a_guess(engine: Any) -> None:
 
 def test_a_preempted_answer_that_was_guessed_goes_on(engine: Any) -> None:
     expected = answers(RequestLoop(engine, Letters(), 3, set()), requests())
-    loop = RequestLoop(engine, Letters(), 3, set(), speculation=eager())
-    found: dict[int, list[int]] = {loop.add(each): [] for each in requests()}
+    assert with_preemptions(RequestLoop(engine, Letters(), 3, set(), speculation=eager()), requests()) == expected
+
+
+def with_preemptions(loop: RequestLoop, asked: Sequence[Request]) -> list[list[int]]:
+    """Answers that are preempted now and then."""
+    found: dict[int, list[int]] = {loop.add(each): [] for each in asked}
     for step in range(10_000):
         if loop.idle:
             break
@@ -211,7 +217,56 @@ def test_a_preempted_answer_that_was_guessed_goes_on(engine: Any) -> None:
             preempt_last(loop)
         for piece in loop.step():
             found[piece.number] += piece.tokens
-    assert list(found.values()) == expected
+    assert loop.counts.preemptions > 0
+    return list(found.values())
+
+
+class UntilEnd:
+    """A thought that ends with the tokens of `THOUGHT_END`."""
+
+    inside = True
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def add(self, text: str) -> None:
+        self._text += text
+        self.inside = Letters().decode(THOUGHT_END) not in self._text
+
+
+class Beginning(Forced):
+    """Forces the beginning of an answer alone."""
+
+    ended = False  # type: ignore[assignment]
+
+    def restrict(self, logits: Any) -> Any:
+        return super().restrict(logits) if self._at < len(self._answer) else logits
+
+
+THOUGHT_END = [7, 8, 9]
+
+
+def test_a_budget_of_thoughts_is_exact(engine: Any) -> None:
+    """Alone, in a batch, with guesses and after preemption: the free answer's first tokens, the end of the thought, and
+    what follows. Oracle: the answer whose beginning a grammar forces."""
+    most = 6
+
+    def budgeted(seed: int | None) -> list[Request]:
+        return [replace(each, budget=ThoughtBudget(most, THOUGHT_END, UntilEnd())) for each in requests(seed)]
+
+    for seed in (None, 1):
+        plain = RequestLoop(engine, Letters(), 1, set())
+        alone = [answers(plain, [each])[0] for each in budgeted(seed)]
+        free = [answers(plain, [each])[0] for each in requests(seed)]
+        assert [each[: most + 3] for each in alone] == [[*each[:most], *THOUGHT_END] for each in free]
+        if seed is None:
+            forced = [Beginning([*each[:most], *THOUGHT_END]) for each in free]
+            asked = [replace(each, grammar=one) for each, one in zip(requests(), forced, strict=True)]
+            assert answers(plain, asked) == alone
+        for rows in (1, 3):
+            assert answers(RequestLoop(engine, Letters(), rows, set(), speculation=eager()), budgeted(seed)) == alone
+        loop = RequestLoop(engine, Letters(), 3, set(), speculation=eager())
+        assert with_preemptions(loop, budgeted(seed)) == alone
 
 
 def preempt_last(loop: Any) -> None:

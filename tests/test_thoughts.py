@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
+from serving import parts_of
+from tiermoe.engine.thought_budget import ThoughtBudget
+from tiermoe.serve.harmony import ChannelReader, thought_end
 from tiermoe.serve.thoughts import ThoughtReader, opened, thinks
 
 CASES = [
@@ -26,9 +27,7 @@ CASES = [
 def test_a_thought_is_read_however_its_text_comes(
     inside: bool, text: str, thought: str, answer: str, pieces: int
 ) -> None:
-    cuts = sorted(random.Random(pieces).choices(range(len(text) + 1), k=pieces - 1))
-    reader = ThoughtReader(inside)
-    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    reader, parts = ThoughtReader(inside), parts_of(text, pieces)
     told = [reader.add(part, index == len(parts) - 1) for index, part in enumerate(parts)]
     assert ("".join(each[0] for each in told), "".join(each[1] for each in told)) == (thought, answer)
 
@@ -38,3 +37,46 @@ def test_the_prompt_tells_where_an_answer_begins() -> None:
     assert not opened("assistant\n<think>\n\n</think>\n\n")
     assert thinks("{{ '<think></think>' }}")
     assert not thinks(None)
+
+
+def written(budget: ThoughtBudget, wanted: str, count: int) -> str:
+    """What a model writes that wants to write `wanted` again and again, a letter a token."""
+    text = ""
+    for _ in range(count):
+        letter = wanted[len(text) % len(wanted)] if budget.forced is None else chr(budget.forced)
+        budget.add(letter)
+        text += letter
+    return text
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("most", [0, 1, 2, 7])
+def test_the_end_of_a_thought_is_forced_behind_its_budget(inside: bool, most: int) -> None:
+    begin, end = "" if inside else "\n<think>", "</think>"
+    budget = ThoughtBudget(most, [*map(ord, end)], ThoughtReader(inside))
+    begun = begin + "abc" * 9
+    text = written(budget, begun, 60)
+    assert text.startswith(begun[: len(begin) + most] + end)
+    assert text.count(end) == 1
+    assert budget.forced is None
+
+
+@pytest.mark.parametrize("most", [4, 12, 50])  # the end has a token for each of its letters here
+def test_a_thought_within_its_budget_ends_by_itself(most: int) -> None:
+    wanted = "abcd</think>and more, without <think>another</think>."
+    budget = ThoughtBudget(most, [*map(ord, "</think>")], ThoughtReader(True))
+    assert written(budget, wanted, len(wanted)) == wanted
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_thoughts_of_channels_share_a_budget(calls: bool) -> None:
+    """The end leads into a channel that is none of thoughts; a thought that begins behind it ends at once."""
+    end = thought_end(calls)
+    budget = ThoughtBudget(5, [*map(ord, end)], ChannelReader())
+    begin = "<|channel|>analysis<|message|>"
+    text = written(budget, begin + "abcdefghij", len(begin + end) + 5)
+    assert text == begin + "abcde" + end
+    for letter in "<|message|>" * calls + "so<|end|><|start|>assistant" + begin:
+        assert budget.forced is None
+        budget.add(letter)
+    assert budget.forced == ord(end[0])

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from serving import calls_of, parts_of
 from tiermoe.serve.grammar import Grammars
-from tiermoe.serve.tools import FORMATS, CallReader, Format, format_of, types_of
+from tiermoe.serve.tools import FORMATS, CallPiece, CallReader, Format, format_of, types_of
 from tiny import write_tokenizer
 
 TOOLS = [
@@ -42,15 +43,15 @@ def form(request: pytest.FixtureRequest) -> Format:
 
 def read(form: Format, text: str, pieces: int) -> tuple[str, list[tuple[str, dict[str, object]]]]:
     """What a reader tells of a text that comes in random pieces."""
-    cuts = sorted(random.Random(pieces).choices(range(len(text) + 1), k=pieces - 1))
-    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    reader, said, calls = CallReader(form, TYPES), "", []
+    parts = parts_of(text, pieces)
+    reader, said, found = CallReader(form, TYPES), "", list[CallPiece]()
     for index, part in enumerate(parts):
         more, new = reader.add(part, last=index == len(parts) - 1)
         said += more
-        calls += [(call.name, json.loads(call.arguments)) for call in new]
-    assert len({call.id for call in reader.calls}) == len(calls)
-    return said, calls
+        found += new
+    calls = calls_of(found)
+    assert reader.called is any(call.whole for call in calls)
+    return said, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5, 40])
@@ -78,10 +79,11 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(form: Format, forced: b
         before, _ = reader.add("\n" if forced else "So:")
         said, calls = reader.add(whole[:end], last=True, cut=True)
         if calls:
-            (call,) = calls
-            assert (before + said, call.name, call.whole) == ("" if forced else "So:", "weather", False)
+            (call,) = calls_of(calls)
+            assert (before + said, call.name) == ("" if forced else "So:", "weather")
+            ended = form.tags is not None and form.tags.tail != "" and form.tags.tail in whole[:end]
+            assert call.whole is reader.called is ended
             assert call.arguments.startswith(told)
-            assert reader.calls == []
             assert "Bonn".startswith(call.values.get("city", ""))
             told = call.arguments
         else:
@@ -98,6 +100,117 @@ def test_a_forced_call_s_beginning_is_no_text(form: Format) -> None:
 def test_a_forced_call_that_cannot_be_read_is_text(form: Format) -> None:
     text = f"{form.begin}{{{form.end}"
     assert CallReader(form, TYPES, forced=True).add(text, last=True) == (text, [])
+
+
+LETTERS = '{}[]"\\\n\t <>/ae\u00e9\U0001f600'
+SCHEMA = {"text": {"type": "string"}, "other": {"type": "string"}, "list": {"type": "array"}, "any": {}}
+
+
+def random_arguments(chance: random.Random) -> dict[str, Any]:
+    """Of `SCHEMA`, with the letters of JSON and tags. Text between tags keeps no line break at its ends."""
+    text = ["".join(chance.choices(LETTERS, k=chance.randrange(30))).strip("\n") for _ in range(4)]
+    values = {"text": text[0], "list": [text[1], {"a": chance.random()}], "any": {text[2]: None}, "other": text[3]}
+    return {key: values[key] for key in chance.sample(list(values), chance.randrange(5))}
+
+
+def written(form: Format, arguments: dict[str, Any], chance: random.Random) -> str:
+    """A call as its format has it, and as models vary it."""
+    blank = chance.choice(["", "\n"])
+    if form.tags is None:
+        raw = json.dumps(arguments, ensure_ascii=chance.random() < 0.5, indent=chance.choice([None, 2]))
+        return (
+            f'{form.begin}{blank}{{"name": "f", "{chance.choice(["arguments", "parameters"])}":{blank}{raw}}}{form.end}'
+        )
+    parts = [form.tags.head.format("f")]
+    for key, value in arguments.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        parts.append(form.tags.key.format(key) + text + form.tags.value_end)
+    return f"{form.begin}{blank}{''.join(parts)}{form.tags.tail}{blank}{form.end}"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pieces_sum_to_the_arguments(form: Format, seed: int) -> None:
+    """However the text is cut: those that were written. Oracle: what the text was made of; of JSON its own letters."""
+    chance = random.Random(seed)
+    arguments = random_arguments(chance)
+    text = written(form, arguments, chance)
+    expected = json.dumps(arguments, ensure_ascii=False)
+    if form.tags is None:
+        expected = text[text.index('":', text.index('"f"')) + 2 : text.rindex("}")].strip()
+    for parts in (list(text), [text], parts_of(text, 1 + seed)):
+        reader, found = CallReader(form, {"f": SCHEMA}), list[CallPiece]()
+        for index, part in enumerate(parts):
+            said, new = reader.add(part, last=index == len(parts) - 1)
+            assert said == ""
+            found += new
+        (call,) = calls_of(found)
+        assert (call.name, call.arguments, call.whole) == ("f", expected, True)
+        assert call.values == arguments
+
+
+def test_a_string_comes_as_it_is_written(form: Format) -> None:
+    """Once its next letter is there: only what may end it is withheld."""
+    text = written(form, {"text": "abc <b>\nend"}, random.Random(2))
+    begin = text.index("abc")
+    reader = CallReader(form, {"f": SCHEMA})
+    _, pieces = reader.add(text[: begin + 2])
+    assert [piece.kind for piece in pieces] == ["begin", "arguments"] + ["arguments"] * (form.tags is not None)
+    assert pieces[-1].call.values == {"text": "ab"}
+    for count in (3, 4, 6, 7):  # of the letters; the fifth may begin a tag
+        reader.add(text[begin + count - 1 - (count == 6) : begin + count])
+        assert pieces[-1].call.values == {"text": "abc <b>"[:count]}
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 60])
+def test_a_call_without_its_last_tags_is_whole(form: Format, pieces: int) -> None:
+    """Models forget them. Behind the last parameter everything is there."""
+    text = WRITTEN[form.mark]
+    for tag in ("}", "\n</function>", "\n</invoke>"):
+        text = text.removesuffix(f"\n{form.end}").removesuffix(tag) + f"\n{form.end}"
+    assert read(form, text, pieces) == ("", [("weather", {"city": "Bonn", "days": 3})])
+    reader = CallReader(form, TYPES)
+    _, found = reader.add(WRITTEN[form.mark].removesuffix(form.end), last=True)  # a stop string has ended the answer
+    (call,) = calls_of(found)
+    assert (call.whole, call.values) == (True, {"city": "Bonn", "days": 3})
+
+
+def test_an_answer_that_ends_within_a_value_has_no_whole_call(form: Format) -> None:
+    text = WRITTEN[form.mark]
+    reader = CallReader(form, TYPES)
+    said, found = reader.add(text[: text.index("Bonn") + 2], last=True)
+    (call,) = calls_of(found)
+    assert (said, call.whole, call.values, reader.called) == ("", False, {"city": "Bo"}, False)
+
+
+def test_a_call_of_json_that_begins_otherwise_is_read_once_it_is_whole() -> None:
+    form = FORMATS[-1]
+    for inside in (
+        '{"arguments": {"city": "Bonn"}, "name": "weather"}',
+        '{"name": "weather", "arguments": "{\\"city\\": \\"Bonn\\"}"}',
+        '{"id": 1, "name": "weather", "parameters": {"city": "Bonn"}}',
+        '{"name": "we\\u0061ther", "arguments": {"city": "Bonn"}}',
+    ):
+        assert read(form, f"<tool_call>{inside}</tool_call>", 9) == ("", [("weather", {"city": "Bonn"})])
+
+
+def test_arguments_that_are_no_json_pass_as_they_are() -> None:
+    """Their beginning has come when they turn out to be none."""
+    reader, found = CallReader(FORMATS[-1], TYPES), list[CallPiece]()
+    for letter in '<tool_call>{"name": "weather", "arguments": {"city": Bonn}}</tool_call>':
+        found += reader.add(letter)[1]
+    (call,) = calls_of(found)
+    assert (call.arguments, call.values) == ('{"city": Bonn}', {})
+
+
+def test_nothing_comes_after_the_first_of_several_calls(form: Format) -> None:
+    text = WRITTEN[form.mark]
+    if form.mark == "<minimax:tool_call>":  # a block of several
+        text = text.replace("</invoke>", "</invoke>" + text[text.index("<invoke") : text.index("</minimax")])
+    for parts in ([text + text], list(text + text)):
+        reader, found = CallReader(form, TYPES, one=True), list[CallPiece]()
+        for part in parts:
+            found += reader.add(part)[1]
+        assert len(calls_of(found)) == 1
 
 
 def test_a_string_stays_a_string() -> None:

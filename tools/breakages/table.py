@@ -1169,10 +1169,20 @@ BREAKAGES = (
         ),
     ),
     Breakage(
-        "a call that is cut off is text",
-        "CallReader.add",
-        "not found and not end and (cut or self._forced)",
-        "not found and end and (cut or self._forced)",
+        "a thought goes on behind its budget",
+        "ThoughtBudget._check",
+        "self._left == 0",
+        "self._left == -1",
+        (
+            "tests/test_thoughts.py",
+            "tests/test_speculation.py",
+        ),
+    ),
+    Breakage(
+        "a call that is cut off is whole",
+        "CallReader._within",
+        "bool(end) or not cut",
+        "True",
         (
             "tests/test_tools.py",
             "tests/test_anthropic.py",

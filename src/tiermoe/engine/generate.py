@@ -151,12 +151,15 @@ def generate(
     else:
         loop = RequestLoop(engine, tokenizer, speculation=speculation) if loop is None else loop
         earlier = replace(loop.counts)
-        loop.add(Request(input_ids[0].tolist(), sampling, on_read=on_read))
+        loop.add(Request(input_ids[0].tolist(), sampling, progress=True))
         finish = None
         while finish is None:
             for piece in loop.step():
                 if piece.error is not None:
                     raise piece.error
+                if piece.read is not None:
+                    on_read(piece.read, prompt)
+                    continue
                 answer.add(piece.tokens, piece.text)
                 finish = piece.finish
         guessed = loop.counts.guessed_tokens - earlier.guessed_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from tiermoe.batch import Kind, Row, prompt, verify
 from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.sampling import Grammar, Sampler, Sampling, log_probabilities
 from tiermoe.engine.speculation import Drafter
+from tiermoe.engine.thought_budget import ThoughtBudget
 from tiermoe.model.prefix_cache import SlabContents
 from tiermoe.model.prefix_files import StoredPrefix
 
@@ -30,12 +31,11 @@ class Request:
     stops: tuple[str, ...] = ()  # strings that end the answer
     logprobs: int | None = None  # log probabilities of so many of the likeliest tokens at each place; None: none
     grammar: Grammar | None = None  # what the answer must follow
+    budget: ThoughtBudget | None = None  # of its thoughts
     prompt_logprobs: bool = False  # log probabilities of the prompt's tokens too; then all of it is read
     special: bool = False  # special tokens are part of the text
     embeds: bool = False  # the answer is an embedding of the prompt
-    on_read: Callable[[int, int], None] | None = None
-    """Called after each chunk of the prompt, with its tokens that have run and all of them. Of chunks that go through
-    the layers together, with as many tokens as take as much computing."""
+    progress: bool = False  # a piece for each chunk of the prompt, too
 
     @property
     def reads_all(self) -> bool:
@@ -66,7 +66,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a step adds to an answer."""
+    """What a step adds to an answer, or how far it has read the prompt."""
 
     number: int  # of the request
     text: str = ""
@@ -79,6 +79,9 @@ class Piece:
     prompt: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens, in the first piece, where they are asked for
     timings: Timings = Timings()
     embedding: tuple[float, ...] = ()  # of the prompt, in the last piece, where it is asked for
+    read: int | None = None
+    """Tokens of the prompt that have run, with those that did not have to be read; None: the piece is of the answer. Of
+    chunks that go through the layers together, as many as take as much computing."""
 
 
 class RequestState:
@@ -199,10 +202,12 @@ class RequestState:
         """Chooses the next token of the answer, from the logits (vocabulary) of the one before.
 
         ends: tokens that end the answer. context: most tokens of prompt and answer."""
-        request, grammar = self.request, self.request.grammar
+        request, grammar, budget = self.request, self.request.grammar, self.request.budget
         if grammar is not None:
             logits = grammar.restrict(logits)
-        token = self.sampler.choose(logits, self.contents.tokens, len(self.answer), ends)
+        token = None if budget is None else budget.forced
+        if token is None:
+            token = self.sampler.choose(logits, self.contents.tokens, len(self.answer), ends)
         logprobs: tuple[TokenLogprob, ...] = ()
         if request.logprobs is not None:
             logprobs = (TokenLogprob(token, *log_probabilities(logits, token, request.logprobs)),)
@@ -214,6 +219,8 @@ class RequestState:
             grammar.accept(token)
         ended = token in ends
         text = "" if ended else self.text.add(token)
+        if budget is not None:
+            budget.add(text)
         finish = None
         if ended or self.text.stopped_by or (grammar is not None and grammar.ended):
             finish = "stop"

@@ -342,9 +342,9 @@ class RequestLoop:
             return
         layered.done += layered.layers
         self._layered = layered
-        if row.request.on_read is not None:
+        if row.request.progress:
             computed = (chunks[-1].end - row.length) * layered.done // len(self._engine.decoder.layers)
-            row.request.on_read(row.length + computed, len(row.request.ids))
+            pieces.append(Piece(row.number, read=row.length + computed, cached=row.cached))
 
     def _forget_layers(self, row: RequestState) -> None:
         """A row that goes layer by layer leaves."""
@@ -440,8 +440,8 @@ class RequestLoop:
         (self._answering if row.is_read else self._reading).append(row)
         if row.replaying:
             return
-        if row.request.on_read is not None:
-            row.request.on_read(row.length, len(row.request.ids))
+        if row.request.progress:
+            pieces.append(Piece(row.number, read=row.length, cached=row.cached))
         if row.is_read:
             self.counts.cached_tokens += row.cached
             self.counts.prompt_tokens += row.length - row.cached

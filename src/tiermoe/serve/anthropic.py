@@ -20,7 +20,7 @@ from tiermoe.serve.errors import Refused
 from tiermoe.serve.fields import Several, StopStrings, Tools, check_fields, text_alone
 from tiermoe.serve.intake import aside
 from tiermoe.serve.served import Served
-from tiermoe.serve.tools import ToolCall
+from tiermoe.serve.tools import CallPiece
 
 PATH = "/v1/messages"
 Event = dict[str, Any]
@@ -124,6 +124,7 @@ class ToolChoice(BaseModel):
 
 class Thinking(BaseModel):
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1024)  # at least as many as Anthropic asks for
 
 
 class OutputFormat(BaseModel):
@@ -191,6 +192,12 @@ class CountRequest(BaseModel):
         """Variables of the template; none where the request does not say whether to think."""
         return {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
 
+    @property
+    def thought_tokens(self) -> int | None:
+        """`Chat.thought_tokens`."""
+        thinking = self.thinking
+        return thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None
+
 
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
@@ -228,7 +235,7 @@ class GrowingMessage:
             "stop_sequence": None,
             "usage": self._usage(),
         }
-        self._open: str | None = None  # the kind of block that text goes to
+        self._open: str | None = None  # the kind of the block under way
 
     def begin(self) -> Iterator[Event]:
         yield {"type": "message_start", "message": self.message}
@@ -242,8 +249,8 @@ class GrowingMessage:
             yield from self._text("thinking", parsed.thought)
         if parsed.text:
             yield from self._text("text", parsed.text)
-        for call in parsed.calls:
-            yield from self._call(call)
+        for each in parsed.calls:
+            yield from self._call(each)
         if parsed.finish is None:
             return
         if not self.message["content"]:
@@ -262,11 +269,16 @@ class GrowingMessage:
         self.message["content"][-1][kind] += text
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _call(self, call: ToolCall) -> Iterator[Event]:
-        named = {"id": f"toolu_{call.id.removeprefix('call_')}", "name": call.name}
-        yield from self._begin("tool_use", {**named, "input": {}})
-        self.message["content"][-1]["input"] = call.values
-        yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+    def _call(self, piece: CallPiece) -> Iterator[Event]:
+        call = piece.call
+        if piece.kind == "begin":
+            named = {"id": f"toolu_{call.id.removeprefix('call_')}", "name": call.name}
+            yield from self._begin("tool_use", {**named, "input": {}})
+        elif piece.kind == "arguments":
+            yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
+        else:
+            self.message["content"][-1]["input"] = call.values
+            yield from self._close()
 
     def _begin(self, kind: str, empty: dict[str, Any]) -> Iterator[Event]:
         """Begins a block; the open one ends."""
@@ -324,7 +336,10 @@ async def _prepared(served: Served, asked: CountRequest) -> Prepared:
     check_fields(asked)
     served.check_model(asked.model)
     constraint = json_constraint(asked.answer_schema)
-    chat = Chat(asked.plain, asked.functions, asked.choice, constraint, asked.variables, asked.parallel)
+    chat = Chat(
+        asked.plain, asked.functions, asked.choice, constraint, asked.variables, asked.parallel,
+        thought_tokens=asked.thought_tokens,
+    )  # fmt: skip
     return await aside(prepare, served, chat)
 
 
@@ -332,8 +347,7 @@ def _request(served: Served, asked: MessagesRequest, prepared: Prepared) -> Requ
     values = {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
     named = {name: value for name, value in values.items() if value is not None}
     sampling = replace(served.sampling, max_tokens=asked.max_tokens, **named)
-    stops = (*(asked.stop_sequences or ()), *prepared.stops)
-    return Request(prepared.ids, sampling, stops, special=prepared.special)
+    return prepared.request(sampling, asked.stop_sequences or ())
 
 
 async def _stream(growing: GrowingMessage, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[dict[str, str]]:

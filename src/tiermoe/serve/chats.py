@@ -4,11 +4,12 @@ and the reader of its answer."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tiermoe.engine.request import Piece
-from tiermoe.engine.sampling import Grammar
+from tiermoe.engine.request import Piece, Request
+from tiermoe.engine.sampling import Grammar, Sampling
+from tiermoe.engine.thought_budget import Thinking, ThoughtBudget
 from tiermoe.errors import ConfigError
 from tiermoe.serve import harmony
 from tiermoe.serve.constraints import Constraint
@@ -16,7 +17,7 @@ from tiermoe.serve.errors import Refused
 from tiermoe.serve.grammar import Compiling
 from tiermoe.serve.served import Served, continued
 from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks, unfinished
-from tiermoe.serve.tools import CallReader, Format, ToolCall, format_of, types_of
+from tiermoe.serve.tools import CallPiece, CallReader, Format, format_of, types_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template, like `enable_thinking`
     parallel: bool = True  # whether an answer may have several calls
     new_turn: bool = False  # an assistant's message at the end is not continued
+    thought_tokens: int | None = None  # most tokens of thought; None: any number
 
     @property
     def forced(self) -> bool:
@@ -58,11 +60,11 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class ParsedChunk:
-    """A piece of an answer after parsing: thought, text and calls."""
+    """A piece of an answer after parsing: thought, text, and what is new of calls."""
 
     thought: str = ""
     text: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    calls: list[CallPiece] = field(default_factory=list)
     finish: str | None = None  # 'stop', 'length', 'tool_calls'; None while more comes
 
 
@@ -83,7 +85,7 @@ class AnswerReader:
 
     def add(self, piece: Piece) -> ParsedChunk:
         last, cut = piece.finish is not None, piece.finish == "length"
-        thought, text, calls = "", piece.text, list[ToolCall]()
+        thought, text, calls = "", piece.text, list[CallPiece]()
         if self._channels is not None:
             thought, text, calls = self._channels.add(text, last, cut)
         elif self._thoughts is not None:
@@ -94,7 +96,7 @@ class AnswerReader:
         if self._calls is not None:
             text, calls = self._calls.add(text, last, cut)
         calling, finish = self._channels or self._calls, piece.finish
-        if finish == "stop" and calling is not None and calling.calls:
+        if finish == "stop" and calling is not None and calling.called:
             finish = "tool_calls"
         return ParsedChunk(thought, text, calls, finish)
 
@@ -106,13 +108,21 @@ class Prepared:
     ids: list[int]  # of the prompt
     reader: Callable[[], AnswerReader] = AnswerReader  # makes the reader of an answer
     grammar: Compiling | None = None  # compiles what answers must follow
+    budget: Callable[[], ThoughtBudget] | None = None  # makes that of an answer
     special: bool = False  # whether answers are read with their special tokens
     stops: tuple[str, ...] = ()  # stop strings beside those of the request
+
+    def request(self, sampling: Sampling, stops: Sequence[str], **more: Any) -> Request:
+        """The request of one answer. stops: its own stop strings. more: further fields of `Request`."""
+        budget = None if self.budget is None else self.budget()
+        return Request(self.ids, sampling, (*stops, *self.stops), budget=budget, special=self.special, **more)
 
 
 def prepare(served: Served, chat: Chat) -> Prepared:
     """The prompt of a chat. Refused where the model's template does not take it, or the answer cannot be made so."""
     tools = [] if chat.choice == "none" else list(chat.tools)
+    if chat.thought_tokens == 0:
+        chat = replace(chat, variables={"enable_thinking": False, **chat.variables})
     if harmony.speaks(served.template):
         return _in_channels(served, chat, tools)
     form = _format(served, tools) if tools else None
@@ -126,8 +136,20 @@ def prepare(served: Served, chat: Chat) -> Prepared:
         calls = CallReader(form, types, one, chat.forced) if form else None
         return AnswerReader(ThoughtReader(inside) if thinking else None, calls)
 
+    budget = _budget(served, chat, END, lambda: ThoughtReader(inside)) if thinking else None
     stops = (form.end,) if form and one else ()
-    return Prepared(ids, reader, _grammar(served, chat, form, tools, inside), stops=stops)
+    return Prepared(ids, reader, _grammar(served, chat, form, tools, inside), budget, stops=stops)
+
+
+def _budget(
+    served: Served, chat: Chat, end: str, thinking: Callable[[], Thinking]
+) -> Callable[[], ThoughtBudget] | None:
+    """Makes budgets of thoughts. end: the text that ends a thought. thinking: makes readers of answers."""
+    most = chat.thought_tokens
+    if most is None:
+        return None
+    ids = served.text_ids(end, special=False)
+    return lambda: ThoughtBudget(most, ids, thinking())
 
 
 def _format(served: Served, tools: Sequence[dict[str, Any]]) -> Format:
@@ -145,7 +167,9 @@ def _in_channels(served: Served, chat: Chat, tools: Sequence[dict[str, Any]]) ->
     said = None if chat.forced else chat.constraint
     if chat.forced or said is not None:
         grammar = _followed(served, harmony.rules_of(functions, said.term if said else None), said)
-    return Prepared(ids, lambda: AnswerReader(channels=harmony.ChannelReader(goes_on)), grammar, special=True)
+    after = harmony.thought_end(calls=bool(tools) and chat.constraint is None)
+    budget = _budget(served, chat, after, lambda: harmony.ChannelReader(goes_on))
+    return Prepared(ids, lambda: AnswerReader(channels=harmony.ChannelReader(goes_on)), grammar, budget, special=True)
 
 
 def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

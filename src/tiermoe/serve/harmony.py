@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tiermoe.engine.detokenize import overlap
-from tiermoe.serve.fields import from_json
 from tiermoe.serve.grammar import json_rule
-from tiermoe.serve.tools import ToolCall
+from tiermoe.serve.tools import CallPiece, JsonObject, ToolCall
 
 CHANNEL, MESSAGE, END, START = "<|channel|>", "<|message|>", "<|end|>", "<|start|>"
 _ENDS = (END, "<|call|>", "<|return|>", START, CHANNEL)
@@ -69,13 +68,38 @@ def rules_of(functions: Sequence[Mapping[str, Any]], term: str | None) -> str:
     return "\n".join([f"start: thought? ({' | '.join(either)})", thought, *rules])
 
 
+def thought_end(calls: bool) -> str:
+    """Text that ends a thought, up to a channel where none can begin again. calls: it may be that of calls."""
+    return f"{END}{START}assistant{CHANNEL}" + ("commentary" if calls else f"final{MESSAGE}")
+
+
 @dataclass(slots=True)
 class _Message:
     """A message after its header."""
 
     thinks: bool = False  # whether it is no part of the answer
-    function: str | None = None  # that it calls
+    call: ToolCall | None = None  # that it is; None: it is text
     begun: bool = False  # whether some of it has been emitted
+    arguments: JsonObject = field(default_factory=JsonObject)  # of the call
+    withheld: str = ""  # content that may begin the arguments
+
+    def add_call(self, call: ToolCall, content: str) -> list[CallPiece]:
+        """What more content adds to the call. Content that does not begin as a JSON object is text."""
+        if self.begun:
+            return call.add(self.arguments.take(content))
+        self.withheld = (self.withheld + content).lstrip()
+        if not self.withheld.startswith("{"):
+            self.call = None if self.withheld else call
+            return []
+        self.begun = True
+        return [*call.begin(), *call.add(self.arguments.take(self.withheld))]
+
+    def end_call(self, call: ToolCall, closed: bool) -> list[CallPiece]:
+        """The rest of the call; without content, it has no arguments. closed: it was not cut off."""
+        pieces = self.add_call(call, "{}") if closed and not self.begun else []
+        if not self.begun:
+            pieces = call.begin()
+        return [*pieces, *call.end(closed and self.arguments.ended)]
 
 
 class ChannelReader:
@@ -85,7 +109,7 @@ class ChannelReader:
     goes_on: whether the answer begins within a message to the user."""
 
     def __init__(self, goes_on: bool = False) -> None:
-        self.calls: list[ToolCall] = []  # the whole ones so far
+        self.called = False  # whether a whole call has come
         self._withheld = ""
         self._message = _Message() if goes_on else None  # None: within a header
         self._first = True  # whether no header has come
@@ -96,30 +120,28 @@ class ChannelReader:
         """Whether a thought is under way."""
         return self._message is not None and self._message.thinks
 
-    def add(self, text: str, last: bool = False, cut: bool = False) -> tuple[str, str, list[ToolCall]]:
-        """Thought, answer and calls that are certain with more text. last: no more text comes. cut: because the answer
-        was cut off; then a call that has begun comes as far as it is there. What turns out to be no call is part of the
-        answer."""
+    def add(self, text: str, last: bool = False, cut: bool = False) -> tuple[str, str, list[CallPiece]]:
+        """Thought, answer and what is new of calls that are certain with more text. last: no more text comes. cut:
+        because the answer was cut off; then a call that has begun ends without being whole. A message to a function
+        that is no JSON object is part of the answer."""
         self._withheld += text
-        said, calls = {True: "", False: ""}, list[ToolCall]()
+        said, calls = {True: "", False: ""}, list[CallPiece]()
         while (message := self._message or self._read_header(last)) is not None:
             self._message, self._first = message, False
-            content, ended = self._read_content(message, last)
-            call = None
-            if message.function and cut and not ended:
-                call = ToolCall(message.function, content, whole=False)
-            elif message.function and (ended or last):
-                call = _call(message.function, content)
-            if call is not None:
-                calls.append(call)
-            elif content:
+            content, ended = self._read_content(last)
+            if message.call is not None:
+                calls += message.add_call(message.call, content)
+                content = message.withheld if message.call is None else ""
+            if message.call is not None and (ended or last):
+                calls += message.end_call(message.call, ended or not cut)
+            if content:
                 said[message.thinks] += self._separator(message) + content
             if not ended:
                 break
             self._message = None
         if last:
             self._message = None
-        self.calls += [call for call in calls if call.whole]
+        self.called = self.called or any(piece.call.whole for piece in calls)
         return said[True], said[False], calls
 
     def _read_header(self, last: bool) -> _Message | None:
@@ -130,9 +152,9 @@ class ChannelReader:
         self._withheld = rest
         channel, to = _NAMED.search(header), _TO.search(header)
         recipient = to[1] if to else ""
-        function = recipient.removeprefix(_FUNCTIONS) if recipient.startswith(_FUNCTIONS) else None
-        elsewhere = bool(recipient) and function is None
-        return _Message((channel is not None and channel[1] == "analysis" and function is None) or elsewhere, function)
+        if recipient.startswith(_FUNCTIONS):
+            return _Message(call=ToolCall(recipient.removeprefix(_FUNCTIONS)))
+        return _Message(thinks=bool(recipient) or (channel is not None and channel[1] == "analysis"))
 
     def _bare(self, last: bool) -> _Message | None:
         start = self._withheld.lstrip()
@@ -140,16 +162,14 @@ class ChannelReader:
         may_be = not last and any(mark.startswith(start) for mark in _HEADERS)
         return None if header or may_be or not start else _Message()
 
-    def _read_content(self, message: _Message, last: bool) -> tuple[str, bool]:
-        """More of a message's content, and whether it has ended; the content of a call comes at once."""
+    def _read_content(self, last: bool) -> tuple[str, bool]:
+        """More of the message's content, and whether it has ended."""
         held = self._withheld
         at, mark = min(((held.find(mark), mark) for mark in _ENDS if mark in held), default=(-1, ""))
         if at >= 0:
             self._withheld = held[at:] if mark in (START, CHANNEL) else held[at + len(mark) :]
             return held[:at], True
         kept = 0 if last else max(overlap(held, mark) for mark in _ENDS)
-        if message.function and not last:
-            kept = len(held)
         self._withheld = held[len(held) - kept :]
         return held[: len(held) - kept], False
 
@@ -159,12 +179,3 @@ class ChannelReader:
         message.begun = True
         self._emitted.add(message.thinks)
         return between
-
-
-def _call(name: str, content: str) -> ToolCall | None:
-    """None where the content is no JSON object: an answer that was cut off."""
-    arguments = content.strip() or "{}"
-    try:
-        return ToolCall(name, arguments) if isinstance(from_json(arguments), dict) else None
-    except ValueError:
-        return None

@@ -194,6 +194,8 @@ class GrowingReply:
         """Objects of a piece."""
         parsed = self._reader.add(piece)
         logprobs = (self._logprobs.of(piece.logprobs) or {"content": []})["content"]
+        # Ollama has whole calls alone
+        parsed = replace(parsed, calls=[each for each in parsed.calls if each.kind == "end"])
         if parsed.thought or parsed.text or parsed.calls or logprobs:
             self._said.append((parsed, logprobs))
             yield self._object(parsed, logprobs)
@@ -220,7 +222,7 @@ class GrowingReply:
         self._calls = 0
         read = [parsed for parsed, _ in self._said]
         text, thought = "".join(each.text for each in read), "".join(each.thought for each in read)
-        said = ParsedChunk(thought, text, [call for each in read for call in each.calls])
+        said = ParsedChunk(thought, text, [piece for each in read for piece in each.calls])
         return self._object(said, [each for _, logprobs in self._said for each in logprobs]) | self._end
 
     def _object(self, said: ParsedChunk, logprobs: list[Any]) -> dict[str, Any]:
@@ -229,7 +231,7 @@ class GrowingReply:
         if self._chat:
             found["message"] = {"role": "assistant", "content": said.text, **thought}
             if said.calls:
-                found["message"]["tool_calls"] = [self._call(call) for call in said.calls]
+                found["message"]["tool_calls"] = [self._call(each.call) for each in said.calls]
         else:
             found |= {"response": said.text, **thought}
         return found | ({"logprobs": logprobs} if logprobs else {}) | {"done": False}

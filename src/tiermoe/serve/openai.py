@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from tiermoe.engine.detokenize import token_bytes, token_text
 from tiermoe.engine.request import Piece, Request, TokenLogprob
@@ -39,8 +39,10 @@ from tiermoe.serve.intake import aside
 from tiermoe.serve.llama_server import timings_of
 from tiermoe.serve.samplers import SamplerFields
 from tiermoe.serve.served import Served
-from tiermoe.serve.tools import ToolCall
+from tiermoe.serve.tools import CallPiece, ToolCall
 
+_BUDGETS = AliasChoices("reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget")
+"""Names of a budget of thoughts: llama-server's, its older one, vLLM's."""
 COMPLETION_TOKENS = 16
 """Tokens of a completion that names no `max_tokens`, as OpenAI has it; a chat's answer may take the whole context."""
 _MESSAGE_FIELDS = ("tool_call_id", "name", "reasoning_content")
@@ -157,8 +159,10 @@ class ChatRequest(Common):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Options[Any] | None = None
     reasoning_effort: str | None = None
+    reasoning_budget_tokens: int | None = Field(None, ge=-1, validation_alias=_BUDGETS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    return_progress: bool | None = None
 
     @property
     def new_turn(self) -> bool:
@@ -195,6 +199,11 @@ class ChatRequest(Common):
     def variables(self) -> dict[str, Any]:
         """Variables of the template."""
         return thinking_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
+
+    @property
+    def thought_tokens(self) -> int | None:
+        """`Chat.thought_tokens`."""
+        return None if self.reasoning_budget_tokens == -1 else self.reasoning_budget_tokens
 
 
 class CompletionRequest(Common):
@@ -301,21 +310,25 @@ class ChoiceReader:
     logprobs: Logprobs
     reader: AnswerReader
     echo: str = ""  # text of the prompt, where it comes before the answer's
-    _calls: int = 0
+    calls: list[ToolCall] = field(default_factory=list)  # so far
 
     def add(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
         """reasoning_content, content and tool_calls of a piece, where it has any, and the reason of the end."""
         parsed = self.reader.add(piece)
-        calls = [_call(call, self._calls + index) for index, call in enumerate(parsed.calls)]
-        self._calls += len(calls)
+        calls = [self._delta(each) for each in parsed.calls if each.kind != "end"]
         text, self.echo = self.echo + parsed.text, ""
         parts = {"reasoning_content": parsed.thought, "content": text, "tool_calls": calls}
         return {name: part for name, part in parts.items() if part}, parsed.finish
 
+    def _delta(self, piece: CallPiece) -> dict[str, Any]:
+        if piece.kind == "arguments":
+            return {"index": len(self.calls) - 1, "function": {"arguments": piece.arguments}}
+        self.calls.append(piece.call)
+        return {"index": len(self.calls) - 1, **_call(piece.call.id, piece.call.name)}
 
-def _call(call: ToolCall, index: int) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": index, "id": call.id, "type": "function", "function": function}
+
+def _call(number: str, name: str, arguments: str = "") -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def choice(index: int, chat: bool, pieces: Sequence[Piece], reading: ChoiceReader) -> dict[str, Any]:
@@ -326,12 +339,12 @@ def choice(index: int, chat: bool, pieces: Sequence[Piece], reading: ChoiceReade
     end = {"logprobs": logprobs, "finish_reason": read[-1][1]}
     if not chat:
         return {"index": index, "text": text} | end
-    calls = [call for said, _ in read for call in said.get("tool_calls", ())]
+    calls = [_call(call.id, call.name, call.arguments) for call in reading.calls]
     message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
     if thought:
         message["reasoning_content"] = thought
     if calls:
-        message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+        message["tool_calls"] = calls
     return {"index": index, "message": message} | end
 
 
@@ -342,9 +355,9 @@ async def stream(
     readings: Mapping[int, ChoiceReader],
     asked: Common,
 ) -> AsyncIterator[str]:
-    """Data of a stream's events: the role, thoughts and text as they come, whole calls, the reason of each end with its
-    timings, usage, `[DONE]`."""
-    pieces: list[Piece] = []
+    """Data of a stream's events: the role; how far the prompt is read, where that is asked for; thoughts, text and
+    calls as they come; the reason of each end with its timings; usage; `[DONE]`."""
+    began, pieces = time.perf_counter(), list[Piece]()
     include_usage = asked.stream_options is not None and asked.stream_options.include_usage
     usage: dict[str, Any] = {"usage": None} if include_usage else {}
 
@@ -356,6 +369,11 @@ async def stream(
         for index in readings:
             yield chunk(index, {"delta": {"role": "assistant", "content": ""}})
     async for index, piece in answers:
+        if piece.read is not None:
+            took = round(1000 * (time.perf_counter() - began))
+            progress = {"total": prompt, "cache": piece.cached, "processed": piece.read, "time_ms": took}
+            yield chunk(index, {"delta": {}}, prompt_progress=progress)
+            continue
         pieces.append(piece)
         if piece.error is not None:
             yield json.dumps(error_body(failure(piece.error)))
@@ -389,8 +407,7 @@ def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
 def requests_of(prepared: Prepared, asked: Common, sampling: Sampling, more: Mapping[str, Any]) -> list[Request]:
     """A request for each choice; with a seed each has its own. more: fields of `Request`."""
     seeds = [None if sampling.seed is None else sampling.seed + index for index in range(asked.n or 1)]
-    stops = (*asked.stops, *prepared.stops)
-    return [Request(prepared.ids, replace(sampling, seed=seed), stops, **more) for seed in seeds]
+    return [prepared.request(replace(sampling, seed=seed), asked.stops, **more) for seed in seeds]
 
 
 def routes(app: FastAPI, served: Served) -> None:
@@ -405,8 +422,9 @@ def routes(app: FastAPI, served: Served) -> None:
         parallel = asked.parallel_tool_calls is not False
         messages = [message.plain for message in asked.messages]
         conversation = Chat(
-            messages, asked.functions, asked.choice, asked.constraint, asked.variables, parallel, asked.new_turn
-        )
+            messages, asked.functions, asked.choice, asked.constraint, asked.variables, parallel, asked.new_turn,
+            asked.thought_tokens,
+        )  # fmt: skip
         _check_count(served, asked.n or 1)
         prepared = await aside(prepare, served, conversation)
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -459,7 +477,8 @@ def _requests(
         except ConfigError as error:
             raise Refused(400, str(error)) from error
         scored = echo and logprobs is not None
-        more = {"logprobs": logprobs, "prompt_logprobs": scored, "special": each.special}
+        progress = asked.stream and isinstance(asked, ChatRequest) and asked.return_progress is True
+        more = {"logprobs": logprobs, "prompt_logprobs": scored, "progress": progress}
         text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
         for request in requests_of(each, asked, sampling, more):
             readings[len(requests)] = ChoiceReader(Logprobs(served.tokenizer, chat), each.reader(), text)

@@ -23,7 +23,7 @@ from tiermoe.serve.fields import Options, Several, TextPart, Tools, check_fields
 from tiermoe.serve.intake import aside
 from tiermoe.serve.openai import Logprobs
 from tiermoe.serve.served import Served
-from tiermoe.serve.tools import ToolCall
+from tiermoe.serve.tools import CallPiece
 
 Event = dict[str, Any]
 _TEXT_KINDS = {"reasoning": "reasoning_text", "message": "output_text"}
@@ -262,8 +262,8 @@ class GrowingResponse:
         if parsed.text or piece.logprobs:
             logprobs = self._logprobs.of(piece.logprobs)
             yield from self._text("message", parsed.text, logprobs["content"] if logprobs else [])
-        for call in parsed.calls:
-            yield from self._call(call)
+        for each in parsed.calls:
+            yield from self._call(each)
         if parsed.finish is not None:
             yield from self._end(parsed.finish)
 
@@ -309,15 +309,19 @@ class GrowingResponse:
             more["logprobs"] = logprobs
         yield self._of_item(f"{_TEXT_KINDS[kind]}.delta", content_index=0, delta=text, **more)
 
-    def _call(self, call: ToolCall) -> Iterator[Event]:
-        yield from self._close("completed")
-        item = {"id": _id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
-        yield self._begun(item | {"arguments": "", "status": "in_progress"})
-        yield self._of_item("function_call_arguments.delta", delta=call.arguments)
-        status = "completed" if call.whole else "incomplete"
-        self.response["output"][-1] |= {"arguments": call.arguments, "status": status}
-        yield self._of_item("function_call_arguments.done", name=call.name, arguments=call.arguments)
-        yield self._done()
+    def _call(self, piece: CallPiece) -> Iterator[Event]:
+        call = piece.call
+        if piece.kind == "begin":
+            yield from self._close("completed")
+            item = {"id": _id("fc"), "type": "function_call", "call_id": call.id, "name": call.name}
+            yield self._begun(item | {"arguments": "", "status": "in_progress"})
+        elif piece.kind == "arguments":
+            yield self._of_item("function_call_arguments.delta", delta=piece.arguments)
+        else:
+            status = "completed" if call.whole else "incomplete"
+            self.response["output"][-1] |= {"arguments": call.arguments, "status": status}
+            yield self._of_item("function_call_arguments.done", name=call.name, arguments=call.arguments)
+            yield self._done()
 
     def _close(self, status: str) -> Iterator[Event]:
         """Ends the open item."""
@@ -388,13 +392,7 @@ def _request(served: Served, asked: ResponsesRequest, prepared: Prepared) -> Req
         temperature=served.sampling.temperature if asked.temperature is None else asked.temperature,
         top_p=served.sampling.top_p if asked.top_p is None else asked.top_p,
     )
-    return Request(
-        prepared.ids,
-        sampling,
-        prepared.stops,
-        logprobs=asked.logprobs,
-        special=prepared.special,
-    )
+    return prepared.request(sampling, (), logprobs=asked.logprobs)
 
 
 def _response(served: Served, asked: ResponsesRequest) -> dict[str, Any]:

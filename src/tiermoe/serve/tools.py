@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic_core import from_json as from_partial_json
 
@@ -20,24 +20,44 @@ from tiermoe.serve.fields import from_json
 from tiermoe.serve.grammar import json_rule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ToolCall:
-    """A call of a tool."""
+    """A call of a tool, as far as it has come."""
 
     name: str
-    arguments: str  # JSON, as OpenAI has it; the beginning of it where the call is not whole
+    arguments: str = ""  # JSON, as OpenAI has it; the beginning of it where the call is not whole
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-    whole: bool = True  # False where the answer was cut off within the call
+    whole: bool = False  # True once it has ended, unless its arguments were not complete
 
     @property
     def values(self) -> dict[str, Any]:
         """The arguments as an object, without what was cut off; empty where they are no object."""
         try:
-            whole, text = self.whole, self.arguments
-            found = from_json(text) if whole else from_partial_json(text, allow_partial=_PARTIAL)
+            found = from_partial_json(self.arguments, allow_inf_nan=False, allow_partial=_PARTIAL)
         except ValueError:
             return {}
         return found if isinstance(found, dict) else {}
+
+    def begin(self) -> list[CallPiece]:
+        return [CallPiece(self, "begin")]
+
+    def add(self, arguments: str) -> list[CallPiece]:
+        """Adds to the arguments."""
+        self.arguments += arguments
+        return [CallPiece(self, "arguments", arguments)] if arguments else []
+
+    def end(self, whole: bool) -> list[CallPiece]:
+        self.whole = whole
+        return [CallPiece(self, "end")]
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """What happens next to a call: it begins, it gets more arguments, it ends."""
+
+    call: ToolCall
+    kind: Literal["begin", "arguments", "end"]
+    arguments: str = ""  # those that come now
 
 
 _PARTIAL: Any = "trailing-strings"  # an unfinished string counts as far as it is there
@@ -49,7 +69,9 @@ Types = Mapping[str, Mapping[str, Any]]
 class Tags:
     """Tags of a call that is not JSON."""
 
-    head: str  # before the parameters; {} is the function
+    name: re.Pattern[str]  # finds the function, which begins a call
+    parameter: re.Pattern[str]  # finds a parameter, up to its value
+    head: str  # as they are written: before the parameters; {} is the function
     key: str  # before each value; {} is the parameter
     value_end: str  # behind each value
     tail: str  # behind the parameters
@@ -97,8 +119,8 @@ def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +130,11 @@ class Format:
     mark: str  # part of every chat template of this format
     begin: str  # before a call
     end: str  # behind a call
-    read: Callable[[str, Types], list[ToolCall]]  # the text between → calls; ValueError where it is none
     tags: Tags | None = None  # None: a call is JSON
+
+    def block(self, types: Types) -> _JsonBlock | _TaggedBlock:
+        """Reader of the text between."""
+        return _JsonBlock() if self.tags is None else _TaggedBlock(self.tags, self.end, types)
 
     def rule(self, functions: Sequence[Mapping[str, Any]]) -> str:
         """The rule `call` of a grammar: one call of one of the functions."""
@@ -119,41 +144,174 @@ class Format:
         return "\n".join([call, *bodies])
 
 
-def _json_call(text: str, _: Types) -> list[ToolCall]:
-    """{"name": …, "arguments": {…}} (Qwen2, Qwen3, Hermes)."""
+class JsonObject:
+    """Finds the end of a JSON object whose text comes in pieces."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._depth = 0
+        self._quoted = self._escaped = False
+
+    def take(self, text: str) -> str:
+        """What of more text belongs to the object."""
+        for at, letter in enumerate(text):
+            if self.ended:
+                return text[:at]
+            if self._quoted:
+                self._quoted = letter != '"' or self._escaped
+                self._escaped = letter == "\\" and not self._escaped
+            elif letter == '"':
+                self._quoted = True
+            elif letter in "{}[]":
+                self._depth += 1 if letter in "{[" else -1
+                self.ended = self._depth == 0
+        return text
+
+
+_CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"(\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{))?')
+"""The beginning of a call as JSON: the function, and whether its arguments follow, so that they can pass."""
+
+
+class _JsonBlock:
+    """A call as JSON: {"name": …, "arguments": {…}} (Qwen2, Qwen3, Hermes). Its arguments pass as they are written. One
+    that begins otherwise is read once it is whole."""
+
+    def __init__(self) -> None:
+        self.held = ""  # of which nothing has come
+        self._call: ToolCall | None = None
+        self._arguments = JsonObject()
+
+    @property
+    def named(self) -> bool:
+        """Whether a call has begun."""
+        return self._call is not None
+
+    def add(self, text: str) -> list[CallPiece]:
+        """What is certain with more text."""
+        if self._call is not None:
+            return self._call.add(self._arguments.take(text))
+        self.held += text
+        found = _CALL.match(self.held)
+        if found is None or found[2] is None:
+            return []
+        self._call = ToolCall(found[1])
+        return [*self._call.begin(), *self.add(self.held[found.end() :])]
+
+    def end(self, closed: bool) -> list[CallPiece]:
+        """The rest. closed: it was not cut off."""
+        if self._call is not None:
+            return self._call.end(closed and self._arguments.ended)
+        try:
+            name, arguments = _whole_call(self.held) if closed else _cut_call(self.held)
+        except ValueError:
+            return []
+        self._call = ToolCall(name)
+        return [*self._call.begin(), *self._call.add(arguments), *self._call.end(closed)]
+
+
+def _whole_call(text: str) -> tuple[str, str]:
+    """Function and arguments; ValueError where the text is no call."""
     said = from_json(text)
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         raise ValueError("no name")
     arguments = said.get("arguments", said.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = from_json(arguments)  # a client sends them back, and templates take no others
-    return [ToolCall(said["name"], json.dumps(arguments))]
+    return said["name"], json.dumps(arguments)
 
 
-def _tagged_reader(names: re.Pattern[str], parameters: re.Pattern[str]) -> Callable[[str, Types], list[ToolCall]]:
-    """Reader of calls as tags. names: finds each function and its body; parameters: each parameter of a body and its
-    value."""
-
-    def read(text: str, types: Types) -> list[ToolCall]:
-        found = []
-        for name, body in names.findall(text):
-            schemas = types.get(name.strip(), {})
-            values = {
-                key.strip(): value_of(value, schemas.get(key.strip(), {})) for key, value in parameters.findall(body)
-            }
-            found.append(ToolCall(name.strip(), json.dumps(values, ensure_ascii=False)))
-        if not found:
-            raise ValueError("no call")
-        return found
-
-    return read
+def _cut_call(text: str) -> tuple[str, str]:
+    """The function alone; ValueError where the text does not name one."""
+    found = _CALL.match(text)
+    if found is None:
+        raise ValueError("no name")
+    return found[1], ""
 
 
-def value_of(text: str, schema: Mapping[str, Any]) -> Any:
-    """Value of the text between tags: the text where the schema is a string, else JSON where the text is that."""
+class _TaggedBlock:
+    """Calls as tags: each parameter passes once it is whole, and a string as it is written. end: the tag behind the
+    block."""
+
+    def __init__(self, tags: Tags, end: str, types: Types) -> None:
+        self.named = False  # whether a call has begun
+        self.held = ""  # of which nothing has come
+        self._tags = tags
+        self._end = end
+        self._types = types
+        self._value_end = tags.value_end.strip()
+        self._call: ToolCall | None = None  # None: between calls
+        self._schema: Mapping[str, Any] | None = None  # of the value that is written; None: between parameters
+        self._value_begun = False
+
+    def add(self, text: str) -> list[CallPiece]:
+        """What is certain with more text."""
+        self.held += text
+        pieces = list[CallPiece]()
+        while (new := self._next()) is not None:
+            pieces += new
+        return pieces
+
+    def end(self, closed: bool) -> list[CallPiece]:
+        """The rest. closed: it was not cut off."""
+        pieces = self.add(self._end) if closed and self._schema is None else []
+        if self._call is None:
+            return pieces
+        if self._schema is not None and self._schema.get("type", "string") != "string":
+            pieces += self._call.add(self.held[: len(self.held) - overlap(self.held, self._value_end)].strip())
+        return [*pieces, *self._ended(self._call, closed and self._schema is None)]
+
+    def _next(self) -> list[CallPiece] | None:
+        """What the held text adds next; None: nothing without more."""
+        if self._call is None:
+            return self._begun()
+        return self._parameter(self._call) if self._schema is None else self._value(self._call, self._schema)
+
+    def _begun(self) -> list[CallPiece] | None:
+        found = self._tags.name.search(self.held)
+        if found is None:
+            return None
+        self._call, self.named, self.held = ToolCall(found[1].strip()), True, self.held[found.end() :]
+        return self._call.begin()
+
+    def _parameter(self, call: ToolCall) -> list[CallPiece] | None:
+        """Begins the next parameter, or ends the call."""
+        found, tail = self._tags.parameter.search(self.held), self._tags.tail or self._end
+        at = self.held.find(tail)
+        if at >= 0 and (found is None or at < found.start()):
+            self.held = self.held[at + len(tail) :]
+            return self._ended(call, True)
+        if found is None:
+            return None
+        key, self.held = found[1].strip(), self.held[found.end() :]
+        self._schema, self._value_begun = self._types.get(call.name, {}).get(key, {}), False
+        quote = '"' * (self._schema.get("type") == "string")
+        return call.add(f"{', ' if call.arguments else '{'}{_text(key)}: {quote}")
+
+    def _value(self, call: ToolCall, schema: Mapping[str, Any]) -> list[CallPiece] | None:
+        """More of a value. It ends where the call does, too."""
+        string = schema.get("type") == "string"
+        if string and not self._value_begun and self.held:
+            self._value_begun, self.held = True, self.held.removeprefix("\n")
+        marks = [mark for mark in (self._value_end, self._tags.tail) if mark]
+        at = min((at for mark in marks if (at := self.held.find(mark)) >= 0), default=-1)
+        if at >= 0:
+            text, self.held, self._schema = self.held[:at], self.held[at:].removeprefix(self._value_end), None
+            return call.add(_text(text.removesuffix("\n"))[1:] if string else _text(_parsed(text)))
+        kept = max(overlap(self.held, mark) for mark in marks)
+        text = self.held[: len(self.held) - kept].removesuffix("\n")
+        if not string or not text:
+            return None
+        self.held = self.held[len(text) :]
+        return call.add(_text(text)[1:-1])
+
+    def _ended(self, call: ToolCall, whole: bool) -> list[CallPiece]:
+        self._call = None
+        return [*(call.add("}" if call.arguments else "{}") if whole else []), *call.end(whole)]
+
+
+def _parsed(text: str) -> Any:
+    """Value of JSON between tags; the text itself where it is none."""
     text = text.removeprefix("\n").removesuffix("\n")
-    if schema.get("type") == "string":
-        return text
     try:
         return from_json(text)
     except ValueError:
@@ -167,29 +325,26 @@ def _regex(pattern: str) -> re.Pattern[str]:
 FORMATS = (
     Format(
         "<minimax:tool_call>", "<minimax:tool_call>", "</minimax:tool_call>",
-        _tagged_reader(
-            _regex(r'<invoke name="?([^">]+)"?>(.*?)</invoke>'),
-            _regex(r'<parameter name="?([^">]+)"?>(.*?)</parameter>'),
+        Tags(
+            _regex(r'<invoke name="?([^">]+)"?>'), _regex(r'<parameter name="?([^">]+)"?>'),
+            '<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n", "</invoke>",
         ),
-        Tags('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n", "</invoke>"),
     ),
     Format(
         "<arg_key>", "<tool_call>", "</tool_call>",
-        _tagged_reader(
-            _regex(r"^\s*([\w.-]+)\s*((?:<arg_key>.*)?)$"),
-            _regex(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"),
+        Tags(
+            _regex(r"^\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>)"), _regex(r"<arg_key>(.*?)</arg_key>\s*<arg_value>"),
+            "{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", "",
         ),
-        Tags("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", ""),
     ),
     Format(
         "<function=", "<tool_call>", "</tool_call>",
-        _tagged_reader(
-            _regex(r"<function=([^>]+)>(.*?)</function>"),
-            _regex(r"<parameter=([^>]+)>(.*?)</parameter>"),
+        Tags(
+            _regex(r"<function=([^>]+)>"), _regex(r"<parameter=([^>]+)>"),
+            "<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>",
         ),
-        Tags("<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>"),
     ),
-    Format("<tool_call>", "<tool_call>", "</tool_call>", _json_call),
+    Format("<tool_call>", "<tool_call>", "</tool_call>"),
 )  # fmt: skip
 """Formats of MiniMax-M2, GLM-4.5, Qwen3-Coder, and families whose calls are JSON; the first whose mark a template has
 counts."""
@@ -208,96 +363,64 @@ def types_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
 class CallReader:
     """Reads one answer as it comes: text in, text and calls out.
 
-    Text that may begin a call is withheld. A call comes once it is whole, or once the answer is cut off within it; what
-    turns out to be no call is text. one: nothing comes after the first call. forced: the answer must be a call, so that
-    its beginning is never text."""
+    Text that may begin a call is withheld. A call begins once its function and its arguments are certain to; what turns
+    out to be no call is text. one: nothing comes after the first call. forced: the answer must be a call, so that its
+    beginning is never text."""
 
     def __init__(self, form: Format, types: Types, one: bool = False, forced: bool = False) -> None:
-        self.calls: list[ToolCall] = []  # the whole ones so far
+        self.called = False  # whether a whole call has come
         self._one = one
         self._forced = forced
         self._form = form
         self._types = types
         self._withheld = ""
+        self._block: _JsonBlock | _TaggedBlock | None = None  # that is read; None: between blocks
+        self._begun = self._ended = False  # whether some call has
 
-    def add(self, text: str, last: bool = False, cut: bool = False) -> tuple[str, list[ToolCall]]:
-        """Text that belongs to no call, and new calls. last: no more text comes. cut: because the answer was cut off;
-        then a call that has begun comes as far as it is there."""
+    def add(self, text: str, last: bool = False, cut: bool = False) -> tuple[str, list[CallPiece]]:
+        """Text that belongs to no call, and what is new of calls. last: no more text comes. cut: because the answer was
+        cut off; then a call that has begun ends without being whole."""
         self._withheld += text
-        said, new = "", list[ToolCall]()
-        while not (self._one and (self.calls or new)):
-            before, begin, rest = self._withheld.partition(self._form.begin)
-            if not begin:
-                kept = 0 if last and not self._forced else overlap(self._withheld, self._form.begin)
-                said += self._withheld[: len(self._withheld) - kept]
-                self._withheld = self._withheld[len(self._withheld) - kept :]
+        said, pieces = "", list[CallPiece]()
+        while not (self._one and self._ended):
+            if self._block is None:
+                said += self._before_block(last)
+            if self._block is None:
                 break
-            said += before
-            inside, end, after = rest.partition(self._form.end)
-            if not end and not last:
-                self._withheld = begin + rest
+            more, new = self._within(self._block, last, cut)
+            said += more
+            pieces += new
+            self._ended = self._ended or any(piece.kind == "end" for piece in new)
+            if self._block is not None:
                 break
-            self._withheld = after
-            found = [] if cut and not end else self._read(inside)
-            if not found and not end and (cut or self._forced):
-                found = _partial_call(self._form, inside, self._types)
-            new += found
-            if not found and (end or not self._forced):
-                said += begin + inside + end
-        if self._forced or self.calls or new:
+        self._begun = self._begun or bool(pieces)
+        self.called = self.called or any(piece.call.whole for piece in pieces)
+        if self._forced or self._begun:
             said = said.strip("\n") if not said.strip() else said  # line breaks before calls and between them
-        self.calls += [call for call in new if call.whole]
-        return said, new
+        return said, pieces
 
-    def _read(self, inside: str) -> list[ToolCall]:
-        try:
-            return self._form.read(inside, self._types)[: 1 if self._one else None]
-        except ValueError:
-            return []
+    def _before_block(self, last: bool) -> str:
+        """Text before the next block, which begins where it does."""
+        text, begin, rest = self._withheld.partition(self._form.begin)
+        if begin:
+            self._block = self._form.block(self._types)
+        elif not last or self._forced:
+            kept = overlap(text, self._form.begin)
+            text, rest = text[: len(text) - kept], text[len(text) - kept :]
+        self._withheld = rest
+        return text
 
-
-def _partial_call(form: Format, text: str, types: Types) -> list[ToolCall]:
-    """The call that a text begins and does not end; none where not even its function is named."""
-    call = _partial_tagged(form.tags, text.lstrip("\n"), types) if form.tags else _partial_json(text)
-    return [] if call is None else [call]
-
-
-_CALL = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*))?', re.DOTALL
-)
-
-
-def _partial_json(text: str) -> ToolCall | None:
-    found = _CALL.match(text)
-    if found is None:
-        return None
-    try:
-        name = json.loads(found[1])
-    except ValueError:
-        return None
-    arguments = found[2] or ""
-    try:
-        _, end = json.JSONDecoder().raw_decode(arguments)
-    except (ValueError, RecursionError):
-        end = len(arguments)
-    return ToolCall(name, arguments[:end], whole=False)
-
-
-def _partial_tagged(tags: Tags, text: str, types: Types) -> ToolCall | None:
-    head, key = (re.compile(re.escape(each).replace(r"\{\}", "(.+?)")) for each in (tags.head, tags.key))
-    named = head.match(text)
-    if named is None:
-        return None
-    schemas, parts, at = types.get(named[1], {}), list[str](), named.end()
-    while found := key.search(text, at):
-        schema = schemas.get(found[1], {})
-        end = text.find(tags.value_end, found.end())
-        at = len(text) if end < 0 else end + len(tags.value_end)
-        if end >= 0:
-            value = json.dumps(value_of(text[found.end() : end], schema), ensure_ascii=False)
-        else:
-            value = text[found.end() : at - overlap(text, tags.value_end)]
-            if schema.get("type", "string") == "string":
-                value = json.dumps(value, ensure_ascii=False)[:-1]
-        parts.append(f"{json.dumps(found[1], ensure_ascii=False)}: {value}")
-    return ToolCall(named[1], "{" + ", ".join(parts), whole=False)
+    def _within(self, block: _JsonBlock | _TaggedBlock, last: bool, cut: bool) -> tuple[str, list[CallPiece]]:
+        """A block's calls; its text where it has ended and has none."""
+        inside, end, after = self._withheld.partition(self._form.end)
+        kept = 0 if end or last else overlap(inside, self._form.end)
+        pieces = block.add(inside[: len(inside) - kept])
+        self._withheld = after if end else inside[len(inside) - kept :]
+        said = ""
+        if end or last:
+            text, self._block = f"{self._form.begin}{block.held}{end}", None
+            pieces += block.end(bool(end) or not cut)
+            said = "" if block.named or (self._forced and not end) else text
+        if self._one and any(piece.kind == "end" for piece in pieces):  # a block may have several calls
+            pieces = pieces[: [piece.kind for piece in pieces].index("end") + 1]
+        return said, pieces

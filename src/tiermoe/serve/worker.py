@@ -88,11 +88,12 @@ class _Answer:
 
     def put(self, piece: Piece) -> None:
         now = time.perf_counter()
-        if self._last_at is None:
-            self.times.first = now - self._asked_at
-        else:
-            self.times.between.append(now - self._last_at)
-        self._last_at = now
+        if piece.read is None:
+            if self._last_at is None:
+                self.times.first = now - self._asked_at
+            else:
+                self.times.between.append(now - self._last_at)
+            self._last_at = now
         self._answers.put(self._index, piece)
 
 
