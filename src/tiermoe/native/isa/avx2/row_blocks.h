@@ -1,4 +1,4 @@
-/* Products with matrices that are kept in blocks of rows, on integers: INT4, INT6, INT2, NL4, NL3 and NL2.
+/* Products with matrices that are kept in blocks of rows, on integers: INT4, INT6, INT2, NL4, NL3, NL2 and TCQ2.
  *
  * The columns of a span of a token become integers (integers.h). Four columns of codes are transposed, so that each lane has
  * those of one row: its bytes at even places and those at odd ones are words, two products of which are summed in a step.
@@ -13,6 +13,7 @@
 #include <string.h>
 
 #include "../../matrix.h"
+#include "../../trellis.h"
 #include "../nibbles.h"
 #include "integers.h"
 #include "../simd.h"
@@ -314,7 +315,7 @@ INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const 
                        size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, span = span_of(matrix), groups = columns / group;
     const size_t gap = is_uneven(coding) ? UNEVEN_SCALES : 0; /* bytes from one group's codes to the next one's */
-    const size_t next = has_pairs(coding) ? 2 * matrix->rows : coding == INT6 ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
+    const size_t next = has_pairs(coding) ? 2 * matrix->rows : taken_as(coding) == INT6 ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
     const uint8_t *codes = (const uint8_t *)matrix->weights + block * (code_bytes(coding, columns) + groups * gap);
     const bf16 *from = is_uneven(coding) ? (const bf16 *)codes
                                          : (const bf16 *)matrix->scales + block * BLOCK * (has_pairs(coding) ? 2 : groups);
@@ -322,11 +323,13 @@ INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const 
     memset(totals, 0, tokens * BLOCK * sizeof *totals);
     for (size_t g = 0; g < groups; g++, from += next) {
         Scales scales;
-        scales_of(coding, from, &scales);
+        scales_of(taken_as(coding), from, &scales);
         for (size_t r = 0; r < (has_pairs(coding) ? 2 : 1) * BLOCK; r += 32) __builtin_prefetch(from + 2 * next + r, 0, 3);
         codes += gap;
-        for (size_t s = 0; s < group; s += span, x++, codes += code_bytes(coding, span))
-            add_span(coding, codes, span, x, columns / span, tokens, &scales, totals);
+        for (size_t s = 0; s < group; s += span, x++, codes += code_bytes(coding, span)) {
+            uint8_t room[coding == TCQ2 ? SPAN * BLOCK * 3 / 4 : 1];
+            add_span(taken_as(coding), codes_as_taken(coding, codes, span, room), span, x, columns / span, tokens, &scales, totals);
+        }
     }
     for (size_t m = 0; m < tokens; m++) store_block(totals + m * BLOCK, out + m * stride);
 }
