@@ -182,9 +182,9 @@ def main() -> None:
         errors, loss, divergence = lab.run(first, second)
         root = math.sqrt(len(loss))
         print(
-            f"{name:24} {bits:.3f} bits  error {errors[0]:.4f} {errors[1]:.4f}  perplexity "
-            f"{100 * math.expm1(loss.mean()):+.2f} ± {100 * float(loss.std()) / root:.2f} %  KL {divergence.mean():.5f} "
-            f"± {float(divergence.std()) / root:.5f}",
+            f"{name:24} {bits:.3f} bits  error {errors[0]:.4f} {errors[1]:.4f}  "
+            f"perplexity {100 * math.expm1(loss.mean()):+.2f} ± {100 * float(loss.std()) / root:.2f} %  "
+            f"KL {divergence.mean():.5f} ± {float(divergence.std()) / root:.5f}",
             flush=True,
         )
 

@@ -1,5 +1,5 @@
-"""The trellis of 2 bits: what is stored against loops that follow the docstring, codes against every way to close a run,
-in float64."""
+"""The trellis of 2 bits: what is stored against loops that follow the docstring, codes against every way to close a
+run, in float64."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ Trellis-coded quantization (Marcellin and Fischer, "Trellis Coded Quantization o
 Incoherence Processing", 2024). 64 weights of a column, one of each row of a block, are a run: its codes are chosen
 together, by the Viterbi algorithm. The squared error of normal weights is two thirds of that of four levels.
 
-Here a multiplication mixes the codes, so that a kernel needs no more than it and a look into 32 levels; native/trellis.h
-has the same rule in C.
+A multiplication mixes the codes, so that a kernel needs no more than it and a look into 32 levels; native/trellis.h has
+the same rule in C.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tiermoe import native
 from tiermoe.formats.encoding import BLOCK_ROWS, Field, RowBlocks
 from tiermoe.formats.int6 import by_block
 from tiermoe.formats.quantizers import Quantizer, require_finite
-from tiermoe.formats.scratch import scratch
 
 LEVELS = (
     -31, -24, -20, -18, -16, -14, -12, -10, -9, -8, -6, -5, -4, -3, -2, -1,

@@ -190,8 +190,8 @@ static inline size_t code_bits(Coding coding) { return block_bytes(coding) / (BL
 /* Bytes of the codes of so many columns of such a block, a multiple of four. */
 static inline size_t code_bytes(Coding coding, size_t columns) { return columns * BLOCK / 8 * code_bits(coding); }
 
-/* The code of INT4, INT6 and INT2 that stands for 0, before a zero is added. */
-static inline int middle_code(Coding coding) { return 1 << (code_bits(coding) - 1); }
+/* The code of INT4, INT6 and INT2 that stands for 0, before a zero is added; of TCQ2 what its levels are kept above themselves. */
+static inline int middle_code(Coding coding) { return coding == TCQ2 ? 32 : 1 << (code_bits(coding) - 1); }
 
 enum { UNEVEN_SCALES = BLOCK * 2 }; /* bytes of a group's scales in a block */
 
