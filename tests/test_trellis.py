@@ -11,7 +11,6 @@ from tiermoe.errors import PackError
 from tiermoe.formats import trellis
 from tiermoe.formats.expert_format import expert_format
 from tiermoe.formats.int4 import CPU_LAYOUT
-from tiermoe.formats.nonuniform import NonUniform
 from tiermoe.formats.quantizers import QUANTIZERS, LinearQuantizer
 from tiermoe.formats.trellis import FACTORS, KEPT, LEVELS, Trellis
 from tiermoe.types import MoeLayer, Part
@@ -134,8 +133,8 @@ def test_undefined_weights_are_refused() -> None:
     [
         (256, 64, ("tcq2/{}/g128", "nl3/{}/g64")),
         (192, 128, ("tcq2/{}/g64", "nl3/{}/g64")),
-        (96, 64, ("nl2/{}/g32", "nl3/{}/g64")),
-        (256, 48, ("nl2/{}/g32", "int8")),
+        (96, 64, ("nl2/{}/g32", "u2/{}/g64")),
+        (256, 48, ("u2/{}/g64", "int8")),
     ],
 )
 def test_down_projections_have_three_bits_beside_a_trellis(hidden: int, inner: int, names: tuple[str, str]) -> None:
@@ -144,4 +143,4 @@ def test_down_projections_have_three_bits_beside_a_trellis(hidden: int, inner: i
     form = expert_format(layer, 2, torch.bfloat16, CPU_LAYOUT, "gptq-nonlinear")
     assert [each.name for each in form.encodings.values()] == [name.format(CPU_LAYOUT) for name in names]
     uncalibrated = expert_format(layer, 2, torch.bfloat16, CPU_LAYOUT, "nonlinear")
-    assert isinstance(uncalibrated.encodings["gate_up_proj"], NonUniform) == (hidden % 32 == 0 and inner % 32 == 0)
+    assert not any(isinstance(each, Trellis) for each in uncalibrated.encodings.values())

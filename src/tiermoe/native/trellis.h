@@ -9,6 +9,10 @@
 #ifndef TIERMOE_TRELLIS_H
 #define TIERMOE_TRELLIS_H
 
+#if defined(SIMD_NEON)
+#include <arm_neon.h>
+#endif
+
 #include "quants.h"
 
 enum {
