@@ -52,14 +52,11 @@ static inline void trellis_look_up(uint8_t *bytes, size_t count) {
 static inline void trellis_to_int6(const uint8_t *four, uint8_t *six) {
     uint8_t codes[4][BLOCK];
     for (size_t c = 0; c < 4; c++) {
-        uint16_t words[RUN_BYTES];
-        for (size_t j = 0; j < RUN_BYTES; j++)
-            words[j] = (uint16_t)(four[trellis_place(c, (j + RUN_BYTES - 1) % RUN_BYTES)] | four[trellis_place(c, j)] << 8);
+        uint8_t run[1 + RUN_BYTES]; /* with what stands before its first byte */
+        for (size_t j = 0; j < RUN_BYTES; j++) run[1 + j] = four[trellis_place(c, j)];
+        run[0] = run[RUN_BYTES];
         for (size_t i = 0; i < RUN_CODES; i++)
-            for (size_t j = 0; j < RUN_BYTES; j++) {
-                const uint32_t product = (uint32_t)(words[j] & TRELLIS_KEPT[i]) * TRELLIS_FACTORS[i];
-                codes[c][RUN_BYTES * i + j] = product >> 16 & (TRELLIS_LEVELS - 1);
-            }
+            for (size_t j = 0; j < RUN_BYTES; j++) codes[c][RUN_BYTES * i + j] = (uint8_t)trellis_level(run[j], run[1 + j], i);
     }
     trellis_look_up(codes[0], sizeof codes);
     enum { HALF = BLOCK / 2 };
