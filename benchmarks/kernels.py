@@ -3,7 +3,8 @@
     python -m benchmarks.kernels [--shapes qwen3-30b-a3b,gpt-oss-20b] [--threads 1,2] [--dense-bits 4]
                                  [--isa avx512bf16,avx2] [--types q2_k,iq2_xxs]
 
-With --types, in the place of a shape's parts its gate and up in the blocks of GGUF files of these types.
+With --types, in the place of a shape's parts its gate and up in these types: of blocks of GGUF files, or encodings as
+stores name them (int4/cpu-avx512/g64).
 
 Weights are random bytes, taken in turn from more memory than the last cache holds (--megabytes). The plain read takes
 turns with the parts, so that `share`, a part's rate over that of the read of the same round, holds on a busy machine
@@ -23,8 +24,8 @@ from tiermoe import native
 from tiermoe.bench.summary import spread
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat
-from tiermoe.formats.gguf_types import Gguf, gguf_encoding
-from tiermoe.formats.registry import encoding_for
+from tiermoe.formats.gguf_types import gguf_encoding
+from tiermoe.formats.registry import encoding_for, encoding_named
 from tiermoe.kernels.experts import ExpertKernel, SlotViews, expert_kernel
 from tiermoe.kernels.gates import ClampedGate, silu_gate
 from tiermoe.kernels.linear import linear, machine_layout
@@ -106,9 +107,14 @@ def parts(shape: Shape, dense_bits: int, head_bits: int, memory: int) -> dict[st
     }
 
 
-def gguf_products(shape: Shape, types: list[Gguf], memory: int) -> dict[str, Measured]:
+def products(shape: Shape, types: dict[str, Encoding], memory: int) -> dict[str, Measured]:
     """Gate and up of a shape's expert in each type, times one token."""
-    return {type.label: product(2 * shape.inner, shape.hidden, type, memory) for type in types}
+    return {name: product(2 * shape.inner, shape.hidden, type, memory) for name, type in types.items()}
+
+
+def types_of(text: str) -> dict[str, Encoding]:
+    """Of 'q2_k,nl3/cpu-avx512/g64': encodings by name."""
+    return {name: encoding_named(name) if "/" in name else gguf_encoding(name) for name in text.split(",")}
 
 
 def packed_product(out: int, in_: int, bits: int, memory: int) -> Measured:
@@ -216,9 +222,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--types",
-        type=lambda text: [gguf_encoding(name) for name in text.split(",")],
-        default=[],
-        help="types of GGUF blocks",
+        type=types_of,
+        default={},
+        help="types of GGUF blocks, or encodings of stores",
     )
     parser.add_argument("--dense-bits", type=int, choices=(4, 8), default=4)
     parser.add_argument("--head-bits", type=int, choices=(4, 6, 8), default=6)
@@ -237,7 +243,7 @@ def main() -> None:
             try:
                 shape, memory = SHAPES[name], args.megabytes << 20
                 measured = (
-                    gguf_products(shape, args.types, memory)
+                    products(shape, args.types, memory)
                     if args.types
                     else parts(shape, args.dense_bits, args.head_bits, memory)
                 )

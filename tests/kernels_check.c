@@ -9,6 +9,7 @@
 
 #include "gguf_weights.h"
 #include "kernels.h"
+#include "trellis.h"
 
 enum { ROWS = 192, COLUMNS = 512, TOKENS = 41 };
 
@@ -53,10 +54,18 @@ static double weight_of(const Matrix *matrix, size_t r, size_t c) {
         else code = place < 3 ? nibbles[place] & 7 : nibbles[0] >> 3 | nibbles[1] >> 3 << 1 | nibbles[2] >> 3 << 2;
         return (double)uneven_levels(matrix->coding)[code] * from_bf16(((const bf16 *)run)[in]);
     }
+    const double own_scale = from_bf16(scales[block * BLOCK * (COLUMNS / matrix->group) + g * BLOCK + in]);
+    if (matrix->coding == TCQ2) { /* byte k of a column: codes of rows k, 16 + k, 32 + k, 48 + k */
+        static const unsigned factors[] = {17 * 2048, 117 * 512, 145 * 128, 1115 * 32}, dropped[] = {4, 4, 64, 64};
+        const uint8_t *column = codes + block * 16 * COLUMNS + c / 4 * 64 + c % 2 * 2 + c % 4 / 2;
+        const unsigned k = in % 16, word = column[4 * ((k + 15) % 16)] + 256u * column[4 * k], i = in / 16;
+        const unsigned level = word / dropped[i] * dropped[i] * factors[i] / 65536 % 32;
+        return ((double)TRELLIS_CODES[level] - 32) * own_scale;
+    }
     const uint8_t *four = codes + block * 48 * COLUMNS + c / 4 * 192;
     const int low = four[c % 4 * 32 + j] >> 4 * high & 15;
     const int two = four[128 + c % 4 / 2 * 32 + j] >> (c % 2 * 4 + (high ? 0 : 2)) & 3;
-    return (low + 16 * two - 32) * (double)from_bf16(scales[block * BLOCK * (COLUMNS / matrix->group) + g * BLOCK + in]);
+    return (low + 16 * two - 32) * own_scale;
 }
 
 static const size_t COUNTS[] = {1, 2, 3, 7, 9, 25, TOKENS};
@@ -82,9 +91,9 @@ static void products_of_any_count(const Kernels *set, const Matrix *matrix, cons
 
 static void products(const Kernels *set, Coding coding, size_t rows, size_t group) {
     static const char *const NAMES[] = {"4 bits", "8 bits", "16 bits", "6 bits", "2 bits",
-                                        "uneven 4 bits", "uneven 3 bits", "uneven 2 bits"};
+                                        "uneven 4 bits", "uneven 3 bits", "uneven 2 bits", "trellis"};
     const size_t groups = coding == BF16 ? 0 : COLUMNS / group, runs = rows / BLOCK * groups;
-    const size_t bytes = coding == INT2 ? rows * COLUMNS / 4 : rows * COLUMNS * 2;
+    const size_t bytes = coding == INT2 || coding == TCQ2 ? rows * COLUMNS / 4 : rows * COLUMNS * 2;
     const size_t room = is_uneven(coding) ? runs * uneven_group_bytes(coding, group) : bytes;
     uint8_t *weights = malloc(room); /* of its own size, so that reading past it is found */
     bf16 *scales = malloc(2 * sizeof *scales * rows * (groups ? groups : 1));
@@ -443,7 +452,7 @@ static void packing(const Kernels *set, Coding coding, size_t rows, size_t group
 int main(void) {
     for (const Kernels *const *set = kernels_here(); *set; set++) {
         for (size_t group = 32; group <= 256; group *= 2) {
-            products(*set, INT4, ROWS, group), products(*set, INT6, ROWS, group), products(*set, INT2, ROWS, group);
+            products(*set, INT4, ROWS, group), products(*set, INT6, ROWS, group), products(*set, INT2, ROWS, group), products(*set, TCQ2, ROWS, group);
             for (Coding coding = NL4; group <= 64 && coding <= NL2; coding++) products(*set, coding, ROWS, group);
         }
         products(*set, INT8, ROWS, COLUMNS), products(*set, BF16, ROWS, COLUMNS);

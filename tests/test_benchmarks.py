@@ -189,12 +189,13 @@ def test_kernels_prints_every_part(run_: Printed, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(not native.available(), reason="needs the native kernels")
-def test_kernels_prints_types_of_gguf_blocks(run_: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_prints_types(run_: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SHAPES", {"small": kernels.Shape(256, 64, 2, 4, 2, 32, 320)})
-    words = {"shapes": "small", "types": "q8_0,iq2_xxs", "threads": "1", "megabytes": 1, "rounds": 2}
+    types = ["q8_0", "iq2_xxs", "tcq2/cpu-avx512/g128"]
+    words = {"shapes": "small", "types": ",".join(types), "threads": "1", "megabytes": 1, "rounds": 2}
     found, _ = run_("benchmarks.kernels", *(f"--{name}={value}" for name, value in words.items()))
     _, *rest = found["small"]
-    assert [row["part"] for row in rest] == ["Q8_0", "IQ2_XXS"]
+    assert [row["part"] for row in rest] == types
     assert all(positive(row["gb_s"]) for row in rest)
 
 

@@ -16,6 +16,7 @@ from tiermoe.formats.gptq import (
     NonUniformLevels,
     Place,
     Solved,
+    TrellisLevels,
     UniformLevels,
     change,
     levels_of,
@@ -25,11 +26,13 @@ from tiermoe.formats.int2 import Int2, RowMajorInt2
 from tiermoe.formats.int4 import CPU_LAYOUT, Int4, RowMajorInt4
 from tiermoe.formats.nonuniform import NonUniform
 from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.trellis import Trellis
 
 BF16 = torch.bfloat16
 ENCODINGS: list[Encoding] = [
     Int4(CPU_LAYOUT, 64), Int4(CPU_LAYOUT, 32), Int2(CPU_LAYOUT, 64), NonUniform(4, CPU_LAYOUT, 32),
-    NonUniform(3, CPU_LAYOUT, 64), NonUniform(2, CPU_LAYOUT, 64), RowMajorInt4(64), RowMajorInt2(64),
+    NonUniform(3, CPU_LAYOUT, 64), NonUniform(2, CPU_LAYOUT, 64), Trellis(CPU_LAYOUT, 128), Trellis(CPU_LAYOUT, 64),
+    RowMajorInt4(64), RowMajorInt2(64),
 ]  # fmt: skip
 
 
@@ -128,10 +131,11 @@ def test_outputs_change_less_than_by_rounding(encoding: Encoding) -> None:
         NonUniformLevels(4, 32),
         NonUniformLevels(3, 64),
         NonUniformLevels(2, 64),
+        TrellisLevels(128, BF16),
     ],
 )
 def test_every_round_lowers_the_change(levels: Levels, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, moments = some_weight(16, 128), some_moments(128)
+    weight, moments = some_weight(64, 128), some_moments(128)
     damped = moments + torch.eye(128) * gptq.DAMPING * moments.diagonal().mean()
     changes = []
     for rounds in range(4):

@@ -19,6 +19,7 @@ from tiermoe.formats.int8 import Int8
 from tiermoe.formats.nonuniform import LEVELS, NonUniform
 from tiermoe.formats.plain import Plain
 from tiermoe.formats.quantizers import QUANTIZERS, LinearQuantizer
+from tiermoe.formats.trellis import GROUPS, Trellis
 from tiermoe.kernels.linear import linear
 from tiermoe.kernels.matrix import MatrixForm, matrix_form
 
@@ -34,6 +35,7 @@ ENCODINGS: dict[str, Encoding] = {
     "uneven 2 bits": NonUniform(2, CPU_LAYOUT, 64),
     "uneven 3 bits": NonUniform(3, CPU_LAYOUT, 64),
     "uneven 4 bits": NonUniform(4, CPU_LAYOUT, 32),
+    "trellis": Trellis(CPU_LAYOUT, 128),
     "6 bits": Int6(CPU_LAYOUT, 64),
     "8 bits": Int8(),
     "16 bits": Plain(),
@@ -101,6 +103,7 @@ def test_a_product_is_the_decoded_weights_rounded_once(
     [
         *(kind(CPU_LAYOUT, group) for kind, group in itertools.product([Int2, Int4, Int6], [32, 64, 128])),
         *(NonUniform(bits, CPU_LAYOUT, group) for bits, group in itertools.product(LEVELS, [32, 64])),
+        *(Trellis(CPU_LAYOUT, group) for group in GROUPS),
     ],
     ids=lambda encoding: encoding.name,
 )
@@ -112,7 +115,7 @@ def test_a_product_is_the_decoded_weights_rounded_once(
     seed=st.integers(0, 100),
 )
 def test_a_product_of_blocks_is_the_decoded_weights_rounded_once(
-    encoding: Int4 | Int6 | NonUniform, blocks: int, groups: int, count: int, seed: int
+    encoding: Int4 | Int6 | NonUniform | Trellis, blocks: int, groups: int, count: int, seed: int
 ) -> None:
     group = encoding.group
     form, fields = encoded(encoding, 64 * blocks, group * groups, seed)

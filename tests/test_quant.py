@@ -20,6 +20,7 @@ from tiermoe.formats.encode_matrix import in_order
 from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.quantizers import QUANTIZERS, nearest, nearest_codes
 from tiermoe.formats.registry import encoding_for, encoding_named
+from tiermoe.formats.trellis import Trellis
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LINEAR, HQQ = QUANTIZERS["linear"], QUANTIZERS["hqq"]
@@ -363,6 +364,8 @@ def test_bytes_of_a_matrix():
 def test_equal_weights_are_kept(bits, quantizer, dtype, value):
     weight = torch.full((64, 64), value, dtype=dtype)
     encoding = encoding_for(bits, 64, 64, dtype, CPU_LAYOUT, quantizer)
+    if isinstance(encoding, Trellis) and value:
+        pytest.skip("no run of a trellis has the same level 64 times")
     _, decoded = encoded_and_decoded(weight, encoding, QUANTIZERS[quantizer], dtype)
     torch.testing.assert_close(decoded, weight.float(), rtol=0.01, atol=0)
 
@@ -389,7 +392,9 @@ def test_undefined_weights_are_refused(bits, quantizer, value):
         (4, 64, 96, "hqq", "int4/{}/g32"),
         (4, 64, 128, "gptq", "int4/{}/g64"),
         (4, 64, 128, "gptq-nonlinear", "nl4/{}/g32"),
-        (2, 64, 128, "gptq-nonlinear", "nl2/{}/g64"),
+        (2, 64, 128, "gptq-nonlinear", "tcq2/{}/g128"),
+        (2, 64, 192, "gptq-nonlinear", "tcq2/{}/g64"),
+        (2, 64, 96, "gptq-nonlinear", "nl2/{}/g32"),
         (3, 64, 128, "gptq", "nl3/{}/g64"),
         (3, 64, 128, "hqq", "nl3/{}/g64"),
         (4, 64, 1024, "linear", "int4/{}/g256"),

@@ -47,10 +47,11 @@ _QUALITY_COST = {
     "4-gptq-nonlinear": "0.2% of perplexity, less than llama.cpp's Q4_0 does",
     "3-gptq-nonlinear": "1.2% of perplexity",
     "3-nonlinear": "2% of perplexity",
+    "2-gptq-nonlinear": "2.7% of perplexity",
     "2-hqq": "17% of perplexity",
 }
 """Precision of experts → the shipped model's loss in quality: docs/results.md, "Quality by precision"; 3 bits without
-GPTQ, and 2 bits: docs/notebook/codes.md."""
+GPTQ, and 2 bits: docs/notebook/codes.md and two-bits.md."""
 
 
 # --- facts ---

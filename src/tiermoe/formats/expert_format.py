@@ -19,6 +19,7 @@ from tiermoe.formats.encode_matrix import Squares, encode_rows, rows_at_a_time
 from tiermoe.formats.encoding import Encoding, Field
 from tiermoe.formats.quantizers import Quantizer
 from tiermoe.formats.registry import encoding_for, encoding_named
+from tiermoe.formats.trellis import Trellis
 from tiermoe.types import MoeLayer, Part
 
 PAGE = 4096
@@ -185,12 +186,18 @@ def relative_error(squared_error: float, squared_weight: float) -> float:
 
 
 def expert_format(layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, quantizer: str) -> ExpertFormat:
-    """The format in which this machine's kernels take `layer`'s experts at `bits`."""
+    """The format in which this machine's kernels take `layer`'s experts at `bits`.
+
+    The last matrix, the down projection, gets 3 bits beside those that get a trellis of 2: it has a third of the
+    weights and more than half of the loss (docs/notebook/two-bits.md)."""
     encodings = {}
     if bits < 16:
-        for part in layer.parts:
-            if part.is_matrix:
-                encodings[part.name] = encoding_for(bits, *part.out_in, dtype, machine, quantizer)
+        matrices = [part for part in layer.parts if part.is_matrix]
+        for part in matrices:
+            encoding = encoding_for(bits, *part.out_in, dtype, machine, quantizer)
+            if isinstance(encoding, Trellis) and part is matrices[-1]:
+                encoding = encoding_for(3, *part.out_in, dtype, machine, quantizer)
+            encodings[part.name] = encoding
     return ExpertFormat(layer, bits, dtype, encodings)
 
 

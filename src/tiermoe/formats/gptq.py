@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from tiermoe.errors import PackError
-from tiermoe.formats import nonuniform
-from tiermoe.formats.encoding import Encoding
+from tiermoe.formats import nonuniform, trellis
+from tiermoe.formats.encoding import BLOCK_ROWS, Encoding
 from tiermoe.formats.int4 import Int4, RowMajorInt4
 from tiermoe.formats.nonuniform import NonUniform
+from tiermoe.formats.trellis import Trellis
 
 DAMPING = 0.05  # of the mean second moment, added to each
 ROUNDS = 2  # of least squares and new codes
@@ -51,11 +52,14 @@ class Levels(Protocol):
     zeros: bool  # whether zeros may differ from 0
     dtype: torch.dtype
 
+    searched: bool  # whether the best of the candidates is searched for; else there is one
+
     def candidates(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Scales and zeros (N) to try for a group (N, group)."""
 
-    def nearest(self, units: Tensor) -> Tensor:
-        """The level nearest to each of `units`, values in units of the scale from the zero."""
+    def nearest(self, units: Tensor, scale: Tensor, before: Tensor | None = None) -> Tensor:
+        """The level nearest to each of `units` (..., N), values in units of the scale (N) from the zero. Where levels
+        are chosen together, those `before` are kept that are nearer together."""
 
 
 class Place(NamedTuple):
@@ -76,7 +80,7 @@ class Place(NamedTuple):
 class UniformLevels:
     """The levels of 4 or 2 bits: -8 … 7, -2 … 1."""
 
-    zeros = True
+    zeros = searched = True
 
     def __init__(self, bits: int, group: int, dtype: torch.dtype) -> None:
         self.group, self.dtype = group, dtype
@@ -89,7 +93,7 @@ class UniformLevels:
                 scale = (last * high - first * low) / (2 * self._middle - 1)
                 yield scale, first * low + self._middle * scale
 
-    def nearest(self, units: Tensor) -> Tensor:
+    def nearest(self, units: Tensor, scale: Tensor, before: Tensor | None = None) -> Tensor:
         return units.round().clamp_(-self._middle, self._middle - 1)
 
 
@@ -97,6 +101,7 @@ class NonUniformLevels:
     """The levels of `NonUniform`: a signed scale, no zero."""
 
     zeros = False
+    searched = True
 
     def __init__(self, bits: int, group: int) -> None:
         self.group = group
@@ -110,8 +115,31 @@ class NonUniformLevels:
         for candidate in self._candidates:
             yield largest * candidate, torch.zeros_like(largest)
 
-    def nearest(self, units: Tensor) -> Tensor:
+    def nearest(self, units: Tensor, scale: Tensor, before: Tensor | None = None) -> Tensor:
         return self._levels[torch.bucketize(units, self._between)]
+
+
+class TrellisLevels:
+    """The levels of `Trellis`: those of the rows of a block are chosen together, and errors count by the squares of
+    the scales."""
+
+    zeros = searched = False
+
+    def __init__(self, group: int, dtype: torch.dtype) -> None:
+        self.group, self.dtype = group, dtype
+
+    def candidates(self, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        scale = trellis.usual_scale(block)
+        yield scale, torch.zeros_like(scale)
+
+    def nearest(self, units: Tensor, scale: Tensor, before: Tensor | None = None) -> Tensor:
+        targets, weights = units.view(-1, BLOCK_ROWS), scale.square().view(-1, BLOCK_ROWS)
+        _, levels = trellis.nearest(targets, weights)
+        if before is not None:
+            runs = before.view(-1, BLOCK_ROWS)
+            old, new = ((each - targets).square_().mul_(weights).sum(1, keepdim=True) for each in (runs, levels))
+            levels = torch.where(new < old, levels, runs)
+        return levels.view(units.shape)
 
 
 @torch.no_grad()
@@ -185,7 +213,7 @@ def _rounded(block: Tensor, place: Place, factor: Tensor, kind: Levels) -> tuple
     rest = block.t().contiguous()  # a column is then one run
     levels, errors = torch.empty_like(rest), torch.empty_like(rest)
     for column in range(len(rest)):
-        levels[column] = kind.nearest(place.units(rest[column]))
+        levels[column] = kind.nearest(place.units(rest[column]), place.scale)
         torch.sub(rest[column], place.values(levels[column]), out=errors[column]).div_(factor[column, column])
         rest[column + 1 :].addr_(factor[column, column + 1 :], errors[column], alpha=-1)
     return levels.t(), errors.t()
@@ -229,7 +257,7 @@ class _Codes:
             for column in range(kind.group):
                 at = begin + column
                 target[column].sub_(own[column] / moments[at, at])
-                level = kind.nearest(place.units(target[column]))
+                level = kind.nearest(place.units(target[column]), place.scale, levels[column])
                 moved[column] = (level - levels[column]) * place.scale
                 levels[column] = level
                 own[column + 1 :].addr_(moments[at, at + 1 : end], moved[column])
@@ -300,6 +328,8 @@ def _first_codes(wanted: Tensor, factor: Tensor, kind: Levels) -> _Codes:
 def _searched(block: Tensor, weights: Tensor, kind: Levels) -> Place:
     """Scale and zero of a group (N, group) with the least sum of squared errors, weighted (group), of nearest levels:
     of the candidates, then of what least squares for the levels make of the best; of equal ones the first."""
+    if not kind.searched:
+        return Place(*(each.to(kind.dtype).float() for each in next(kind.candidates(block))))
     columns, weights = block.t().contiguous(), weights[:, None]
     least = torch.full_like(columns[0], torch.inf)
     best = Place(torch.zeros_like(least), torch.zeros_like(least))
@@ -307,7 +337,7 @@ def _searched(block: Tensor, weights: Tensor, kind: Levels) -> Place:
     def judge(scale: Tensor, zero: Tensor) -> None:
         nonlocal least, best
         place = Place(scale.to(kind.dtype).float(), zero.to(kind.dtype).float())
-        deviation = place.values(kind.nearest(place.units(columns))).sub_(columns)
+        deviation = place.values(kind.nearest(place.units(columns), place.scale)).sub_(columns)
         error = deviation.square_().mul_(weights).sum(0)
         better = error < least
         least = torch.where(better, error, least)
@@ -317,7 +347,7 @@ def _searched(block: Tensor, weights: Tensor, kind: Levels) -> Place:
         judge(scale, zero)
     total = weights.sum()
     for _ in range(_FITS):
-        levels = kind.nearest(best.units(columns))
+        levels = kind.nearest(best.units(columns), best.scale)
         middle, mean = torch.zeros_like(least), torch.zeros_like(least)
         if kind.zeros:
             middle, mean = (levels * weights).sum(0) / total, (columns * weights).sum(0) / total
@@ -334,6 +364,8 @@ def levels_of(encoding: Encoding | None, dtype: torch.dtype) -> Levels | None:
             return UniformLevels(encoding.bits, encoding.group, dtype)
         case NonUniform():
             return NonUniformLevels(encoding.bits, encoding.group)
+        case Trellis():
+            return TrellisLevels(encoding.group, dtype)
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from tiermoe.errors import ConfigError, StoreError
-from tiermoe.formats import int4, nonuniform
+from tiermoe.formats import int4, nonuniform, trellis
 from tiermoe.formats.checkpoint_quant import PREFIX as CHECKPOINT
 from tiermoe.formats.checkpoint_quant import TRANSPOSED, checkpoint_quant_encoding, transposed4_encoding
 from tiermoe.formats.encoding import BLOCK_ROWS, COMPUTE_DTYPES, Encoding
@@ -19,6 +19,7 @@ from tiermoe.formats.int8 import Int8
 from tiermoe.formats.nonuniform import NonUniform
 from tiermoe.formats.plain import HALVES, VALUES, Plain, halves_encoding, values_encoding
 from tiermoe.formats.quantizers import CALIBRATED, GPTQ, GPTQ_NONLINEAR, NONLINEAR
+from tiermoe.formats.trellis import Trellis
 
 FIXED: dict[int, Encoding] = {16: Plain(), 8: Int8()}
 """Bits → the encoding of every shape, on every machine."""
@@ -71,11 +72,16 @@ def quantizer_used(quantizer: str, bits: int, layout: str, unit: str = "expert")
     return "hqq" if uniform == GPTQ and unit != "expert" else uniform
 
 
-def _nonuniform_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> NonUniform | None:
+def _nonuniform_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> NonUniform | Trellis | None:
     """None where the levels are to be uniform, or the shape fits no group."""
-    if quantizer_used(quantizer, bits, layout) not in (NONLINEAR, GPTQ_NONLINEAR) or out % BLOCK_ROWS:
+    used = quantizer_used(quantizer, bits, layout)
+    if used not in (NONLINEAR, GPTQ_NONLINEAR) or out % BLOCK_ROWS:
         return None
     _check_layout(bits, layout)
+    if used == GPTQ_NONLINEAR and bits == Trellis.bits:
+        long = next((group for group in trellis.GROUPS if in_ % group == 0), None)
+        if long is not None:
+            return Trellis(layout, long)
     group = next((group for group in nonuniform.GROUPS[bits] if in_ % group == 0), None)
     return None if group is None else NonUniform(bits, layout, group)
 
@@ -123,7 +129,7 @@ def encoding_named(name: str) -> Encoding:
             f"2 bits as {name!r} were written by an older version and are read no more: "
             "'tiermoe pack MODEL --bits 2 --force' packs them again"
         )
-    found = re.fullmatch(r"(int[64]|u2|nl[432])/([a-z0-9-]+)/g(32|64|128|256)", name)
+    found = re.fullmatch(r"(int[64]|u2|nl[432]|tcq2)/([a-z0-9-]+)/g(32|64|128|256)", name)
     if not found or not _has_group(found[1], int(found[3])):
         raise StoreError(f"unknown encoding {name!r}: the store was written by another version; pack it again")
     kind, bits, layout, group = found[1], int(found[1][-1]), found[2], int(found[3])
@@ -133,11 +139,15 @@ def encoding_named(name: str) -> Encoding:
         )
     if kind.startswith("nl"):
         return NonUniform(bits, layout, group)
+    if kind == "tcq2":
+        return Trellis(layout, group)
     return Int6(layout, group) if bits == Int6.bits else _packed(bits, layout, group)
 
 
 def _has_group(kind: str, group: int) -> bool:
     """Whether an encoding of ours ("int4", "nl3") is written in such groups."""
+    if kind == "tcq2":
+        return group in trellis.GROUPS
     return not kind.startswith("nl") or group in nonuniform.GROUPS[int(kind[-1])]
 
 

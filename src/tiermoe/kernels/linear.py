@@ -151,7 +151,7 @@ class Int8Linear(NativeFirst):
 
 
 class BlocksLinear(NativeFirst):
-    """Slots of Int6 and NonUniform, blocks of 64 rows. torch has no operator on such weights."""
+    """Slots of Int6, NonUniform and Trellis, blocks of 64 rows. torch has no operator on such weights."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         assert isinstance(encoding, RowBlocks)
@@ -223,7 +223,7 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
     ("plain", "cpu"): PlainLinear,
     ("int8", "cpu"): Int8Linear,
     ("int6", "cpu"): BlocksLinear,
-    **dict.fromkeys((("nl4", "cpu"), ("nl3", "cpu"), ("nl2", "cpu")), BlocksLinear),
+    **dict.fromkeys((("nl4", "cpu"), ("nl3", "cpu"), ("nl2", "cpu"), ("tcq2", "cpu")), BlocksLinear),
     ("int4", "cpu"): Int4Linear,
     ("u2", "cpu"): Int4Linear,
     ("gguf", "cpu"): PublishedLinear,

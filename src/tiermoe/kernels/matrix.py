@@ -18,6 +18,7 @@ from tiermoe.formats.int6 import Int6
 from tiermoe.formats.int8 import Int8
 from tiermoe.formats.nonuniform import NonUniform
 from tiermoe.formats.plain import Plain
+from tiermoe.formats.trellis import Trellis
 from tiermoe.native import (
     GGUF_TYPES,
     GROUPS_OF,
@@ -34,7 +35,7 @@ from tiermoe.native import (
 # the slot's fields that hold weights, scales, and factors or zeros
 _FIELDS: dict[Coding, tuple[str, str | None, str | None]] = {
     **dict.fromkeys((Coding.INT4, Coding.INT2), ("codes", "scales_and_zeros", None)),
-    Coding.INT6: ("codes", "scales", None),
+    **dict.fromkeys((Coding.INT6, Coding.TCQ2), ("codes", "scales", None)),
     **dict.fromkeys(UNEVEN, ("blocks", None, None)),
     Coding.INT8: ("weight", "scale", None),
     Coding.BF16: ("weight", None, None),
@@ -42,7 +43,9 @@ _FIELDS: dict[Coding, tuple[str, str | None, str | None]] = {
     **dict.fromkeys(PUBLISHED, ("codes", "scales", "factors")),
     Coding.U4: ("codes", "scales", "zeros"),
 }
-_PACKED: dict[type[Int2 | Int4 | Int6], Coding] = {Int2: Coding.INT2, Int4: Coding.INT4, Int6: Coding.INT6}
+_PACKED: dict[type[Int2 | Int4 | Int6 | Trellis], Coding] = {
+    Int2: Coding.INT2, Int4: Coding.INT4, Int6: Coding.INT6, Trellis: Coding.TCQ2,
+}  # fmt: skip
 _KINDS = {
     "f32": ScaleKind.FLOAT, "bf16": ScaleKind.BF16, "f16": ScaleKind.HALF, "e8m0": ScaleKind.E8M0,
     "e4m3-times": ScaleKind.E4M3_TIMES, "e4m3-over": ScaleKind.E4M3_OVER,
@@ -111,7 +114,7 @@ def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> M
         return _published(encoding, out, in_, dtype)
     if isinstance(encoding, NonUniform):
         coding, group = Coding[f"NL{encoding.bits}"], encoding.group
-    elif isinstance(encoding, Int2 | Int4 | Int6):
+    elif isinstance(encoding, Int2 | Int4 | Int6 | Trellis):
         coding, group = _PACKED[type(encoding)], encoding.group
     elif isinstance(encoding, Int8 | Plain):
         coding, group = Coding.INT8 if isinstance(encoding, Int8) else Coding.BF16, in_

@@ -43,32 +43,33 @@ class Coding(IntEnum):
     NL4 = 5
     NL3 = 6
     NL2 = 7
-    Q8_0 = 8
-    Q4_0 = 9
-    Q4_1 = 10
-    Q5_0 = 11
-    Q5_1 = 12
-    Q2_K = 13
-    Q3_K = 14
-    Q4_K = 15
-    Q5_K = 16
-    Q6_K = 17
-    IQ1_S = 18
-    IQ1_M = 19
-    IQ2_XXS = 20
-    IQ2_XS = 21
-    IQ2_S = 22
-    IQ3_XXS = 23
-    IQ3_S = 24
-    IQ4_NL = 25
-    IQ4_XS = 26
-    TQ1_0 = 27
-    TQ2_0 = 28
-    MXFP4 = 29
-    E2M1 = 30
-    S4 = 31
-    U4 = 32
-    E4M3 = 33
+    TCQ2 = 8
+    Q8_0 = 9
+    Q4_0 = 10
+    Q4_1 = 11
+    Q5_0 = 12
+    Q5_1 = 13
+    Q2_K = 14
+    Q3_K = 15
+    Q4_K = 16
+    Q5_K = 17
+    Q6_K = 18
+    IQ1_S = 19
+    IQ1_M = 20
+    IQ2_XXS = 21
+    IQ2_XS = 22
+    IQ2_S = 23
+    IQ3_XXS = 24
+    IQ3_S = 25
+    IQ4_NL = 26
+    IQ4_XS = 27
+    TQ1_0 = 28
+    TQ2_0 = 29
+    MXFP4 = 30
+    E2M1 = 31
+    S4 = 32
+    U4 = 33
+    E4M3 = 34
 
 
 class ScaleKind(IntEnum):
@@ -169,7 +170,7 @@ def quantizes() -> bool:
 
 def takes(dtype: torch.dtype, coding: Coding, out: int, in_: int, group: int) -> bool:
     """Whether the kernels compute products with a matrix (out, in_) in `dtype`. group: columns that share a scale."""
-    if coding in (Coding.INT2, Coding.INT4, Coding.INT6, *UNEVEN):
+    if coding in (Coding.INT2, Coding.INT4, Coding.INT6, Coding.TCQ2, *UNEVEN):
         fits = out % ROWS == 0 and group in GROUPS and in_ % group == 0
         fits = fits and (coding not in UNEVEN or group <= UNEVEN_GROUP)
     else:
@@ -246,6 +247,20 @@ def uneven(
         count=len(candidates), steps=steps, blocks=blocks.data_ptr(),
     )  # fmt: skip
     _native.uneven(_native.pack(job), torch.get_num_threads())
+
+
+def trellis(targets: torch.Tensor, weights: torch.Tensor, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8 (S, 16) and what they stand for, float32 (S, 64), of runs of targets in units of their scales, by
+    weighted squares of errors; both float32 (S, 64), contiguous (`formats.trellis`). exact: targets of weights above 0
+    are levels, and the codes of those very levels are found."""
+    codes = torch.empty(len(targets), ROWS // 4, dtype=torch.uint8)
+    levels = torch.empty_like(targets)
+    job = structs.Trellis(
+        targets=targets.data_ptr(), weights=weights.data_ptr(), count=len(targets), exact=exact,
+        codes=codes.data_ptr(), levels=levels.data_ptr(),
+    )  # fmt: skip
+    _native.trellis(_native.pack(job))
+    return codes, levels
 
 
 def _weights(weights: torch.Tensor) -> structs.Weights:

@@ -2,6 +2,7 @@
 
 #include <math.h>
 
+#include "clones.h"
 #include "kernels.h"
 #include "team.h"
 
@@ -26,12 +27,7 @@ void hqq_run(const Hqq *job, size_t threads) {
     team_run(&phase, 1, (void *)job, threads, TORCHS);
 }
 
-/* NL4, NL3 and NL2: plain C, compiled several times where the compiler and the system can choose among them at run time. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
+/* NL4, NL3 and NL2: plain C. */
 
 enum { ABREAST = 16 }; /* rows at a time; their groups lie side by side */
 #define EACH for (size_t i = 0; i < ABREAST; i++)

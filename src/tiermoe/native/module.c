@@ -11,6 +11,7 @@
 #include "norm.h"
 #include "prompt_attention.h"
 #include "route.h"
+#include "trellis.h"
 
 static PyMethodDef *const METHODS[] = {attention_methods, block_methods, expert_methods, packing_methods};
 
@@ -104,6 +105,7 @@ static const struct {
     {"Codes", sizeof(Codes), check_codes},
     {"Hqq", sizeof(Hqq), check_hqq},
     {"Uneven", sizeof(Uneven), check_uneven},
+    {"Trellis", sizeof(Trellis), NULL},
 };
 enum { STRUCT_COUNT = sizeof STRUCTS / sizeof *STRUCTS };
 

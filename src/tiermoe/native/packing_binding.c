@@ -1,6 +1,7 @@
-/* The Python face of encode.h. */
+/* The Python face of encode.h and trellis.h. */
 #include "binding.h"
 #include "encode.h"
+#include "trellis.h"
 
 static PyObject *hqq(PyObject *self, PyObject *args) {
     unsigned threads;
@@ -35,9 +36,20 @@ static PyObject *uneven(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *trellis(PyObject *self, PyObject *args) {
+    Trellis job;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O&", STRUCT(job))) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    trellis_run(&job);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 PyMethodDef packing_methods[] = {
     {"hqq", hqq, METH_VARARGS, "hqq(hqq, threads)"},
     {"encode", encode, METH_VARARGS, "encode(codes, threads)"},
     {"uneven", uneven, METH_VARARGS, "uneven(uneven, threads)"},
+    {"trellis", trellis, METH_VARARGS, "trellis(trellis)"},
     {NULL, NULL, 0, NULL},
 };

@@ -17,6 +17,8 @@
  *   three, and the highest bits of their nibbles are the code of the fourth column, its lowest bit in the first; in NL2 for
  *   two columns, the second in the high half of the nibbles. w = level of the code * scale. K is a multiple of the group,
  *   which is 32 or 64.
+ * TCQ2: 2-bit codes in blocks of 64 rows, 64 bytes for four columns after each other, that stand for 32 levels (trellis.h). Every
+ *   `group` columns of a row share a scale, in the order of INT6's: w = level * scale. N, K and the group are as in INT6.
  * INT8: signed bytes (N, K) and a bfloat16 scale for each row (N): w = code * scale. K is a multiple of 64.
  * BF16: bfloat16 weights (N, K). K is a multiple of 32.
  * Q8_0 to MXFP4: rows of the blocks of GGUF files (block_q8_0 to block_mxfp4): scales lie within the blocks, of 32 or 256
@@ -68,6 +70,7 @@ static inline bf16 to_bf16(float value) {
     X(NL4, nl4, 4, 128, 0, 1)   \
     X(NL3, nl3, 4, 96, 0, 1)    \
     X(NL2, nl2, 4, 64, 0, 1)    \
+    X(TCQ2, tcq2, 4, 64, 0, 1)  \
     EACH_GGUF_QUANT(X)         \
     EACH_PUBLISHED_QUANT(X)
 
@@ -187,8 +190,8 @@ static inline size_t code_bits(Coding coding) { return block_bytes(coding) / (BL
 /* Bytes of the codes of so many columns of such a block, a multiple of four. */
 static inline size_t code_bytes(Coding coding, size_t columns) { return columns * BLOCK / 8 * code_bits(coding); }
 
-/* The code of INT4, INT6 and INT2 that stands for 0, before a zero is added. */
-static inline int middle_code(Coding coding) { return 1 << (code_bits(coding) - 1); }
+/* The code of INT4, INT6 and INT2 that stands for 0, before a zero is added; of TCQ2 what its levels are kept above themselves. */
+static inline int middle_code(Coding coding) { return coding == TCQ2 ? 32 : 1 << (code_bits(coding) - 1); }
 
 enum { UNEVEN_SCALES = BLOCK * 2 }; /* bytes of a group's scales in a block */
 

@@ -307,4 +307,18 @@ class Uneven(Struct):
     )
 
 
+class Trellis(Struct):
+    """trellis.h"""
+
+    __slots__ = ()
+    _fields_ = (
+        ("targets", c_void_p),
+        ("weights", c_void_p),
+        ("count", c_size_t),
+        ("exact", c_int),
+        ("codes", c_void_p),
+        ("levels", c_void_p),
+    )
+
+
 STRUCTS: tuple[type[Struct], ...] = tuple(Struct.__subclasses__())

@@ -338,8 +338,7 @@ def _request(served: Served, asked: Asked, prepared: Prepared) -> Request:
     room, wanted = max(served.context - len(prepared.ids), 1), asked.options.num_predict
     most = min(wanted, room) if wanted is not None and wanted > 0 else room
     sampling = replace(served.sampling, max_tokens=most, **asked.options.named(most))
-    stops = (*asked.options.stops, *prepared.stops)
-    return Request(prepared.ids, sampling, stops, logprobs=asked.likeliest, special=prepared.special)
+    return prepared.request(sampling, asked.options.stops, logprobs=asked.likeliest)
 
 
 async def _stream(reply: GrowingReply, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[bytes]:

@@ -29,6 +29,7 @@ PRODUCT(int4) { block_times(INT4, matrix, block, x, prepared, tokens, out, strid
 PRODUCT(nl4) { block_times(NL4, matrix, block, x, prepared, tokens, out, stride); }
 PRODUCT(nl3) { block_times(NL3, matrix, block, x, prepared, tokens, out, stride); }
 PRODUCT(nl2) { block_times(NL2, matrix, block, x, prepared, tokens, out, stride); }
+PRODUCT(tcq2) { block_times(TCQ2, matrix, block, x, prepared, tokens, out, stride); }
 PRODUCT(int6) { block_times(INT6, matrix, block, x, prepared, tokens, out, stride); }
 PRODUCT(int2) { block_times(INT2, matrix, block, x, prepared, tokens, out, stride); }
 PRODUCT(int8) { rows_block(matrix, block, x, prepared, tokens, out, stride); }

@@ -248,7 +248,7 @@ PRODUCT(e4m3) { strips_block(matrix, block, x, prepared, tokens, out, stride); }
 
 /* What products want to know of x beforehand: its integers, of blocks of rows by spans, of blocks of GGUF files and published
  * codes of 4 bits by strips; of others the sums of groups. */
-static int of_spans(Coding coding) { return coding == INT4 || coding == INT2 || coding == INT6 || is_uneven(coding); }
+static int of_spans(Coding coding) { return coding == INT4 || coding == INT2 || coding == INT6 || coding == TCQ2 || is_uneven(coding); }
 static int of_strips(Coding coding) { return coding >= FIRST_GGUF && coding != E4M3; }
 
 static size_t prepared_floats(const Matrix *matrix) {

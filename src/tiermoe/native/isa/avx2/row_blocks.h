@@ -1,4 +1,4 @@
-/* Products with matrices that are kept in blocks of rows, on integers: INT4, INT6, INT2, NL4, NL3 and NL2.
+/* Products with matrices that are kept in blocks of rows, on integers: INT4, INT6, INT2, NL4, NL3, NL2 and TCQ2.
  *
  * The columns of a span of a token become integers (integers.h). Four columns of codes are transposed, so that each lane has
  * those of one row: its bytes at even places and those at odd ones are words, two products of which are summed in a step.
@@ -13,6 +13,7 @@
 #include <string.h>
 
 #include "../../matrix.h"
+#include "../../trellis.h"
 #include "../nibbles.h"
 #include "integers.h"
 #include "../simd.h"
@@ -127,10 +128,48 @@ INLINE __m256i column_codes(Coding coding, const uint8_t *four, int half, int i)
     return is_short(coding) ? words_and(nibbles, 0x77777777) : nibbles;
 }
 
-/* Four columns of codes. rows: in INT6 of one half, else of both, a nibble each. */
+/* The levels of TCQ2, plus 32, that bytes 0 .. 31 number. */
+INLINE __m256i trellis_looked_up(__m256i bytes) {
+    const __m256i first = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)TRELLIS_CODES));
+    const __m256i last = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)(TRELLIS_CODES + 16)));
+    const __m256i upper = _mm256_slli_epi16(bytes, 3); /* of a byte the highest bit says which table */
+    return _mm256_blendv_epi8(_mm256_shuffle_epi8(first, bytes), _mm256_shuffle_epi8(last, bytes), upper);
+}
+
+/* Four columns of TCQ2: levels, plus 32, of one half of the rows. A lane has a byte of each column, and what stands before it is one
+ * lane away. */
+INLINE void trellis_columns(const uint8_t *four, int half, __m256i rows[HALF]) {
+    const __m256i bytes[] = {words_from(four), words_from(four + 32)}, order = _mm256_setr_epi32(7, 0, 1, 2, 3, 4, 5, 6);
+    const __m256i by_one[] = {_mm256_permutevar8x32_epi32(bytes[0], order), _mm256_permutevar8x32_epi32(bytes[1], order)};
+    const __m256i in_turn = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+    const __m256i kept = _mm256_set1_epi16((short)(TRELLIS_KEPT[2 * half] & 0xFF)), high = _mm256_set1_epi16((short)0xFF00);
+    for (int n = 0; n < 2; n++) {
+        const __m256i before = _mm256_blend_epi32(by_one[n], by_one[1 - n], 1);
+        const __m256i first = words_or(_mm256_and_si256(before, kept), _mm256_slli_epi16(bytes[n], 8));
+        const __m256i second = words_or(_mm256_and_si256(_mm256_srli_epi16(before, 8), kept), _mm256_and_si256(bytes[n], high));
+        __m256i levels[2];
+        for (int i = 0; i < 2; i++) {
+            const __m256i factor = _mm256_set1_epi16((short)TRELLIS_FACTORS[2 * half + i]);
+            const __m256i low = words_and(_mm256_mulhi_epu16(first, factor), 0x001F001F);
+            const __m256i above = words_and(_mm256_slli_epi16(_mm256_mulhi_epu16(second, factor), 8), 0x1F001F00);
+            levels[i] = trellis_looked_up(_mm256_shuffle_epi8(words_or(low, above), in_turn));
+        }
+        rows[2 * n] = _mm256_permute2x128_si256(levels[0], levels[1], 0x20);
+        rows[2 * n + 1] = _mm256_permute2x128_si256(levels[0], levels[1], 0x31);
+    }
+}
+
+/* Codings of which one half of the rows is unpacked after the other. */
+static inline int by_halves(Coding coding) { return coding == INT6 || coding == TCQ2; }
+
+/* Four columns of codes. rows: in INT6 and TCQ2 of one half, else of both, a nibble each. */
 INLINE void four_columns(Coding coding, const uint8_t *codes, size_t c, int half, __m256i rows[HALF]) {
     __m256i columns[4];
     const uint8_t *four = codes + code_bytes(coding, c);
+    if (coding == TCQ2) {
+        trellis_columns(four, half, rows);
+        return;
+    }
     for (int i = 0; i < 4; i++) columns[i] = column_codes(coding, four, half, i);
     across(columns, rows);
 }
@@ -186,7 +225,7 @@ INLINE void halves_alone(Coding coding, int first, int halves, const uint8_t *co
 }
 
 INLINE void span_alone(Coding coding, const uint8_t *codes, size_t span, const SpanX *x, const Scales *scales, float *totals) {
-    if (coding != INT6) {
+    if (!by_halves(coding)) {
         halves_alone(coding, 0, 2, codes, span, x, scales, totals);
         return;
     }
@@ -237,7 +276,7 @@ INLINE void span_unpack(Coding coding, const uint8_t *codes, size_t span, __m256
         __m256i *even = panel + pair_of(c) * SUMS, *odd = even + TO_ODD * SUMS, rows[HALF];
         ask_ahead(coding, codes + code_bytes(coding, c));
         for (int half = 0; half < 2; half++) {
-            if (half == 0 || coding == INT6) four_columns(coding, codes, c, half, rows);
+            if (half == 0 || by_halves(coding)) four_columns(coding, codes, c, half, rows);
             for (int k = 0; k < HALF; k++) {
                 even[half * HALF + k] = words_of(coding, rows[k], half, 0);
                 odd[half * HALF + k] = words_of(coding, rows[k], half, 1);
@@ -314,7 +353,7 @@ INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const 
                        size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, span = span_of(matrix), groups = columns / group;
     const size_t gap = is_uneven(coding) ? UNEVEN_SCALES : 0; /* bytes from one group's codes to the next one's */
-    const size_t next = has_pairs(coding) ? 2 * matrix->rows : coding == INT6 ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
+    const size_t next = has_pairs(coding) ? 2 * matrix->rows : by_halves(coding) ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
     const uint8_t *codes = (const uint8_t *)matrix->weights + block * (code_bytes(coding, columns) + groups * gap);
     const bf16 *from = is_uneven(coding) ? (const bf16 *)codes
                                          : (const bf16 *)matrix->scales + block * BLOCK * (has_pairs(coding) ? 2 : groups);

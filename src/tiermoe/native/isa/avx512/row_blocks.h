@@ -1,8 +1,9 @@
-/* Products with matrices that are kept in blocks of rows: INT4, INT6, INT2, NL4, NL3 and NL2. */
+/* Products with matrices that are kept in blocks of rows: INT4, INT6, INT2, NL4, NL3, NL2 and TCQ2. */
 #ifndef TIERMOE_ISA_AVX512_ROW_BLOCKS_H
 #define TIERMOE_ISA_AVX512_ROW_BLOCKS_H
 
 #include "../../matrix.h"
+#include "../../trellis.h"
 #include "../simd.h"
 
 enum {
@@ -30,6 +31,12 @@ static const uint8_t FIRST_HALF[64] __attribute__((aligned(64))) = {
 /* What nibbles stand for, as VALUES. */
 static inline __m512i values_of_codes(Coding coding) {
     if (coding == INT2) return _mm512_set1_epi64(0x3F800000BF80C000); /* -2, -1, 0, 1 */
+    if (coding == TCQ2) {
+        const __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)TRELLIS_CODES)), middle = _mm512_set1_epi32(32);
+        const __m512i high = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(TRELLIS_CODES + 16)));
+        return (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(_mm512_sub_epi32(high, middle)),
+                                            _mm512_cvtepi32_ps(_mm512_sub_epi32(low, middle))); /* exact */
+    }
     if (!is_uneven(coding)) return _mm512_load_si512(VALUES);
     const __m512i levels = _mm512_cvtepi8_epi32(_mm_load_si128((const void *)uneven_levels(coding)));
     return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_cvtepi32_ps(levels))); /* exact */
@@ -94,6 +101,20 @@ static inline void int6_unpack(const uint8_t *low, const uint8_t *high, __m512i 
         const __m512i index = _mm512_ternarylogic_epi64(nibble, both, _mm512_srli_epi16(both, 6), 0xCA);
         values[r] = _mm512_permutex2var_epi16(first, index, last);
         values[r + 2] = _mm512_permutex2var_epi16(first, _mm512_srli_epi16(both, 4), last);
+    }
+}
+
+/* The same of columns 2 p and 2 p + 1 of four of TCQ2: a lane has a byte of each, and what stands before it is one lane away.
+ * An index counts by its 5 lowest bits. */
+static inline void trellis_unpack(__m512i table, const uint8_t *four, size_t p, __m512i values[REGISTERS]) {
+    const __m512i bytes = _mm512_loadu_si512(four), before = _mm512_alignr_epi32(bytes, bytes, 15);
+    const __m512i own = p ? _mm512_and_si512(bytes, _mm512_set1_epi16((short)0xFF00)) : _mm512_slli_epi16(bytes, 8);
+    const __m512i others = p ? _mm512_srli_epi16(before, 8) : before;
+    for (int r = 0; r < REGISTERS; r++) {
+        const __m512i kept = _mm512_set1_epi16((short)(TRELLIS_KEPT[r] & 0xFF));
+        const __m512i words = _mm512_ternarylogic_epi64(kept, others, own, 0xEA); /* kept & others | own */
+        const __m512i product = _mm512_mulhi_epu16(words, _mm512_set1_epi16((short)TRELLIS_FACTORS[r]));
+        values[r] = _mm512_permutexvar_epi16(product, table);
     }
 }
 
@@ -165,7 +186,9 @@ INLINE void block_tile(Coding coding, size_t tokens, const Matrix *matrix, Place
                 _mm_prefetch((const char *)(at.codes + BYTES_AHEAD + ahead), _MM_HINT_T1);
             for (size_t p = 0; p < 2; p++, x += 2) {
                 __m512i values[REGISTERS];
-                if (coding == INT6)
+                if (coding == TCQ2)
+                    trellis_unpack(table, at.codes, p, values);
+                else if (coding == INT6)
                     int6_unpack(at.codes + p * PAIR_BYTES, at.codes + 2 * PAIR_BYTES + p * HIGH_BYTES, values);
                 else
                     nibbles_unpack(table, pair_nibbles(coding, at.codes, p), values);

@@ -1,13 +1,17 @@
-/* Products with matrices that are kept in blocks of rows: INT4, INT6, INT2, NL4, NL3 and NL2. */
+/* Products with matrices that are kept in blocks of rows: INT4, INT6, INT2, NL4, NL3, NL2 and TCQ2. */
 #ifndef TIERMOE_ISA_GENERIC_ROW_BLOCKS_H
 #define TIERMOE_ISA_GENERIC_ROW_BLOCKS_H
 
 #include <string.h>
 
 #include "../../matrix.h"
+#include "../../trellis.h"
 #include "../simd.h"
 
-enum { TOGETHER = 4 }; /* tokens for which a weight is unpacked once */
+enum {
+    TOGETHER = 4,       /* tokens for which a weight is unpacked once */
+    LONGEST_GROUP = 256, /* of TCQ2 */
+};
 
 /* Byte r of column i of four, of nibbles that the codes are the lowest bits of. */
 static inline unsigned nibbles_at(Coding coding, const uint8_t *four, size_t i, size_t r) {
@@ -77,7 +81,8 @@ INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const
         float totals[TOGETHER][BLOCK] = {{0}}, part[TOGETHER][BLOCK];
         for (size_t g = 0; g < groups; g++) {
             const uint8_t *at = codes + g * apart;
-            block_group(coding, at, group, x + first * columns + g * group, columns, count, part);
+            uint8_t room[coding == TCQ2 ? LONGEST_GROUP * BLOCK * 3 / 4 : 1];
+            block_group(taken_as(coding), codes_as_taken(coding, at, group, room), group, x + first * columns + g * group, columns, count, part);
             for (size_t m = 0; m < count; m++)
                 if (is_uneven(coding))
                     scaled_group((const bf16 *)(at - UNEVEN_SCALES), part[m], totals[m]);

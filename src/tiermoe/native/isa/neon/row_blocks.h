@@ -1,4 +1,4 @@
-/* Products with matrices that are kept in blocks of rows, over Eight: INT4, INT6, INT2, NL4, NL3 and NL2.
+/* Products with matrices that are kept in blocks of rows, over Eight: INT4, INT6, INT2, NL4, NL3, NL2 and TCQ2.
  *
  * The 32 bytes of a column in INT4 are read as 8 words. Nibble n of the words, kept in its place, is the code times 16^n: it
  * becomes a float without being shifted. x is multiplied by 16^-6, so that nothing overflows, and the scale by 16^(6 - n).
@@ -16,6 +16,7 @@
 #include <string.h>
 
 #include "../../matrix.h"
+#include "../../trellis.h"
 #include "../nibbles.h"
 #include "../simd.h"
 
@@ -259,7 +260,7 @@ INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const 
     const size_t columns = matrix->columns, group = matrix->group, span = group < SPAN ? group : SPAN;
     const size_t groups = columns / group, row = has_pairs(coding) ? 2 : 1; /* numbers of a row in a group */
     const size_t gap = is_uneven(coding) ? UNEVEN_SCALES : 0; /* bytes from one group's codes to the next one's */
-    const size_t apart = has_pairs(coding) ? 2 * matrix->rows : coding == INT6 ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
+    const size_t apart = has_pairs(coding) ? 2 * matrix->rows : taken_as(coding) == INT6 ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
     const uint8_t *codes = (const uint8_t *)matrix->weights + block * (code_bytes(coding, columns) + groups * gap);
     const bf16 *pairs = is_uneven(coding) ? (const bf16 *)codes
                                       : (const bf16 *)matrix->scales + block * BLOCK * (has_pairs(coding) ? 2 : groups);
@@ -270,11 +271,14 @@ INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const 
         if (has_pairs(coding))
             paired_scales(coding, (const uint32_t *)pairs, &scales);
         else
-            scales_of(coding, pairs, &scales);
+            scales_of(taken_as(coding), pairs, &scales);
         for (size_t r = 0; r < row * BLOCK; r += 32) __builtin_prefetch(pairs + 2 * apart + r, 0, 3);
         codes += gap;
-        for (size_t s = 0; s < group; s += span, x += span, codes += code_bytes(coding, span))
-            add_span(coding, codes, span, x, columns, tokens, sums + g, groups, &scales, totals);
+        for (size_t s = 0; s < group; s += span, x += span, codes += code_bytes(coding, span)) {
+            uint8_t room[coding == TCQ2 ? SPAN * BLOCK * 3 / 4 : 1];
+            const uint8_t *taken = codes_as_taken(coding, codes, span, room);
+            add_span(taken_as(coding), taken, span, x, columns, tokens, sums + g, groups, &scales, totals);
+        }
         for (size_t m = 0; !is_uneven(coding) && m < tokens; m++) add_scaled(scales.zero, sums[m * groups + g], totals + m * BLOCK);
     }
     for (size_t m = 0; m < tokens; m++) store_block(totals + m * BLOCK, out + m * stride);
