@@ -48,6 +48,14 @@ of *two* lines, with `code`.
 
       indented
 
+1. one
+
+2. two
+
+- a list
+
++ another
+
 | a | b |
 |---|:-:|
 | 1 | 2 |

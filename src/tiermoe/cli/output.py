@@ -1,5 +1,5 @@
-"""Output beside the answer, on standard error: notes, spinners, progress and summaries. Bars appear on a terminal
-only."""
+"""Answers on standard output; notes, spinners, progress and summaries beside them on standard error. Bars and Markdown
+appear on a terminal only."""
 
 from __future__ import annotations
 
@@ -64,6 +64,31 @@ def utf8_input() -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise PromptError(f"standard input is not valid UTF-8 ({error.reason}); convert it first") from None
+
+
+def shows_markdown() -> bool:
+    """Whether standard output is a terminal that can show Markdown, and NO_COLOR does not ask for bare text."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
+
+
+@contextlib.contextmanager
+def printed(markdown: bool) -> Iterator[Callable[[str], None]]:
+    """A function that prints the pieces of an answer as they come, as `markdown` or as they are; a line break follows
+    the last one."""
+    if not markdown:
+        try:
+            yield lambda piece: print(piece, end="", flush=True)
+        finally:
+            print(flush=True)
+        return
+    from tiermoe.cli.markdown import MarkdownStream  # late, as the spinner's
+    from tiermoe.cli.terminal import Terminal
+
+    answer = MarkdownStream(Terminal())
+    try:
+        yield answer.add
+    finally:
+        answer.close()
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ function growing(element, after) {
   let text = "", shown = 0, whole = 0, last = [], waiting = false; // whole: characters of the blocks that are rendered for good
   function render() {
     const blocks = marked.lexer(text.slice(whole));
-    const finished = blocks.slice(0, Math.max(0, blocks.findLastIndex((block) => block.type !== "space")));
+    const finished = blocks.slice(0, Math.max(0, openFrom(blocks)));
     for (const node of last) node.remove();
     element.append(rendered(finished));
     last = [...rendered(blocks.slice(finished.length)).childNodes];
@@ -67,6 +67,13 @@ function growing(element, after) {
     }
     waiting = false;
   };
+}
+
+// The first block that more text may change: the last one, and a list before it that its line may go on with, like “2.”.
+function openFrom(blocks) {
+  const last = blocks.findLastIndex((block) => block.type !== "space");
+  const before = blocks.findLastIndex((block, index) => index < last && block.type !== "space");
+  return blocks[before]?.type === "list" && !blocks[last].raw.includes("\n") ? before : last;
 }
 
 function copyButton(text, label) {
