@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from itertools import pairwise
 
 from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -36,24 +37,33 @@ class MarkdownStream:
         self._text += _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), piece)
         if not self._live.is_started:
             self._live.start()
-        if "\n" in piece and (whole := self._length_of_whole_blocks()):
-            block, self._text = self._text[:whole], self._text[whole:]
-            self._print(block)
+        if "\n" in piece:
+            self._print_whole_blocks()
         if time.perf_counter() - self._drawn >= SECONDS_BETWEEN:
             self._live.refresh()
             self._drawn = time.perf_counter()
 
     def close(self) -> None:
-        """Prints the last block."""
+        """Prints the rest."""
         self._live.stop()
-        self._print(self._text)
+        for block in self._blocks(self._text):
+            self._print(block)
 
-    def _length_of_whole_blocks(self) -> int:
-        """Characters before the block that the last whole line belongs to. The next lines may go on with that block;
-        what a line belongs to is known when it is whole."""
-        lines = self._text[: self._text.rindex("\n") + 1].splitlines(keepends=True)
-        blocks = [token.map[0] for token in self._parser.parse("".join(lines)) if token.level == 0 and token.map]
-        return len("".join(lines[: blocks[-1]])) if blocks else 0
+    def _print_whole_blocks(self) -> None:
+        """All but the last block that has a whole line: with it the next lines may go on. What a line belongs to is
+        known when it is whole."""
+        end = self._text.rindex("\n") + 1
+        *whole, _ = self._blocks(self._text[:end])
+        self._text = self._text[len("".join(whole)) :]
+        for block in whole:
+            self._print(block)
+
+    def _blocks(self, text: str) -> list[str]:
+        """The text in parts, of which each is a block, with the empty lines behind it."""
+        lines = re.split("(?<=\n)", text)
+        starts = [token.map[0] for token in self._parser.parse(text) if token.level == 0 and token.map]
+        bounds = [0, *starts[1:], len(lines)]
+        return ["".join(lines[start:end]) for start, end in pairwise(bounds)]
 
     def _print(self, text: str) -> None:
         if text.strip():
@@ -68,7 +78,7 @@ class MarkdownStream:
         yield SegmentLines(self._lines(text, options)[-most:], new_lines=True)
 
     def _lines(self, text: str, options: ConsoleOptions) -> list[list[Segment]]:
-        """Lines of Markdown on the terminal, with an empty one between blocks."""
+        """Lines of a block on the terminal, after an empty one where another block is above."""
         # addresses stand beside the text of links; the terminal's own colours
         shown = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
         shown.parsed = self._parser.parse(text)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tiermoe.engine.generate import Report
     from tiermoe.model.prepare_store import Progress as ProgressCall
 
-SECONDS_BETWEEN = 10.0
+SECONDS_BETWEEN = 5.0
 """Seconds between two lines of progress, at least, where standard error is no terminal."""
 TRACEBACK = "TIERMOE_TRACEBACK"
 """Environment variable: unexpected errors end in a traceback."""
@@ -157,15 +157,18 @@ def progress_bar() -> Iterator[ProgressCall]:
 
 def prompt_progress() -> Callable[[int, int], None]:
     """A callback (tokens read, tokens of the prompt) for the chunks of a prompt: a line on a terminal, which disappears
-    when all are read; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        return lambda done, total: None
-    time_left = TimeLeft()
+    when all are read; elsewhere a line every `SECONDS_BETWEEN` until then."""
+    terminal, time_left, last = sys.stderr.isatty(), TimeLeft(), time.perf_counter()
 
     def report(done: int, total: int) -> None:
-        left = time_left(done, total)
+        nonlocal last
+        left, now = time_left(done, total), time.perf_counter()
         text = f"reading the prompt: {done:,} of {total:,} tokens{left}" if done < total else ""
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        if terminal:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        elif text and now - last >= SECONDS_BETWEEN:
+            note(text)
+            last = now
 
     return report
 
