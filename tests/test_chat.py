@@ -219,10 +219,12 @@ def test_answers_are_drawn_on_a_terminal_that_can(
 ) -> None:
     """What is drawn hides the cursor meanwhile."""
     with in_a_terminal(tiny, *words, **environment) as ours:
-        os.write(ours, b"hello\r/bye\r")
-        said = read_until(ours)
-    assert b"[1 tokens" in said
-    assert (b"\x1b[?25l" in said.partition(b"> ")[2]) == drawn
+        read_until(ours, b"> ")
+        os.write(ours, b"hello\r")
+        said = read_until(ours, b"[1 tokens", b"> ")
+        os.write(ours, b"\x04")
+        read_until(ours)
+    assert (b"\x1b[?25l" in said) == drawn
 
 
 @contextmanager
