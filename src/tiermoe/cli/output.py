@@ -81,10 +81,11 @@ def printed(markdown: bool) -> Iterator[Callable[[str], None]]:
         finally:
             print(flush=True)
         return
-    from tiermoe.cli.markdown import MarkdownStream  # late, as the spinner's
-    from tiermoe.cli.terminal import Terminal
+    from rich.console import Console  # late, as the spinner's
 
-    answer = MarkdownStream(Terminal())
+    from tiermoe.cli.markdown import MarkdownStream
+
+    answer = MarkdownStream(Console())
     try:
         yield answer.add
     finally:
