@@ -210,12 +210,29 @@ def test_earlier_messages_come_back_another_day(tiny: Path, tmp_path: Path) -> N
         read_until(ours)
 
 
+@pytest.mark.parametrize(
+    ("words", "environment", "drawn"),
+    [((), {}, True), (("--plain",), {}, False), ((), {"NO_COLOR": "1"}, False), ((), {"TERM": "dumb"}, False)],
+)
+def test_answers_are_drawn_on_a_terminal_that_can(
+    words: tuple[str, ...], environment: dict[str, str], drawn: bool, tiny: Path
+) -> None:
+    """What is drawn hides the cursor meanwhile."""
+    with in_a_terminal(tiny, *words, **environment) as ours:
+        read_until(ours, b"> ")
+        os.write(ours, b"hello\r")
+        said = read_until(ours, b"[1 tokens", b"> ")
+        os.write(ours, b"\x04")
+        read_until(ours)
+    assert (b"\x1b[?25l" in said) == drawn
+
+
 @contextmanager
-def in_a_terminal(model: Path, **environment: str) -> Iterator[int]:
+def in_a_terminal(model: Path, *more: str, **environment: str) -> Iterator[int]:
     """`tiermoe chat` in a terminal of its own: the file descriptor of the other side. It ends by itself, and well."""
     ours, its = pty.openpty()
     script = "import sys; from tiermoe.cli.main import main; sys.argv[0] = 'tiermoe'; main()"
-    words = ("chat", str(model), *FAST, "--max-tokens", "1")
+    words = ("chat", str(model), *FAST, "--max-tokens", "1", *more)
     variables = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull, **environment}
     with subprocess.Popen(
         [sys.executable, "-c", script, *words], stdin=its, stdout=its, stderr=its, env=variables

@@ -108,7 +108,9 @@ def test_the_first_run_packs_and_says_so(tiermoe_: Command, tiny: Path, tmp_path
     packing, *_, loss, _ = first.err.splitlines()
     assert packing == "packing experts (once): 24 to do"
     assert re.fullmatch(
-        r"packed: experts at 4 bits, other layers at 4 bits, lm_head at 6 bits; experts at so many bits cost "
+        r"packed [\d.]+ [KM]iB in \d+ s, once; later runs read it from "
+        + re.escape(f"{tmp_path / 'store'}: ")
+        + r"experts at 4 bits, other layers at 4 bits, lm_head at 6 bits; experts at so many bits cost "
         r"the shipped model 0\.6% of perplexity, as llama\.cpp's Q4_0 does \(docs/results\.md\); 'tiermoe eval "
         r"MODEL --text FILE' measures the loss in quality here",
         loss,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from serving import Letters
 from small_engines import NATIVE, OnRoute, engine_of, logits_of_steps, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt
+from tiermoe.cli import output
 from tiermoe.cli.output import prompt_progress
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.request_loop import BESIDE, RequestLoop
@@ -333,8 +335,14 @@ def test_a_terminal_has_a_line_that_goes_when_all_is_read(monkeypatch: pytest.Mo
     assert "\n" not in terminal.getvalue()
 
 
-def test_elsewhere_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_a_line_is_said_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = io.StringIO()
     monkeypatch.setattr(sys, "stderr", pipe)
     prompt_progress()(512, 32768)
     assert not pipe.getvalue()
+    monkeypatch.setattr(output, "SECONDS_BETWEEN", 0)
+    report = prompt_progress()
+    for done in (512, 1024, 32768):
+        report(done, 32768)
+    line = r"reading the prompt: {} of 32,768 tokens{}\n"
+    assert re.fullmatch(line.format("512", "") + line.format("1,024", r", \d+ s left"), pipe.getvalue())

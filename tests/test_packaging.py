@@ -38,7 +38,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_source_distribution_has_every_file(source: Path) -> None:
-    wanted = {"*.py", "*.pyi", "*.c", "*.h", "*.html", "*.txt", "*.yaml", "py.typed"}
+    wanted = {"*.py", "*.pyi", "*.c", "*.h", "web/**/*.*", "*.txt", "*.yaml", "py.typed"}
     files = {path.relative_to(ROOT) for pattern in wanted for path in PACKAGE.rglob(pattern)}
     files |= {Path("src/tiermoe") / SHIPPED.name / path.name for path in SHIPPED.iterdir()}
     assert len(files) > 300

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import cause, note, one_line, prompt_progress, summary, utf8_input
+from tiermoe.cli.output import cause, note, one_line, printed, prompt_progress, shows_markdown, summary, utf8_input
 from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session, read_ahead
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError, ModelError, PromptError
@@ -87,6 +87,9 @@ def chat(
     draft: opt.Draft = "lookup",
     chat_template_file: opt.ChatTemplateFile = None,
     system: Annotated[str, typer.Option(help="System prompt.", show_default=False)] = "",
+    bare: Annotated[
+        bool, typer.Option("--plain", help="Print the text of answers, on a terminal too: no Markdown.")
+    ] = False,
 ) -> None:
     """Chat with a model in its chat template. Type /help for the commands."""
     template = opt.read_template(chat_template_file)
@@ -106,18 +109,19 @@ def chat(
     if not getattr(session.tokenizer, "chat_template", None):
         note("this model has no chat template: what you type is continued as plain text")
     note("type /help for the commands, /bye to leave")
-    _Chat(session, sampling, system).loop()
+    _Chat(session, sampling, system, markdown=shows_markdown() and not bare).loop()
     session.engine.close()
 
 
 class _Chat:
     """A conversation in the terminal: replies, /commands and sampling parameters."""
 
-    def __init__(self, session: Session, sampling: Any, system: str) -> None:
+    def __init__(self, session: Session, sampling: Any, system: str, markdown: bool) -> None:
         from tiermoe.engine.chat import Conversation
 
         self._session = session
         self._sampling = sampling
+        self._markdown = markdown
         self._conversation = Conversation(session.engine, session.tokenizer, system, session.speculation)
         self._asked = ""  # the last message
         self._answered = False  # whether its answer is part of the conversation
@@ -135,19 +139,15 @@ class _Chat:
     def _answer(self, text: str) -> None:
         self._asked, self._answered = text, False
         try:
-            report = self._conversation.reply(
-                text, self._sampling, lambda piece: print(piece, end="", flush=True), prompt_progress()
-            )
+            with printed(self._markdown) as show:
+                report = self._conversation.reply(text, self._sampling, show, prompt_progress())
             self._answered = True
-            print(flush=True)
             note(summary(report))
         except KeyboardInterrupt:
-            print(flush=True)
             note("[stopped]")
         except BrokenPipeError:
             raise  # nobody reads the answer
         except Exception as error:  # whatever it is, the conversation goes on
-            print(flush=True)
             note(f"tiermoe: {one_line(cause(error))}")
 
     def _answer_instead(self, text: str) -> None:

@@ -216,7 +216,7 @@ def loss_of(engine: Any, blueprint: Blueprint) -> str:
 
 
 def packing_loss(store: Store, precisions: Sequence[str], dense: str) -> str:
-    """A line for people who have never packed: bits of the experts in `precisions` and of the dense layers under the
+    """Words for people who have never packed: bits of the experts in `precisions` and of the dense layers under the
     key `dense` (where the store has it), and the loss in quality of the lowest precision where it was measured. Empty
     where all weights are the checkpoint's own."""
     found = [f"experts at {bits} bits" for bits in (store.precisions[key].bits for key in precisions) if bits < 16]
@@ -230,7 +230,7 @@ def packing_loss(store: Store, precisions: Sequence[str], dense: str) -> str:
         return ""
     cost = _QUALITY_COST.get(min(precisions, key=lambda key: store.precisions[key].bits))
     measured = f"experts at so many bits cost the shipped model {cost} (docs/results.md); " if cost else ""
-    return f"packed: {', '.join(found)}; {measured}'tiermoe eval MODEL --text FILE' measures the loss in quality here"
+    return f"{', '.join(found)}; {measured}'tiermoe eval MODEL --text FILE' measures the loss in quality here"
 
 
 # --- decoder and kernels ---

@@ -1,5 +1,5 @@
-"""Output beside the answer, on standard error: notes, spinners, progress and summaries. Bars appear on a terminal
-only."""
+"""Answers on standard output; notes, spinners, progress and summaries beside them on standard error. Bars and Markdown
+appear on a terminal only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tiermoe.engine.generate import Report
     from tiermoe.model.prepare_store import Progress as ProgressCall
 
-SECONDS_BETWEEN = 10.0
+SECONDS_BETWEEN = 5.0
 """Seconds between two lines of progress, at least, where standard error is no terminal."""
 TRACEBACK = "TIERMOE_TRACEBACK"
 """Environment variable: unexpected errors end in a traceback."""
@@ -64,6 +64,32 @@ def utf8_input() -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise PromptError(f"standard input is not valid UTF-8 ({error.reason}); convert it first") from None
+
+
+def shows_markdown() -> bool:
+    """Whether standard output is a terminal that can show Markdown, and NO_COLOR does not ask for bare text."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not os.environ.get("NO_COLOR")
+
+
+@contextlib.contextmanager
+def printed(markdown: bool) -> Iterator[Callable[[str], None]]:
+    """A function that prints the pieces of an answer as they come, as `markdown` or as they are; a line break follows
+    the last one."""
+    if not markdown:
+        try:
+            yield lambda piece: print(piece, end="", flush=True)
+        finally:
+            print(flush=True)
+        return
+    from rich.console import Console  # late, as the spinner's
+
+    from tiermoe.cli.markdown import MarkdownStream
+
+    answer = MarkdownStream(Console())
+    try:
+        yield answer.add
+    finally:
+        answer.close()
 
 
 @contextlib.contextmanager
@@ -132,15 +158,18 @@ def progress_bar() -> Iterator[ProgressCall]:
 
 def prompt_progress() -> Callable[[int, int], None]:
     """A callback (tokens read, tokens of the prompt) for the chunks of a prompt: a line on a terminal, which disappears
-    when all are read; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        return lambda done, total: None
-    time_left = TimeLeft()
+    when all are read; elsewhere a line every `SECONDS_BETWEEN` until then."""
+    terminal, time_left, last = sys.stderr.isatty(), TimeLeft(), time.perf_counter()
 
     def report(done: int, total: int) -> None:
-        left = time_left(done, total)
+        nonlocal last
+        left, now = time_left(done, total), time.perf_counter()
         text = f"reading the prompt: {done:,} of {total:,} tokens{left}" if done < total else ""
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        if terminal:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        elif text and now - last >= SECONDS_BETWEEN:
+            note(text)
+            last = now
 
     return report
 

@@ -91,7 +91,7 @@ def pack(
         nbytes = sum(extent.nbytes for layer in found.layers for extent in layer.extents)
         note(f"{precision} bits: {format_size(nbytes)}" + (" (served from the checkpoint, no copy)" * found.in_place))
         if loss := packing_loss(packed, [key], dense[precision]):
-            note(loss)
+            note(f"packed: {loss}")
     print(packed.root)
 
 

@@ -91,11 +91,12 @@ def open_session(
         context = context_for(tokenizer, blueprint)
         if context is not None and options.get("context") is None:
             options = {**options, "context": context}
-    packed: set[str] = set()
+    packed_before = _packed_bytes(root)
+    times: list[float] = []
     with progress_bar() as progress:
 
         def packing(what: str, done: int, total: int) -> None:
-            packed.add(what)
+            times[1:] = [time.perf_counter()]
             progress(what, done, total)
             if on_progress is not None:
                 on_progress(what, done, total)
@@ -110,9 +111,9 @@ def open_session(
         speculation = _speculation(draft, drafting, engine, packing)
     if kept is None and template is None:
         leave_tokenizer(blueprint, root, tokenizer)
-    loss = loss_of(engine, blueprint)
-    if packed and loss:
-        note(loss)
+    if times and (packed := _packed_bytes(root) - packed_before) > 0:
+        took = f"packed {format_size(packed)} in {times[-1] - times[0]:.0f} s, once; later runs read it from {root}"
+        note(": ".join(filter(None, (took, loss_of(engine, blueprint)))))
     plan = engine.plan
     if options.get("memory") is None:
         note(f"memory: {format_size(plan.budget)}, {plan.budget_source}; --memory sets another bound")
@@ -120,6 +121,11 @@ def open_session(
     for warning in filter(None, (slow, *beyond_this_machine(asked), *plan.warnings, *engine.service.second.notes)):
         note(f"note: {warning}")
     return Session(engine, tokenizer, time.perf_counter() - started, speculation)
+
+
+def _packed_bytes(root: Path) -> int:
+    """Bytes of the packed experts and dense layers in the folder of a store, which may not be there yet."""
+    return sum(file.stat().st_size for kind in ("experts-*", "dense-*") for file in root.glob(kind))
 
 
 def _planned_draft(

@@ -1,4 +1,4 @@
-"""Page at `/`: chat, and a view of the experts. One file, which connects to its own server alone."""
+"""Page at `/`: chat, and a view of the experts. One document, which connects to its own server alone."""
 
 from __future__ import annotations
 
@@ -10,25 +10,37 @@ from importlib.resources import files
 
 from starlette.responses import HTMLResponse
 
+_STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
+_SCRIPT = re.compile(r'<script src="([^"]+)"></script>')
+
 
 @cache
 def _html() -> str:
-    return files("tiermoe.serve").joinpath("page.html").read_text(encoding="utf-8")
+    """`web/page.html` with the files that it names in their places."""
+    html = _STYLE.sub(lambda found: f"<style>\n{_file(found[1])}</style>", _file("page.html"))
+    return _SCRIPT.sub(lambda found: f"<script>\n{_file(found[1])}</script>", html)
+
+
+def _file(name: str) -> str:
+    return files("tiermoe.serve").joinpath("web", name).read_text(encoding="utf-8")
 
 
 @cache
 def _policy() -> str:
-    """Content policy of the page: its own script, its own style, its own server."""
+    """Content policy of the page: its own scripts, its own style, its own server. HTML is made of text by DOMPurify
+    alone."""
     return (
-        f"default-src 'none'; script-src {_hash('script')}; style-src {_hash('style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src {_hashes('script')}; style-src {_hashes('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types dompurify"
     )
 
 
-def _hash(element: str) -> str:
-    """Hash of the text of the page's only `element`, as a policy names it."""
-    (text,) = re.findall(f"<{element}>(.*?)</{element}>", _html(), re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def _hashes(element: str) -> str:
+    """Hashes of the texts of the page's elements of one name, as a policy names them."""
+    texts = re.findall(f"<{element}>(.*?)</{element}>", _html(), re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 def page() -> HTMLResponse:

@@ -1,0 +1,105 @@
+"use strict";
+const by = (id) => document.getElementById(id);
+let key = sessionStorage.getItem("tiermoe:key") || "";
+let model = "", context = 0; // its name, and the most tokens of a conversation
+
+// An element; children that are strings are text, never HTML.
+function make(name, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(name), properties);
+  element.append(...children);
+  return element;
+}
+
+// What is told already is not told again by a screen reader.
+function tell(id, text) {
+  if (by(id).textContent !== text) by(id).textContent = text;
+}
+
+function notice(text, bad = false) {
+  tell("notice", text);
+  by("notice").hidden = !text;
+  by("notice").classList.toggle("error", bad);
+}
+
+// The server
+
+const sleep = (milliseconds) => new Promise((wake) => setTimeout(wake, milliseconds));
+
+async function ask(path, options = {}) {
+  const headers = { "Content-Type": "application/json" };
+  if (key) headers.Authorization = "Bearer " + key;
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("The server does not answer. Is it still running?");
+  }
+  if (response.ok) return response;
+  const body = await response.json().catch(() => null);
+  if (response.status === 401) askForKey();
+  const why = body?.error?.message || "the server answered with status " + response.status;
+  throw Object.assign(new Error(sentence(why)), { body });
+}
+
+const sentence = (text) => text[0].toUpperCase() + text.slice(1) + ".";
+
+function askForKey() {
+  if (!by("key-form").hidden) return;
+  by("key-form").hidden = false;
+  by("key").value = key;
+  by("key").focus();
+}
+
+// The data of a stream's events, as they come.
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const lines = (held + value).split("\n");
+    held = lines.pop();
+    for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6).trim();
+  }
+}
+
+async function untilLoaded() {
+  for (;;) {
+    try {
+      await ask("health");
+      return;
+    } catch (error) {
+      const progress = error.body?.progress;
+      if (error.body?.status !== "loading") notice(error.message, true);
+      else notice("The model is being loaded" + (progress ? ": " + told(progress) : "") + " …");
+    }
+    await sleep(1000);
+  }
+}
+
+const told = ({ what, done, total }) => what + (total ? ", " + Math.floor(100 * done / total) + " %" : "");
+
+async function start() {
+  await untilLoaded();
+  notice("");
+  try {
+    const { data } = await (await ask("v1/models")).json();
+    [model, context] = [data[0].id, data[0].max_model_len];
+    by("model").textContent = model;
+    document.title = model + " – tiermoe";
+    by("key-form").hidden = true;
+    followed(showThread); // answers have the model's name
+  } catch (error) {
+    notice(error.message, true);
+  }
+}
+
+by("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key = by("key").value;
+  sessionStorage.setItem("tiermoe:key", key);
+  by("key-form").hidden = true;
+  start();
+});
+
