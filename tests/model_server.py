@@ -1,18 +1,16 @@
-"""A model's server that costs nothing: `python model_server.py SOCKET NAME BYTES [SECONDS] [FAULT]`, for tests of what
+"""A model's server that costs nothing: `python model_server.py SOCKET NAME BYTES [FILE] [FAULT]`, for tests of what
 starts, asks and ends such servers.
 
-It loads for so many seconds. With a fault it ends instead, and says it. A request's `hold` names a file without which it
-is not answered; `crash` ends the process."""
+It is loaded once the file is there. With a fault it ends instead, and says it. A request's `hold` names a file without
+which it is not answered; `crash` ends the process."""
 
 import asyncio
 import json
 import os
 import signal
 import sys
-import time
 
-path, name, nbytes, seconds, fault = [*sys.argv[1:], *("0", "")][:5]
-loaded_at = time.monotonic() + float(seconds)
+path, name, nbytes, awaited, fault = [*sys.argv[1:], *("", "")][:5]
 running = 0
 ending = asyncio.Event()
 
@@ -25,7 +23,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     where = head.split()[1]
     running += 1
     try:
-        if where.startswith("/health") and time.monotonic() < loaded_at:
+        if where.startswith("/health") and awaited and not os.path.exists(awaited):
             send(writer, 503, {"status": "loading", "progress": {"what": "packing", "done": 1, "total": 2}})
         elif asked.get("stream"):
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")

@@ -324,7 +324,7 @@ class _State(Collector):
         yield CounterMetricFamily(
             "tiermoe:requests_refused", "Requests that found too little memory", self._router.refused
         )
-        families = (
+        families: tuple[GaugeMetricFamily | CounterMetricFamily, ...] = (
             GaugeMetricFamily("tiermoe:model_loaded", "Whether a model is loaded", labels=["model"]),
             GaugeMetricFamily("tiermoe:model_memory_budget_bytes", "Its part of the budget", labels=["model"]),
             GaugeMetricFamily("tiermoe:model_requests_running", "Its requests", labels=["model"]),
