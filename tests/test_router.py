@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from serving import KEY, running
+from serving import KEY, running, until
 from tiermoe.serve import router
 from tiermoe.serve.guards import Hosts
 from tiermoe.serve.loaded_models import LoadedModels, Model
@@ -25,14 +24,6 @@ from tiermoe.serve.model_process import ModelProcess
 
 SERVER = Path(__file__).parent / "model_server.py"
 PATIENCE_S = 120  # the machine may be busy
-
-
-def until(what: Callable[[], Any]) -> Any:
-    limit = time.monotonic() + PATIENCE_S
-    while not (found := what()):
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-    return found
 
 
 class Front:
@@ -148,7 +139,7 @@ def test_a_model_waits_for_running_answers_and_later_requests_wait_behind_it(tmp
         first = here.later("a", hold=str(tmp_path / "first"))
         until(lambda: here.of("a")["running"])
         other = here.later("b", hold=str(tmp_path / "other"))
-        until(lambda: "b waits for 1 running answers of a" in (here.stats()["doing"] or ""))
+        until(lambda: "waiting for the running answers of a (1)" in (here.stats()["doing"] or ""))
         second = here.later("a")
         assert not other.done()
         assert not second.done()  # though a is loaded
@@ -286,7 +277,7 @@ def test_requests_wait_in_a_queue_with_a_bound(tmp_path: Path) -> None:
         first = here.later("a")
         told = here.ask("a")
         assert (told.status_code, told.headers["Retry-After"]) == (503, "5")
-        assert "1 requests wait for models" in told.json()["error"]["message"]
+        assert "1 requests wait for a model" in told.json()["error"]["message"]
         (tmp_path / "loaded").touch()
         assert first.result().json()["by"] == "a"
 

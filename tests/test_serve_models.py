@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -19,6 +17,7 @@ import torch
 from benchmarks.serving import free_port
 from benchmarks.several_models import Memory
 from commands import Command
+from serving import until
 from tiermoe.config import parse_size
 from tiermoe.model.hf.hub import load_tokenizer
 from tiny import oracle
@@ -34,14 +33,6 @@ PROMPT = "Once upon a time"
 def models(tiny_model: Callable[..., Path]) -> dict[str, Path]:
     """Family → a checkpoint."""
     return {family: tiny_model(family, torch.float32) for family in FAMILIES}
-
-
-def until(what: Callable[[], Any]) -> Any:
-    limit = time.monotonic() + PATIENCE_S
-    while not (found := what()):
-        assert time.monotonic() < limit
-        time.sleep(0.05)
-    return found
 
 
 @contextmanager

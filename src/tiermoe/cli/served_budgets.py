@@ -24,30 +24,31 @@ def ask(asked: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _answer(models: list[str], options: dict[str, Any], kv_memory: int | None) -> dict[str, Any]:
+def _answer(models: list[str], options: dict[str, Any], kv_memory: str | None) -> dict[str, Any]:
     """The memory budget with its source, and for each model the budgets that it can use, or why it can use none."""
     import tiermoe.serve.app  # noqa: F401 — a server holds it when it plans
-    from tiermoe.config import settings
+    from tiermoe.config import parse_size, settings
     from tiermoe.engine.budget import memory_budget
 
     asked = settings(**options)
+    kv_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
     budget, source = memory_budget(asked)
     ranges = []
     for model in models:
         try:
-            ranges.append(_range(model, asked, "batch" in options, kv_memory))
+            ranges.append(_range(model, asked, "batch" in options, kv_bytes))
         except Exception as error:
             ranges.append({"problem": cause(error)})
     return {"budget": budget, "source": source, "ranges": ranges}
 
 
-def _range(model: str, asked: Any, batch_named: bool, kv_memory: int | None) -> dict[str, Any]:
+def _range(model: str, asked: Any, batch_named: bool, kv_bytes: int | None) -> dict[str, Any]:
     from tiermoe.model.hf.hub import inspect_without_download
     from tiermoe.serve.batch_limits import budget_range, require_decoder
 
     blueprint, _ = inspect_without_download(model, asked.store)
     require_decoder(blueprint)
-    return asdict(budget_range(blueprint, asked, batch_named, kv_memory))
+    return asdict(budget_range(blueprint, asked, batch_named, kv_bytes))
 
 
 def main() -> None:

@@ -117,7 +117,11 @@ class LoadedModels:
         if model.process is not None and model.loaded and not model.leaving:
             return self._begun(model, model.process)
         if len(self._waiting) >= self._most_waiting:
-            raise Refused(503, f"{len(self._waiting)} requests wait for models; ask again later", kind="server_error")
+            raise Refused(
+                503,
+                f"{len(self._waiting)} requests wait for a model, which is all that may; ask again later",
+                kind="server_error",
+            )
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((model, turn))
         self._working = self._working or asyncio.create_task(self._work())
@@ -185,10 +189,10 @@ class LoadedModels:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._until_idle()):
                     await self._changed.wait()
-            for model in self._idle():
-                if self._keep_alive_s is not None and time.monotonic() - model.used >= self._keep_alive_s:
-                    await self._unload(model)
-                    self._note(f"unloaded {model.name}, idle for {self._keep_alive_s:g} s")
+            if self._until_idle() == 0:
+                idle = min(self._idle(), key=lambda each: each.used)
+                await self._unload(idle)
+                self._note(f"unloaded {idle.name}, idle for {self._keep_alive_s:g} s")
 
     async def _bring(self, model: Model) -> None:
         """Loads a model, and lets the requests for it go on. Gives up where all clients leave before it is begun."""
@@ -230,7 +234,7 @@ class LoadedModels:
         """Waits until a model has answered what it has begun; False where nobody waits for `wanted` any more."""
         model.leaving = True
         while model.running:
-            self.doing = f"{wanted.name} waits for {model.running} running answers of {model.name}"
+            self.doing = f"waiting for the running answers of {model.name} ({model.running})"
             self._changed.clear()
             await self._changed.wait()
             if not self._wanted(wanted):

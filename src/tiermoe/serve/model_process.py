@@ -16,6 +16,7 @@ from tiermoe.config import format_size
 _LOOK_S = 0.2  # between two looks whether the model is loaded
 _ENDING_S = 60  # for a process to end by itself: answers under way, prefixes to be written, connections
 _LINE = 16 << 10  # bytes of a line on standard error; a longer one is cut
+_ERROR = "tiermoe: "  # begins the last line of a command that fails
 
 
 class LoadError(Exception):
@@ -39,7 +40,7 @@ class ModelProcess:
         self.progress = ""  # of loading, in words
         self._words, self._socket, self._said = words, socket, said
         self._process: asyncio.subprocess.Process | None = None
-        self._last = ""  # line on standard error
+        self._error = ""  # in which the command has ended
         self._reading: asyncio.Task[None] | None = None
 
     async def load(self) -> None:
@@ -89,9 +90,8 @@ class ModelProcess:
         """Why the process has ended, in words."""
         code = None if self._process is None else self._process.returncode
         if code is not None and code < 0:
-            where = f" within {format_size(self.nbytes)}" if self.nbytes else ""
-            return f"its process was ended by signal {-code}{where}"
-        return self._last.removeprefix("tiermoe: ") or f"its process has ended with exit code {code}"
+            return f"its process was ended by signal {-code}; its budget was {format_size(self.nbytes)}"
+        return self._error or f"its process has ended with exit code {code}"
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Hands on what the process says, to its end."""
@@ -106,7 +106,7 @@ class ModelProcess:
             if not line:
                 return
             if text := line.decode(errors="replace").strip():
-                self._last = text
+                self._error = text.removeprefix(_ERROR) if text.startswith(_ERROR) else ""
                 self._said(text)
 
 
