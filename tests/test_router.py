@@ -3,6 +3,8 @@ servers are `model_server.py`; `test_serve_models` has real ones."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -354,3 +356,15 @@ def test_other_pages_ask_where_they_are_allowed() -> None:
         told = here.http.get("/health", headers={"Origin": "http://localhost:3000"})
         assert told.headers["Access-Control-Allow-Origin"] == "http://localhost:3000"
         assert here.http.get("/").headers["Content-Security-Policy"]
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_page_has_a_choice_of_models(tmp_path: Path) -> None:
+    with front({"a": (40, 40), "b <i>": (40, 40)}) as here:
+        command = [
+            "chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}",
+            "--virtual-time-budget=3000", "--dump-dom", str(here.http.base_url),
+        ]  # fmt: skip
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert '<select id="models" aria-label="Model"><option>a</option><option>b &lt;i&gt;</option></select>' in shown
+        assert here.status() == "uu"

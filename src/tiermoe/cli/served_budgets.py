@@ -43,12 +43,15 @@ def _answer(models: list[str], options: dict[str, Any], kv_memory: str | None) -
 
 
 def _range(model: str, asked: Any, batch_named: bool, kv_bytes: int | None) -> dict[str, Any]:
-    from tiermoe.model.hf.hub import inspect_without_download
+    from tiermoe.model.hf.hub import inspect_without_download, load_tokenizer
     from tiermoe.serve.batch_limits import budget_range, require_decoder
 
-    blueprint, _ = inspect_without_download(model, asked.store)
+    blueprint, download = inspect_without_download(model, asked.store)
     require_decoder(blueprint)
-    return asdict(budget_range(blueprint, asked, batch_named, kv_bytes))
+    tokenizer = load_tokenizer(blueprint.directory) if download is None else None
+    found = asdict(budget_range(blueprint, asked, batch_named, kv_bytes))
+    del tokenizer  # held until here: a server holds it when it plans
+    return found
 
 
 def main() -> None:
