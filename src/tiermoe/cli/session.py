@@ -103,7 +103,9 @@ def open_session(
 
         asked, use = settings(**options), USUAL
         if served:
-            asked, use = _as_served(blueprint, asked, "batch" in options, kv_memory)
+            from tiermoe.serve.batch_limits import as_served
+
+            asked, use = as_served(blueprint, asked, "batch" in options, kv_memory, note)
         drafting = None
         if draft not in ("lookup", "none"):
             drafting, asked = _planned_draft(draft, tokenizer, blueprint, asked)
@@ -182,17 +184,6 @@ def beyond_this_machine(asked: Settings) -> Iterator[str]:
             f"--threads {asked.threads} is more than the {cores} processors that this process may run on; threads then "
             "wait for each other"
         )
-
-
-def _as_served(blueprint: Any, asked: Any, batch_named: bool, kv_memory: int | None) -> tuple[Any, Any]:
-    """(settings, use) of a server."""
-    from tiermoe.serve.batch_limits import MOST_AT_ONCE, use_of_server, with_room
-
-    use = use_of_server(blueprint, asked)
-    if kv_memory is None:
-        return (asked, use) if batch_named else with_room(blueprint, asked, use, note)
-    batch = asked.batch if batch_named else MOST_AT_ONCE
-    return replace(asked, batch=batch), replace(use, kv_memory=kv_memory)
 
 
 def make_sampling(**values: Any) -> Any:
