@@ -160,7 +160,7 @@ def test_ollamas_clients_find_all_models_and_name_them_with_a_tag() -> None:
         assert here.http.get("/api/ps").json() == {"models": []}
         for body in ({"model": "b:latest"}, {"name": "b"}):
             answer = here.http.post("/api/show", json=body).json()
-            assert (answer["by"], answer["asked"]["model"], answer["where"]) == ("b", "b", "/api/show")
+            assert (answer["by"], answer["asked"]["model"], answer["where"].rstrip("?")) == ("b", "b", "/api/show")
         assert [each["name"] for each in here.http.get("/api/ps").json()["models"]] == ["b"]
         assert here.http.get("/api/version").json()["version"]
         refused = here.http.post("/api/chat", json={"model": "c"})
