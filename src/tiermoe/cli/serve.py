@@ -106,7 +106,7 @@ def serve(
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
     _need_libraries()
     if replicas > 1 and draft not in ("lookup", "none"):
-        raise ConfigError("a draft model belongs to one process; leave --draft or --replicas out")
+        raise ConfigError("a draft model, or an MTP head, belongs to one process; leave --draft or --replicas out")
     if replicas > 1 and prefix_disk is not None:
         raise ConfigError("--prefix-disk belongs to one process; leave it out, or --replicas")
     disk_bytes = _prefix_disk_bytes(prefix_disk, prefix_disk_size)

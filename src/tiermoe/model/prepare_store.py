@@ -19,6 +19,7 @@ from tiermoe.formats.store import (
     Store,
     check_dense_file,
     check_files,
+    joined,
     open_store,
     pack_anew,
     precision_key,
@@ -28,7 +29,7 @@ from tiermoe.formats.stores import TABLE
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.dense import pack_dense, recipe_key
 from tiermoe.model.dense import packing_bytes as dense_packing_bytes
-from tiermoe.model.hf.blueprint import Blueprint, chosen_store_root
+from tiermoe.model.hf.blueprint import MTP_FOLDER, Blueprint, chosen_store_root
 from tiermoe.platform.process_memory import PACKING_HEAP, heap_for_packing
 from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Extent, MoeLayer, Need, Phase
@@ -43,13 +44,19 @@ def is_store(path: Path) -> bool:
 
 
 def store_root(blueprint: Blueprint, chosen: Path | None) -> Path:
-    """The folder of the blueprint's store: the chosen one, or the one in the user's cache."""
-    return chosen_store_root(blueprint.directory, blueprint.name, blueprint.checkpoint.fingerprint(), chosen)
+    """The folder of the blueprint's store: the chosen one, or the one in the user's cache; of an MTP head, a folder in
+    its model's."""
+    root = chosen_store_root(blueprint.directory, blueprint.name, blueprint.checkpoint.fingerprint(), chosen)
+    return root if blueprint.trunk is None else root / MTP_FOLDER
 
 
 def found_store(blueprint: Blueprint, chosen: Path | None) -> Store | None:
     """The store in the folder of the blueprint's, whichever checkpoint it is of; None where none can be read. Where
-    experts are used as they were published, the store need not be there."""
+    experts are used as they were published, the store need not be there. The stores of a model's parts are one
+    (`store.joined`)."""
+    if blueprint.parts:
+        trunk, head = (found_store(part, chosen) for part in blueprint.parts)
+        return None if trunk is None or head is None else joined(trunk, head)
     root = store_root(blueprint, chosen)
     try:
         return _with_own(open_store(root), blueprint)
