@@ -16,8 +16,8 @@ from tiermoe.engine.load import start
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.mtp_blueprint import with_mtp
 
-BESIDE = ("enorm", "hnorm", "eh_proj", "post_norm")
-"""What `MtpLayer` has beside its decoder layer."""
+BESIDE = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"}
+"""What `MtpLayer` has beside its decoder layer → its name in a checkpoint."""
 
 
 def write(directory: Path, family: str, dtype: torch.dtype, **changes: Any) -> Any:
@@ -26,24 +26,29 @@ def write(directory: Path, family: str, dtype: torch.dtype, **changes: Any) -> A
     layers = tiny.config_of(family, **changes).num_hidden_layers
     tiny.write(directory, family, dtype, **changes)
     whole = tiny.oracle(directory, family, dtype)
-    layer = whole.model.layers.pop(-1)
-    norm = type(whole.model.norm)
-    head = MtpLayer(whole.config, type(layer), norm, layers - 1).to(dtype).eval()
+    head = head_of(whole)
+    whole.model.layers.pop(-1)
+    _add_head(directory, head, layers - 1)
+    return whole, head
+
+
+def head_of(whole: Any) -> Any:
+    """A random head, as transformers computes it, around the last layer of a model."""
+    layer, norm = whole.model.layers[-1], type(whole.model.norm)
+    head = MtpLayer(whole.config, type(layer), norm, whole.config.num_hidden_layers - 1).to(whole.dtype).eval()
     head.mtp_block = layer
     torch.manual_seed(9)
     with torch.no_grad():
         for name in BESIDE:
             weight = getattr(head, name).weight
             torch.nn.init.normal_(weight, std=0.1) if weight.dim() > 1 else torch.nn.init.uniform_(weight, 0.5, 1.5)
-    _add_head(directory, head, layers - 1)
-    return whole, head
+    return head
 
 
 def _add_head(directory: Path, head: Any, layer: int) -> None:
     file = directory / "model.safetensors"
     tensors, prefix = load_file(file), f"model.layers.{layer}"
-    names = dict(zip(BESIDE, ("enorm", "hnorm", "eh_proj", "shared_head.norm"), strict=True))
-    tensors |= {f"{prefix}.{name}.weight": getattr(head, own).weight.detach().clone() for own, name in names.items()}
+    tensors |= {f"{prefix}.{name}.weight": getattr(head, own).weight.detach().clone() for own, name in BESIDE.items()}
     save_file(tensors, file, {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config["num_hidden_layers"] = layer

@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import gguf_files
 import mtp_models
 from mtp_models import blueprint_with_head, engine_with_head
 from native_experts import native_changes
@@ -219,6 +221,32 @@ def test_experts_in_place(tmp_path: Path) -> None:
     engine.step(Batch((prompt(cache.open(), ids[:19]),)), cache)
     expected = mtp_models.drafts(model, head, ids, 1)[0]
     torch.testing.assert_close(engine.draft(Place(cache, 0, 19), ids[19]).logits, expected, rtol=5e-2, atol=0.15)
+    engine.close()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_head_of_a_gguf_file(tmp_path: Path, own: bool) -> None:
+    """NextN's tensors as llama.cpp's converter writes them, in the file's types or packed."""
+    model = gguf_files.model_of("glm4_moe", **SIZES["glm4_moe"])
+    head, layers = mtp_models.head_of(model), model.model.layers
+    layers[-1].shared_head = torch.nn.Module()
+    for name, called in mtp_models.BESIDE.items():
+        parent, _, child = called.rpartition(".")
+        layers[-1].get_submodule(parent).add_module(child, getattr(head, name))
+    file = gguf_files.write(
+        tmp_path / "tiny.gguf", model, "glm4_moe", gguf_files.kinds("q8_0"),
+        glm4moe__nextn_predict_layers=gguf.GGUFValue(1, gguf.GGUFValueType.UINT32),
+    )  # fmt: skip
+    model.model.layers = layers[:-1]
+    store, packed = tmp_path / "store", {} if own else {"bits": 8, "dense_bits": 8}
+    blueprint = blueprint_with_head(file, store)
+    engine = start(blueprint, settings(memory="4GiB", device="cpu", store=store, context=120, **packed))
+    ids, cache = tokens(20), engine.new_cache()
+    engine.step(Batch((prompt(cache.open(), ids[:19]),)), cache)
+    expected = mtp_models.drafts(model, head, ids, 1)[0]
+    found = engine.draft(Place(cache, 0, 19), ids[19]).logits.float()
+    assert torch.nn.functional.cosine_similarity(found, expected, dim=0) > 0.99
+    assert found[expected.argmax()] > found.max() - 0.3
     engine.close()
 
 

@@ -112,7 +112,11 @@ class Blueprint:
         process_memory.import_modelling_code()
         from tiermoe.model.hf.skeleton import Skeleton  # late: it imports transformers' modelling code
 
-        return Skeleton(self.family, self.model_class, self.configs.built, self.dtype, self.checkpoint, self.name)
+        return Skeleton(self.family, self.model_class, self.configs.built, self.dtype, self._of_layers(), self.name)
+
+    def _of_layers(self) -> Checkpoint | GgufCheckpoint:
+        """The checkpoint, with tensors that transformers' model has."""
+        return self.checkpoint
 
     @functools.cached_property
     def comes_quantized(self) -> bool:

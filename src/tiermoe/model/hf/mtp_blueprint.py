@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tiermoe.errors import ModelError
+from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.outline import DenseTensor, Outline, read_outline
+from tiermoe.formats.safetensors import Checkpoint
 from tiermoe.model.families.table import decodes
+from tiermoe.model.gguf.outline import outline_of_head
+from tiermoe.model.gguf.parameters import mtp_parameters
 from tiermoe.model.hf.blueprint import MTP_FOLDER, Blueprint, check_outline, chosen_store_root
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.model_config import lengthened, with_mtp_head
@@ -44,8 +48,12 @@ def with_mtp(blueprint: Blueprint, store: Path | None) -> Blueprint:
             f"those of {', '.join(FAMILIES)}; {_INSTEAD}"
         )
     config = with_mtp_head(blueprint.config)
+    whole = checkpoint = blueprint.checkpoint
+    if isinstance(whole, GgufCheckpoint):
+        own = mtp_parameters(whole.file)
+        checkpoint, whole = GgufCheckpoint(whole.file, own), GgufCheckpoint(whole.file, {**whole.parameters, **own})
     prefix = _prefix(config)
-    if not any(key.startswith(prefix) for key in blueprint.checkpoint.tensors):
+    if not any(key.startswith(prefix) for key in checkpoint.tensors):
         raise ModelError(
             f"the checkpoint in {blueprint.directory} has no MTP head: no tensor of it begins with {prefix}; some are "
             f"published without; {_INSTEAD}"
@@ -54,10 +62,11 @@ def with_mtp(blueprint: Blueprint, store: Path | None) -> Blueprint:
     known = read_outline(root / MTP_FOLDER, blueprint.origin)
     head = MtpBlueprint(
         blueprint.directory, blueprint.name, config, blueprint.family, blueprint.dtype,
-        blueprint.checkpoint, known, blueprint.origin, trunk=blueprint,
+        checkpoint, known, blueprint.origin, trunk=blueprint,
     )  # fmt: skip
     check_outline(head.outline, head.checkpoint, head.directory)
-    return replace(blueprint, config=head.config, known=_both(blueprint.outline, head.outline), parts=(blueprint, head))
+    outline = _both(blueprint.outline, head.outline)
+    return replace(blueprint, config=config, checkpoint=whole, known=outline, parts=(blueprint, head))
 
 
 def _both(trunk: Outline, head: Outline) -> Outline:
@@ -81,8 +90,10 @@ class MtpBlueprint(Blueprint):
         """The head's layer, and what is before and behind it. ModelError where the checkpoint lacks a tensor."""
         if self.known is not None:
             return self.known
-        whole, prefix = self._built.outline(), _prefix(self.config)
-        beside = beside_layer(self.config)
+        beside, prefix = beside_layer(self.config), _prefix(self.config)
+        if isinstance(self.checkpoint, GgufCheckpoint):
+            return outline_of_head(self.checkpoint, self.config, self.dtype, beside)
+        whole = self._built.outline()
         tensors = {path: tensor for path, tensor in whole.tensors.items() if path.startswith(prefix)}
         tensors |= {
             path: DenseTensor(path if path in self.checkpoint else None, shape, self.dtype, self.dtype)
@@ -124,6 +135,14 @@ class MtpBlueprint(Blueprint):
     @property
     def experts(self) -> Any:
         return LastLayer(super().experts)
+
+    def _of_layers(self) -> Checkpoint | GgufCheckpoint:
+        trunk = None if self.trunk is None else self.trunk.checkpoint
+        if not isinstance(self.checkpoint, GgufCheckpoint) or not isinstance(trunk, GgufCheckpoint):
+            return self.checkpoint
+        beside = beside_layer(self.config)
+        layer = {path: each for path, each in self.checkpoint.parameters.items() if path not in beside}
+        return GgufCheckpoint(self.checkpoint.file, {**trunk.parameters, **layer})
 
 
 class LastLayer:
