@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import gguf_files
 import mtp_models
+from commands import Command
+from fake_link import SHAPE, FakeLink, Said, keys, run
 from mtp_models import blueprint_with_head, engine_with_head
 from native_experts import native_changes
 from serving import Letters, WrappedEngine
@@ -33,6 +35,9 @@ from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.speculation import Place
 from tiermoe.errors import ConfigError, LoadError, ModelError
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.offload.assembly import PrecisionSlots, assemble
+from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
+from tiermoe.systems import compose
 
 FAMILIES = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "deepseek_v32")
 LATENT = {
@@ -172,6 +177,40 @@ def test_drafts_of_a_forked_sequence_are_the_same_model_s(engine: Any) -> None:
     assert torch.nn.functional.cosine_similarity(one.float(), two.float(), dim=0) > 0.9
 
 
+class Recorded(PrefetchTrial):
+    """A trial in which every pass prefetches; keeps what it learns."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+        self.seconds = list[float]()
+
+    def record(self, seconds: float, layer_s: float = 0.0) -> None:
+        self.seconds.append(seconds)
+
+
+def test_a_pass_that_drafts_reads_nothing_ahead_and_is_not_timed() -> None:
+    """Of three layers the last one is a head's: passes through the two others are timed, and nothing is predicted for
+    it."""
+    trial, link = Recorded(), FakeLink()
+    scheduler = assemble(
+        compose("default", {"prefetch": "next-gate"}), replace(SHAPE, drafting=1), [PrecisionSlots((4,), 6)], link, 4,
+        trial=lambda: trial,
+    )  # fmt: skip
+    said = Said({layer: [(3, 0.7), (2, 0.3)] for layer in (1, 2)})
+    for passes in range(1, 4):
+        scheduler.begin_pass(1, said, "decode")
+        for layer in (0, 1):
+            run(scheduler, layer, [0, 1], [0.5, 0.5], said)
+        scheduler.begin_pass(1, said, "decode", 2, resumed=True)
+        assert len(trial.seconds) == passes
+        run(scheduler, 2, [0, 1], [0.5, 0.5], said)
+        assert scheduler.clock.token == passes
+    assert {key.layer for key in keys(link, urgent=False)} == {1}
+    scheduler.begin_pass(1, said, "decode")
+    assert len(trial.seconds) == passes
+    assert scheduler.uses.counts[2] == [3, 3, 0, 0]
+
+
 # the store and the plan
 
 
@@ -248,6 +287,18 @@ def test_a_head_of_a_gguf_file(tmp_path: Path, own: bool) -> None:
     assert torch.nn.functional.cosine_similarity(found, expected, dim=0) > 0.99
     assert found[expected.argmax()] > found.max() - 0.3
     engine.close()
+
+
+def test_the_command_says_the_same_with_a_head(checkpoint: Path, tiermoe_: Command) -> None:
+    words = ("run", checkpoint, "abcabcab", "--raw", "--max-tokens", 12, "--memory", "4GiB", "--temperature", 0)
+    plain, drafted = (tiermoe_(*words, "--json", "--draft", draft) for draft in ("none", "mtp"))
+    assert plain.code == drafted.code == 0, drafted.err
+    assert json.loads(drafted.out)["token_ids"] == json.loads(plain.out)["token_ids"]
+    for options, says in (
+        (("--decoder", "generic"), "--draft mtp runs on tiermoe's own decoder"),
+        (("--preset", "frugal", "--cache", "50%"), "--draft mtp does not apply to"),
+    ):
+        assert says in tiermoe_(*words, "--draft", "mtp", *options).cause
 
 
 # what is refused

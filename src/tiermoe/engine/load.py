@@ -102,6 +102,8 @@ def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = 
     writes no text."""
     blueprint.require_text()
     resolved = resolve_for(blueprint, settings)
+    if blueprint.parts:
+        _check_mtp(blueprint, resolved)
     found = found_store(blueprint, settings.store)
     lean = starts_lean(blueprint, resolved, found)
     if not lean and not blueprint.parts:
@@ -113,6 +115,17 @@ def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = 
         engine = Engine(service, _lean_model(blueprint, store, plan, resolved, reading))
     process_memory.keep_activations(plan.activations, plan.idle_activations)
     return engine
+
+
+def _check_mtp(blueprint: Blueprint, resolved: Resolved) -> None:
+    """ConfigError where nothing computes an MTP head, or a calibration says nothing of its experts."""
+    if not _has_own_decoder(blueprint, resolved.settings):
+        raise ConfigError("--draft mtp runs on tiermoe's own decoder, on a CPU; leave it, --decoder or --device out")
+    if resolved.tables.bits:
+        raise ConfigError(
+            f"--draft mtp does not apply to {resolved.composition.name}, whose calibration has no bits of the head's "
+            f"experts; leave one of them out"
+        )
 
 
 def starts_lean(blueprint: Blueprint, resolved: Resolved, store: Store | None) -> bool:

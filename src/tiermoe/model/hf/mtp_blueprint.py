@@ -66,6 +66,11 @@ def with_mtp(blueprint: Blueprint, store: Path | None) -> Blueprint:
     )  # fmt: skip
     check_outline(head.outline, head.checkpoint, head.directory)
     outline = _both(blueprint.outline, head.outline)
+    if not outline.whole:
+        raise ModelError(
+            f"the checkpoint in {blueprint.directory} has weights that transformers converts, and the MTP head runs "
+            f"where there are none; {_INSTEAD}"
+        )
     return replace(blueprint, config=config, checkpoint=whole, known=outline, parts=(blueprint, head))
 
 
