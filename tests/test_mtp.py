@@ -33,7 +33,7 @@ from tiermoe.engine.prompt_lookup import Lookup
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.speculation import Place
-from tiermoe.errors import ConfigError, LoadError, ModelError
+from tiermoe.errors import ConfigError, LoadError, ModelError, StoreError
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload.assembly import PrecisionSlots, assemble
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
@@ -165,16 +165,22 @@ def test_wrong_guesses_leave_nothing_in_a_head(engine: Any) -> None:
     torch.testing.assert_close(one.logits, other.logits, rtol=2e-2, atol=2e-2)
 
 
-def test_drafts_of_a_forked_sequence_are_the_same_model_s(engine: Any) -> None:
-    """Where the hidden state before a sequence's first token is not known drafts go on, finite."""
-    ids, cache = tokens(40), engine.new_cache(2)
-    first = cache.open()
-    engine.step(Batch((prompt(first, ids[:20]),)), cache)
-    other = cache.fork(first, 12)
-    engine.step(Batch((prompt(other, ids[12:20], 12),)), cache)
-    one, two = (engine.draft(Place(cache, slab, 20), ids[20]).logits for slab in (first, other))
-    assert torch.isfinite(two).all()
-    assert torch.nn.functional.cosine_similarity(one.float(), two.float(), dim=0) > 0.9
+def test_a_forked_sequence_has_nothing_of_what_its_slab_had_before(engine: Any) -> None:
+    """The hidden state before its first token is not known, and drafts go on."""
+    ids, found = tokens(40), list[torch.Tensor]()
+    for used in (False, True):
+        cache = engine.new_cache(2)
+        first = cache.open()
+        engine.step(Batch((prompt(first, ids[:20]),)), cache)
+        if used:
+            before = cache.open()
+            engine.step(Batch((prompt(before, tokens(12, 5)),)), cache)
+            cache.close(before)
+        other = cache.fork(first, 12)
+        engine.step(Batch((prompt(other, ids[12:20], 12),)), cache)
+        found += [engine.draft(Place(cache, slab, 20), ids[20]).logits.float() for slab in (first, other)]
+    assert torch.nn.functional.cosine_similarity(found[0], found[1], dim=0) > 0.9
+    assert torch.equal(found[1], found[3])
 
 
 class Recorded(PrefetchTrial):
@@ -232,6 +238,9 @@ def test_a_head_is_packed_beside_a_store_that_stays(tmp_path: Path) -> None:
         assert bool(packed) is not bool(again)
         packed.clear()
     assert {name: (root / name).read_bytes() for name in before} == before
+    next((root / "mtp").glob("experts-*")).unlink()
+    with pytest.raises(StoreError, match=r"mtp, and the next run with --draft mtp packs the head anew"):
+        start(blueprint_with_head(directory, root), settings(**options))
     start(inspect_model(directory, "tiny", root), settings(**options)).close()
 
 

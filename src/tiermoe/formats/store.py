@@ -31,6 +31,10 @@ _DENSE_ENTRY = {"encoding", "shape", "offset", "checksum", "error"}
 _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+MTP_FOLDER = "mtp"
+"""The folder of an MTP head's store, in its model's."""
+
+
 def precision_key(bits: int, quantizer: str, layout: str = "", unit: str = "expert") -> str:
     """The name of a precision in a store: '16', '8' (all quantisers give the same), '3-nonlinear', '2-linear', …;
     '4-hqq-rowmajor' in a GPU's layout, '4-hqq-neuron' in the neuron unit: all can lie in one store."""
@@ -262,6 +266,8 @@ def one_matrix(name: str, out: int, in_: int) -> MoeLayer:
 
 def pack_anew(root: Path) -> str:
     """Advice for a message about an unusable store in `root`."""
+    if root.name == MTP_FOLDER and (root.parent / TABLE).exists():
+        return f"remove the folder {root}, and the next run with --draft mtp packs the head anew"
     return f"'tiermoe pack MODEL --store {root} --force' packs the model anew"
 
 

@@ -14,6 +14,7 @@ from tiermoe.formats.encode_experts import Inputs
 from tiermoe.formats.in_place import OWN_BITS
 from tiermoe.formats.pack import clear, pack_experts, packing_bytes
 from tiermoe.formats.store import (
+    MTP_FOLDER,
     Precision,
     Source,
     Store,
@@ -29,7 +30,7 @@ from tiermoe.formats.stores import TABLE
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.dense import pack_dense, recipe_key
 from tiermoe.model.dense import packing_bytes as dense_packing_bytes
-from tiermoe.model.hf.blueprint import MTP_FOLDER, Blueprint, chosen_store_root
+from tiermoe.model.hf.blueprint import Blueprint, chosen_store_root
 from tiermoe.platform.process_memory import PACKING_HEAP, heap_for_packing
 from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Extent, MoeLayer, Need, Phase

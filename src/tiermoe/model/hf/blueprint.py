@@ -287,9 +287,6 @@ def check_outline(outline: Outline, checkpoint: TensorSource, directory: Path) -
 
 # the folder of a checkpoint's store
 
-MTP_FOLDER = "mtp"
-"""The folder of an MTP head's store, in the model's."""
-
 
 def default_store_root(directory: Path, name: str, fingerprint: str) -> Path:
     """Where a checkpoint's store lives: in the user's cache folder, in a folder named for the model and the

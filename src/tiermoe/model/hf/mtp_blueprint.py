@@ -22,10 +22,11 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.outline import DenseTensor, Outline, read_outline
 from tiermoe.formats.safetensors import Checkpoint
+from tiermoe.formats.store import MTP_FOLDER
 from tiermoe.model.families.table import decodes
 from tiermoe.model.gguf.outline import outline_of_head
 from tiermoe.model.gguf.parameters import mtp_parameters
-from tiermoe.model.hf.blueprint import MTP_FOLDER, Blueprint, check_outline, chosen_store_root
+from tiermoe.model.hf.blueprint import Blueprint, check_outline, chosen_store_root
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.model_config import lengthened, with_mtp_head
 from tiermoe.types import MoeLayer, Segment
