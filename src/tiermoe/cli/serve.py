@@ -177,7 +177,7 @@ def serve(
     keys = _keys(api_key, api_key_file)
     tls = _tls(ssl_certfile, ssl_keyfile)
     if replicas > 1 and draft not in ("lookup", "none"):
-        raise ConfigError("a draft model belongs to one process; leave --draft or --replicas out")
+        raise ConfigError("a draft model, or an MTP head, belongs to one process; leave --draft or --replicas out")
     if replicas > 1 and prefix_disk is not None:
         raise ConfigError("--prefix-disk belongs to one process; leave it out, or --replicas")
     if replicas > 1 and host.endswith(SOCKET):

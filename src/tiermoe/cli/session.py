@@ -69,7 +69,8 @@ def open_session(
     (`read_ahead`). on_progress: called with the progress of packing (task, done, total), beside the terminal. served:
     memory is reserved for a server's steps; without a named batch 16 requests run at once. kv_memory: bytes of the KV
     cache that a server's requests share; None: as there is room for. draft: where guesses come from (`options.Draft`);
-    a draft model's memory is a part of --memory. template: a chat template in place of the model's."""
+    the memory of a draft model, or of an MTP head, is a part of --memory. template: a chat template in place of the
+    model's."""
     started = time.perf_counter()
     with starting():
         from tiermoe.cli.describe import loss_of, missing_kernels
@@ -83,6 +84,10 @@ def open_session(
         asked = settings(**options)
         directory = resolve_model(model)
         blueprint = inspect_model(directory, model, asked.store, None if headers is None else open_checkpoint(headers))
+        if draft == "mtp":
+            from tiermoe.model.hf.mtp_blueprint import with_mtp
+
+            blueprint = with_mtp(blueprint, asked.store)
         root = store_root(blueprint, asked.store)
         kept = None if served else kept_tokenizer(blueprint, root)  # a server's grammars need transformers'
         tokenizer = kept or load_tokenizer(directory)
@@ -107,7 +112,7 @@ def open_session(
 
             asked, use = as_served(blueprint, asked, "batch" in options, kv_memory, note)
         drafting = None
-        if draft not in ("lookup", "none"):
+        if draft not in ("lookup", "mtp", "none"):
             drafting, asked = _planned_draft(draft, tokenizer, blueprint, asked)
         engine = start(blueprint, asked, packing, use)
         speculation = _speculation(draft, drafting, engine, packing)
@@ -159,6 +164,11 @@ def _speculation(draft: str, drafting: Any, engine: Any, progress: Callable[[str
     from tiermoe.engine.prompt_lookup import Lookup
     from tiermoe.engine.speculation import Speculation
 
+    if draft == "mtp":
+        from tiermoe.engine.mtp_draft import MtpDrafts, require_verification
+
+        require_verification(engine)
+        return Speculation(MtpDrafts(engine, Lookup()))
     if drafting is None:
         return Speculation(Lookup())
     from tiermoe.engine.draft_model import DraftModel
