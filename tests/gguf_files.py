@@ -55,9 +55,10 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     elif family == "granitemoehybrid":
         kinds = config["layer_types"]
         writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
-        granite_metadata(writer, config)
     else:
         writer.add_head_count_kv(config["num_key_value_heads"])
+    if family.startswith("granitemoe"):
+        granite_metadata(writer, config)
     if config.get("head_dim") is not None:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -163,10 +164,11 @@ ARCHITECTURES = {
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
 }
 
 
-TURNED = ("mixtral", "deepseek", "granitemoehybrid")
+TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared")
 """Families whose queries and keys are written with the halves of each head in turns."""
 
 

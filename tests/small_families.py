@@ -51,7 +51,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 128,
     },
     "granitemoe_swa": {},
-    "granitemoeshared": {},
     "hunyuan_v1_moe": {"moe_topk": [2, 3, 4]},
     "hy_v3": {},
     "hy_v4": {},
