@@ -54,9 +54,10 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     elif family == "granitemoehybrid":
         kinds = config["layer_types"]
         writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
-        granite_metadata(writer, config)
     else:
         writer.add_head_count_kv(config["num_key_value_heads"])
+    if family.startswith("granitemoe"):
+        granite_metadata(writer, config)
     if config.get("head_dim") is not None:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -175,6 +176,7 @@ ARCHITECTURES = {
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
 }
 
 
@@ -182,7 +184,7 @@ USED = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
 """Families whose configs call the experts of a token otherwise."""
 
 
-TURNED = ("mixtral", "deepseek", "granitemoehybrid")
+TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared")
 """Families whose queries and keys are written with the halves of each head in turns."""
 
 

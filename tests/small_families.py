@@ -50,7 +50,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 128,
     },
     "granitemoe_swa": {},
-    "granitemoeshared": {},
     "hy_v4": {},
     "inkling2_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},

@@ -138,6 +138,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 64, "head_dim": 16},
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "granitemoeshared": {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "shared_intermediate_size": 48,
+    },
     "granitemoehybrid": {
         "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "shared_intermediate_size": 48,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 8,

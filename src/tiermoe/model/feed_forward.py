@@ -242,7 +242,7 @@ def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBloc
         None if bias is None else bias.flatten(),
     )
     shared = None
-    if of.shared_beside:
+    if of.shared_beside and weights.has(f"{layer}.{of.shared_beside}"):
         shared = DenseBlock.joined(weights, f"{layer}.{of.shared_beside}")
     elif of.shared and weights.has(f"{part}.{of.shared}"):
         shared = DenseBlock.of(weights, f"{part}.{of.shared}", activation)

@@ -77,6 +77,7 @@ _TABLE = (
     Family("Gemma 4", "gemma4_text", normalised=True),
     Family("gpt-oss", "gpt_oss", normalised=True),
     Family("GraniteMoE", "granitemoe", normalised=True),
+    Family("GraniteMoE with a shared expert", "granitemoeshared", normalised=True),
     Family("Granite 4 (hybrid)", "granitemoehybrid", normalised=True),
     Family("Hunyuan (A13B)", "hunyuan_v1_moe", normalised=True),
     Family("Hunyuan 3", "hy_v3", normalised=True),
@@ -277,6 +278,7 @@ _GRANITE = Architecture(
     gate="router",
     scales=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
 )
+_GRANITE_SHARED = replace(_GRANITE, shared_beside="shared_mlp")
 
 ARCHITECTURES: dict[str, Architecture] = {
     "mixtral": Architecture(mixtral_router, window="all"),
@@ -288,9 +290,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": Architecture(softmax_router, norm_all_heads=True),
     "phimoe": Architecture(phi_router, gate="router", layer_norm=True, window="all"),
     "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE_SHARED,
     "granitemoehybrid": replace(
-        _GRANITE,
-        shared_beside="shared_mlp",
+        _GRANITE_SHARED,
         mamba=("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
         lacks=mamba_lacks,
     ),

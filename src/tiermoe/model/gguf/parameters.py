@@ -107,6 +107,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "lfm2moe": GgufArchitecture(configs.lfm2moe, "lfm2_moe", _CONVOLUTION),
     "minimax-m2": GgufArchitecture(configs.minimaxm2, "minimax_m2"),
     "ernie4_5-moe": GgufArchitecture(configs.ernie45moe, "ernie4_5_moe"),
+    "granitemoe": GgufArchitecture(configs.granitemoe, "granitemoeshared", turned=True),
     "granitehybrid": GgufArchitecture(configs.granitehybrid, "granitemoehybrid", turned=True, linear=mamba_rows),
 }
 
@@ -249,8 +250,10 @@ def _expanding(file: GgufFile, layer: int) -> dict[str, Parameter]:
 
 
 def _joined(file: GgufFile, layer: int, path: str) -> dict[str, Parameter]:
-    """A shared expert's gate and up, which are one matrix in the model."""
+    """A shared expert's gate and up, which are one matrix in the model; nothing where there is no shared expert."""
     gate, up = (file.tensors.get(f"blk.{layer}.ffn_{part}_shexp.weight") for part in ("gate", "up"))
+    if gate is None and up is None:
+        return {}
     if gate is None or up is None or gate.shape != up.shape or len(gate.shape) != 2:
         shapes = [None if each is None else each.shape for each in (gate, up)]
         raise ModelError(f"{file.path}: gate and up of layer {layer}'s shared expert have the shapes {shapes}; {AGAIN}")
