@@ -27,6 +27,11 @@ _LINEAR = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 
+_GRANITE = {
+    "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "shared_intermediate_size": 48,
+    "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
+}  # fmt: skip
+
 _SCALES = ("router.scale", "per_expert_scale", "operator_norm.weight", "q_layernorm.weight")
 
 TEMPLATE = (
@@ -138,14 +143,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 64, "head_dim": 16},
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
-    "granitemoeshared": {
-        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "shared_intermediate_size": 48,
+    "granitemoeshared": _GRANITE,
+    "granitemoe_swa": {
+        **_GRANITE, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "layer_rope_theta": [0, 1e4, 1e4],
     },
     "granitemoehybrid": {
-        "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "shared_intermediate_size": 48,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 8,
-        "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 4, "embedding_multiplier": 6.0,
-        "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
+        **_GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 8,
+        "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 4,
     },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16},
     "switch_transformers": {

@@ -16,7 +16,7 @@ from torch import Tensor
 from tiermoe.errors import ModelError
 from tiermoe.formats.outline import Outline
 from tiermoe.kernels.experts import Activation as FirstToSecond
-from tiermoe.kernels.gates import gate_named, gelu_tanh, silu_gate
+from tiermoe.kernels.gates import gate_named, gelu_tanh
 from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.linear import Linear
 from tiermoe.model.routers import Router
@@ -126,9 +126,15 @@ class DenseBlock:
         return cls(gate, up, down, ACTIVATIONS[activation])
 
     @classmethod
-    def joined(cls, weights: FamilyWeights, part: str) -> DenseBlock:
-        """The block at the path `part`, its gate and up one matrix, with SiLU (Granite)."""
-        return cls(weights.linear(f"{part}.input_linear"), None, weights.linear(f"{part}.output_linear"), silu_gate)
+    def joined(cls, weights: FamilyWeights, part: str, activation: str) -> DenseBlock:
+        """The block at the path `part`, its gate and up one matrix, with one of `ACTIVATIONS` (Granite)."""
+        act = ACTIVATIONS[activation]
+
+        def gated(gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return act(gate) * up
+
+        return cls(weights.linear(f"{part}.input_linear"), None, weights.linear(f"{part}.output_linear"), gated)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, H) → (T, H)."""
@@ -243,7 +249,7 @@ def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBloc
     )
     shared = None
     if of.shared_beside and weights.has(f"{layer}.{of.shared_beside}"):
-        shared = DenseBlock.joined(weights, f"{layer}.{of.shared_beside}")
+        shared = DenseBlock.joined(weights, f"{layer}.{of.shared_beside}", activation)
     elif of.shared and weights.has(f"{part}.{of.shared}"):
         shared = DenseBlock.of(weights, f"{part}.{of.shared}", activation)
     return MoeBlock(

@@ -78,6 +78,7 @@ _TABLE = (
     Family("gpt-oss", "gpt_oss", normalised=True),
     Family("GraniteMoE", "granitemoe", normalised=True),
     Family("GraniteMoE with a shared expert", "granitemoeshared", normalised=True),
+    Family("GraniteMoE with sliding windows", "granitemoe_swa", normalised=True),
     Family("Granite 4 (hybrid)", "granitemoehybrid", normalised=True),
     Family("Hunyuan (A13B)", "hunyuan_v1_moe", normalised=True),
     Family("Hunyuan 3", "hy_v3", normalised=True),
@@ -256,6 +257,17 @@ def full_exaone(config: Any, layer: int) -> bool:
     return config.sliding_window is not None and config.layer_types[layer] == "full_attention"
 
 
+def unrotated_granite(config: Any, layer: int) -> bool:
+    """Granite's layers of a rotary embedding by no base."""
+    return not config.layer_rope_theta[layer]
+
+
+def granite_windows_lack(config: Any) -> str:
+    """The parts of a config of GraniteMoE with sliding windows that cannot be computed; empty: none."""
+    bases = {base for base in config.layer_rope_theta if base}
+    return "" if bases <= {config.rope_parameters["rope_theta"]} else "layers with rotary embeddings of their own bases"
+
+
 def indexer_lacks(config: Any) -> str:
     """The parts of a config of a family with indexers that cannot be computed; empty: none."""
     first, *_ = getattr(config, "indexer_types", None) or ["full"]
@@ -291,6 +303,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phimoe": Architecture(phi_router, gate="router", layer_norm=True, window="all"),
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE_SHARED,
+    "granitemoe_swa": replace(
+        _GRANITE_SHARED, window="layer", unrotated=unrotated_granite, lacks=granite_windows_lack
+    ),
     "granitemoehybrid": replace(
         _GRANITE_SHARED,
         mamba=("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
