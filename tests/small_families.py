@@ -30,9 +30,7 @@ _THREE = ["linear_attention", "full_attention", "linear_attention"]
 _SPARSE = ["dense", "sparse", "sparse"]
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "afmoe": {"num_key_value_heads": 2},
     "aria_text": {"moe_num_experts": 8, "moe_topk": 3},
-    "axk1": _LATENT,
     "axk2": {**_LATENT, "gated_norm_rank": 8},
     "bailing_hybrid": {**_LATENT, "layer_types": _THREE, "mlp_layer_types": _SPARSE},
     "beam": {"mlp_layer_types": _SPARSE},

@@ -91,6 +91,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
         "n_shared_experts": 1, "head_dim": 16,
     },
+    "axk1": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1},
+    "afmoe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_shared_experts": 1,
+        "head_dim": 16, "sliding_window": 6, "route_scale": 2.5, "mup_enabled": True,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
     "glm4_moe_lite": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3},
     "glm_moe_dsa": {
         **_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "index_topk": 6, "index_head_dim": 16,
@@ -194,7 +200,7 @@ def make_random(model: Any) -> None:
                 torch.nn.init.normal_(parameter, std=0.15)
             elif "bias" in name or not parameter.any():  # norms that add one
                 torch.nn.init.normal_(parameter, std=0.05)
-            elif name.endswith(_SCALES) or "feedforward_layernorm" in name:
+            elif name.endswith(_SCALES) or "feedforward_layernorm" in name or "mlp_layernorm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):

@@ -74,6 +74,8 @@ _TABLE = (
     Family("dots.llm1", "dots1"),
     Family("EXAONE MoE (K-EXAONE)", "exaone_moe"),
     Family("LFM2-MoE", "lfm2_moe"),
+    Family("AFMoE (Trinity)", "afmoe", normalised=True),
+    Family("A.X-K1", "axk1", latent_kv=True),
     Family("Gemma 4", "gemma4_text", normalised=True),
     Family("gpt-oss", "gpt_oss", normalised=True),
     Family("GraniteMoE", "granitemoe", normalised=True),
@@ -243,6 +245,22 @@ def lfm2_router(config: Any) -> RouterRule:
     )
 
 
+def afmoe_router(config: Any) -> RouterRule:
+    return RouterRule(
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        normalise=True,
+        epsilon=1e-20,
+        rounded=False,
+        scale=float(config.route_scale),
+    )
+
+
+def afmoe_scale(config: Any) -> float:
+    """What embeddings are multiplied by (muP)."""
+    return float(config.hidden_size**0.5) if config.mup_enabled else 1.0
+
+
 def mistral4_temperature(config: Any) -> Temperature | None:
     """Grows with the logarithm of how often a position has the length that the model was first trained for."""
     beta, length = (config.rope_parameters.get(name) for name in _TEMPERED)
@@ -252,9 +270,14 @@ def mistral4_temperature(config: Any) -> Temperature | None:
 _TEMPERED = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
 
+def is_full(config: Any, layer: int) -> bool:
+    """Layers without a window."""
+    return bool(config.layer_types[layer] == "full_attention")
+
+
 def full_exaone(config: Any, layer: int) -> bool:
     """EXAONE's layers without a window, where others have one."""
-    return config.sliding_window is not None and config.layer_types[layer] == "full_attention"
+    return config.sliding_window is not None and is_full(config, layer)
 
 
 def unrotated_granite(config: Any, layer: int) -> bool:
@@ -331,6 +354,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "hy_v3": Architecture(hunyuan3_router, shared="shared_experts", correction="e_score_correction_bias"),
     "mellum": Architecture(softmax_router, window="layer"),
+    "afmoe": Architecture(
+        afmoe_router,
+        gate="router.gate",
+        shared="shared_experts",
+        correction="expert_bias",
+        window="layer",
+        unrotated=is_full,
+        late_norm=True,
+        norm_by_kernel=False,
+        gate_apart=True,
+        norm_attended="post_attention_layernorm",
+        norm_fed="post_mlp_layernorm",
+        names={"post_attention_layernorm": "pre_mlp_layernorm"},
+        embedding_scale=afmoe_scale,
+    ),
     "minimax_m2": Architecture(minimax_router, correction="e_score_correction_bias", norm_all_heads=True),
     "gemma4_text": GEMMA4,
     "gpt_oss": Architecture(chosen_router, gate="router", window="layer", late_norm=True, norm_by_kernel=False),
@@ -347,6 +385,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek": Architecture(softmax_router, shared="shared_experts"),
     "deepseek_v2": Architecture(deepseek_v2_router, shared="shared_experts", latent=True, rope="complex"),
     "deepseek_v3": _DEEPSEEK_V3,
+    "axk1": replace(_DEEPSEEK_V3, norm_fed="mlp.post_mlp_layernorm"),
     "mistral4": replace(_DEEPSEEK_V3, router=mistral4_router, correction=None, temperature=mistral4_temperature),
     "deepseek_v32": replace(_DEEPSEEK_V3, index_rope="halves", lacks=indexer_lacks),
     "glm_moe_dsa": replace(_DEEPSEEK_V3, index_rope="pairs", lacks=indexer_lacks),
