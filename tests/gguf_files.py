@@ -93,6 +93,15 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if family == "afmoe":
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_rope_dimension_count(config["head_dim"])
+        writer.add_expert_shared_count(config["num_shared_experts"])
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_weights_scale(config["route_scale"])
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -173,6 +182,7 @@ ARCHITECTURES = {
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "mistral4": gguf.MODEL_ARCH.MISTRAL4,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
+    "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
@@ -241,6 +251,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": []},
     "qwen2_moe": {"mlp_only_layers": []},
     "gpt_oss": {"sliding_window": 32},
+    "afmoe": {"num_hidden_layers": 4, "layer_types": None},
     "qwen3_next": {"mlp_only_layers": []},
 }
 """What llama.cpp takes for granted of a family."""

@@ -326,9 +326,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phimoe": Architecture(phi_router, gate="router", layer_norm=True, window="all"),
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE_SHARED,
-    "granitemoe_swa": replace(
-        _GRANITE_SHARED, window="layer", unrotated=unrotated_granite, lacks=granite_windows_lack
-    ),
+    "granitemoe_swa": replace(_GRANITE_SHARED, window="layer", unrotated=unrotated_granite, lacks=granite_windows_lack),
     "granitemoehybrid": replace(
         _GRANITE_SHARED,
         mamba=("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),

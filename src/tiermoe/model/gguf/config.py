@@ -243,6 +243,25 @@ def exaone_moe(file: GgufFile) -> Config:
     }
 
 
+def afmoe(file: GgufFile) -> Config:
+    sigmoid = file.count("expert_gating_func", _SIGMOID) == _SIGMOID
+    if not sigmoid or not file.of_model("expert_weights_norm", True):
+        raise ModelError(f"{file.path} has no sigmoid router whose weights sum to 1, which every AFMoE has; {AGAIN}")
+    return {
+        **_grouped(file),
+        "model_type": "afmoe",
+        "num_experts": experts(file),
+        "num_shared_experts": file.count("expert_shared_count"),
+        "moe_intermediate_size": inner(file),
+        "intermediate_size": dense_inner(file),
+        "num_dense_layers": leading_dense(file),
+        "route_scale": file.decimal("expert_weights_scale", 1.0),
+        "sliding_window": file.count("attention.sliding_window"),
+        "global_attn_every_n_layers": 4,  # models/afmoe.cpp, as the next
+        "mup_enabled": True,
+    }
+
+
 def hunyuan_moe(file: GgufFile) -> Config:
     return {
         **_grouped(file),

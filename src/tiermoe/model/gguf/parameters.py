@@ -86,6 +86,7 @@ class GgufArchitecture:
 
 
 _LATE_NORM = {"post_attention_norm": "post_attention_layernorm"}
+_AFMOE = _LATE_NORM | {"post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj"}
 _CONVOLUTION = {f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}
 _QWEN35 = GgufArchitecture(configs.qwen35moe, "qwen3_5_moe_text", _LATE_NORM, linear=linear_rows)
 
@@ -102,6 +103,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen3next": _QWEN35,
     "mistral4": GgufArchitecture(configs.mistral4, "mistral4"),
     "exaone-moe": GgufArchitecture(configs.exaone_moe, "exaone_moe"),
+    "afmoe": GgufArchitecture(configs.afmoe, "afmoe", _AFMOE),
     "hunyuan-moe": GgufArchitecture(configs.hunyuan_moe, "hunyuan_v1_moe"),
     "glm4moe": GgufArchitecture(configs.glm4moe, "glm4_moe", _LATE_NORM),
     "lfm2moe": GgufArchitecture(configs.lfm2moe, "lfm2_moe", _CONVOLUTION),
