@@ -9,6 +9,7 @@ usual size, so that the document does not depend on the process that writes it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import struct
@@ -208,5 +209,12 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.which_model", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.parse_args()
     FILE.write_text(document())
+
+
+if __name__ == "__main__":
+    main()

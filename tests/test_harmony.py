@@ -167,7 +167,7 @@ def test_a_grammar_has_the_headers(tokenizer: Any, text: str, forced: bool, free
 
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_grammar_has_the_forced_end_of_a_thought(tokenizer: Any, calls: bool) -> None:
-    rules = rules_of([FUNCTION], None) if calls else rules_of([], {"type": "object"})
+    rules = rules_of([FUNCTION], None) if calls else rules_of([], json_rule({"type": "object"}))
     grammar = Grammars(tokenizer, len(tokenizer), {2}).compile(rules)[0]
     for token in ids(tokenizer, f"<|channel|>analysis<|message|>so{thought_end(calls)}"):
         assert grammar.restrict(torch.zeros(len(tokenizer)))[token] == 0

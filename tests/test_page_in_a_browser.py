@@ -140,8 +140,11 @@ def ask(tab: Any, worker: Any, text: str) -> None:
 
 
 def until(tab: Any, condition: Any) -> None:
-    while not condition():
+    for _ in range(6000):
+        if condition():
+            return
         tab.wait_for_timeout(10)
+    pytest.fail("what the test waits for has not come in a minute")
 
 
 def whole(tab: Any, worker: Any, answer: str) -> Any:
@@ -376,7 +379,7 @@ def test_figures_stay_when_nothing_runs(tab: Any) -> None:
         more = {"running": int(asked <= 4), "waiting": 0, "other_budgets": []}
         route.fulfill(json={**now, **rest, **more})
 
-    tab.route("**/stats", stats)
+    tab.route("**/stats?*", stats)
     tab.click("a[href='#experts']")
     figures = tab.locator("#figures div")
     until(tab, lambda: asked >= 5)
@@ -407,7 +410,7 @@ def test_a_phone_shows_everything_without_scrolling_sideways(browser: Any, addre
     context = browser.new_context(viewport={"width": 360, "height": 640}, is_mobile=True, has_touch=True)
     tab = context.new_page()
     layer = {"bits": [0] * experts, "arriving": [0] * experts, "uses": list(range(experts))}
-    tab.route("**/experts", lambda route: route.fulfill(json={"precisions": [4], "layers": [layer] * 3}))
+    tab.route("**/experts?*", lambda route: route.fulfill(json={"precisions": [4], "layers": [layer] * 3}))
     tab.goto(f"{address}/#experts")
     expect(tab.locator("#legend")).to_contain_text("4 bits")
     assert tab.evaluate("document.documentElement.scrollWidth") <= 360
