@@ -8,6 +8,7 @@ from pathlib import Path
 
 from small_families import FAMILIES, LARGER
 from tiermoe.model.families.table import ARCHITECTURES, REFUSED, family_of
+from tiermoe.model.hf.mtp_blueprint import FAMILIES as MTP_FAMILIES
 from tiny import CONFIGS
 
 FILE = Path(__file__).parent.parent / "docs" / "families.md"
@@ -27,9 +28,10 @@ has no test here.
 * decoder: *own* is tiermoe's, on a CPU; *transformers* is transformers' modelling code around tiermoe's experts.
 * prefetch: whether a router can be asked about another layer's input (`--set prefetch=next-gate` and its kin). Presets
   that predict from what was used need no router.
+* MTP head: whether the model's own head drafts, where a checkpoint has one (`--draft mtp`).
 
-| model type | name | decoder | prefetch by routers |
-|---|---|---|---|
+| model type | name | decoder | prefetch by routers | MTP head |
+|---|---|---|---|---|
 """
 
 
@@ -52,7 +54,8 @@ def document() -> str:
 def _row(model_type: str) -> str:
     family = family_of(model_type)
     decoder = "own" if model_type in ARCHITECTURES else "transformers"
-    return f"| `{model_type}` | {family.name} | {decoder} | {'yes' if family.forecasts else 'no'} |"
+    forecasts, drafts = ("yes" if has else "no" for has in (family.forecasts, model_type in MTP_FAMILIES))
+    return f"| `{model_type}` | {family.name} | {decoder} | {forecasts} | {drafts} |"
 
 
 def _lines(lines: Iterable[str]) -> str:

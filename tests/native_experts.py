@@ -38,9 +38,14 @@ def expert_views(hidden: int, inner: int, seed: int) -> SlotViews:
 
 def checkpoint(directory: Path, family: str, **changes: Any) -> Path:
     """One whose shapes the kernels take."""
-    heads = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return tiny.write(directory, family, torch.bfloat16, **{**native_changes(family), **changes})
+
+
+def native_changes(family: str) -> dict[str, Any]:
+    """Sizes that the kernels take, of a family's config."""
+    heads: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     if "head_dim" in tiny.CONFIGS[family]:
         heads["head_dim"] = 32
     inner = "moe_intermediate_size" if "moe_intermediate_size" in tiny.CONFIGS[family] else "intermediate_size"
     heads[inner] = 64
-    return tiny.write(directory, family, torch.bfloat16, **{**heads, **changes})
+    return heads

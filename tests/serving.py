@@ -5,13 +5,22 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 KEY = "secret"
+
+
+def until(what: Callable[[], Any], seconds: float = 600) -> Any:
+    """The first value of `what` that is true, within so many seconds: the machine may be busy."""
+    limit = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    return found
 
 
 @contextmanager

@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,10 @@ import pytest
 
 from benchmarks.serving import free_port
 from commands import Command
+from serving import until
 from tiermoe.cli.serve import one_share
 
 PATIENCE_S = 300  # Ray starts a dozen processes, and the machine may be busy
-
-
-def until(what: Callable[[], Any]) -> Any:
-    limit = time.monotonic() + PATIENCE_S
-    while not (found := what()):
-        assert time.monotonic() < limit
-        time.sleep(0.5)
-    return found
 
 
 def replicas(server: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -48,7 +48,7 @@ RECIPES = {
         embedding_std=0.25,
         sequence=512,
         batch=8,
-        tokens=7_000_000,
+        tokens=6_000_000,
     ),
 }
 """Shipped model → the settings that make one like it."""

@@ -183,8 +183,9 @@ Draft = Annotated[
     str,
     typer.Option(
         help="Where guesses at the next tokens come from, which are verified together where that saves time and change "
-        "no token. lookup: what followed the same tokens earlier in prompt and answer; a model: a small one with the "
-        "same tokenizer, in memory whole; none: no guesses."
+        "no token. lookup: what followed the same tokens earlier in prompt and answer; mtp: that, else the model's own "
+        "MTP head, which has to be in the checkpoint; a model: a small one with the same tokenizer, in memory whole; "
+        "none: no guesses."
     ),
 ]
 

@@ -3,18 +3,14 @@ Ray Serve."""
 
 from __future__ import annotations
 
-import errno
-import signal
-import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tiermoe.cli import options as opt
+from tiermoe.cli.listening import SOCKET, address_of, http_server, listen, wait_for_a_signal
 from tiermoe.cli.output import note, starting
 from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session
 from tiermoe.config import format_size, parse_size, settings
@@ -26,16 +22,56 @@ if TYPE_CHECKING:
 
 PREFIX_DISK_SIZE = "4GiB"
 GRACE_S = 30  # seconds for answers under way when the server ends
-LAST_WORDS_S = 5  # seconds for connections after that
 LAST_WRITES_S = 10  # seconds for prefixes that are still to be written to disk
+KEEP_ALIVE = "10m"  # for one of several models without a request
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @opt.engine_options()
 def serve(
-    model: opt.Model,
     options: dict[str, Any],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A model directory, a GGUF file, a hub id, or HUB-ID:FILE for one of its GGUF files; several share "
+            "--memory, and each is loaded when a request names it.",
+            show_default=False,
+        ),
+    ] = None,
+    models_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder whose models are served: its folders with a model, and GGUF files.", show_default=False
+        ),
+    ] = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=MODEL",
+            help="Another name for one of several models, like small=Qwen3-30B-A3B. May be given several times.",
+            show_default=False,
+        ),
+    ] = None,
+    keep_alive: Annotated[
+        str | None,
+        typer.Option(
+            help="How long one of several models stays loaded without a request, like 90s, 10m, 2h, or never. Default: "
+            f"{KEEP_ALIVE}.",
+            show_default=False,
+        ),
+    ] = None,
+    models_max: Annotated[
+        int | None,
+        typer.Option(
+            help="How many of several models are loaded at once, at most; each then has such a part of --memory at "
+            "most. Default: as many as fit, and the first ones have what they can use.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on, or the path of a Unix socket, which ends in .sock.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
     api_key: Annotated[
         str | None,
@@ -124,10 +160,15 @@ def serve(
         typer.Option(help="Processes on Ray Serve; --memory and the threads are divided among them.", min=1, max=64),
     ] = 1,
 ) -> None:
-    """Serve a model to OpenAI's, Anthropic's and Ollama's clients, with several requests in a batch.
+    """Serve a model to OpenAI's, Anthropic's and Ollama's clients, with several requests in a batch, or several models
+    by turns.
 
     The KV cache of all requests is part of --memory; --context is the most tokens of one request. --temperature and the
     other values of sampling are those of requests that name none."""
+    models = models or []
+    if not models and models_dir is None:
+        raise ConfigError("name a model, several, or a folder of models with --models-dir")
+    several = models_dir is not None or len(models) > 1
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
     _need_libraries()
@@ -136,9 +177,11 @@ def serve(
     keys = _keys(api_key, api_key_file)
     tls = _tls(ssl_certfile, ssl_keyfile)
     if replicas > 1 and draft not in ("lookup", "none"):
-        raise ConfigError("a draft model belongs to one process; leave --draft or --replicas out")
+        raise ConfigError("a draft model, or an MTP head, belongs to one process; leave --draft or --replicas out")
     if replicas > 1 and prefix_disk is not None:
         raise ConfigError("--prefix-disk belongs to one process; leave it out, or --replicas")
+    if replicas > 1 and host.endswith(SOCKET):
+        raise ConfigError(f"--replicas answers at an address; leave it out, or name another --host than {host}")
     disk_bytes = _prefix_disk_bytes(prefix_disk, prefix_disk_size)
     kv_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
     template = opt.read_template(chat_template_file)
@@ -147,23 +190,41 @@ def serve(
     )
     if named:
         make_sampling(**named)
-    listener = _listen(host, port)
-    if not keys and host not in _LOCAL:
+    own = {"--alias": alias, "--keep-alive": keep_alive, "--models-max": models_max}
+    if not several and (useless := [option for option, value in own.items() if value]):
+        raise ConfigError(f"{useless[0]} does nothing for one model; leave it out, or name several models")
+    if several:
+        _only_for_one({"--name": name, "--replicas": replicas > 1, "--draft MODEL": draft not in ("lookup", "none")})
+        _only_for_one({f"--{each}": options.get(each) for each in ("also", "store")})
+    listener = listen(host, port)
+    if not keys and host not in _LOCAL and not host.endswith(SOCKET):
         note(f"note: anybody who reaches {host}:{port} can use this model; --api-key asks for a key")
+    access = _access(keys, host, allowed_hosts, allowed_origins)
+    options = options if max_batch is None else {**options, "batch": max_batch}
+    from tiermoe.cli.serve_models import name_of, serve_models
+
+    if several:
+        passed = opt.given(
+            kv_memory=kv_memory, max_queue=max_queue, prefix_disk=prefix_disk, prefix_disk_size=prefix_disk_size,
+            draft=draft, chat_template_file=chat_template_file, **named,
+        )  # fmt: skip
+        serve_models(
+            models, models_dir, alias or [], keep_alive or KEEP_ALIVE, models_max, options, passed, listener, access,
+            tls,
+        )  # fmt: skip
+        return
+    model = models[0]
     chosen: dict[str, Any] = {"folder": None}
 
     def context_for(_: Any, blueprint: Any) -> None:
-        if blueprint.family.encoder_decoder:
-            raise ConfigError(f"{model} is an encoder–decoder model, which serve does not answer with; use tiermoe run")
-        if prefix_disk is not None:
-            from tiermoe.serve.batch_limits import prefix_folder
+        from tiermoe.serve.batch_limits import prefix_folder, require_decoder
 
+        require_decoder(blueprint)
+        if prefix_disk is not None:
             chosen["folder"] = prefix_folder(prefix_disk, disk_bytes, blueprint, settings(**options))
         chosen["sampling"] = choose_sampling(blueprint, named, make_sampling(temperature=1.0))
 
-    access = _access(keys, host, allowed_hosts, allowed_origins)
-    options = options if max_batch is None else {**options, "batch": max_batch}
-    served_name = name or (Path(model).name if Path(model).exists() else model)
+    served_name = name or name_of(model)
     if replicas > 1:
         address = listener.getsockname()[:2]
         listener.close()
@@ -175,41 +236,24 @@ def serve(
         )
         _serve_replicas(deployed, replicas, address)
         return
-    with _http_server(listener, tls) as gate:
+    from tiermoe.serve.startup import StartupApp
+
+    gate = StartupApp()
+    with http_server(listener, gate, tls):
         session = open_session(
             model, options, context_for, on_progress=gate.report, served=True, kv_memory=kv_bytes, draft=draft,
             template=template,
         )  # fmt: skip
-        scheme = "https" if tls else "http"
-        _serve_session(session, gate, listener, scheme, served_name, access, max_queue, **chosen)
+        address = address_of(listener, bool(tls))
+        _serve_session(session, gate, address, served_name, access, max_queue, **chosen)
 
 
 # --- one process ---
 
 
-@contextmanager
-def _http_server(listener: socket.socket, tls: dict[str, Any]) -> Iterator[Any]:
-    """The HTTP server in a thread of its own, while this thread loads the model and waits for signals. Yields the gate,
-    which answers until there is a model. tls: uvicorn's options."""
-    import uvicorn
-
-    from tiermoe.serve.startup import StartupApp
-
-    gate = StartupApp()
-    config = uvicorn.Config(gate, log_level="warning", lifespan="off", timeout_graceful_shutdown=LAST_WORDS_S, **tls)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="tiermoe-http", daemon=True)
-    thread.start()
-    try:
-        yield gate
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 def _serve_session(
-    session: Session, gate: Any, listener: socket.socket, scheme: str, name: str, access: dict[str, Any],
-    max_queue: int, *, sampling: Any, folder: Any,
+    session: Session, gate: Any, address: str, name: str, access: dict[str, Any], max_queue: int, *, sampling: Any,
+    folder: Any,
 ) -> None:  # fmt: skip
     """Answers requests until a signal, then the ones under way."""
     from tiermoe.serve.app import create_app
@@ -220,10 +264,9 @@ def _serve_session(
     served = served_of(engine, session.tokenizer, name, sampling, max_queue, disk, session.speculation)
     worker = served.worker
     gate.app = create_app(served, **access)
-    host, port = listener.getsockname()[:2]
-    note(f"{name} at {scheme}://{host}:{port}/v1; Ctrl-C ends the server")
+    note(f"{name} at {address}; Ctrl-C ends the server")
     try:
-        _wait_for_a_signal()
+        wait_for_a_signal()
         worker.close(GRACE_S)
     finally:
         worker.close(0)
@@ -277,7 +320,7 @@ def _serve_replicas(deployed: Deployed, replicas: int, address: tuple[str, int])
         start(deployed, replicas, host, port, GRACE_S)
         share = format_size(deployed.options["memory"])
         note(f"{deployed.name} at http://{host}:{port}/v1, {replicas} replicas of {share}; Ctrl-C ends the server")
-        _wait_for_a_signal()
+        wait_for_a_signal()
     finally:
         stop()
 
@@ -316,6 +359,12 @@ def _split(names: str | None) -> list[str]:
     return [name.strip() for name in (names or "").split(",") if name.strip()]
 
 
+def _only_for_one(named: Mapping[str, Any]) -> None:
+    """ConfigError for an option that several models cannot share. named: option → whether it is named."""
+    if wrong := [option for option, value in named.items() if value]:
+        raise ConfigError(f"{wrong[0]} belongs to one model, and several are named; leave it out, or name one model")
+
+
 def _prefix_disk_bytes(root: Path | None, size: str | None) -> int:
     """Most bytes of `--prefix-disk`. ConfigError for a size without a folder."""
     if root is None and size is not None:
@@ -323,44 +372,13 @@ def _prefix_disk_bytes(root: Path | None, size: str | None) -> int:
     return parse_size(size or PREFIX_DISK_SIZE, "--prefix-disk-size")
 
 
-def _wait_for_a_signal() -> None:
-    """Blocks until SIGTERM or Ctrl-C. A second signal ends the process without waiting for answers: by the system,
-    since a thread that hangs would keep Python from it."""
-    ended, signals = threading.Event(), (signal.SIGTERM, signal.SIGINT)
-
-    def end(*_: Any) -> None:
-        for each in signals:
-            signal.signal(each, signal.SIG_DFL)
-        ended.set()
-
-    for each in signals:
-        signal.signal(each, end)
-    ended.wait()
-
-
 def _need_libraries() -> None:
     try:
         import fastapi  # noqa: F401
+        import httpx  # noqa: F401
         import llguidance  # noqa: F401
         import prometheus_client  # noqa: F401
         import sse_starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: pip install 'tiermoe[serve]'") from error
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, before minutes of loading. ConfigError where the address cannot be bound."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # the protocol tells asyncio to send small writes (a token's event) at once
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        wrong = "--host" if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL else "--port"
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another {wrong}"
-        ) from error
-    return listener

@@ -69,7 +69,8 @@ def open_session(
     (`read_ahead`). on_progress: called with the progress of packing (task, done, total), beside the terminal. served:
     memory is reserved for a server's steps; without a named batch 16 requests run at once. kv_memory: bytes of the KV
     cache that a server's requests share; None: as there is room for. draft: where guesses come from (`options.Draft`);
-    a draft model's memory is a part of --memory. template: a chat template in place of the model's."""
+    the memory of a draft model, or of an MTP head, is a part of --memory. template: a chat template in place of the
+    model's."""
     started = time.perf_counter()
     with starting():
         from tiermoe.cli.describe import loss_of, missing_kernels
@@ -83,6 +84,10 @@ def open_session(
         asked = settings(**options)
         directory = resolve_model(model)
         blueprint = inspect_model(directory, model, asked.store, None if headers is None else open_checkpoint(headers))
+        if draft == "mtp":
+            from tiermoe.model.hf.mtp_blueprint import with_mtp
+
+            blueprint = with_mtp(blueprint, asked.store)
         root = store_root(blueprint, asked.store)
         kept = None if served else kept_tokenizer(blueprint, root)  # a server's grammars need transformers'
         tokenizer = kept or load_tokenizer(directory)
@@ -103,9 +108,11 @@ def open_session(
 
         asked, use = settings(**options), USUAL
         if served:
-            asked, use = _as_served(blueprint, asked, "batch" in options, kv_memory)
+            from tiermoe.serve.batch_limits import as_served
+
+            asked, use = as_served(blueprint, asked, "batch" in options, kv_memory, note)
         drafting = None
-        if draft not in ("lookup", "none"):
+        if draft not in ("lookup", "mtp", "none"):
             drafting, asked = _planned_draft(draft, tokenizer, blueprint, asked)
         engine = start(blueprint, asked, packing, use)
         speculation = _speculation(draft, drafting, engine, packing)
@@ -157,6 +164,11 @@ def _speculation(draft: str, drafting: Any, engine: Any, progress: Callable[[str
     from tiermoe.engine.prompt_lookup import Lookup
     from tiermoe.engine.speculation import Speculation
 
+    if draft == "mtp":
+        from tiermoe.engine.mtp_draft import MtpDrafts, require_verification
+
+        require_verification(engine)
+        return Speculation(MtpDrafts(engine, Lookup()))
     if drafting is None:
         return Speculation(Lookup())
     from tiermoe.engine.draft_model import DraftModel
@@ -182,17 +194,6 @@ def beyond_this_machine(asked: Settings) -> Iterator[str]:
             f"--threads {asked.threads} is more than the {cores} processors that this process may run on; threads then "
             "wait for each other"
         )
-
-
-def _as_served(blueprint: Any, asked: Any, batch_named: bool, kv_memory: int | None) -> tuple[Any, Any]:
-    """(settings, use) of a server."""
-    from tiermoe.serve.batch_limits import MOST_AT_ONCE, use_of_server, with_room
-
-    use = use_of_server(blueprint, asked)
-    if kv_memory is None:
-        return (asked, use) if batch_named else with_room(blueprint, asked, use, note)
-    batch = asked.batch if batch_named else MOST_AT_ONCE
-    return replace(asked, batch=batch), replace(use, kv_memory=kv_memory)
 
 
 def make_sampling(**values: Any) -> Any:

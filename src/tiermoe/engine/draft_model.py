@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 
 import torch
 
 from tiermoe.batch import Batch, Row, decode, prompt
 from tiermoe.config import Settings, format_size
 from tiermoe.engine.engine import Engine
+from tiermoe.engine.likeliest_tokens import CHANCES, LikeliestTokens
 from tiermoe.engine.load import plan_for
 from tiermoe.engine.memory_plan import MemoryPlan
-from tiermoe.engine.speculation import LEAST, Chances, Speculation
+from tiermoe.engine.speculation import Chances, Place, Speculation
 from tiermoe.errors import BudgetError, ModelError
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.prefix_cache import common_prefix
-
-_BOUNDS = (0.4, 0.7, 0.9)  # of the draft model's probability of a token, between the kinds of guesses
-_CHANCES = (0.25, 0.5, 0.75, 0.92)  # of a guess of each kind
 
 
 class DraftModel:
@@ -32,12 +29,12 @@ class DraftModel:
         self._vocabulary = vocabulary
         self._rows = rows
         self._cache = engine.new_cache(rows, context)
-        self._chances = Chances(_CHANCES)
+        self._chances = Chances(CHANCES)
         self._ran: OrderedDict[ModelDrafter, tuple[int, list[int]]] = OrderedDict()
         """Drafter → its slab and the tokens there, by when it drafted."""
 
     def __call__(self, speculation: Speculation) -> ModelDrafter:
-        return ModelDrafter(self, speculation, Chances(_CHANCES, self._chances))
+        return ModelDrafter(self, speculation, Chances(CHANCES, self._chances))
 
     def follows(self, drafter: ModelDrafter) -> bool:
         """Whether a slab has the beginning of the drafter's sequence."""
@@ -63,37 +60,21 @@ class DraftModel:
         return torch.softmax(logits.float(), dim=-1)
 
 
-class ModelDrafter:
-    """Drafts of one sequence by a draft model: its likeliest token, and again, while that is worth verifying."""
+class ModelDrafter(LikeliestTokens):
+    """Drafts of one sequence by a draft model."""
 
     def __init__(self, model: DraftModel, speculation: Speculation, chances: Chances) -> None:
+        super().__init__(speculation, chances)
         self._model = model
-        self._speculation = speculation
-        self._chances = chances
-        self._guesses: list[tuple[int, int]] = []  # of the last draft, with their kinds
-        self._at = 0  # tokens before them
 
-    def draft(self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int) -> list[int]:
-        tokens = [*prompt, *answer]
-        self._chances.learn(self._guesses, tokens[self._at :])
-        self._guesses, self._at = [], len(tokens)
-        if most < LEAST or not self._speculation.allows(rows):
-            return []
-        if not self._model.follows(self):
-            self._model.run(self, tokens)
-            self._speculation.ignore_step()
-            return []
-        chance = 1.0
-        while len(self._guesses) < most:
-            probability, token = self._model.run(self, list(tokens)).max(dim=0)
-            kind = sum(float(probability) >= bound for bound in _BOUNDS)
-            self._guesses.append((int(token), kind))
-            chance *= self._chances.of(kind)
-            if chance < self._speculation.share:
-                break
-            tokens.append(int(token))
-        worth = [token for token, _ in self._guesses][: len(tokens) - self._at]
-        return worth if len(worth) >= LEAST else []
+    def ready(self, tokens: list[int], place: Place | None) -> bool:
+        if self._model.follows(self):
+            return True
+        self._model.run(self, tokens)
+        return False
+
+    def probabilities(self, tokens: list[int]) -> torch.Tensor:
+        return self._model.run(self, tokens)
 
 
 def check_vocabulary(own: dict[str, int], draft: dict[str, int], name: str) -> None:

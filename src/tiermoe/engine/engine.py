@@ -25,6 +25,7 @@ from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.moe_layer import MoELayer, closed_error
 from tiermoe.engine.observer import Observer, Undo, time_kernels
 from tiermoe.engine.service import ExpertService
+from tiermoe.engine.speculation import Place
 from tiermoe.engine.steps import AnyDecoder, gathered, is_finite, not_finite, passes_of
 from tiermoe.errors import ConfigError, ModelError
 from tiermoe.formats.store import Store
@@ -32,6 +33,7 @@ from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.model.decoder import Decoder, NotFiniteError
 from tiermoe.model.feed_forward import ExpertGate
 from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.mtp_head import Drafted, MtpHead
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.link import MeteredLink
 from tiermoe.offload.loader import ExpertLoader
@@ -159,6 +161,11 @@ class Engine:
     def wait_s(self) -> float:
         """Seconds in which the computing thread waited for experts, or parts of them."""
         return self.service.wait_s
+
+    @property
+    def mtp(self) -> MtpHead | None:
+        """The MTP head; None where the engine was started without one."""
+        return getattr(self.decoder, "mtp", None)
 
     def snapshot(self) -> PhaseMetrics:
         """The clock and the counters now; two of them tell what happened between. Tokens are the caller's to count."""
@@ -310,6 +317,20 @@ class Engine:
                     raise self._not_finite([batch], cache)
                 context.finish()
             yield logits
+
+    @torch.no_grad()
+    def draft(self, place: Place, token: int, before: Drafted | None = None) -> Drafted:
+        """A draft by the MTP head of what follows `token`: the last one of a sequence, or the one that was drafted
+        `before`. LoadError and TiermoeError as `step`."""
+        self.check_open()
+        context, head = self.context, self.mtp
+        assert head is not None
+        with context.lock:
+            context.start()
+            context.begin_draft([token], len(self.layers) - self.store.drafting)
+            drafted = head.draft(*place, token, before)
+            context.finish()
+        return drafted
 
     def new_cache(self, sequences: int = 1, context: int | None = None) -> Any:
         """Keys and values (`SequenceCache`) for `sequences` of up to `context` tokens; None: as many as memory is set

@@ -91,6 +91,10 @@ class ForwardContext:
             self._begin(batch.phase, tokens, len(tokens), first, resumed=True)
             self._batch = batch
 
+    def begin_draft(self, tokens: list[int], first: int) -> None:
+        """A pass over MoE layer `first`, an MTP head's, begins. Its tokens run in the model's own passes too."""
+        self._begin("decode", tokens, len(tokens), first, resumed=True)
+
     def begin_call(self, ids: torch.Tensor | None, rows: int, length: int, past: int, prompt: bool) -> None:
         """A pass of transformers' own code begins, over `rows` sequences of `length` tokens after `past` ones. ids: the
         tokens, where there are any. prompt: they belong to a prompt; else a single token is a generated one."""

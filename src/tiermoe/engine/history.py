@@ -18,7 +18,7 @@ class History:
     """The record of the precision `key` in a store. circumstances: in which prefetching is measured, as text."""
 
     def __init__(self, store: Store, key: str, circumstances: str) -> None:
-        self._path = record_path(store.root, key)
+        self._path = record_path(store.root, f"{key}-mtp" if store.drafting else key)
         self._fingerprint = store.source.fingerprint
         self._experts = [layer.experts for layer in store.layers]
         self._circumstances = circumstances

@@ -21,7 +21,7 @@ from tiermoe.engine.reading import Reading, open_reading, rows_stay_on_disk
 from tiermoe.engine.service import ExpertService
 from tiermoe.errors import ConfigError
 from tiermoe.formats.in_place import OWN_BITS
-from tiermoe.formats.store import Store
+from tiermoe.formats.store import Store, joined
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.decoder import decoder_for
 from tiermoe.model.dense import recipe_key, with_own_dense
@@ -102,16 +102,30 @@ def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = 
     writes no text."""
     blueprint.require_text()
     resolved = resolve_for(blueprint, settings)
+    if blueprint.parts:
+        _check_mtp(blueprint, resolved)
     found = found_store(blueprint, settings.store)
-    if not starts_lean(blueprint, resolved, found):
+    lean = starts_lean(blueprint, resolved, found)
+    if not lean and not blueprint.parts:
         engine: Engine = _load_found(blueprint, resolved, found, progress, use).tiermoe
         return engine
-    store, plan = _prepared(blueprint, resolved, found, progress, use, lean=True)
+    store, plan = _prepared(blueprint, resolved, found, progress, use, lean)
     with open_reading(plan, store, resolved, blueprint, "cpu") as reading:
         service = ExpertService(store, plan, resolved, reading, {})
         engine = Engine(service, _lean_model(blueprint, store, plan, resolved, reading))
     process_memory.keep_activations(plan.activations, plan.idle_activations)
     return engine
+
+
+def _check_mtp(blueprint: Blueprint, resolved: Resolved) -> None:
+    """ConfigError where nothing computes an MTP head, or a calibration says nothing of its experts."""
+    if not _has_own_decoder(blueprint, resolved.settings):
+        raise ConfigError("--draft mtp runs on tiermoe's own decoder, on a CPU; leave it, --decoder or --device out")
+    if resolved.tables.bits:
+        raise ConfigError(
+            f"--draft mtp does not apply to {resolved.composition.name}, whose calibration has no bits of the head's "
+            f"experts; leave one of them out"
+        )
 
 
 def starts_lean(blueprint: Blueprint, resolved: Resolved, store: Store | None) -> bool:
@@ -135,8 +149,19 @@ def _prepared(
         torch.set_num_threads(settings.threads)
     _measured(blueprint, resolved, found, lean)
     plan = plan_memory(blueprint, resolved, found, use)
+    stores = [
+        _packed(part, resolved, None if blueprint.parts else found, progress, device, plan.packers)
+        for part in blueprint.parts or (blueprint,)
+    ]
+    return (joined(*stores) if blueprint.parts else stores[0]), plan
+
+
+def _packed(
+    blueprint: Blueprint, resolved: Resolved, found: Store | None, progress: Progress | None, device: str, workers: int
+) -> Store:
+    """The store of a model, or of one of its parts, with all that is asked for."""
+    settings, unit = resolved.settings, resolved.composition.unit
     store = open_or_create(blueprint, store_root(blueprint, settings.store), found=found, waiting=progress)
-    unit = resolved.composition.unit
     for bits in resolved.precisions:
         ensure_packed(
             store,
@@ -147,9 +172,9 @@ def _prepared(
             progress,
             device,
             unit,
-            plan.packers,
+            workers,
         )
-    return store, plan
+    return store
 
 
 def _measured(blueprint: Blueprint, resolved: Resolved, store: Store | None, lean: bool) -> None:
@@ -177,7 +202,8 @@ def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: 
     decoder = decoder_for(blueprint.config, weights, blueprint.dtype, resolved.settings.kv_bits)
     assert decoder is not None
     gates = named_gates(blueprint.outline)
-    return Model(blueprint, decoder, gates, decoder.routers, blueprint.generation_settings())
+    routers = [*decoder.routers, *[None] * store.drafting]  # no forecasts: an MTP head runs alone
+    return Model(blueprint, decoder, gates, routers, blueprint.generation_settings())
 
 
 def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:

@@ -50,13 +50,13 @@ class Reading:
 @dataclass(frozen=True, slots=True)
 class Packed:
     """What is read of the store at `root`: the extents of all experts in all precisions, with the format of each layer,
-    and the file of the packed dense layers (`dense`), if any. `own`: all lies in the store's own files."""
+    and the files of the packed dense layers (`dense`). `own`: all lies in the store's own files."""
 
     root: Path
     extents: Sequence[Extent]
     formats: Sequence[ExpertFormat]
     own: bool
-    dense: Path | None = None
+    dense: Sequence[str] = ()
 
 
 def open_reading(plan: MemoryPlan, store: Store, resolved: Resolved, blueprint: Blueprint, device: str) -> Reading:
@@ -97,7 +97,7 @@ def rows_stay_on_disk(blueprint: Blueprint, plan: MemoryPlan, reading: Reading) 
 def _packed(store: Store, resolved: Resolved, blueprint: Blueprint, device: str) -> Packed:
     unit, quantizer, layout = resolved.composition.unit, resolved.settings.quantizer_used, machine_layout(device)
     dense_bits = resolved.settings.dense_bits_used
-    dense = store.dense[recipe_key(blueprint, dense_bits, layout)] if dense_bits < 16 else None
+    dense = recipe_key(blueprint, dense_bits, layout)
     keys = [precision_key(bits, quantizer, layout, unit) for bits in resolved.precisions]
     precisions = [store.precisions[key] for key in keys]
     return Packed(
@@ -105,7 +105,7 @@ def _packed(store: Store, resolved: Resolved, blueprint: Blueprint, device: str)
         [extent for precision in precisions for layer in precision.layers for extent in layer.extents],
         [store.expert_format(key, layer) for key in keys for layer in range(len(store.layers))],
         not any(precision.in_place for precision in precisions),
-        store.root / dense["file"] if dense else None,
+        store.dense_files(dense) if dense_bits < 16 else (),
     )
 
 
@@ -123,8 +123,7 @@ def _can_be_slots(packed: Packed, resolved: Resolved) -> bool:
 
 def _files(packed: Packed) -> list[str]:
     """In the order in which they are needed."""
-    dense = [] if packed.dense is None else [str(packed.dense)]
-    return [*dense, *dict.fromkeys(segment.file for extent in packed.extents for segment in extent.segments)]
+    return [*packed.dense, *dict.fromkeys(segment.file for extent in packed.extents for segment in extent.segments)]
 
 
 def _has_room(plan: MemoryPlan, copies: int) -> bool:

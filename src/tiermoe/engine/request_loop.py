@@ -28,8 +28,8 @@ from torch import Tensor
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.engine.request import Piece, Request, RequestState
 from tiermoe.engine.sampling import end_tokens
-from tiermoe.engine.speculation import MOST, Speculation
-from tiermoe.errors import PromptError
+from tiermoe.engine.speculation import MOST, Place, Speculation
+from tiermoe.errors import LoadError, PromptError
 from tiermoe.metrics import PhaseMetrics
 from tiermoe.model.prefix_cache import PrefixCache
 from tiermoe.model.prefix_files import PrefixDisk, StoredPrefix
@@ -411,12 +411,13 @@ class RequestLoop:
         if drafter is None:
             drafter = row.drafter = speculation.drafter()
         request = row.request
-        guesses = drafter.draft(request.ids, row.answer, min(MOST, FEW_TOKENS // rows - 1), rows)
-        if not guesses:
-            return guesses
         left = request.sampling.max_tokens - len(row.answer)
         room = min(row.room - 1, self.context - 2) - row.length
-        guesses = guesses[: max(0, min(left - 1, room, self._chunk - 1))]
+        most = max(0, min(MOST, FEW_TOKENS // rows - 1, left - 1, room, self._chunk - 1))
+        try:
+            guesses = drafter.draft(request.ids, row.answer, most, rows, Place(self._cache, row.slab, row.length))
+        except LoadError:  # an answer does not fail by what was guessed of it
+            return []
         return guesses if self._cache.can_crop(row.slab, row.length, 1 + len(guesses)) else []
 
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:

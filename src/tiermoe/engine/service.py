@@ -164,7 +164,7 @@ class ExpertService:
         return precision_key(bits, settings.quantizer_used, machine_layout(self.device), unit)
 
     def _schedule(self, hash_tables: Mapping[int, HashTable], trial: PrefetchTrial) -> Scheduler:
-        shape = replace(shape_of(self.store.layers), hash_tables=hash_tables)
+        shape = replace(shape_of(self.store.layers), hash_tables=hash_tables, drafting=self.store.drafting)
         slots = [PrecisionSlots(pool.bits, pool.slots, pool.sizes) for pool in self.plan.pools]
         scheduler = assemble(
             self.resolved.composition, shape, slots, self.link, self.resolved.settings.bits_used, self.resolved.tables,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 MOST = 16  # guesses of a sequence in a step
 LEAST = 2  # guesses that are worth a step of several tokens: its first one costs more than the next
@@ -31,12 +31,23 @@ LOSS = 0.01
 _CREDIT = 8.0  # tokens' time: most that may be lost beyond that, of what guesses won; one begins with half of it
 
 
+class Place(NamedTuple):
+    """Where a sequence lies, all of it but its last token."""
+
+    cache: Any  # the KV cache
+    slab: int
+    end: int  # the position of the last token
+
+
 class Drafter(Protocol):
     """Guesses at the next tokens of one sequence."""
 
-    def draft(self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int) -> list[int]:
+    def draft(
+        self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int, place: Place | None = None
+    ) -> list[int]:
         """Guesses at what follows prompt and answer that are worth verifying, at most `most`, often none. rows: answers
-        in the step. The sequence goes on from call to call."""
+        in the step. place: where the model that verifies has the sequence, for drafters that look there. The sequence
+        goes on from call to call."""
 
 
 class Chances:

@@ -31,6 +31,10 @@ _DENSE_ENTRY = {"encoding", "shape", "offset", "checksum", "error"}
 _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+MTP_FOLDER = "mtp"
+"""The folder of an MTP head's store, in its model's."""
+
+
 def precision_key(bits: int, quantizer: str, layout: str = "", unit: str = "expert") -> str:
     """The name of a precision in a store: '16', '8' (all quantisers give the same), '3-nonlinear', '2-linear', …;
     '4-hqq-rowmajor' in a GPU's layout, '4-hqq-neuron' in the neuron unit: all can lie in one store."""
@@ -145,6 +149,7 @@ class Store:
     layers: list[MoeLayer]
     precisions: dict[str, Precision] = field(default_factory=dict)  # by `precision_key`
     dense: dict[str, dict[str, Any]] = field(default_factory=dict)  # `dense_key` → table of packed linear layers
+    drafting: int = 0  # MoE layers of an MTP head, the last ones, in two stores that are `joined`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -188,8 +193,14 @@ class Store:
         """Where a packed dense layer is."""
         entry = self.dense[key]
         packed = entry["layers"][name]
+        file = packed.get("file", entry["file"])
         nbytes = self.dense_format(key, name).stored.nbytes
-        return Extent((Segment(str(self.root / entry["file"]), packed["offset"], nbytes, 0),), packed["checksum"])
+        return Extent((Segment(str(self.root / file), packed["offset"], nbytes, 0),), packed["checksum"])
+
+    def dense_files(self, key: str) -> list[str]:
+        """The files of the dense layers packed under `key`."""
+        places = (self.dense_extent(key, name).segments[0].file for name in self.dense[key]["layers"])
+        return list(dict.fromkeys(places))
 
     def save(self) -> None:
         """Replaces store.json atomically: a reader sees the old table or the new one, never half of one."""
@@ -209,6 +220,28 @@ class Store:
             "dense": self.dense,
         }
         write_atomically(self.root / TABLE, json.dumps(document, separators=(",", ":")).encode())
+
+
+def joined(trunk: Store, head: Store) -> Store:
+    """A model's store with that of its MTP head, which lies in a folder of it, as one that is read and never saved: the
+    head's layer is the last one. It has what both have."""
+    precisions = {
+        key: replace(found, layers=[*found.layers, *head.precisions[key].layers])
+        for key, found in trunk.precisions.items()
+        if key in head.precisions
+    }
+    dense = {
+        key: {**found, "layers": {**found["layers"], **_inside(head, key, trunk.root)}}
+        for key, found in trunk.dense.items()
+        if key in head.dense
+    }
+    return Store(trunk.root, trunk.source, [*trunk.layers, *head.layers], precisions, dense, len(head.layers))
+
+
+def _inside(head: Store, key: str, root: Path) -> dict[str, Any]:
+    """Packed dense layers of a store in a folder of `root`, as the table of the store at `root` would have them."""
+    file = str((head.root / head.dense[key]["file"]).relative_to(root))
+    return {name: {**entry, "file": file} for name, entry in head.dense[key]["layers"].items()}
 
 
 @contextlib.contextmanager
@@ -233,6 +266,8 @@ def one_matrix(name: str, out: int, in_: int) -> MoeLayer:
 
 def pack_anew(root: Path) -> str:
     """Advice for a message about an unusable store in `root`."""
+    if root.name == MTP_FOLDER and (root.parent / TABLE).exists():
+        return f"remove the folder {root}, and the next run with --draft mtp packs the head anew"
     return f"'tiermoe pack MODEL --store {root} --force' packs the model anew"
 
 

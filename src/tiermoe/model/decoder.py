@@ -6,7 +6,7 @@ A step is `Decoder.step`; each `Layer` is attention and a feed-forward part with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -15,20 +15,21 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from tiermoe.batch import Batch
-from tiermoe.kernels.attention import DecodeAttention
 from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.attention import Attention, AttentionSizes
+from tiermoe.model.attention import AttentionSizes
 from tiermoe.model.families.gemma4 import SideBySide
 from tiermoe.model.families.table import ARCHITECTURES, activation_of, decodes
-from tiermoe.model.feed_forward import DenseBlock, Experts, MoeBlock, feed_forward
+from tiermoe.model.feed_forward import Experts, MoeBlock, feed_forward
 from tiermoe.model.grouped_attention import GroupedSizes, head_columns
 from tiermoe.model.hyper_connections import StreamLayer, StreamMixer, in_streams, streams_of
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent_attention import Indexer, LatentSizes
+from tiermoe.model.layer import Layer
 from tiermoe.model.linear import Linear
 from tiermoe.model.linear_attention import LinearSizes, is_linear
 from tiermoe.model.mamba import MambaSizes
-from tiermoe.model.norms import Norm
+from tiermoe.model.model_config import reads_mtp_head
+from tiermoe.model.mtp_head import MtpHead
 from tiermoe.model.rotary import Rotary, is_rotated, layer_kinds, parameters_of, rotary_of, unrotated
 from tiermoe.model.routers import Router
 from tiermoe.model.short_convolution import ConvolutionSizes, is_convolution
@@ -45,58 +46,6 @@ def require_finite(name: str, *values: Tensor) -> None:
     """NotFiniteError where some of the values are not finite."""
     if not all(bool(torch.isfinite(each).all()) for each in values):
         raise NotFiniteError(name)
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Norm, attention, residual, norm, feed-forward part, residual."""
-
-    norm_before: Norm
-    attention: Attention
-    norm_after: Norm
-    feed_forward: MoeBlock | DenseBlock | SideBySide
-    multiplier: float = 1.0  # of what is added to the residual (Granite)
-    decode_attention: DecodeAttention | None = None  # up to the second norm in one native call, for few tokens
-    indexer: Indexer | None = None  # chooses before what tokens attend to
-    norm_attended: Norm | None = None  # of attention's output before it is added (Gemma 4)
-
-    def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
-        """x (T, H) → (T, H)."""
-        return self.feed_forward.add(*self._attended(x, index, step), self.multiplier)
-
-    def forward_ragged(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
-        """A call with each x and its step, bit for bit; each expert is read once for all of them."""
-        attended = [self._attended(x, index, step) for x, step in zip(xs, steps, strict=True)]
-        return self.feed_forward.add_ragged(attended, self.multiplier)
-
-    def _attended(self, x: Tensor, index: int, step: Step) -> tuple[Tensor, Tensor]:
-        """The second norm of x with attention's output added, and that sum itself, (T, H) each."""
-        if self.indexer is not None:
-            self.indexer(self.norm_before(x), index, step)
-        if self.decode_attention is not None and step.native:
-            native = step.native[self.attention.sizes.rotary]
-            x, normed = self.decode_attention(x, native, step.cache.native[index])
-            return normed, x
-        attended = self.attention(self.norm_before(x), index, step)
-        attended = attended if self.norm_attended is None else self.norm_attended(attended)
-        x = x + (attended if self.multiplier == 1 else attended * self.multiplier)
-        return self.norm_after(x), x
-
-    def watched(self, wrap: Callable[[Any], Any]) -> Layer:
-        """The layer with wrap(part) in the place of its dense parts."""
-        return replace(
-            self,
-            attention=wrap(self.attention),
-            feed_forward=self.feed_forward.watched(wrap),
-            decode_attention=None if self.decode_attention is None else wrap(self.decode_attention),
-            indexer=None if self.indexer is None else wrap(self.indexer),
-        )
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
-        indexes = self.indexer is None or self.indexer.batch_invariant
-        return self.decode_attention is not None and self.feed_forward.batch_invariant and indexes
 
 
 class FiniteLayer:
@@ -136,7 +85,8 @@ class Decoder:
 
     norm: of the last layer's output; a `StreamMixer` where layers have streams. rotaries: of the steps' angles. dtype:
     of the hidden states. kv_bits: of keys and values in its caches. softcap: logits are softcap * tanh(logits /
-    softcap) (Gemma 4)."""
+    softcap) (Gemma 4). mtp: a layer behind the last one, which drafts (`MtpHead`); None: there is none, or nobody asks
+    for drafts."""
 
     rows_together = True  # several rows run in one step
     can_rollback = True  # a sequence's last step can be taken back
@@ -153,6 +103,7 @@ class Decoder:
         logits_divisor: float = 1.0,
         kv_bits: int = 16,
         softcap: float | None = None,
+        mtp: MtpHead | None = None,
     ) -> None:
         self._embedding = embedding
         self.layers = list(layers)
@@ -164,6 +115,7 @@ class Decoder:
         self._logits_divisor = logits_divisor
         self._kv_bits = kv_bits
         self._softcap = softcap
+        self.mtp = mtp
 
     @property
     def can_verify_draft(self) -> bool:
@@ -172,8 +124,9 @@ class Decoder:
 
     @property
     def shapes(self) -> list[LayerShape]:
-        """Sizes of each layer's cache."""
-        return [layer.attention.sizes.shape for layer in self.layers]
+        """Sizes of each layer's cache, an MTP head's behind the others'."""
+        head = [] if self.mtp is None else [self.mtp.layer]
+        return [layer.attention.sizes.shape for layer in (*self.layers, *head)]
 
     @property
     def routers(self) -> list[Router]:
@@ -203,8 +156,9 @@ class Decoder:
         return undo
 
     def attach(self, experts: Sequence[Experts]) -> None:
-        """Gives each MoE layer its experts."""
-        for block, own in zip(self._moe_blocks(), experts, strict=True):
+        """Gives each MoE layer its experts, an MTP head's behind the others'."""
+        head = None if self.mtp is None else self.mtp.layer.feed_forward.moe
+        for block, own in zip([*self._moe_blocks(), *filter(None, [head])], experts, strict=True):
             block.experts = own
 
     def new_cache(self, slabs: int, context: int, step: int) -> KVCache:
@@ -221,7 +175,7 @@ class Decoder:
     def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
         """Runs a batch as `step` does, and returns the hidden states (T, H) of every token, behind the last norm."""
         passing = self._run(batch, cache)
-        self._end_write(passing)
+        self._end(passing)
         return torch.cat([self._norm(x) for x in passing.xs])
 
     def _run(self, batch: Batch, cache: KVCache) -> Passing:
@@ -254,7 +208,7 @@ class Decoder:
 
     def finish(self, passing: Passing, every: bool = False) -> Tensor:
         """Ends a step: the logits as `step` returns them."""
-        self._end_write(passing)
+        self._end(passing)
         ends = passing.ends
         logits = [
             self._logits(x, part, every)
@@ -263,9 +217,13 @@ class Decoder:
         ]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _end_write(self, passing: Passing) -> None:
+    def _end(self, passing: Passing) -> None:
+        """Ends the writes of a step; an MTP head reads its tokens."""
         for slab, end in passing.ends.items():
             passing.cache.end_write(slab, end)
+        if self.mtp is not None:
+            for part, x in zip(passing.parts, passing.xs, strict=True):
+                self.mtp.read(part, self._norm(x), passing.cache)
 
     def _embedded(self, step: Step) -> Tensor:
         x = self._embedding(step.tokens)
@@ -324,25 +282,44 @@ def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int 
     layers = [
         _layer(f"model.layers.{index}", each, parts, rotaries[each.rotary].columns) for index, each in enumerate(sizes)
     ]
+    last = layers.pop() if reads_mtp_head(config) else None
     table, embedding_scale = _embedding(parts)
     if parts.architecture.streams:
         table = in_streams(table, streams_of(config))
         norm: Callable[[Tensor], Tensor] = StreamMixer.of(parts, "model.hyper_connection_mixer")
     else:
         norm = parts.norm(f"model.{parts.architecture.named('norm')}")
-    softcap = getattr(config, "final_logit_softcapping", None)
+    head, softcap = parts.linear("lm_head"), getattr(config, "final_logit_softcapping", None)
     return Decoder(
         embedding=table,
         layers=layers,
         norm=norm,
-        head=parts.linear("lm_head"),
+        head=head,
         rotaries=rotaries,
         dtype=dtype,
         embedding_scale=embedding_scale,
         logits_divisor=parts.scale("logits_scaling"),
         kv_bits=kv_bits,
         softcap=None if softcap is None else float(softcap),
+        mtp=None if last is None else _mtp_head(parts, len(layers), cast(Layer, last), table, head, rotaries),
     )
+
+
+def _mtp_head(
+    weights: FamilyWeights,
+    index: int,
+    layer: Layer,
+    table: Callable[[Tensor], Tensor],
+    output: Linear,
+    rotaries: Sequence[Rotary],
+) -> MtpHead:
+    """The MTP head whose layer lies behind the others', at `index`."""
+    path = f"model.layers.{index}"
+    embedding_norm, hidden_norm, norm = (
+        weights.norm(f"{path}.{name}") for name in ("enorm", "hnorm", "shared_head.norm")
+    )
+    projection = weights.linear(f"{path}.eh_proj")
+    return MtpHead(index, table, embedding_norm, hidden_norm, projection, layer, norm, output, rotaries)
 
 
 def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_columns: int) -> Layer | StreamLayer:

@@ -61,7 +61,9 @@ def bits_of(blueprint: Blueprint, name: str, bits: int, layout: str) -> int:
 
 
 def recipe(blueprint: Blueprint, bits: int, layout: str) -> dict[str, int]:
-    """Kind → bits of the dense layers that have other bits where `bits` are asked for."""
+    """Kind → bits of the dense layers that have other bits where `bits` are asked for; an MTP head is packed as its
+    model is."""
+    blueprint = blueprint.trunk or blueprint
     found = {kind_of(name): bits_of(blueprint, name, bits, layout) for name in packable(blueprint)}
     return {kind: own for kind, own in found.items() if own != bits}
 

@@ -97,6 +97,15 @@ def needs(shapes: Sequence[LayerShape], load: Workload) -> list[Need]:
     ]
 
 
+@dataclass(slots=True)
+class Unread:
+    """Tokens at a sequence's end, from position `first` on, that an MTP head has not read."""
+
+    first: int
+    tokens: list[int]
+    hidden: Tensor  # (len(tokens), H): their hidden states behind the model's last norm
+
+
 class KVCache:
     """Slabs of `context` positions in every layer. Memory is taken as positions are written, not before, and given back
     when a slab is closed.
@@ -108,7 +117,7 @@ class KVCache:
     index_keys[layer] (slabs, 1, room, index columns): keys of indexers; an empty list where no layer has an indexer.
     recurrent: states of the layers that have no keys and values; None where there is no such layer.
     native: layer → its slabs for the attention kernels, which take bfloat16 alone.
-    step: the most tokens of a sequence in one step."""
+    step: the most tokens of a sequence in one step. unread: slab → what an MTP head is to read yet."""
 
     def __init__(
         self,
@@ -125,6 +134,7 @@ class KVCache:
         self.key_scales: list[Tensor] = []
         self.value_scales: list[Tensor] = []
         self.index_keys: list[Tensor] = []
+        self.unread: dict[int, Unread] = {}
         self._lengths = [0] * slabs
         self._furthest = [0] * slabs  # how far positions were ever written: what lies in a ring
         self._free = list(reversed(range(slabs)))
@@ -160,6 +170,7 @@ class KVCache:
             )
         slab = self._free.pop()
         self._lengths[slab] = self._furthest[slab] = 0
+        self.unread.pop(slab, None)
         if self.recurrent is not None:
             self.recurrent.clear(slab)
         return slab

@@ -52,6 +52,31 @@ class ModelConfig:
         return config
 
 
+_BY_LAYER = ("layer_types", "mlp_layer_types")
+"""A config's lists with an entry for each layer."""
+
+
+def lengthened(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config that change where a model has one more layer, like its last one."""
+    lists = {name: fields[name] for name in _BY_LAYER if isinstance(fields.get(name), list)}
+    longer = {name: [*each, each[-1]] for name, each in lists.items()}
+    return {"num_hidden_layers": fields["num_hidden_layers"] + 1, **longer}
+
+
+def with_mtp_head(config: ModelConfig) -> ModelConfig:
+    """The config of a model whose last layer is an MTP head's."""
+    fields = {**config.fields, **lengthened(config.fields), _MTP: True}
+    return ModelConfig(fields, config.rope_frequencies, config.has_text_class, config.unread)
+
+
+def reads_mtp_head(config: Any) -> bool:
+    """Whether the last layer is an MTP head's."""
+    return bool(getattr(config, _MTP, False))
+
+
+_MTP = "last_layer_is_mtp_head"
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
     """What is read of generation_config.json, or of a config that says it; None: it does not say."""

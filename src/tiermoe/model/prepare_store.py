@@ -14,11 +14,13 @@ from tiermoe.formats.encode_experts import Inputs
 from tiermoe.formats.in_place import OWN_BITS
 from tiermoe.formats.pack import clear, pack_experts, packing_bytes
 from tiermoe.formats.store import (
+    MTP_FOLDER,
     Precision,
     Source,
     Store,
     check_dense_file,
     check_files,
+    joined,
     open_store,
     pack_anew,
     precision_key,
@@ -43,13 +45,19 @@ def is_store(path: Path) -> bool:
 
 
 def store_root(blueprint: Blueprint, chosen: Path | None) -> Path:
-    """The folder of the blueprint's store: the chosen one, or the one in the user's cache."""
-    return chosen_store_root(blueprint.directory, blueprint.name, blueprint.checkpoint.fingerprint(), chosen)
+    """The folder of the blueprint's store: the chosen one, or the one in the user's cache; of an MTP head, a folder in
+    its model's."""
+    root = chosen_store_root(blueprint.directory, blueprint.name, blueprint.checkpoint.fingerprint(), chosen)
+    return root if blueprint.trunk is None else root / MTP_FOLDER
 
 
 def found_store(blueprint: Blueprint, chosen: Path | None) -> Store | None:
     """The store in the folder of the blueprint's, whichever checkpoint it is of; None where none can be read. Where
-    experts are used as they were published, the store need not be there."""
+    experts are used as they were published, the store need not be there. The stores of a model's parts are one
+    (`store.joined`)."""
+    if blueprint.parts:
+        trunk, head = (found_store(part, chosen) for part in blueprint.parts)
+        return None if trunk is None or head is None else joined(trunk, head)
     root = store_root(blueprint, chosen)
     try:
         return _with_own(open_store(root), blueprint)

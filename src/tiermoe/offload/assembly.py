@@ -35,6 +35,12 @@ class ModelShape:
     top_k: Sequence[int]  # per layer
     encoder_layers: int = 0  # the first of them, in an encoder
     hash_tables: Mapping[int, HashTable] = field(default_factory=dict)  # of the layers that are routed by the token
+    drafting: int = 0  # the last of them, of an MTP head: passes of their own, of which nothing is predicted
+
+    @property
+    def depth(self) -> int:
+        """Layers of a pass that does not draft."""
+        return len(self.experts) - self.drafting
 
 
 class PrecisionSlots(NamedTuple):
@@ -190,8 +196,9 @@ def assemble(
     )
     on_cpu = _on_cpu(composition, miss_costs)
     prediction_context = PredictionContext(
-        len(shape.experts), shape.experts, shape.top_k, paths=tables.paths, frequencies=tables.frequencies,
-        hash_tables=shape.hash_tables, future=future_trace.future if future_trace else None,
+        shape.depth, shape.experts[: shape.depth], shape.top_k[: shape.depth], paths=tables.paths,
+        frequencies=tables.frequencies, hash_tables=shape.hash_tables,
+        future=future_trace.future if future_trace else None,
         encoder_layers=shape.encoder_layers, little=composition.little,
     )  # fmt: skip
     predictor = PREDICTIONS[composition.prefetch](prediction_context, **composition.options("prefetch"))
@@ -225,6 +232,7 @@ def assemble(
         prior=_prior(composition),
         exact=not composition.lossy,
         trial=trial() if predicts and composition.speculate == "measured" else None,
+        drafting=shape.drafting,
     )
 
 

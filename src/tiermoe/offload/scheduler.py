@@ -65,6 +65,7 @@ class Scheduler:
     undoable: Sequence[Undoable] = ()
     prior: CachePrior | None = None
     exact: bool = True
+    drafting: int = 0
     uses: Uses = field(init=False)  # tokens that each expert has served, as far as `record_hits` knows
     reuse: Reuse = field(init=False)
     predicted_s: float = field(default=0.0, init=False)  # seconds of naming what to read ahead, by the link's clock
@@ -144,8 +145,8 @@ class Scheduler:
 
     def begin_pass(self, tokens: int, forecasts: Forecasts, phase: str, first: int = 0, resumed: bool = False) -> None:
         """A forward pass over `tokens` tokens begins (all rows of a batch counted). phase: 'prefill' or 'decode'.
-        first: its first MoE layer, not 0 in a decoder behind an encoder. resumed: it goes on with that layer after
-        other passes, and its tokens are counted already."""
+        first: its first MoE layer, not 0 in a decoder behind an encoder, nor in a pass that drafts. resumed: it goes on
+        with that layer after other passes, or drafts, and its tokens are counted already."""
         self.record_hits()
         self.loader.collect()
         self.loader.report_warmed(_WARMED_A_PASS)
@@ -153,7 +154,8 @@ class Scheduler:
         self._phase, self._pass_tokens = phase, tokens
         self._predicted.clear()
         self.clock.advance(tokens, not resumed)
-        self._begin_timing(phase)
+        drafts = first >= self._depth
+        self._begin_timing(phase, drafts)
         for policy in self.undoable:
             policy.start() if phase == "decode" and not self._repeats else policy.keep()
         self._repeats = False
@@ -161,7 +163,7 @@ class Scheduler:
         self._unranked += 0 if resumed else tokens
         if self._unranked >= SHARE_EVERY:
             self._count_together()
-        self._prefetches = self.predicts and (self.trial is None or self._began is None or self.trial.on)
+        self._prefetches = self.predicts and not drafts and (self.trial is None or self._began is None or self.trial.on)
         self._watches = self.trial is not None and self._began is not None and self.trial.watching
         self._named.clear()
         if self._prefetches or self._watches:
@@ -235,8 +237,7 @@ class Scheduler:
             self.cpu_fallback if decoding else None,
             functools.partial(self._end_timing, layer) if self._began is not None else None,
         )
-        self.prediction.observe(routed)
-        self._record_uses(layer, demands, routed.phase)
+        self._record(routed, demands)
         return groups
 
     def record_hits(self) -> None:
@@ -248,9 +249,8 @@ class Scheduler:
         for layer, chosen in hits:
             self.clock.layer = layer
             routed = Routed(layer, self._phase, chosen, [()] * len(chosen))
-            self.prediction.observe(routed)
             demands = self.precision.demands(routed)
-            self._record_uses(layer, demands, self._phase)
+            self._record(routed, demands)
             self.loader.hit(layer, demands)
 
     def size_curve(self, slots: int, decode: PhaseMetrics) -> SizeCurve | None:
@@ -263,10 +263,12 @@ class Scheduler:
         distances = tuple(map(float, self.reuse.distances))
         return SizeCurve(distances, float(self.reuse.first), slots, len(self.experts), 1 - rate, compute, wait)
 
-    def _record_uses(self, layer: int, demands: Sequence[Demand], phase: str) -> None:
-        self.uses.record(layer, demands)
+    def _record(self, routed: Routed, demands: Sequence[Demand]) -> None:
+        if routed.layer < self._depth:
+            self.prediction.observe(routed)
+        self.uses.record(routed.layer, demands)
         if self.exact and not self.everything:
-            self.reuse.record(layer, demands, phase)
+            self.reuse.record(routed.layer, demands, routed.phase)
 
     def _count_together(self) -> None:
         """Eviction and shares of slots learn the uses of this run and the ones before it, where some are missing."""
@@ -277,21 +279,26 @@ class Scheduler:
         self.popularity.shares = shares_of(uses, self.top_k)
         self.loader.cache.follow(uses)
 
-    def _begin_timing(self, phase: str) -> None:
+    @property
+    def _depth(self) -> int:
+        """Layers of a pass that does not draft."""
+        return len(self.experts) - self.drafting
+
+    def _begin_timing(self, phase: str, drafts: bool) -> None:
         if self.trial is None:
             return
         if self._took is not None:
             self.trial.record(*self._took)
             self._took = None
-        self._began = self.loader.link.now() if phase == "decode" else None
+        self._began = self.loader.link.now() if phase == "decode" and not drafts else None
         self._waited = self.loader.waited_s
 
     def _end_timing(self, layer: int) -> None:
         """A layer of a pass that the trial measures has ended."""
-        if self._began is not None and layer == len(self.experts) - 1:
+        if self._began is not None and layer == self._depth - 1:
             elapsed = self.loader.link.now() - self._began
             computed = elapsed - (self.loader.waited_s - self._waited)
-            self._took = elapsed / self._pass_tokens, computed / len(self.experts)
+            self._took = elapsed / self._pass_tokens, computed / self._depth
 
     def _demands(self, routed: Routed) -> list[Demand]:
         demands = self.precision.demands(routed)

@@ -16,8 +16,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from tiermoe.serve import anthropic, embeddings, llama_server, ollama, openai, responses
-from tiermoe.serve.errors import OLLAMA, RETRY_S, Refused
+from tiermoe.serve import anthropic, embeddings, llama_server, ollama, ollama_api, openai, responses
+from tiermoe.serve.errors import RETRY_S, Refused
 from tiermoe.serve.fields import Several, TokenIds, from_json
 from tiermoe.serve.guards import Guard, Hosts
 from tiermoe.serve.intake import Intake, aside
@@ -198,8 +198,8 @@ def _error_body(path: str, error: Refused) -> dict[str, Any]:
     """An error in the shape of the dialect that the path speaks."""
     if path.startswith(anthropic.PATH):
         return anthropic.error_body(error)
-    if path.startswith(OLLAMA):
-        return ollama.error_body(error)
+    if path.startswith(ollama_api.PATHS):
+        return ollama_api.error_body(error)
     return openai.error_body(error)
 
 

@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.sampling import Sampling
+from tiermoe.serve import ollama_api
 from tiermoe.serve.answers import submitted, whole
-from tiermoe.serve.errors import OLLAMA, Refused
+from tiermoe.serve.errors import Refused
 from tiermoe.serve.fields import Options, Several, TokenIds, check_fields
 from tiermoe.serve.intake import aside
 from tiermoe.serve.ollama import check_model
@@ -63,7 +64,7 @@ def routes(app: FastAPI, served: Served) -> None:
         usage = {"prompt_tokens": count, "total_tokens": count}
         return {"object": "list", "data": data, "model": served.name, "usage": usage}
 
-    @app.post(f"{OLLAMA}embed")
+    @app.post(f"{ollama_api.PATHS}embed")
     async def embed(asked: EmbedRequest, http: HttpRequest) -> dict[str, Any]:
         began = time.perf_counter_ns()
         check_fields(asked)

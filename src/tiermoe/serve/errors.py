@@ -4,8 +4,6 @@ from __future__ import annotations
 
 RETRY_S = 5
 """Seconds after which a client may ask again."""
-OLLAMA = "/api/"
-"""Beginning of the paths of Ollama's dialect."""
 TOO_LONG = "context_length_exceeded"
 """Code of a prompt that is too long, by which agents know that they must shorten it."""
 

@@ -20,7 +20,7 @@ from tiermoe.serve import harmony
 from tiermoe.serve.answers import LineStream, failure, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, ParsedChunk, Prepared, grammar_of, prepare
 from tiermoe.serve.constraints import Constraint, json_constraint
-from tiermoe.serve.errors import OLLAMA, Refused
+from tiermoe.serve.errors import Refused
 from tiermoe.serve.fields import (
     Several,
     StopString,
@@ -30,15 +30,13 @@ from tiermoe.serve.fields import (
     thinking_variables,
 )
 from tiermoe.serve.intake import aside
+from tiermoe.serve.ollama_api import LATEST, PATHS, VERSION, error_body
 from tiermoe.serve.openai import Function, Logprobs
 from tiermoe.serve.samplers import SamplerFields
 from tiermoe.serve.served import Served
 from tiermoe.serve.thoughts import thinks
 from tiermoe.serve.tools import ToolCall, format_of
 
-API_VERSION = "0.12.11"
-"""The Ollama whose API this is: the first with log probabilities. Clients ask for a least version (VS Code 0.6.4)."""
-_LATEST = ":latest"  # the tag that clients add to a name without one
 _FOR_EVER = "9999-12-31T23:59:59Z"
 _LINES: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, whole or as a stream", "content": {"application/x-ndjson": {}}}
@@ -169,11 +167,6 @@ class ShowRequest(BaseModel):
     name: str = ""  # what `model` was called
 
 
-def error_body(error: Refused) -> dict[str, Any]:
-    """An error in Ollama's shape."""
-    return {"error": str(error)}
-
-
 class GrowingReply:
     """A reply while it grows: the objects of its stream, and the whole one after the last piece.
 
@@ -244,7 +237,7 @@ class GrowingReply:
 def routes(app: FastAPI, served: Served) -> None:
     """Adds the endpoints."""
 
-    @app.post(f"{OLLAMA}chat", response_model=None, responses=_LINES)
+    @app.post(f"{PATHS}chat", response_model=None, responses=_LINES)
     async def chat(asked: ChatRequest, http: HttpRequest) -> Response | dict[str, Any]:
         _check(served, asked)
         if not asked.messages:
@@ -254,32 +247,32 @@ def routes(app: FastAPI, served: Served) -> None:
         wanted = Chat(messages, tools, constraint=asked.constraint, variables=asked.variables)
         return await _answer(http, served, asked, await aside(prepare, served, wanted))
 
-    @app.post(f"{OLLAMA}generate", response_model=None, responses=_LINES)
+    @app.post(f"{PATHS}generate", response_model=None, responses=_LINES)
     async def generate(asked: GenerateRequest, http: HttpRequest) -> Response | dict[str, Any]:
         _check(served, asked)
         if not asked.prompt:
             return _loaded(served, {"response": ""})
         return await _answer(http, served, asked, await aside(_prepared, served, asked))
 
-    @app.get(f"{OLLAMA}tags")
+    @app.get(f"{PATHS}tags")
     async def tags() -> dict[str, Any]:
         return {"models": [_model(served)]}
 
-    @app.get(f"{OLLAMA}ps")
+    @app.get(f"{PATHS}ps")
     async def running() -> dict[str, Any]:
         plan = served.engine.plan
         on_gpu = getattr(plan, "gpu_total", 0)
         memory = {"size": plan.total + on_gpu, "size_vram": on_gpu}
         return {"models": [_model(served) | memory | {"expires_at": _FOR_EVER, "context_length": served.context}]}
 
-    @app.post(f"{OLLAMA}show")
+    @app.post(f"{PATHS}show")
     async def show(asked: ShowRequest) -> dict[str, Any]:
         check_model(served, asked.model or asked.name)
         return _shown(served)
 
-    @app.get(f"{OLLAMA}version")
+    @app.get(f"{PATHS}version")
     async def version() -> dict[str, str]:
-        return {"version": API_VERSION}
+        return {"version": VERSION}
 
 
 def _check(served: Served, asked: Asked) -> None:
@@ -302,7 +295,7 @@ def _check(served: Served, asked: Asked) -> None:
 def check_model(served: Served, name: str) -> None:
     """Refused where a client names another model; a tag behind a name says nothing."""
     if name != served.name:
-        served.check_model(name.removesuffix(_LATEST))
+        served.check_model(name.removesuffix(LATEST))
 
 
 def _thinks(served: Served) -> bool:

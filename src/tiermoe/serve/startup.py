@@ -7,7 +7,8 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tiermoe.serve.errors import OLLAMA, RETRY_S
+from tiermoe.serve import ollama_api
+from tiermoe.serve.errors import RETRY_S
 from tiermoe.serve.page import page
 
 
@@ -38,5 +39,5 @@ class StartupApp:
             message = "the model is being loaded; /health says how far it is"
             # the other dialects find theirs in it
             error = {"message": message, "type": "overloaded_error", "param": None, "code": None}
-            body = {"error": message} if path.startswith(OLLAMA) else {"type": "error", "error": error}
+            body = {"error": message} if path.startswith(ollama_api.PATHS) else {"type": "error", "error": error}
         return JSONResponse(body, 503, {"Retry-After": str(RETRY_S)})

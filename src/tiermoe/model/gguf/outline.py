@@ -4,11 +4,12 @@ transformers' modelling code. A file that is not as its architecture has it is l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.outline import DenseTensor, Outline
 from tiermoe.model.architecture import Architecture
@@ -30,17 +31,50 @@ _ALPHA = 1.702  # GptOssExperts
 def outline_of(checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype) -> Outline | None:
     """The outline; None where the file is not as its architecture has it, where transformers' code decodes the family,
     or in float16, in which transformers keeps some modules in float32."""
-    gate = _gate(config) if config.model_type in ARCHITECTURES else None
-    if gate is None or dtype == torch.float16:
+    if config.model_type not in ARCHITECTURES or _gate(config) is None or dtype == torch.float16:
         return None
     layers = [_layer(config, index) for index in range(config.num_hidden_layers) if not _is_dense(config, index)]
-    experts = {f"{layer.name}.{part.name}": (layer.experts, *part.shape) for layer in layers for part in layer.parts}
     dense = dict(_dense(config))
     found = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    if found != experts | dense or not layers:
+    if found != _experts_of(layers) | dense or not layers:
         return None
-    router = f"{_router(ARCHITECTURES[config.model_type])}.weight"
     tied = {_OUTPUT: _TABLE} if config.tie_word_embeddings else {}
+    return _outline(checkpoint, config, dtype, layers, dense, tied, None if tied else _TABLE)
+
+
+def outline_of_head(
+    checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype, beside: Mapping[str, tuple[int, ...]]
+) -> Outline:
+    """The outline of an MTP head, the last layer of a config. beside: path → shape of its tensors that are none of a
+    layer's. ModelError where the file lacks a tensor, or has it in another shape."""
+    last = config.num_hidden_layers - 1
+    layers = [_layer(config, last)]
+    dense = {f"model.layers.{last}.{name}": shape for name, shape in _of_layer(config, last)} | dict(beside)
+    for path, shape in (_experts_of(layers) | dense).items():
+        found = checkpoint.tensors[path].shape if path in checkpoint else None
+        if found != shape:
+            raise ModelError(
+                f"{checkpoint.directory}: {path}, a tensor of the MTP head, has the shape {found} and not {shape}; "
+                f"download it again, or use --draft lookup"
+            )
+    return _outline(checkpoint, config, dtype, layers, dense, {}, None)
+
+
+def _experts_of(layers: Sequence[MoeLayer]) -> dict[str, tuple[int, ...]]:
+    return {f"{layer.name}.{part.name}": (layer.experts, *part.shape) for layer in layers for part in layer.parts}
+
+
+def _outline(
+    checkpoint: GgufCheckpoint,
+    config: Any,
+    dtype: torch.dtype,
+    layers: list[MoeLayer],
+    dense: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, str],
+    table: str | None,
+) -> Outline:
+    """dense: path → shape of the tensors that are no expert's."""
+    router, experts = f"{_router(ARCHITECTURES[config.model_type])}.weight", _experts_of(layers)
     wide = _wide(config)
     tensors = {
         path: _tensor(path, shape, torch.float32 if path.endswith(wide) else dtype) for path, shape in dense.items()
@@ -54,11 +88,11 @@ def outline_of(checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype) -> O
         packable=tuple(
             path.removesuffix(".weight") for path, shape in dense.items() if _is_packable(path, shape, router)
         ),
-        table=None if tied else _TABLE,
+        table=table,
         tables={},
         dense_bytes=sum(math.prod(shape) * tensors[path].dtype.itemsize for path, shape in dense.items()),
         dense_keys=tuple(name for name in checkpoint.tensors if name not in experts),
-        gate=gate,
+        gate=_gate(config),
         whole=True,
     )
 

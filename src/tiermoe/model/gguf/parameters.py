@@ -110,6 +110,14 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "granitehybrid": GgufArchitecture(configs.granitehybrid, "granitemoehybrid", turned=True, linear=mamba_rows),
 }
 
+_NEXTN = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
+_COPIES = ("nextn.embed_tokens", "nextn.shared_head_head")
+"""Tensors of an MTP head that are the model's embedding and output layer."""
 _IN_BLOCK = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate_up|gate|up|down)_exps")
@@ -168,6 +176,22 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
         if layer not in dense:
             parameters |= expert_parameters(file, layer, f"{of.block}.experts")
     return GgufCheckpoint(file, parameters)
+
+
+def mtp_parameters(file: GgufFile) -> dict[str, Parameter]:
+    """Path → parameter of the MTP head behind the last layer (llama.cpp's NextN); empty where the file has none.
+    ModelError as `open_checkpoint`."""
+    architecture, layer = architecture_of(file), blocks(file)
+    names = block_names(architecture.layers) | dict(architecture.more) | _NEXTN
+    parameters: dict[str, Parameter] = {}
+    for name, tensor in file.tensors.items():
+        found = _IN_BLOCK.fullmatch(name)
+        if found and int(found[1]) == layer and found[2] not in _COPIES:
+            parameters |= _in_block(file, architecture, names, tensor, layer, found[2], found[3])
+    if not parameters:
+        return {}
+    experts = expert_parameters(file, layer, f"{architecture.layers.block}.experts")
+    return parameters | experts | _expanding(file, layer)
 
 
 def compute_dtype(checkpoint: GgufCheckpoint) -> torch.dtype:

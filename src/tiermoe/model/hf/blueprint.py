@@ -67,6 +67,10 @@ class Blueprint:
     """The outline in the checkpoint's store, or of a GGUF file's names; None: transformers' modelling code is asked
     where an outline is needed."""
     origin: Origin  # of what the store keeps of the model
+    parts: tuple[Blueprint, ...] = ()
+    """The model without its MTP head, and the head (`mtp_blueprint`), each with a store of its own; empty: this is
+    one part."""
+    trunk: Blueprint | None = None  # of an MTP head: the model without it
 
     @functools.cached_property
     def configs(self) -> Configs:
@@ -103,10 +107,16 @@ class Blueprint:
 
     @functools.cached_property
     def _built(self) -> Skeleton:
+        if self.parts:
+            return self.parts[0]._built
         process_memory.import_modelling_code()
         from tiermoe.model.hf.skeleton import Skeleton  # late: it imports transformers' modelling code
 
-        return Skeleton(self.family, self.model_class, self.configs.built, self.dtype, self.checkpoint, self.name)
+        return Skeleton(self.family, self.model_class, self.configs.built, self.dtype, self._of_layers(), self.name)
+
+    def _of_layers(self) -> Checkpoint | GgufCheckpoint:
+        """The checkpoint, with tensors that transformers' model has."""
+        return self.checkpoint
 
     @functools.cached_property
     def comes_quantized(self) -> bool:
@@ -232,7 +242,7 @@ def inspect_model(
     blueprint = Blueprint(directory, name, config, family, dtype, checkpoint, known, origin)
     if configs is not None:
         blueprint.configs = configs  # read once
-    _check_outline(blueprint.outline, checkpoint, directory)
+    check_outline(blueprint.outline, checkpoint, directory)
     return blueprint
 
 
@@ -255,7 +265,7 @@ def _dtype_of(config: Any, checkpoint: Checkpoint | GgufCheckpoint) -> torch.dty
     return dtype
 
 
-def _check_outline(outline: Outline, checkpoint: TensorSource, directory: Path) -> None:
+def check_outline(outline: Outline, checkpoint: TensorSource, directory: Path) -> None:
     """ModelError where a tensor has another shape than the config asks for, or a token uses no expert, or more than
     there are."""
     for path, tensor in outline.tensors.items():

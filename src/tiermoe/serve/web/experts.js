@@ -173,10 +173,11 @@ async function watch() {
   for (;; await sleep(1000)) {
     if (by("experts").hidden || document.hidden || !model) continue;
     try {
-      const stats = await (await ask("stats")).json();
+      const its = "?model=" + encodeURIComponent(model);
+      const stats = await (await ask("stats" + its)).json();
       figures(stats);
       budgets(stats);
-      found = await (await ask("experts")).json();
+      found = await (await ask("experts" + its)).json();
       notice("");
       draw();
       tell("cell", at ? describe(...at) : hint());

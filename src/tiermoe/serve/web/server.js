@@ -85,14 +85,22 @@ async function start() {
   notice("");
   try {
     const { data } = await (await ask("v1/models")).json();
-    [model, context] = [data[0].id, data[0].max_model_len];
-    by("model").textContent = model;
-    document.title = model + " – tiermoe";
+    choose(data.find(({ id }) => id === model) ?? data.find(({ status }) => status?.value === "loaded") ?? data[0]);
+    by("models").replaceChildren(...data.map(({ id }) => make("option", { selected: id === model }, id)));
+    by("models").hidden = data.length < 2;
+    by("models").onchange = () => choose(data.find(({ id }) => id === by("models").value));
     by("key-form").hidden = true;
     followed(showThread); // answers have the model's name
   } catch (error) {
     notice(error.message, true);
   }
+}
+
+function choose({ id, max_model_len }) {
+  [model, context] = [id, max_model_len];
+  by("model").textContent = model;
+  document.title = model + " – tiermoe";
+  [samples, rates, at] = [[], null, null]; // of the experts' view
 }
 
 by("key-form").addEventListener("submit", (event) => {

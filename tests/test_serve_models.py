@@ -1,0 +1,170 @@
+"""`tiermoe serve A B C` as processes: answers by turns, memory of all, no process left behind, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from benchmarks.serving import free_port
+from benchmarks.several_models import Memory
+from commands import Command
+from serving import until
+from tiermoe.config import parse_size
+from tiermoe.model.hf.hub import load_tokenizer
+from tiny import oracle
+
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
+BUDGET = "720MiB"  # of which one of the models has room beside the router
+WORDS = ("--bits", "16", "--dense-bits", "16", "--context", "64", "--lanes", "1", "--threads", "1", "--device", "cpu")
+PATIENCE_S = 900  # the machine may be busy
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model: Callable[..., Path]) -> dict[str, Path]:
+    """Family → a checkpoint."""
+    return {family: tiny_model(family, torch.float32) for family in FAMILIES}
+
+
+@contextmanager
+def serving(*words: object, memory: str = BUDGET) -> Iterator[tuple[psutil.Process, httpx.Client]]:
+    port = free_port()
+    named = ["--port", str(port), "--memory", memory, *WORDS]
+    command = [sys.executable, "-m", "tiermoe", "serve", *map(str, words), *named]
+    process = subprocess.Popen(command)
+
+    def answers() -> bool:
+        assert process.poll() is None
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        until(answers)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
+            yield psutil.Process(process.pid), client
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(client: httpx.Client, model: str) -> str:
+    asked = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    text: str = client.post("/v1/completions", json=asked).raise_for_status().json()["choices"][0]["text"]
+    return text
+
+
+def expected(directory: Path, family: str) -> str:
+    """What transformers' eager experts answer."""
+    tokenizer = load_tokenizer(directory)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    told = oracle(directory, family, torch.float32).generate(ids, max_new_tokens=12, do_sample=False)
+    text: str = tokenizer.decode(told[0, ids.shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def gone(processes: Sequence[psutil.Process]) -> bool:
+    return all(not each.is_running() or each.status() == psutil.STATUS_ZOMBIE for each in processes)
+
+
+def test_models_answer_by_turns_as_each_does_alone_within_the_budget(models: dict[str, Path]) -> None:
+    first = FAMILIES[0]
+    names = {family: directory.name for family, directory in models.items()}
+    with serving(*models.values(), "--alias", f"first={names[first]}") as (process, client):
+        with Memory(process.pid) as held:
+            for family in FAMILIES:
+                assert ask(client, names[family]) == expected(models[family], family)
+            assert ask(client, "first") == expected(models[first], first)
+        assert held.samples > 20
+        assert held.resident <= parse_size(BUDGET)
+        stats = {each["name"]: each for each in client.get("/stats").json()["models"]}
+        assert [stats[names[family]]["loads"] for family in FAMILIES] == [2, 1, 1]  # one at a time
+        assert (
+            client.get(f"/stats?model={names[first]}").json()["memory_budget_bytes"]
+            == stats[names[first]]["memory_budget_bytes"]
+        )
+        with ThreadPoolExecutor(1) as thread:  # it ends while another one is loaded
+            waiting = thread.submit(client.post, "/v1/completions", json={"model": names["olmoe"], "prompt": PROMPT})
+            until(lambda: client.get("/health").json()["models"][names["olmoe"]] == "loading")
+            children = until(process.children)
+            process.terminate()
+            assert waiting.result().status_code == 503
+        assert process.wait(PATIENCE_S) == 0
+        assert gone(children)
+
+
+def test_no_process_outlives_a_router_that_is_killed(models: dict[str, Path], tmp_path: Path) -> None:
+    for family, directory in models.items():
+        (tmp_path / family).symlink_to(directory)
+    (tmp_path / "nothing").mkdir()
+    with serving("--models-dir", tmp_path) as (process, client):
+        listed = client.get("/v1/models").json()["data"]
+        assert [each["id"] for each in listed] == sorted(FAMILIES)
+        assert ask(client, "olmoe") == expected(models["olmoe"], "olmoe")
+        children = process.children()
+        assert len(children) == 1
+        process.kill()
+        until(lambda: gone(children))
+
+
+def test_a_budget_that_holds_no_model_and_the_one_that_is_named_instead(
+    tiermoe_: Command, models: dict[str, Path]
+) -> None:
+    first, second, _ = models.values()
+    words = ("serve", first, second, "--memory", "200MiB", "--port", free_port(), *WORDS)
+    cause = tiermoe_(*words).cause
+    assert f"{first.name} cannot be served: it needs " in cause
+    assert "of 200 MiB without the router's" in cause
+    (least,) = re.findall(r"use --memory (\d+MiB) or more", cause)
+    with serving(first, second, memory=least) as (_, client):
+        assert ask(client, first.name) == expected(first, FAMILIES[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "name a model, several, or a folder of models with --models-dir"),
+        (("A", "--alias", "x=A"), "--alias does nothing for one model; leave it out, or name several models"),
+        (("A", "--keep-alive", "5m"), "--keep-alive does nothing for one model"),
+        (("A", "--models-max", "2"), "--models-max does nothing for one model"),
+        (("A", "B", "--name", "x"), "--name belongs to one model, and several are named"),
+        (("A", "B", "--replicas", "2"), "--replicas belongs to one model"),
+        (("A", "B", "--draft", "C"), "--draft MODEL belongs to one model"),
+        (("A", "B", "--also", "there"), "--also belongs to one model"),
+        (("A", "B", "--store", "there"), "--store belongs to one model"),
+        (("A", "A"), "two models are called A: A and A; rename one, or serve one of them"),
+        (("A", "B", "--keep-alive", "soon"), "--keep-alive 'soon' is not a time; write it like 90s, 10m, 2h or never"),
+        (("A", "B", "--alias", "x"), "--alias x is not NAME=MODEL; write it like --alias small=A"),
+        (("A", "B", "--alias", "x=C"), "--alias x=C: there is no model C; there are A, B"),
+        (("A", "B", "--alias", "x=A", "--alias", "x=B"), "--alias x=B: x is an alias of A already; choose another one"),
+        (("A", "B", "--alias", "B=A"), "--alias B=A: B is the name of a model; choose another alias"),
+        (("--models-dir", "nowhere"), "--models-dir nowhere is no folder; name the folder that has the models'"),
+        (
+            ("A", "B", "--host", "nowhere/x.sock"),
+            "cannot listen on nowhere/x.sock: No such file or directory, or choose",
+        ),
+    ],
+)
+def test_what_is_refused_before_anything_is_planned(
+    words: Sequence[str], message: str, tiermoe_: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert message in tiermoe_("serve", *words, "--port", free_port()).cause
+
+
+def test_a_folder_without_models(tiermoe_: Command, tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    outcome = tiermoe_("serve", "--models-dir", tmp_path, "--port", free_port())
+    assert f"--models-dir {tmp_path} has no models: no folder with a config.json, and no GGUF file" in outcome.cause
+    assert f"{tmp_path / 'nothing'} has no model (no config.json, no GGUF file) and is left out" in outcome.err
