@@ -119,7 +119,12 @@ Item = Annotated[
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[OutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(lambda value: _kind(value, "message")),
+    Discriminator(
+        lambda value: _kind(value, "message"),
+        custom_error_type="item_kind",
+        custom_error_message="this server reads items of type message, function_call, function_call_output and "
+        "reasoning; it keeps none, so that a client that sends an item_reference must be set to store: false",
+    ),
 ]
 Tool = Annotated[
     Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
@@ -385,7 +390,9 @@ def routes(app: FastAPI, served: Served) -> None:
         request = _request(served, asked, prepared)
         answers = await submitted(served.worker, [request], prepared.grammar)
         logprobs = Logprobs(served.tokenizer, chat=True)
-        growing = GrowingResponse(_response(served, asked, request.sampling), prepared.reader(), logprobs, len(prepared.ids))
+        growing = GrowingResponse(
+            _response(served, asked, request.sampling), prepared.reader(), logprobs, len(prepared.ids)
+        )
         if asked.stream:
             return Stream(answers, _stream(growing, answers))
         await whole(http, answers, lambda _, piece: list(growing.add(piece)))
@@ -404,8 +411,8 @@ def _request(served: Served, asked: ResponsesRequest, prepared: Prepared) -> Req
 
 
 def _response(served: Served, asked: ResponsesRequest, sampling: Sampling) -> dict[str, Any]:
-    """A response without items yet. It repeats the fields of the request, as OpenAI's does, and has all fields that Open
-    Responses (openresponses.org) requires."""
+    """A response without items yet. It repeats the fields of the request, as OpenAI's does, and has all that Open
+    Responses requires (openresponses.org)."""
     fields = asked.model_dump(
         include={"instructions", "max_output_tokens", "metadata", "tool_choice", "text"}, by_alias=True
     )
