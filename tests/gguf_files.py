@@ -54,9 +54,10 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     elif family == "granitemoehybrid":
         kinds = config["layer_types"]
         writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
-        granite_metadata(writer, config)
     else:
         writer.add_head_count_kv(config["num_key_value_heads"])
+    if family.startswith("granitemoe"):
+        granite_metadata(writer, config)
     if config.get("head_dim") is not None:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -91,6 +92,15 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if family == "afmoe":
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_rope_dimension_count(config["head_dim"])
+        writer.add_expert_shared_count(config["num_shared_experts"])
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_weights_scale(config["route_scale"])
+        writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
@@ -172,9 +182,11 @@ ARCHITECTURES = {
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "mistral4": gguf.MODEL_ARCH.MISTRAL4,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
+    "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
 }
 
 
@@ -182,7 +194,7 @@ USED = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
 """Families whose configs call the experts of a token otherwise."""
 
 
-TURNED = ("mixtral", "deepseek", "granitemoehybrid")
+TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared")
 """Families whose queries and keys are written with the halves of each head in turns."""
 
 
@@ -239,6 +251,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": []},
     "qwen2_moe": {"mlp_only_layers": []},
     "gpt_oss": {"sliding_window": 32},
+    "afmoe": {"num_hidden_layers": 4, "layer_types": None},
     "qwen3_next": {"mlp_only_layers": []},
 }
 """What llama.cpp takes for granted of a family."""

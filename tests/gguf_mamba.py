@@ -1,4 +1,5 @@
-"""Layers of Mamba-2 as llama.cpp's converter writes them: `Mamba2Model` and `GraniteHybridModel`."""
+"""Granite models, and layers of Mamba-2, as llama.cpp's converter writes them: `GraniteMoeModel`, `Mamba2Model` and
+`GraniteHybridModel`."""
 
 from __future__ import annotations
 
@@ -36,12 +37,14 @@ def mamba_metadata(writer: gguf.GGUFWriter, sizes: tuple[int, int, int, int, int
 
 
 def granite_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """`GraniteMoeModel` and `GraniteHybridModel`."""
+    """Of both kinds of models."""
     writer.add_attention_scale(config["attention_multiplier"])
     writer.add_embedding_scale(config["embedding_multiplier"])
     writer.add_residual_scale(config["residual_multiplier"])
     writer.add_logit_scale(config["logits_scaling"])
     writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    if "mamba_n_heads" not in config:
+        return
     writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
     names = ("n_heads", "d_head", "n_groups", "d_state", "d_conv")
     heads, columns, groups, state, taps = (config[f"mamba_{name}"] for name in names)

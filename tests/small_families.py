@@ -30,9 +30,7 @@ _THREE = ["linear_attention", "full_attention", "linear_attention"]
 _SPARSE = ["dense", "sparse", "sparse"]
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "afmoe": {"num_key_value_heads": 2},
     "aria_text": {"moe_num_experts": 8, "moe_topk": 3},
-    "axk1": _LATENT,
     "axk2": {**_LATENT, "gated_norm_rank": 8},
     "bailing_hybrid": {**_LATENT, "layer_types": _THREE, "mlp_layer_types": _SPARSE},
     "beam": {"mlp_layer_types": _SPARSE},
@@ -49,8 +47,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "enable_moe_block": True, "top_k_experts": 3, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
         "vocab_size_per_layer_input": 128,
     },
-    "granitemoe_swa": {},
-    "granitemoeshared": {},
     "hy_v4": {},
     "inkling2_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},

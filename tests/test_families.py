@@ -109,6 +109,8 @@ def test_the_cache_takes_what_the_model_says_of_itself(model_type: str) -> None:
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "attention to later tokens"),
         ("gemma4_text", {"hidden_activation": "quick_gelu"}, "quick_gelu, rotary embedding 'unknown'"),
         ("gemma4_text", {"use_bidirectional_attention": "vision", "attention_k_eq_v": False}, ""),
+        ("granitemoe_swa", {"layer_rope_theta": [0, 1e4, 1e5]}, "layers with rotary embeddings of their own bases"),
+        ("granitemoe_swa", {"layer_rope_theta": None}, ""),
         ("hunyuan_v1_moe", {"moe_topk": [2, 3, 4]}, "layers that use different numbers of experts"),
         ("hunyuan_v1_moe", {"moe_topk": [3, 3, 3]}, ""),
         ("hunyuan_v1_moe", {"rope_parameters": _GROWING}, "silu, rotary embedding 'dynamic'"),
@@ -122,6 +124,15 @@ def test_what_no_block_computes_is_named(model_type: str, changes: dict[str, Any
     config = Configs(written, written, False).plain()
     assert not_computed(config) == lacking
     assert decodes(config) == (not lacking)
+
+
+def test_a_shared_expert_beside_the_block_has_the_config_s_activation(tmp_path: Path) -> None:
+    directory = tiny.write(tmp_path, "granitemoeshared", torch.float32, hidden_act="gelu")
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)
+    assert isinstance(ours.tiermoe.decoder, Decoder)
+    plain, ids = tiny.oracle(directory, "granitemoeshared", torch.float32), tokens(2, 9)
+    assert close(logits(ours, "", ids), logits(plain, "", ids))
+    ours.tiermoe.close()
 
 
 @pytest.mark.parametrize("model_type", ["gemma4", "internvl", "kimi_k25", "qwen3_5_moe"])

@@ -43,13 +43,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax_m2", {}),
     "mistral4": ("mistral4", {}),
     "exaone_moe": ("exaone_moe", {}),
+    "afmoe": ("afmoe", {}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "lfm2_moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}),  # the converter writes no other
+    "granitemoe": ("granitemoeshared", {"shared_intermediate_size": 0, "residual_multiplier": 0.5}),
+    "granitemoeshared": ("granitemoeshared", {"shared_intermediate_size": 64, "attention_multiplier": 0.2}),
     "granitemoehybrid": ("granitemoehybrid", {"shared_intermediate_size": 64, "max_position_embeddings": 1 << 20}),
 }
 
 
-LEFT = ("hunyuan_v1_moe", "lfm2_moe")
+LEFT = ("afmoe", "hunyuan_v1_moe", "lfm2_moe")
 """Models whose outlines are left to transformers' code."""
 
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {}, "qwen3_moe": {}, "olmoe": {}, "qwen2_moe": {}, "phimoe": {}, "glm4_moe": {}, "minimax_m2": {},
     "gpt_oss": {"sliding_window": 12}, "granitemoe": {"residual_multiplier": 0.3},
+    "granitemoeshared": {}, "granitemoe_swa": {"sliding_window": 12},
     "deepseek_v2": {
         "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
         "head_dim": 64, "q_lora_rank": None,

@@ -27,6 +27,11 @@ _LINEAR = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 
+_GRANITE = {
+    "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "shared_intermediate_size": 48,
+    "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
+}  # fmt: skip
+
 _SCALES = ("router.scale", "per_expert_scale", "operator_norm.weight", "q_layernorm.weight")
 
 TEMPLATE = (
@@ -86,6 +91,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
         "n_shared_experts": 1, "head_dim": 16,
     },
+    "axk1": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1},
+    "afmoe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_shared_experts": 1,
+        "head_dim": 16, "sliding_window": 6, "route_scale": 2.5, "mup_enabled": True,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
     "glm4_moe_lite": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3},
     "glm_moe_dsa": {
         **_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "index_topk": 6, "index_head_dim": 16,
@@ -138,11 +149,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 64, "head_dim": 16},
     "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "granitemoeshared": _GRANITE,
+    "granitemoe_swa": {
+        **_GRANITE, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "layer_rope_theta": [0, 1e4, 1e4],
+    },
     "granitemoehybrid": {
-        "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "shared_intermediate_size": 48,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 8,
-        "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 4, "embedding_multiplier": 6.0,
-        "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
+        **_GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 8,
+        "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 4,
     },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16},
     "switch_transformers": {
@@ -186,7 +200,7 @@ def make_random(model: Any) -> None:
                 torch.nn.init.normal_(parameter, std=0.15)
             elif "bias" in name or not parameter.any():  # norms that add one
                 torch.nn.init.normal_(parameter, std=0.05)
-            elif name.endswith(_SCALES) or "feedforward_layernorm" in name:
+            elif name.endswith(_SCALES) or "feedforward_layernorm" in name or "mlp_layernorm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):

@@ -40,19 +40,23 @@ class Architecture:
     late_norm: bool = False  # of `RootMeanSquare`, as the next three
     centred_norm: bool = False
     norm_by_kernel: bool = True
-    gated: bool = False  # of `GroupedAttention`, as the next three
+    gated: bool = False  # of `GroupedAttention`, as the next four
+    gate_apart: bool = False
     norm_all_heads: bool = False
     mamba: tuple[str, ...] = ()  # the config's names of the fields of `MambaSizes`
     norms_rotated: bool = False
     plain_norms: bool = False  # in layers with a window, where config.use_qk_norm (Llama 4)
     index_rope: str | None = None  # of the `Indexer` of latent attention; None: there is no indexer
+    norm_attended: str | None = None  # of the norm of attention's output before it is added
+    norm_fed: str | None = None  # of the norm of the feed-forward part's output, relative to the layer
     names: Mapping[str, str] = field(default_factory=dict)  # usual name of a weight → the family's
     epsilon: str = "rms_norm_eps"  # the config's name of the norms' epsilon
     activation: str | None = None  # between a dense block's matrices, where the config has none
     attention_scale: float | None = None  # where it does not follow from a head's columns
     scaled_embedding: bool = False  # by the root of the hidden size
+    embedding_scale: Callable[[Any], float] | None = None  # config → what embeddings are multiplied by
     streams: bool = False  # layers are `StreamLayer`
-    side_by_side: bool = False  # dense blocks beside experts, and a norm of attention's output (`gemma4.SideBySide`)
+    side_by_side: bool = False  # dense blocks beside experts (`gemma4.SideBySide`)
     lacks: Callable[[Any], str] | None = None  # config → what no block computes, in words; empty: nothing
     scales: tuple[str, ...] = ()  # the config's names of the multipliers that are in use (Granite)
 

@@ -329,23 +329,21 @@ def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_colu
         return StreamLayer.of(weights, path, sizes, activation)
     attention = sizes.block(weights, path)
     before, after = (weights.norm(f"{path}.{name}") for name in names)
-    if of.side_by_side:
-        attended = weights.norm(f"{path}.post_attention_layernorm")
-        both = SideBySide.of(weights, path, activation)
-        return Layer(before, attention, after, both, norm_attended=attended)
+    attended = weights.norm(f"{path}.{of.norm_attended}") if of.norm_attended else None
     multiplier = weights.scale("residual_multiplier")
-    kernel = attention.decode_kernel(before, after, rotary_columns, multiplier)
+    kernel = None if attended else attention.decode_kernel(before, after, rotary_columns, multiplier)
     indexer = sizes.indexer_block(weights, path)
     assert indexer is None or isinstance(indexer, Indexer)
-    part = feed_forward(weights, path, activation)
-    return Layer(before, attention, after, part, multiplier, kernel, indexer)
+    part = SideBySide.of(weights, path, activation) if of.side_by_side else feed_forward(weights, path, activation)
+    return Layer(before, attention, after, part, multiplier, kernel, indexer, attended)
 
 
 def _embedding(weights: FamilyWeights) -> tuple[Callable[[Tensor], Tensor], float]:
     """The input embedding without its scale, which in transformers' model may be its own, and the scale."""
-    path = "model.embed_tokens"
-    if not weights.architecture.scaled_embedding:
-        return weights.embedding(path), weights.scale("embedding_multiplier")
+    path, of = "model.embed_tokens", weights.architecture
+    if not of.scaled_embedding:
+        scale = 1.0 if of.embedding_scale is None else of.embedding_scale(weights.config)
+        return weights.embedding(path), scale * weights.scale("embedding_multiplier")
     weight = weights.tensor(f"{path}.weight")
     return partial(embedding, weight=weight), float(torch.tensor(weights.config.hidden_size**0.5).to(weight.dtype))
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from tiermoe.errors import ModelError
 from tiermoe.formats.outline import Outline
 from tiermoe.kernels.experts import Activation as FirstToSecond
-from tiermoe.kernels.gates import gate_named, gelu_tanh, silu_gate
+from tiermoe.kernels.gates import gate_named, gelu_tanh
 from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.linear import Linear
+from tiermoe.model.norms import Norm
 from tiermoe.model.routers import Router
 
 Activation = Callable[[Tensor], Tensor]
@@ -114,26 +115,34 @@ class DenseBlock:
     up: Linear | None
     down: Linear
     activation: Activation
+    norm: Norm | None = None  # of what it gives
 
     moe: ClassVar[None] = None
     """Its MoE block: none."""
 
     @classmethod
-    def of(cls, weights: FamilyWeights, part: str, activation: str) -> DenseBlock:
+    def of(cls, weights: FamilyWeights, part: str, activation: str, norm: Norm | None = None) -> DenseBlock:
         """The block at the path `part`, with one of `ACTIVATIONS`."""
         names = (weights.architecture.named(name) for name in ("gate_proj", "up_proj", "down_proj"))
         gate, up, down = (weights.linear(f"{part}.{name}") for name in names)
-        return cls(gate, up, down, ACTIVATIONS[activation])
+        return cls(gate, up, down, ACTIVATIONS[activation], norm)
 
     @classmethod
-    def joined(cls, weights: FamilyWeights, part: str) -> DenseBlock:
-        """The block at the path `part`, its gate and up one matrix, with SiLU (Granite)."""
-        return cls(weights.linear(f"{part}.input_linear"), None, weights.linear(f"{part}.output_linear"), silu_gate)
+    def joined(cls, weights: FamilyWeights, part: str, activation: str) -> DenseBlock:
+        """The block at the path `part`, its gate and up one matrix, with one of `ACTIVATIONS` (Granite)."""
+        act = ACTIVATIONS[activation]
+
+        def gated(gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return act(gate) * up
+
+        return cls(weights.linear(f"{part}.input_linear"), None, weights.linear(f"{part}.output_linear"), gated)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, H) → (T, H)."""
         inner = self.activation(self.gate(x))
-        return self.down(inner if self.up is None else inner * self.up(x))
+        result = self.down(inner if self.up is None else inner * self.up(x))
+        return result if self.norm is None else self.norm(result)
 
     def forward_ragged(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """A call with each x."""
@@ -166,6 +175,7 @@ class MoeBlock:
     shared: DenseBlock | None = None
     shared_gate: Linear | None = None  # hidden → (T, 1), by whose sigmoid the shared expert is scaled (Qwen2-MoE)
     weighs_input: bool = False  # the router's weight multiplies what an expert takes, not what it gives (Llama 4)
+    norm: Norm | None = None  # of what the block gives
     experts: Experts = field(default_factory=NoExperts)
 
     @property
@@ -190,7 +200,7 @@ class MoeBlock:
         if result is None:
             ((weights, index),) = self.experts.route(self.router, x)
             result = self.experts(*self._given(x, index, weights))
-        return self._with_shared(x, result)
+        return self._whole(x, result)
 
     def forward_ragged(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """A call with each x, bit for bit; each expert is read once for all of them."""
@@ -198,11 +208,11 @@ class MoeBlock:
         routed = self.experts.forward_ragged(
             [self._given(x, index, weights) for x, (weights, index) in zip(xs, chosen, strict=True)]
         )
-        return [self._with_shared(x, result) for x, result in zip(xs, routed, strict=True)]
+        return [self._whole(x, result) for x, result in zip(xs, routed, strict=True)]
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x, (T, H) each."""
-        if self.shared is None and multiplier == 1 and not self.weighs_input:
+        if self.shared is None and self.norm is None and multiplier == 1 and not self.weighs_input:
             result = self.experts.block(self.router, x, residual)
             if result is not None:
                 return result
@@ -217,13 +227,14 @@ class MoeBlock:
         """What the experts are called with; weights of inputs are those of a token's only expert."""
         return (x * weights, index, torch.ones_like(weights)) if self.weighs_input else (x, index, weights)
 
-    def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
-        if self.shared is None:
-            return routed
-        always = self.shared(x)
-        if self.shared_gate is not None:
-            always = torch.sigmoid(self.shared_gate(x)) * always
-        return routed + always
+    def _whole(self, x: Tensor, routed: Tensor) -> Tensor:
+        """What the block gives of x, whose routed experts gave `routed`."""
+        if self.shared is not None:
+            always = self.shared(x)
+            if self.shared_gate is not None:
+                always = torch.sigmoid(self.shared_gate(x)) * always
+            routed = routed + always
+        return routed if self.norm is None else self.norm(routed)
 
 
 def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBlock | DenseBlock:
@@ -232,8 +243,10 @@ def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBloc
     of = weights.architecture
     part = f"{layer}.{of.block}"
     gate, correction = f"{part}.{of.gate}", f"{part}.{of.correction}"
+    fed = f"{layer}.{of.norm_fed}"
+    norm = weights.norm(fed) if of.norm_fed and weights.has(fed) else None
     if not weights.has(f"{gate}.weight"):
-        return DenseBlock.of(weights, part, activation)
+        return DenseBlock.of(weights, part, activation, norm)
     bias = weights.optional_tensor(correction) if of.correction else None
     router = Router(
         weights.tensor(f"{gate}.weight"),
@@ -242,8 +255,8 @@ def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBloc
         None if bias is None else bias.flatten(),
     )
     shared = None
-    if of.shared_beside:
-        shared = DenseBlock.joined(weights, f"{layer}.{of.shared_beside}")
+    if of.shared_beside and weights.has(f"{layer}.{of.shared_beside}"):
+        shared = DenseBlock.joined(weights, f"{layer}.{of.shared_beside}", activation)
     elif of.shared and weights.has(f"{part}.{of.shared}"):
         shared = DenseBlock.of(weights, f"{part}.{of.shared}", activation)
     return MoeBlock(
@@ -251,6 +264,7 @@ def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBloc
         shared,
         weights.linear(f"{part}.{of.shared_gate}") if of.shared_gate else None,
         of.weighs_input,
+        norm,
     )
 
 

@@ -51,6 +51,7 @@ class GroupedSizes(AttentionSizes):
     chunked: bool = False  # a token attends from a multiple of the window on (Llama 4)
     sinks: bool = False  # logits that join each softmax and have no value (gpt-oss)
     gated: bool = False  # each head has a gate behind its query, by whose sigmoid its output is multiplied (Qwen3-Next)
+    gate_apart: bool = False  # the gates are a projection of their own (AFMoE)
     rotary: int = 0
     indexer: BlockIndexerSizes | None = None  # of sparse attention
     by_decode_kernel: bool = True  # whether the native kernel could compute it with its norms and residual
@@ -68,9 +69,10 @@ class GroupedSizes(AttentionSizes):
             chunked=architecture.window == "chunk",
             sinks=has(f"model.layers.{index}.self_attn.sinks"),
             gated=architecture.gated,
+            gate_apart=architecture.gate_apart,
             rotary=_rotary(architecture, config, index),
             indexer=BlockIndexerSizes.of(config, index),
-            by_decode_kernel=not (architecture.side_by_side or architecture.streams),
+            by_decode_kernel=not (architecture.norm_attended or architecture.streams),
         )
 
     @property
@@ -81,7 +83,7 @@ class GroupedSizes(AttentionSizes):
     @property
     def token_columns(self) -> int:
         """Columns of a token's queries, and of their gates."""
-        return self.heads * self.columns * (2 if self.gated else 1)
+        return self.heads * self.columns * (2 if self.gated or self.gate_apart else 1)
 
     @property
     def rotated_columns(self) -> int:
@@ -117,13 +119,15 @@ class GroupedSizes(AttentionSizes):
 
     def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Path in a layer → shape of the weights that every `GroupedAttention` has: no biases and norms."""
-        key_columns = self.kv_heads * self.columns
+        key_columns, columns = self.kv_heads * self.columns, self.heads * self.columns
         shapes: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj.weight": (self.token_columns, hidden),
+            "self_attn.q_proj.weight": (2 * columns if self.gated else columns, hidden),
             "self_attn.k_proj.weight": (key_columns, hidden),
             "self_attn.v_proj.weight": (key_columns, hidden),
-            "self_attn.o_proj.weight": (hidden, self.heads * self.columns),
+            "self_attn.o_proj.weight": (hidden, columns),
         }
+        if self.gate_apart:
+            shapes["self_attn.gate_proj.weight"] = (columns, hidden)
         return shapes | ({"self_attn.sinks": (self.heads,)} if self.sinks else {})
 
     def indexer_block(self, weights: FamilyWeights, layer: str) -> BlockIndexer | None:
@@ -153,6 +157,7 @@ class GroupedSizes(AttentionSizes):
             value_norm=weights.norm_without_weight(self.columns) if of.side_by_side else None,
             sinks=weights.tensor(f"{part}.sinks") if self.sinks else None,
             clip=None if clip is None else float(clip),
+            gate=weights.linear(f"{part}.gate_proj") if self.gate_apart else None,
         )
 
 
@@ -191,11 +196,12 @@ class GroupedAttention(Attention):
     value_norm: Norm | None = None  # over each head (Gemma 4)
     sinks: Tensor | None = None  # (heads)
     clip: float | None = None  # bound of the projections' outputs (OLMoE)
+    gate: Linear | None = None  # hidden → heads * columns, where the gates are apart
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Writes the tokens' keys and values into the step's cache."""
         sizes = self.sizes
-        query, gates = self._gates(self.query(x))
+        query, gates = self._gates(x)
         query = self._heads(query, sizes.heads, self.query_norm, step)
         keys = self.key(x)
         value = self._clipped(keys if self.value is None else self.value(x)).view(-1, sizes.kv_heads, sizes.columns)
@@ -216,7 +222,7 @@ class GroupedAttention(Attention):
     def decode_kernel(
         self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
     ) -> DecodeAttention | None:
-        if self.clip is not None or self.value is None or self.value_norm is not None:
+        if self.clip is not None or self.value is None or self.value_norm is not None or self.gate is not None:
             return None
         return decode_attention(
             native.GroupedAttention(
@@ -241,10 +247,11 @@ class GroupedAttention(Attention):
             )
         )
 
-    def _gates(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The queries and the gates (T, heads * columns) of the outputs of `query`."""
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The queries of x before norm and rotary embedding, and the gates, (T, heads * columns) each."""
+        projected = self.query(x)
         if not self.sizes.gated:
-            return projected, None
+            return projected, None if self.gate is None else self.gate(x)
         query, gates = projected.view(-1, self.sizes.heads, 2 * self.sizes.columns).chunk(2, dim=-1)
         return query.flatten(1), gates.flatten(1)
 

@@ -28,7 +28,7 @@ class Layer:
     multiplier: float = 1.0  # of what is added to the residual (Granite)
     decode_attention: DecodeAttention | None = None  # up to the second norm in one native call, for few tokens
     indexer: Indexer | None = None  # chooses before what tokens attend to
-    norm_attended: Norm | None = None  # of attention's output before it is added (Gemma 4)
+    norm_attended: Norm | None = None  # of attention's output before it is added
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         """x (T, H) → (T, H)."""

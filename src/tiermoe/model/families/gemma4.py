@@ -31,6 +31,7 @@ GEMMA4 = Architecture(
     gemma4_router,
     window="layer",
     late_norm=True,
+    norm_attended="post_attention_layernorm",
     names={"post_attention_layernorm": "pre_feedforward_layernorm"},
     attention_scale=1.0,
     scaled_embedding=True,

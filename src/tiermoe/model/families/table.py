@@ -74,9 +74,13 @@ _TABLE = (
     Family("dots.llm1", "dots1"),
     Family("EXAONE MoE (K-EXAONE)", "exaone_moe"),
     Family("LFM2-MoE", "lfm2_moe"),
+    Family("AFMoE (Trinity)", "afmoe", normalised=True),
+    Family("A.X-K1", "axk1", latent_kv=True),
     Family("Gemma 4", "gemma4_text", normalised=True),
     Family("gpt-oss", "gpt_oss", normalised=True),
     Family("GraniteMoE", "granitemoe", normalised=True),
+    Family("GraniteMoE with a shared expert", "granitemoeshared", normalised=True),
+    Family("GraniteMoE with sliding windows", "granitemoe_swa", normalised=True),
     Family("Granite 4 (hybrid)", "granitemoehybrid", normalised=True),
     Family("Hunyuan (A13B)", "hunyuan_v1_moe", normalised=True),
     Family("Hunyuan 3", "hy_v3", normalised=True),
@@ -241,6 +245,22 @@ def lfm2_router(config: Any) -> RouterRule:
     )
 
 
+def afmoe_router(config: Any) -> RouterRule:
+    return RouterRule(
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        normalise=True,
+        epsilon=1e-20,
+        rounded=False,
+        scale=float(config.route_scale),
+    )
+
+
+def afmoe_scale(config: Any) -> float:
+    """What embeddings are multiplied by (muP)."""
+    return float(config.hidden_size**0.5) if config.mup_enabled else 1.0
+
+
 def mistral4_temperature(config: Any) -> Temperature | None:
     """Grows with the logarithm of how often a position has the length that the model was first trained for."""
     beta, length = (config.rope_parameters.get(name) for name in _TEMPERED)
@@ -250,9 +270,25 @@ def mistral4_temperature(config: Any) -> Temperature | None:
 _TEMPERED = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
 
+def is_full(config: Any, layer: int) -> bool:
+    """Layers without a window."""
+    return bool(config.layer_types[layer] == "full_attention")
+
+
 def full_exaone(config: Any, layer: int) -> bool:
     """EXAONE's layers without a window, where others have one."""
-    return config.sliding_window is not None and config.layer_types[layer] == "full_attention"
+    return config.sliding_window is not None and is_full(config, layer)
+
+
+def unrotated_granite(config: Any, layer: int) -> bool:
+    """Granite's layers of a rotary embedding by no base."""
+    return not config.layer_rope_theta[layer]
+
+
+def granite_windows_lack(config: Any) -> str:
+    """The parts of a config of GraniteMoE with sliding windows that cannot be computed; empty: none."""
+    bases = {base for base in config.layer_rope_theta if base}
+    return "" if bases <= {config.rope_parameters["rope_theta"]} else "layers with rotary embeddings of their own bases"
 
 
 def indexer_lacks(config: Any) -> str:
@@ -277,6 +313,7 @@ _GRANITE = Architecture(
     gate="router",
     scales=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
 )
+_GRANITE_SHARED = replace(_GRANITE, shared_beside="shared_mlp")
 
 ARCHITECTURES: dict[str, Architecture] = {
     "mixtral": Architecture(mixtral_router, window="all"),
@@ -288,9 +325,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmoe": Architecture(softmax_router, norm_all_heads=True),
     "phimoe": Architecture(phi_router, gate="router", layer_norm=True, window="all"),
     "granitemoe": _GRANITE,
+    "granitemoeshared": _GRANITE_SHARED,
+    "granitemoe_swa": replace(_GRANITE_SHARED, window="layer", unrotated=unrotated_granite, lacks=granite_windows_lack),
     "granitemoehybrid": replace(
-        _GRANITE,
-        shared_beside="shared_mlp",
+        _GRANITE_SHARED,
         mamba=("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
         lacks=mamba_lacks,
     ),
@@ -314,6 +352,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "hy_v3": Architecture(hunyuan3_router, shared="shared_experts", correction="e_score_correction_bias"),
     "mellum": Architecture(softmax_router, window="layer"),
+    "afmoe": Architecture(
+        afmoe_router,
+        gate="router.gate",
+        shared="shared_experts",
+        correction="expert_bias",
+        window="layer",
+        unrotated=is_full,
+        late_norm=True,
+        norm_by_kernel=False,
+        gate_apart=True,
+        norm_attended="post_attention_layernorm",
+        norm_fed="post_mlp_layernorm",
+        names={"post_attention_layernorm": "pre_mlp_layernorm"},
+        embedding_scale=afmoe_scale,
+    ),
     "minimax_m2": Architecture(minimax_router, correction="e_score_correction_bias", norm_all_heads=True),
     "gemma4_text": GEMMA4,
     "gpt_oss": Architecture(chosen_router, gate="router", window="layer", late_norm=True, norm_by_kernel=False),
@@ -330,6 +383,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek": Architecture(softmax_router, shared="shared_experts"),
     "deepseek_v2": Architecture(deepseek_v2_router, shared="shared_experts", latent=True, rope="complex"),
     "deepseek_v3": _DEEPSEEK_V3,
+    "axk1": replace(_DEEPSEEK_V3, norm_fed="mlp.post_mlp_layernorm"),
     "mistral4": replace(_DEEPSEEK_V3, router=mistral4_router, correction=None, temperature=mistral4_temperature),
     "deepseek_v32": replace(_DEEPSEEK_V3, index_rope="halves", lacks=indexer_lacks),
     "glm_moe_dsa": replace(_DEEPSEEK_V3, index_rope="pairs", lacks=indexer_lacks),

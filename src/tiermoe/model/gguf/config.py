@@ -243,6 +243,25 @@ def exaone_moe(file: GgufFile) -> Config:
     }
 
 
+def afmoe(file: GgufFile) -> Config:
+    sigmoid = file.count("expert_gating_func", _SIGMOID) == _SIGMOID
+    if not sigmoid or not file.of_model("expert_weights_norm", True):
+        raise ModelError(f"{file.path} has no sigmoid router whose weights sum to 1, which every AFMoE has; {AGAIN}")
+    return {
+        **_grouped(file),
+        "model_type": "afmoe",
+        "num_experts": experts(file),
+        "num_shared_experts": file.count("expert_shared_count"),
+        "moe_intermediate_size": inner(file),
+        "intermediate_size": dense_inner(file),
+        "num_dense_layers": leading_dense(file),
+        "route_scale": file.decimal("expert_weights_scale", 1.0),
+        "sliding_window": file.count("attention.sliding_window"),
+        "global_attn_every_n_layers": 4,  # models/afmoe.cpp, as the next
+        "mup_enabled": True,
+    }
+
+
 def hunyuan_moe(file: GgufFile) -> Config:
     return {
         **_grouped(file),
@@ -272,26 +291,29 @@ def lfm2moe(file: GgufFile) -> Config:
     }
 
 
+def granitemoe(file: GgufFile) -> Config:
+    if not _rotates(file):
+        raise ModelError(f"{file.path} has no rotary embedding, which every GraniteMoE has; {AGAIN}")
+    shared = "blk.0.ffn_gate_shexp.weight"
+    return {
+        **_granite(file),
+        "model_type": "granitemoeshared",
+        "shared_intermediate_size": shape(file, shared, 2)[0] if shared in file.tensors else 0,
+    }
+
+
 def granitehybrid(file: GgufFile) -> Config:
     sizes, hidden = mamba_sizes(file), file.count("embedding_length", least=1)
     if sizes.values % hidden:
         raise ModelError(
             f"{file.path} says that layers of Mamba-2 widen {hidden} columns to {sizes.values}; "
-            f"Granite widens them a whole number of times"
+            f"Granite widens them a whole number of times; {AGAIN}"
         )
-    heads = file.uniform_count("attention.head_count")
     return {
-        **_common(file),
+        **_granite(file),
         "model_type": "granitemoehybrid",
-        "num_key_value_heads": file.largest("attention.head_count_kv"),  # Mamba-2 has none
-        "num_local_experts": experts(file),
-        "intermediate_size": inner(file),
         "shared_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
-        "position_embedding_type": "rope" if file.of_model("rope.scaling.finetuned", True) else None,
-        "attention_multiplier": file.decimal("attention.scale", (hidden // heads) ** -0.5),
-        "embedding_multiplier": file.decimal("embedding_scale", 1.0),
-        "residual_multiplier": file.decimal("residual_scale", 1.0),
-        "logits_scaling": file.decimal("logit_scale"),
+        "position_embedding_type": "rope" if _rotates(file) else None,
         "layer_types": mamba_layers(file),
         "mamba_n_heads": sizes.heads,
         "mamba_d_head": sizes.columns,
@@ -300,6 +322,27 @@ def granitehybrid(file: GgufFile) -> Config:
         "mamba_d_conv": sizes.kept + 1,
         "mamba_expand": sizes.values // hidden,
     }
+
+
+def _granite(file: GgufFile) -> Config:
+    config = _common(file)
+    return {
+        **config,
+        "num_key_value_heads": file.largest("attention.head_count_kv"),  # layers of Mamba-2 have none
+        "num_local_experts": experts(file),
+        "intermediate_size": inner(file),
+        "attention_multiplier": file.decimal(
+            "attention.scale", (config["hidden_size"] // config["num_attention_heads"]) ** -0.5
+        ),
+        "embedding_multiplier": file.decimal("embedding_scale", 1.0),
+        "residual_multiplier": file.decimal("residual_scale", 1.0),
+        "logits_scaling": file.decimal("logit_scale"),
+    }
+
+
+def _rotates(file: GgufFile) -> bool:
+    """Whether a Granite model's queries and keys are rotated (models/granite.cpp)."""
+    return bool(file.of_model("rope.scaling.finetuned", True))
 
 
 def minimaxm2(file: GgufFile) -> Config:

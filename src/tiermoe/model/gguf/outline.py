@@ -182,8 +182,9 @@ def _shared(of: Architecture, config: Any) -> Shapes:
     """Of the shared experts, where there are some."""
     hidden, shared = config.hidden_size, f"{of.block}.{of.shared}"
     if of.shared_beside:
-        yield f"{of.shared_beside}.input_linear.weight", (2 * config.shared_intermediate_size, hidden)
-        yield f"{of.shared_beside}.output_linear.weight", (hidden, config.shared_intermediate_size)
+        if columns := config.shared_intermediate_size:
+            yield f"{of.shared_beside}.input_linear.weight", (2 * columns, hidden)
+            yield f"{of.shared_beside}.output_linear.weight", (hidden, columns)
         return
     if of.shared_gate:
         yield from _three(shared, hidden, config.shared_expert_intermediate_size)

@@ -86,6 +86,7 @@ class GgufArchitecture:
 
 
 _LATE_NORM = {"post_attention_norm": "post_attention_layernorm"}
+_AFMOE = _LATE_NORM | {"post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj"}
 _CONVOLUTION = {f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}
 _QWEN35 = GgufArchitecture(configs.qwen35moe, "qwen3_5_moe_text", _LATE_NORM, linear=linear_rows)
 
@@ -102,11 +103,13 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen3next": _QWEN35,
     "mistral4": GgufArchitecture(configs.mistral4, "mistral4"),
     "exaone-moe": GgufArchitecture(configs.exaone_moe, "exaone_moe"),
+    "afmoe": GgufArchitecture(configs.afmoe, "afmoe", _AFMOE),
     "hunyuan-moe": GgufArchitecture(configs.hunyuan_moe, "hunyuan_v1_moe"),
     "glm4moe": GgufArchitecture(configs.glm4moe, "glm4_moe", _LATE_NORM),
     "lfm2moe": GgufArchitecture(configs.lfm2moe, "lfm2_moe", _CONVOLUTION),
     "minimax-m2": GgufArchitecture(configs.minimaxm2, "minimax_m2"),
     "ernie4_5-moe": GgufArchitecture(configs.ernie45moe, "ernie4_5_moe"),
+    "granitemoe": GgufArchitecture(configs.granitemoe, "granitemoeshared", turned=True),
     "granitehybrid": GgufArchitecture(configs.granitehybrid, "granitemoehybrid", turned=True, linear=mamba_rows),
 }
 
@@ -273,8 +276,10 @@ def _expanding(file: GgufFile, layer: int) -> dict[str, Parameter]:
 
 
 def _joined(file: GgufFile, layer: int, path: str) -> dict[str, Parameter]:
-    """A shared expert's gate and up, which are one matrix in the model."""
+    """A shared expert's gate and up, which are one matrix in the model; nothing where there is no shared expert."""
     gate, up = (file.tensors.get(f"blk.{layer}.ffn_{part}_shexp.weight") for part in ("gate", "up"))
+    if gate is None and up is None:
+        return {}
     if gate is None or up is None or gate.shape != up.shape or len(gate.shape) != 2:
         shapes = [None if each is None else each.shape for each in (gate, up)]
         raise ModelError(f"{file.path}: gate and up of layer {layer}'s shared expert have the shapes {shapes}; {AGAIN}")
