@@ -34,7 +34,7 @@ _ERROR_KINDS = {
     503: "overloaded_error",
 }
 _EMPTY: dict[str, dict[str, Any]] = {
-    "text": {"text": "", "citations": None},
+    "text": {"text": "", "citations": []},  # not null: the AI SDK refuses that
     "thinking": {"thinking": "", "signature": ""},
 }
 """Kind of block → its fields before any text."""
