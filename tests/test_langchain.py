@@ -1,12 +1,16 @@
-"""LangChain's client of OpenAI's API, in front of the server: whole, streamed, at once, in a schema and with a tool."""
+"""LangChain's client of OpenAI's API, in front of the server: whole, streamed, at once, in a schema, and with a tool
+whose result is sent back."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import reduce
+from operator import add
 from typing import Any, Literal
 
 import pytest
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field, SecretStr
 
@@ -15,7 +19,10 @@ from tiermoe.serve.app import create_app
 from tiermoe.serve.served import Served
 
 PROMPT = "once upon a time"
-TEMPLATE = "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+TEMPLATE = (
+    "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}({{ call.function.arguments.city }}){% endfor %}{% endfor %}"
+)
 CALL = 'Let me look.<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
 
 
@@ -59,7 +66,13 @@ def test_a_tool_is_called(served: Served, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(served.tokenizer, "chat_template", TEMPLATE)
     scripted: Any = Scripted(served, CALL)
     with running(create_app(replace(served, worker=scripted), [KEY])) as address:
-        told = chat_at(address).bind_tools([weather]).invoke("how is it in Bonn")
-    assert told.content == "Let me look."
-    (call,) = told.tool_calls
-    assert (call["name"], call["args"]) == ("weather", {"city": "Bonn"})
+        chat, asked = chat_at(address).bind_tools([weather]), HumanMessage("how is it in Bonn")
+        whole: Any = chat.invoke([asked])
+        streamed: Any = reduce(add, chat.stream([asked]))
+        for told in (whole, streamed):
+            assert told.content == "Let me look."
+            (call,) = told.tool_calls
+            assert (call["name"], call["args"]) == ("weather", {"city": "Bonn"})
+            chat.invoke([asked, told, ToolMessage("sun", tool_call_id=call["id"])])
+            prompt = served.tokenizer.decode(scripted.asked[-1].ids)
+            assert prompt == "<tool_call>user:how is it in Bonnassistant:Let me look.(Bonn)tool:sun"

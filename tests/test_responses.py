@@ -112,7 +112,7 @@ def test_thoughts_and_calls_are_items(served: Served, monkeypatch: pytest.Monkey
     ("change", "param", "why"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no responses"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input", "store: false"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input",
          "reads text alone, no input_image"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{"}]}, "input", "no JSON"),

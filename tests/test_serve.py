@@ -648,6 +648,16 @@ def test_broken_bodies(http: httpx.Client) -> None:
     assert http.get("/v1/nothing").json()["error"]["message"] == "Not Found"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/api/generate"])
+def test_a_body_is_json_whatever_its_type(http: httpx.Client, path: str) -> None:
+    """curl says that it is a form, litellm's client of Ollama nothing. A web page may not, or any could ask."""
+    body = json.dumps({"model": "tiny", "prompt": "a", "stream": False})
+    for kind in ({}, {"Content-Type": "application/x-www-form-urlencoded"}):
+        assert http.post(path, content=body, headers=kind).status_code == 200
+        refused = http.post(path, content=body, headers={**kind, "Origin": "http://elsewhere"})
+        assert refused.status_code == 400
+
+
 def test_a_key_is_asked_for(address: str) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": ""}):
         response = httpx.get(f"{address}/v1/models", headers=headers)

@@ -33,7 +33,10 @@ _ERROR_KINDS = {
     413: "request_too_large",
     503: "overloaded_error",
 }
-_EMPTY = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}
+_EMPTY: dict[str, dict[str, Any]] = {
+    "text": {"text": "", "citations": []},  # not null: the AI SDK refuses that
+    "thinking": {"thinking": "", "signature": ""},
+}
 """Kind of block → its fields before any text."""
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -231,8 +234,10 @@ class GrowingMessage:
             "role": "assistant",
             "model": model,
             "content": [],
+            "container": None,
             "stop_reason": None,
             "stop_sequence": None,
+            "stop_details": None,
             "usage": self._usage(),
         }
         self._open: str | None = None  # the kind of the block under way
@@ -273,7 +278,7 @@ class GrowingMessage:
         call = piece.call
         if piece.kind == "begin":
             named = {"id": f"toolu_{call.id.removeprefix('call_')}", "name": call.name}
-            yield from self._begin("tool_use", {**named, "input": {}})
+            yield from self._begin("tool_use", {**named, "input": {}, "caller": {"type": "direct"}})
         elif piece.kind == "arguments":
             yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
         else:
@@ -299,12 +304,17 @@ class GrowingMessage:
     def _at(self, kind: str, **more: Any) -> Event:
         return {"type": kind, "index": len(self.message["content"]) - 1, **more}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         return {
             "input_tokens": self._prompt - self._cached,
             "cache_read_input_tokens": self._cached,
             "cache_creation_input_tokens": 0,
+            "cache_creation": None,
             "output_tokens": self._made,
+            "output_tokens_details": {"thinking_tokens": self._reader.thought_tokens},
+            "server_tool_use": None,
+            "service_tier": "standard",
+            "inference_geo": None,
         }
 
 

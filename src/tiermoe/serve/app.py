@@ -83,13 +83,18 @@ def create_app(
 
 
 class _Route(APIRoute):
-    """Route that parses bodies by `from_json`."""
+    """Route that parses bodies by `from_json`, whatever their Content-Type: curl and clients of Ollama send others, or
+    none. A request of a web page, which a browser marks with Origin, must say JSON, for which it has to be allowed."""
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def bounded(request: HttpRequest) -> Response:
-            return await handle(_Bounded(request.scope, request.receive))
+            scope = request.scope
+            if "origin" not in request.headers:
+                others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
+                scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
+            return await handle(_Bounded(scope, request.receive))
 
         return bounded
 

@@ -15,6 +15,7 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 
 from tiermoe.engine.request import Piece, Request
+from tiermoe.engine.sampling import Sampling
 from tiermoe.serve.answers import ANSWERS, Stream, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, Prepared, prepare
 from tiermoe.serve.constraints import json_constraint
@@ -28,6 +29,12 @@ from tiermoe.serve.tools import CallPiece
 Event = dict[str, Any]
 _TEXT_KINDS = {"reasoning": "reasoning_text", "message": "output_text"}
 """Kind of item → kind of its text."""
+_UNUSED = {
+    "background": False, "frequency_penalty": 0.0, "max_tool_calls": None, "presence_penalty": 0.0,
+    "previous_response_id": None, "prompt_cache_key": None, "safety_identifier": None, "service_tier": "default",
+    "store": False, "truncation": "disabled",
+}  # fmt: skip
+"""Fields of every response that say nothing here."""
 
 
 class MessageItem(BaseModel):
@@ -112,7 +119,12 @@ Item = Annotated[
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[OutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(lambda value: _kind(value, "message")),
+    Discriminator(
+        lambda value: _kind(value, "message"),
+        custom_error_type="item_kind",
+        custom_error_message="this server reads items of type message, function_call, function_call_output and "
+        "reasoning; it keeps none, so that a client that sends an item_reference must be set to store: false",
+    ),
 ]
 Tool = Annotated[
     Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
@@ -375,9 +387,12 @@ def routes(app: FastAPI, served: Served) -> None:
         constraint = json_constraint(asked.answer_schema)
         chat = Chat(messages, asked.functions, asked.choice, constraint, asked.variables, asked.parallel)
         prepared = await aside(prepare, served, chat)
-        answers = await submitted(served.worker, [_request(served, asked, prepared)], prepared.grammar)
+        request = _request(served, asked, prepared)
+        answers = await submitted(served.worker, [request], prepared.grammar)
         logprobs = Logprobs(served.tokenizer, chat=True)
-        growing = GrowingResponse(_response(served, asked), prepared.reader(), logprobs, len(prepared.ids))
+        growing = GrowingResponse(
+            _response(served, asked, request.sampling), prepared.reader(), logprobs, len(prepared.ids)
+        )
         if asked.stream:
             return Stream(answers, _stream(growing, answers))
         await whole(http, answers, lambda _, piece: list(growing.add(piece)))
@@ -395,27 +410,29 @@ def _request(served: Served, asked: ResponsesRequest, prepared: Prepared) -> Req
     return prepared.request(sampling, (), logprobs=asked.logprobs)
 
 
-def _response(served: Served, asked: ResponsesRequest) -> dict[str, Any]:
-    """A response without items yet. It repeats the fields of the request, as OpenAI's does."""
+def _response(served: Served, asked: ResponsesRequest, sampling: Sampling) -> dict[str, Any]:
+    """A response without items yet. It repeats the fields of the request, as OpenAI's does, and has all that Open
+    Responses requires (openresponses.org)."""
     fields = asked.model_dump(
-        include={"instructions", "max_output_tokens", "metadata", "temperature", "tool_choice", "top_p", "text"},
-        by_alias=True,
+        include={"instructions", "max_output_tokens", "metadata", "tool_choice", "text"}, by_alias=True
     )
     return {
+        **_UNUSED,
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
         "created_at": int(time.time()),
+        "completed_at": None,
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
         "model": served.name,
         "output": [],
         "parallel_tool_calls": asked.parallel,
-        "previous_response_id": None,
         "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
-        "store": False,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_logprobs": asked.top_logprobs or 0,
         "tools": [{"type": "function", "strict": False, **each["function"]} for each in asked.functions],
-        "truncation": "disabled",
         "usage": None,
         **fields,
         "text": fields["text"] or {"format": {"type": "text"}},
