@@ -250,3 +250,11 @@ def test_a_conversation_longer_than_the_context(tiermoe_: Command, tiny: Path) -
     assert outcome.code == 0  # it goes on with the next line
     assert "the conversation has 50 tokens, there is room for 40 with the answer; /clear it, or start" in outcome.err
     assert outcome.out.count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("word", "cause"),
+    [("rum", "no such command 'rum'; did you mean 'run'?"), ("xyzzy", "no such command 'xyzzy'; see --help")],
+)
+def test_a_wrong_command(word: str, cause: str, tiermoe_: Command) -> None:
+    assert tiermoe_(word).cause == f"tiermoe: {cause}"

@@ -215,7 +215,7 @@ def test_what_is_measured_on_a_busy_machine_is_not_kept(tmp_path: Path, monkeypa
     monkeypatch.setattr(measured, "product_rate", lambda: (1e9, 0.4))
     found = measured.machine_rates(tmp_path, 2)
     assert found.source.endswith(
-        "with 2 threads, while other programs took 60% of their time: too little, and not kept"
+        "with 2 threads, while other programs took 60% of their time: the figures are too low, and not kept"
     )
     monkeypatch.setattr(measured, "product_rate", lambda: (3e9, 0.99))
     assert measured.machine_rates(tmp_path, 2).arithmetic == 3e9

@@ -97,3 +97,12 @@ def test_a_second_signal_ends_a_server_that_hangs(
         assert status == 503
         process.send_signal(signals[1])
         assert process.wait(timeout=30) == -signals[1]
+
+
+def test_two_signals_at_once_end_a_server(server: tuple[subprocess.Popen[str], httpx.Client]) -> None:
+    process, client = server
+    while client.get("/health").status_code == 503 and process.poll() is None:
+        pass
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) in (0, -signal.SIGTERM)

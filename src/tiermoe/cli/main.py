@@ -16,27 +16,44 @@ from typer.core import TyperCommand, TyperGroup
 from tiermoe import __version__
 from tiermoe.cli.output import TRACEBACK, cause, ends_at_once, one_line
 
+_ANSWER, _MODELS, _MEASURE, _STUDY = "Answer", "Models and this machine", "Speed and quality", "Routing and papers"
 COMMANDS = {
-    "run": ("tiermoe.cli.run:run", "Answer one prompt. The first run of a model packs its experts."),
-    "chat": ("tiermoe.cli.chat:chat", "Chat with a model in the terminal."),
-    "serve": ("tiermoe.cli.serve:serve", "Serve a model to OpenAI's, Anthropic's and Ollama's clients."),
-    "pull": ("tiermoe.cli.pull:pull", "Download a model, or the GGUF file of a repository that fits the budget."),
-    "pack": ("tiermoe.cli.pack:pack", "Pack a model's experts into a store before the first run."),
-    "plan": ("tiermoe.cli.plan:plan", "Show how a memory budget is divided, and the speed to expect."),
-    "show": ("tiermoe.cli.show:show", "Show layers, experts and precisions of a model or a store."),
-    "list": ("tiermoe.cli.list:list_models", "List the models on this machine: downloaded, and packed."),
-    "remove": ("tiermoe.cli.remove:remove", "Remove a model's store, or its download too, from this machine."),
-    "doctor": ("tiermoe.cli.doctor:doctor", "Show what this machine has, what is missing, what would be faster."),
-    "presets": ("tiermoe.cli.presets:presets", "List the presets, or show the parts and settings of one."),
-    "calibrate": ("tiermoe.cli.calibrate:calibrate", "Measure on a text what a preset needs to know of a model."),
-    "compare": ("tiermoe.cli.compare:compare", "Compare presets on one text: speed, bytes read, quality."),
-    "bench": ("tiermoe.cli.bench:bench", "Measure speed beside llama.cpp, transformers and accelerate."),
-    "trace": ("tiermoe.cli.trace:trace", "Record a routing trace: which experts a text uses."),
-    "simulate": ("tiermoe.cli.simulate:simulate", "Replay a routing trace on a simulated machine."),
-    "paper": ("tiermoe.cli.paper:paper", "Make the figures of one of the five papers, its values beside yours."),
-    "eval": ("tiermoe.cli.evaluate:evaluate", "Measure perplexity and KL divergence of a preset on a text."),
+    "run": ("tiermoe.cli.run:run", "Answer one prompt. The first run of a model packs its experts.", _ANSWER),
+    "chat": ("tiermoe.cli.chat:chat", "Chat with a model in the terminal.", _ANSWER),
+    "serve": ("tiermoe.cli.serve:serve", "Serve a model to OpenAI's, Anthropic's and Ollama's clients.", _ANSWER),
+    "pull": (
+        "tiermoe.cli.pull:pull",
+        "Download a model, or the GGUF file of a repository that fits the budget.",
+        _MODELS,
+    ),
+    "pack": ("tiermoe.cli.pack:pack", "Pack a model's experts into a store before the first run.", _MODELS),
+    "list": ("tiermoe.cli.list:list_models", "List the models on this machine: downloaded, and packed.", _MODELS),
+    "remove": ("tiermoe.cli.remove:remove", "Remove a model's store, or its download too, from this machine.", _MODELS),
+    "show": ("tiermoe.cli.show:show", "Show layers, experts and precisions of a model or a store.", _MODELS),
+    "plan": ("tiermoe.cli.plan:plan", "Show how a memory budget is divided, and the speed to expect.", _MODELS),
+    "doctor": (
+        "tiermoe.cli.doctor:doctor",
+        "Show what this machine has, what is missing, what would be faster.",
+        _MODELS,
+    ),
+    "bench": ("tiermoe.cli.bench:bench", "Measure speed beside llama.cpp, transformers and accelerate.", _MEASURE),
+    "eval": ("tiermoe.cli.evaluate:evaluate", "Measure perplexity and KL divergence of a preset on a text.", _MEASURE),
+    "compare": ("tiermoe.cli.compare:compare", "Compare presets on one text: speed, bytes read, quality.", _MEASURE),
+    "calibrate": (
+        "tiermoe.cli.calibrate:calibrate",
+        "Measure on a text what a preset needs to know of a model.",
+        _MEASURE,
+    ),
+    "presets": ("tiermoe.cli.presets:presets", "List the presets, or show the parts and settings of one.", _MEASURE),
+    "trace": ("tiermoe.cli.trace:trace", "Record a routing trace: which experts a text uses.", _STUDY),
+    "simulate": ("tiermoe.cli.simulate:simulate", "Replay a routing trace on a simulated machine.", _STUDY),
+    "paper": (
+        "tiermoe.cli.paper:paper",
+        "Make the figures of one of the five papers, its values beside yours.",
+        _STUDY,
+    ),
 }
-"""Command → (module:function, its line in the list of commands), in the order of that list."""
+"""Command → (module:function, its line in the list of commands, its group there), in the order of that list."""
 
 
 class LazyCommands(TyperGroup):
@@ -45,7 +62,9 @@ class LazyCommands(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = {name: TyperCommand(name, help=line) for name, (_, line) in COMMANDS.items()}
+        self.commands = {
+            name: TyperCommand(name, help=line, rich_help_panel=group) for name, (_, line, group) in COMMANDS.items()
+        }
 
     def get_params(self, ctx: Any) -> list[Any]:
         flags = super().get_params(ctx)
@@ -127,8 +146,9 @@ def main() -> None:
 def _explain(error: Any) -> str:
     near = getattr(error, "possibilities", None)
     message = str(error.message if near else error.format_message()).strip().rstrip(".")
-    message = message[:1].lower() + message[1:]
-    return message + (f"; did you mean {' or '.join(near)}?" if near else "; see --help")
+    message = message[:1].lower() + message[1:].replace(". Did you mean", "; did you mean")  # typer's, of a command
+    message += f"; did you mean {' or '.join(near)}?" if near else ""
+    return message if message.endswith("?") else f"{message}; see --help"
 
 
 def _fail(message: str) -> NoReturn:

@@ -23,7 +23,9 @@ from tiermoe.measure.pairs import Pair, read_pairs, require_pairs
 Model = Annotated[
     str,
     typer.Argument(
-        help="A model directory, a GGUF file, a hub id, or HUB-ID:FILE for one of its GGUF files.", show_default=False
+        help="A model directory, a GGUF file, a hub id, HUB-ID:FILE for one of its GGUF files, or stories-7m, the "
+        "shipped model.",
+        show_default=False,
     ),
 ]
 Set = Annotated[

@@ -120,7 +120,7 @@ def open_session(
         leave_tokenizer(blueprint, root, tokenizer)
     if times and (packed := _packed_bytes(root) - packed_before) > 0:
         took = f"packed {format_size(packed)} in {times[-1] - times[0]:.0f} s, once; later runs read it from {root}"
-        note(": ".join(filter(None, (took, loss_of(engine, blueprint)))))
+        note("\n".join(filter(None, (took, loss_of(engine, blueprint)))))
     plan = engine.plan
     if options.get("memory") is None:
         note(f"memory: {format_size(plan.budget)}, {plan.budget_source}; --memory sets another bound")

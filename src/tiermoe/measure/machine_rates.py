@@ -49,7 +49,7 @@ def machine_rates(folder: Path, threads: int | None = None) -> Rates:
         if share < ALONE_SHARE:
             found = kept[case]
             busy = f"while other programs took {1 - share:.0%} of their time"
-            source = f"measured on {found.day} with {threads} threads, {busy}: too little, and not kept"
+            source = f"measured on {found.day} with {threads} threads, {busy}: the figures are too low, and not kept"
             return Rates(found.memory, found.drive, found.arithmetic, source)
         replace_unlocked(folder / NAME, json.dumps({name: each.as_json() for name, each in kept.items()}).encode())
     found = kept[case]

@@ -120,6 +120,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         # which shape of a choice was tried is no field
         place = [str(part) for part in first["loc"][1:] if "[" not in str(part)]
         said = f"{'.'.join(place) or 'body'}: {first['msg'].removeprefix('Value error, ')}"
+        if not place and "json" not in request.headers.get("Content-Type", ""):
+            said = "body: it is not sent as JSON; send the header Content-Type: application/json"
         return await refused(request, Refused(400, said, place[0] if place else None))
 
     @app.exception_handler(Exception)

@@ -60,7 +60,10 @@ def read_fields(directory: Path) -> dict[str, Any]:
     """The fields of config.json in a checkpoint directory. ModelError where there is none, or no MoE family's."""
     file = directory / CONFIG
     if not file.exists():
-        raise ModelError(f"{directory} has no config.json: it is not a Hugging Face model directory")
+        raise ModelError(
+            f"{directory} has no config.json: it is not a Hugging Face model directory; name the folder that has "
+            "config.json and the weights, or a GGUF file"
+        )
     try:
         fields: dict[str, Any] = read_json(file, LARGEST_CONFIG)
     except (OSError, ValueError) as error:

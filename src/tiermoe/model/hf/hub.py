@@ -68,7 +68,8 @@ def local_model(model: str | os.PathLike[str]) -> Path | None:
     repository, file = split_name(text)
     if text.startswith((".", "/", "~")) or repository.count("/") != 1 or (is_gguf(path) and not file):
         raise ModelError(
-            f"{text} does not exist; name a model directory, a GGUF file, or a hub id like Qwen/Qwen3-30B-A3B"
+            f"{text} does not exist; name a model directory, a GGUF file, or a hub id like Qwen/Qwen3-30B-A3B "
+            f"({SHIPPED.name} is the shipped model)"
         )
     snapshot = _snapshot(repository)
     if snapshot is None or file:
