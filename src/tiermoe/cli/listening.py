@@ -91,5 +91,5 @@ def wait_for_a_signal() -> None:
 
     for each in signals:
         signal.signal(each, end)
-    while not ended.wait(1):  # two signals at once can leave a wait without end asleep, and its handlers not run
+    while not ended.wait(1):  # a signal that another thread gets does not end the sleep of this one
         pass
