@@ -645,7 +645,8 @@ def test_broken_bodies(http: httpx.Client) -> None:
     broken = http.post("/v1/completions", content=b'{"prompt": ', headers={"Content-Type": "application/json"})
     assert (broken.status_code, broken.json()["error"]["param"]) == (400, None)
     assert broken.json()["error"]["message"].startswith("body: no JSON: EOF")
-    form = http.post("/api/generate", content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})  # curl -d
+    page = {"Content-Type": "text/plain", "Origin": "http://elsewhere"}  # of a web page that was not allowed to ask
+    form = http.post("/api/generate", content=b'{"prompt": "a"}', headers=page)
     assert (form.status_code, form.json()["error"].partition("; ")[2]) == (
         400,
         "send the header Content-Type: application/json",
