@@ -50,10 +50,17 @@ def test_products(dtype: torch.dtype) -> None:
     assert (found - wanted).abs().max() <= (1e-6 if dtype == torch.float32 else 4e-3) * wanted.abs().max()
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3", "qwen3_next"])
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": WIDE,
+    "deepseek_v3": {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64},  # rows of whole blocks in each head
+    "qwen3_next": {},
+}
+
+
+@pytest.fixture(scope="module", params=CHANGES)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     family, folder = request.param, tmp_path_factory.mktemp("nvfp4")
-    model = gguf_files.model_of(family, **(WIDE if family == "qwen3_moe" else {}))
+    model = gguf_files.model_of(family, **CHANGES[family])
     return gguf_files.write(folder / "model.gguf", model, family, kinds("nvfp4")), model
 
 

@@ -111,10 +111,7 @@ class Joined(_Several):
         return (sum(tensor.shape[0] for tensor in self.tensors), *self.tensors[0].shape[1:])
 
     def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
-        parts = [
-            decoded(tensor, _in_rows(tensor, read(tensor, *rows)), factors_of(tensor, read, 0, 1))
-            for tensor, rows in self._parts(first, last)
-        ]
+        parts = [entries(tensor, read, *rows) for tensor, rows in self._parts(first, last)]
         return torch.cat([part.to(self.dtype) for part in parts])
 
     def blocks(self, read: ReadBytes, first: int, last: int) -> Tensor:
@@ -147,10 +144,7 @@ class Stacked(_Several):
         return (experts, sum(tensor.shape[1] for tensor in self.tensors), *columns)
 
     def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
-        parts = [
-            decoded(tensor, _in_rows(tensor, read(tensor, first, last)), factors_of(tensor, read, first, last))
-            for tensor in self.tensors
-        ]
+        parts = [entries(tensor, read, first, last) for tensor in self.tensors]
         return torch.cat([part.to(self.dtype) for part in parts], dim=1)
 
 
@@ -177,8 +171,7 @@ class Expanding:
         heads = self.keys.shape[0]
         rows = self.shape[0] // heads
         begin, end = first // rows, -(-last // rows)
-        keys = decoded(self.keys, _in_rows(self.keys, read(self.keys, begin, end))).float()
-        values = decoded(self.values, _in_rows(self.values, read(self.values, begin, end))).float()
+        keys, values = (entries(tensor, read, begin, end).float() for tensor in (self.keys, self.values))
         both = torch.cat((keys.swapaxes(1, 2), values), dim=1).flatten(0, 1)
         return both[first - begin * rows : last - begin * rows]
 
@@ -189,7 +182,12 @@ def encoding_of(tensor: GgufTensor) -> str:
     return "plain" if tensor.kind.plain else name if tensor.factors is None else f"{name}/1"
 
 
-def decoded(tensor: GgufTensor, rows: Tensor, factors: Tensor | None = None) -> Tensor:
+def entries(tensor: GgufTensor, read: ReadBytes, first: int, last: int) -> Tensor:
+    """The values of the entries first..last - 1 along dimension 0, as `decoded` gives them."""
+    return decoded(tensor, _in_rows(tensor, read(tensor, first, last)), factors_of(tensor, read, first, last))
+
+
+def decoded(tensor: GgufTensor, rows: Tensor, factors: Tensor | None) -> Tensor:
     """The values of rows (…, bytes of a row) of a tensor: float32 of blocks, else as they are. factors: of the entries
     along dimension 0, or of all."""
     if (dtype := tensor.kind.dtype) is not None:
@@ -204,8 +202,10 @@ def decoded(tensor: GgufTensor, rows: Tensor, factors: Tensor | None = None) -> 
 
 
 def factors_of(tensor: GgufTensor, read: ReadBytes, first: int, last: int) -> Tensor | None:
-    """NVFP4's factors first..last - 1 of a tensor, float32; None without."""
-    return None if tensor.factors is None else read(tensor.factors, first, last).view(torch.float32)
+    """NVFP4's factors of the entries first..last - 1 along dimension 0, float32: the only one of a matrix. None without
+    factors."""
+    span = (first, last) if len(tensor.shape) == 3 else (0, 1)
+    return None if tensor.factors is None else read(tensor.factors, *span).view(torch.float32)
 
 
 def _in_rows(tensor: GgufTensor, raw: Tensor) -> Tensor:
