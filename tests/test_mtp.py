@@ -22,7 +22,7 @@ from mtp_models import blueprint_with_head, engine_with_head
 from native_experts import native_changes
 from serving import Letters, WrappedEngine
 from small_engines import tokens
-from test_speculation import Counted, Eager, answers, preempt_last
+from test_speculation import Counted, Eager, answers, with_preemptions
 from test_speculation import requests as longer
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
@@ -122,16 +122,8 @@ def test_a_head_changes_no_token_in_a_small_cache(plain: Any, checkpoint: Path) 
 
 
 def test_a_preempted_answer_goes_on(plain: Any, engine: Any) -> None:
-    loop = RequestLoop(engine, Letters(), 3, set(), speculation=drafting(engine))
-    found: dict[int, list[int]] = {loop.add(each): [] for each in requests()}
-    for step in range(10_000):
-        if loop.idle:
-            break
-        if step % 7 == 6 and loop.running > 1:
-            preempt_last(loop)
-        for piece in loop.step():
-            found[piece.number] += piece.tokens
-    assert list(found.values()) == answers(RequestLoop(plain, Letters(), 3, set()), requests())
+    found = with_preemptions(RequestLoop(engine, Letters(), 3, set(), speculation=drafting(engine)), requests())
+    assert found == answers(RequestLoop(plain, Letters(), 3, set()), requests())
 
 
 def test_an_answer_does_not_fail_by_a_damaged_head(plain: Any, engine: Any) -> None:

@@ -42,8 +42,7 @@ def serve_models(
 ) -> None:
     """Serves the models, and those of a folder, until a signal. options: of each engine, with the budget of all.
     passed: other options of each model's server. access: named arguments of `create_router`. tls: as of `http_server`.
-    ConfigError where the
-    options cannot be, a model that is named cannot be served, or none can."""
+    ConfigError where the options cannot be, a model that is named cannot be served, or none can."""
     if not hasattr(socket, "AF_UNIX"):
         raise ConfigError("several models need Unix sockets, which this system does not have; name one model")
     keep_alive_s = _seconds(keep_alive)
