@@ -1,5 +1,5 @@
-"""Granite models, and layers of Mamba-2, as llama.cpp's converter writes them: `GraniteMoeModel`, `Mamba2Model` and
-`GraniteHybridModel`."""
+"""Granite models, Nemotron-H, and layers of Mamba-2, as llama.cpp's converter writes them: `GraniteMoeModel`,
+`Mamba2Model`, `GraniteHybridModel` and `NemotronHModel`."""
 
 from __future__ import annotations
 
@@ -49,3 +49,18 @@ def granite_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     names = ("n_heads", "d_head", "n_groups", "d_state", "d_conv")
     heads, columns, groups, state, taps = (config[f"mamba_{name}"] for name in names)
     mamba_metadata(writer, (heads, columns, groups, state, taps))
+
+
+def nemotron_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """`NemotronHModel.set_gguf_parameters`."""
+    names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+    heads, columns, groups, state, taps = (config[name] for name in names)
+    mamba_metadata(writer, (heads, columns, groups, state, taps))
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_group_count(config["n_group"])
+    if config["moe_latent_size"] is not None:
+        writer.add_moe_latent_size(config["moe_latent_size"])

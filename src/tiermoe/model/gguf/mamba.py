@@ -9,7 +9,7 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import Rows
 from tiermoe.formats.gguf_file import GgufFile, GgufTensor
 from tiermoe.model.gguf.linear_attention import rates
-from tiermoe.model.gguf.shapes import AGAIN, blocks
+from tiermoe.model.gguf.shapes import AGAIN
 from tiermoe.model.mamba import MambaSizes
 
 _NAMES = {"ssm_in": "in_proj.weight", "ssm_out": "out_proj.weight", "ssm_dt": "dt_bias"}
@@ -29,12 +29,6 @@ def mamba_sizes(file: GgufFile) -> MambaSizes:
             f"states of {state}, which no tensor has; {AGAIN}"
         )
     return sizes
-
-
-def mamba_layers(file: GgufFile) -> list[str]:
-    """`layer_types` of a config: which layers have Mamba-2, and which attention."""
-    recurrent = [f"blk.{layer}.ssm_a" in file.tensors for layer in range(blocks(file))]
-    return ["linear_attention" if each else "full_attention" for each in recurrent]
 
 
 def mamba_rows(_: GgufFile, stem: str, tensor: GgufTensor) -> dict[str, Rows]:
