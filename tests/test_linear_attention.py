@@ -187,6 +187,22 @@ def test_what_mamba_does_not_compute_is_left_to_transformers_code(changes: dict[
     assert decodes(config) == (not lacking)
 
 
+def test_prompts_have_a_least_time_step_as_transformers_code_has_it(tmp_path: Path) -> None:
+    """One that acts on many heads; generated tokens have none."""
+    directory = tiny.write(tmp_path, "nemotron_h", torch.float32, time_step_min=0.7)
+    engine = engine_of(directory, bits=16, dense_bits=16, chunk=40)
+    plain, theirs = tiny.oracle(directory, "nemotron_h", torch.float32), None
+    ids = torch.randint(3, 128, (60,), generator=torch.Generator().manual_seed(2))
+    cache = engine.new_cache(1, 60)
+    slab = cache.open()
+    for row in (prompt(slab, ids[:50].tolist()), *(decode(slab, at, int(ids[at])) for at in range(50, 60))):
+        with torch.no_grad():
+            output = plain(ids[None, row.first : row.end], past_key_values=theirs, use_cache=True)
+        theirs = output.past_key_values
+        assert error(engine.step(Batch((row,)), cache)[0], output.logits[0, -1]) < 1e-5
+    engine.close()
+
+
 # the cache
 
 
@@ -256,7 +272,7 @@ def test_forks_beams_and_files_have_the_state(small: Case, tmp_path: Path) -> No
 # an engine
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", MAMBA])
+@pytest.mark.parametrize("family", ["qwen3_next", MAMBA, "nemotron_h"])
 def test_rows_and_forks_of_an_engine_are_what_each_is_alone(family: str, tmp_path: Path) -> None:
     """A long prompt in chunks, a fork of it, and a short prompt beside their tokens."""
     engine = engine_of(tiny.write(tmp_path, family, torch.float32), bits=16, dense_bits=16, chunk=40)
