@@ -50,10 +50,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hy_v4": {},
     "inkling2_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},
-    "jamba": {
-        "expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 2, "attn_layer_offset": 1,
-        "mamba_dt_rank": 4, "use_mamba_kernels": False,
-    },
     "jetmoe": {"kv_channels": 16},
     "kimi_linear": {
         **_LATENT, "layer_types": _THREE, "mlp_layer_types": _SPARSE, "linear_head_dim": 16, "linear_num_heads": 4,

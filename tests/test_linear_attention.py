@@ -177,7 +177,7 @@ def test_a_scan_is_the_recurrence(tokens: int) -> None:
     [
         ({}, ""),
         ({"time_step_limit": (0.001, 0.1)}, "time steps within 0.001 and 0.1"),
-        ({"hidden_act": "gelu"}, "gelu in layers of Mamba-2"),
+        ({"hidden_act": "gelu"}, "gelu in layers of Mamba"),
     ],
 )
 def test_what_mamba_does_not_compute_is_left_to_transformers_code(changes: dict[str, Any], lacking: str) -> None:

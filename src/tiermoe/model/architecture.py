@@ -20,7 +20,7 @@ from tiermoe.model.weights import Weights
 class Architecture:
     """The blocks of one family's layers, and the names of its config and weights where they differ from the usual.
     Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta`, or
-    `Mamba` where its sizes are named; layers that it calls 'conv' have `ShortConvolution`, layers that it calls
+    `Mamba` or `Mamba1` where its sizes are named; layers that it calls 'conv' have `ShortConvolution`, layers that it calls
     'indexed_attention' a `BlockIndexer`."""
 
     router: Callable[[Any], RouterRule]  # config → rule of the routers
@@ -45,8 +45,9 @@ class Architecture:
     gated: bool = False  # of `GroupedAttention`, as the next four
     gate_apart: bool = False
     norm_all_heads: bool = False
-    mamba: tuple[str, ...] = ()  # the config's names of the fields of `MambaSizes`
-    mamba_least_step: str | None = None  # and of the least time step in prompts (`Mamba`)
+    mamba: tuple[str, ...] = ()  # the config's names of the fields of `MambaSizes`, or
+    mamba_1: bool = False  # of `Mamba1Sizes` (Jamba)
+    mamba_least_step: str | None = None  # the config's name of the least time step in prompts (`Mamba`)
     norms_rotated: bool = False
     plain_norms: bool = False  # in layers with a window, where config.use_qk_norm (Llama 4)
     index_rope: str | None = None  # of the `Indexer` of latent attention; None: there is no indexer

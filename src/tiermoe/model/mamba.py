@@ -31,11 +31,11 @@ _CHUNK_VALUES = 5  # its values
 
 
 def mamba_lacks(config: Any) -> str:
-    """The parts of a config with layers of Mamba-2 that `Mamba` does not compute; empty: none."""
+    """The parts of a config with layers of Mamba that neither `Mamba` nor `Mamba1` computes; empty: none."""
     activation = getattr(config, "mamba_hidden_act", None) or config.hidden_act
     if activation != "silu":
-        return f"{activation} in layers of Mamba-2"
-    limits = tuple(config.time_step_limit or (0.0, math.inf))
+        return f"{activation} in layers of Mamba"
+    limits = tuple(getattr(config, "time_step_limit", None) or (0.0, math.inf))
     return "" if limits == (0.0, math.inf) else f"time steps within {limits[0]:g} and {limits[1]:g}"
 
 

@@ -352,6 +352,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         one_part=True,
         lacks=mamba_lacks,
     ),
+    "jamba": Architecture(
+        softmax_router,
+        block="feed_forward",
+        gate="router",
+        mamba=("mamba_expand", "mamba_d_state", "mamba_d_conv", "mamba_dt_rank"),
+        mamba_1=True,
+        names={"norm": "final_layernorm", "post_attention_layernorm": "pre_ff_layernorm"},
+        lacks=mamba_lacks,
+    ),
     "glm4_moe": _GLM4,
     "glm4_moe_lite": _DEEPSEEK_V3,
     "ernie4_5_moe": Architecture(
