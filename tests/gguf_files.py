@@ -21,7 +21,7 @@ import small_families
 import tiny
 from gguf_linear import linear_metadata, linear_tensors
 from gguf_mamba import NAMES as MAMBA
-from gguf_mamba import granite_metadata, mamba_tensors, nemotron_metadata
+from gguf_mamba import granite_metadata, jamba_metadata, mamba_tensors, nemotron_metadata
 from tiermoe.formats.gguf_types import ENCODINGS
 
 
@@ -61,6 +61,8 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         granite_metadata(writer, config)
     if family == "nemotron_h":
         nemotron_metadata(writer, config)
+    if family == "jamba":
+        jamba_metadata(writer, config)
     if config.get("head_dim") is not None:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -191,6 +193,7 @@ ARCHITECTURES = {
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
+    "jamba": gguf.MODEL_ARCH.JAMBA,
 }
 
 
@@ -202,7 +205,7 @@ EPSILON = {"lfm2_moe": "norm_eps", "nemotron_h": "layer_norm_epsilon"}
 """What other families' configs call the norms' epsilon."""
 
 
-HYBRID = ("granitemoehybrid", "nemotron_h")
+HYBRID = ("granitemoehybrid", "jamba", "nemotron_h")
 """Families with layers of Mamba beside those with attention."""
 
 
@@ -363,7 +366,7 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH) -> Views:
             layer, _, name = path.partition(".linear_attn.")
             yield from linear_tensors(f"blk.{layer.rpartition('.')[2]}", name, value, config, family)
         elif family in HYBRID and (name := path.partition(".mamba." if ".mamba." in path else ".mixer.")[2]) in MAMBA:
-            groups = config.n_groups if family == "nemotron_h" else config.mamba_n_groups
+            groups = config.n_groups if family == "nemotron_h" else getattr(config, "mamba_n_groups", None)
             yield from mamba_tensors(f"blk.{path.split('.')[2]}", name, value, groups)
         elif path.endswith("shared_mlp.input_linear.weight"):
             block = f"blk.{path.split('.')[2]}"
@@ -419,7 +422,11 @@ def _experts(stem: str, last: str, value: Tensor, family: str, name_of: Callable
         halves = {"gate": value[:, :rows], "up": value[:, rows:]}
     called = {"gate": "w1", "up": "w3", "down": "w2"}
     for each, half in halves.items():
-        path = f"{stem}.{each}_proj.{suffix}".replace("block_sparse_moe", "mlp").replace("mixer", "mlp")
+        path = (
+            f"{stem}.{each}_proj.{suffix}".replace("block_sparse_moe", "mlp")
+            .replace("mixer", "mlp")
+            .replace("feed_forward.experts", "mlp.experts")
+        )
         if family in ("mixtral", "lfm2_moe"):  # LlamaModel.modify_tensors
             path = stem.removeprefix("model.").replace("mlp", "feed_forward") + f".{called[each]}.{suffix}"
         yield name_of(path), (half,), tuple(half.shape)

@@ -19,8 +19,8 @@ from tiermoe.model.weights import Weights
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """The blocks of one family's layers, and the names of its config and weights where they differ from the usual.
-    Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta`, or
-    `Mamba` or `Mamba1` where its sizes are named; layers that it calls 'conv' have `ShortConvolution`, layers that it calls
+    Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta`, or `Mamba` or
+    `Mamba1` where its sizes are named; layers that it calls 'conv' have `ShortConvolution`, layers that it calls
     'indexed_attention' a `BlockIndexer`."""
 
     router: Callable[[Any], RouterRule]  # config → rule of the routers

@@ -27,8 +27,7 @@ from tiermoe.model.latent_attention import Indexer, LatentSizes
 from tiermoe.model.layer import AttentionLayer, DecoderLayer, FeedForwardLayer, Layer
 from tiermoe.model.linear import Linear
 from tiermoe.model.linear_attention import LinearSizes, is_linear
-from tiermoe.model.mamba import MambaSizes
-from tiermoe.model.mamba_1 import Mamba1Sizes
+from tiermoe.model.mamba_1 import mamba_sizes_of
 from tiermoe.model.model_config import reads_mtp_head
 from tiermoe.model.mtp_head import MtpHead
 from tiermoe.model.rotary import Rotary, is_rotated, layer_kinds, parameters_of, rotary_of, unrotated
@@ -261,7 +260,7 @@ def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable
     if architecture.latent:
         return LatentSizes.of(architecture, config, index)
     if is_linear(config, index) and architecture.mamba:
-        return (Mamba1Sizes if architecture.mamba_1 else MambaSizes).of(config, architecture.mamba)
+        return mamba_sizes_of(architecture, config)
     if is_linear(config, index):
         return LinearSizes.of(config, index)
     if is_convolution(config, index):

@@ -1,5 +1,5 @@
-"""Mamba-1 in the place of attention (Jamba; arXiv:2312.00752): each channel has a state of its own, each column of which
-decays at its own rate."""
+"""Mamba-1 in the place of attention (Jamba; arXiv:2312.00752): each channel has a state of its own, whose columns decay
+at rates of their own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe.model.architecture import FamilyWeights
+from tiermoe.model.architecture import Architecture, FamilyWeights
 from tiermoe.model.attention import Attention, AttentionSizes
 from tiermoe.model.convolution import CausalConvolution
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.linear import Linear
+from tiermoe.model.mamba import MambaSizes
 from tiermoe.model.norms import Norm
 from tiermoe.model.recurrent_states import StateShape
 from tiermoe.model.step import Step
@@ -100,6 +101,11 @@ class Mamba1Sizes(AttentionSizes):
             weights.tensor(f"{part}.D"),
             output,
         )
+
+
+def mamba_sizes_of(architecture: Architecture, config: Any) -> MambaSizes | Mamba1Sizes:
+    """The description of a config's layers of Mamba, of the kind that the family has."""
+    return (Mamba1Sizes if architecture.mamba_1 else MambaSizes).of(config, architecture.mamba)
 
 
 class Mamba1(Attention):

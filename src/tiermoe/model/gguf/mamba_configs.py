@@ -8,7 +8,7 @@ from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.families.table import ARCHITECTURES
 from tiermoe.model.gguf.config import Config, common, granite, rotates
 from tiermoe.model.gguf.mamba import mamba_sizes
-from tiermoe.model.gguf.shapes import AGAIN, blocks, experts, in_first_block, inner, shape
+from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts, in_first_block, inner, shape
 from tiermoe.model.mamba import MambaSizes
 
 
@@ -52,6 +52,44 @@ def nemotron_h_moe(file: GgufFile) -> Config:
         "n_group": file.count("expert_group_count", 1),
         "topk_group": file.count("expert_group_used_count", 1),
     }
+
+
+def jamba(file: GgufFile) -> Config:
+    config, kinds, dense = common(file), _kinds(file), set(dense_layers(file))
+    del config["rope_parameters"]  # queries and keys have no position
+    inner_size, hidden = file.count("ssm.inner_size", least=1), file.count("embedding_length", least=1)
+    attention = _every(file, [layer for layer, kind in enumerate(kinds) if kind == "full_attention"])
+    mixtures = _every(file, [layer for layer in range(len(kinds)) if layer not in dense])
+    if inner_size % hidden:
+        raise ModelError(
+            f"{file.path} says that layers of Mamba widen {hidden} columns to {inner_size}; Jamba widens them a whole "
+            f"number of times; {AGAIN}"
+        )
+    return {
+        **config,
+        "model_type": "jamba",
+        "num_key_value_heads": file.largest("attention.head_count_kv"),  # layers of Mamba have none
+        "num_experts": experts(file),
+        "intermediate_size": inner(file),
+        "attn_layer_period": attention[0],
+        "attn_layer_offset": attention[1],
+        "expert_layer_period": mixtures[0],
+        "expert_layer_offset": mixtures[1],
+        "mamba_expand": inner_size // hidden,
+        "mamba_d_state": file.count("ssm.state_size", least=1),
+        "mamba_d_conv": file.count("ssm.conv_kernel", least=1),
+        "mamba_dt_rank": file.count("ssm.time_step_rank", least=1),
+    }
+
+
+def _every(file: GgufFile, layers: list[int]) -> tuple[int, int]:
+    """(period, offset) of layers of one kind. ModelError where they do not come at one distance."""
+    count = blocks(file)
+    offset, *others = layers or [count]
+    period = others[0] - offset if others else max(offset + 1, count - offset)
+    if layers != list(range(offset, count, period)) or offset >= period:
+        raise ModelError(f"{file.path} has layers of one kind at {layers}, which no Jamba has; {AGAIN}")
+    return period, offset
 
 
 def _mamba_2(family: str, sizes: MambaSizes) -> Config:

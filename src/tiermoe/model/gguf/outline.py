@@ -18,13 +18,15 @@ from tiermoe.model.gguf.experts import FIRST, SECOND, UNGATED
 from tiermoe.model.grouped_attention import GroupedSizes
 from tiermoe.model.latent_attention import LatentSizes
 from tiermoe.model.linear_attention import LinearSizes, delta_sizes, is_linear
-from tiermoe.model.mamba import MambaSizes
+from tiermoe.model.mamba_1 import mamba_sizes_of
 from tiermoe.types import MoeLayer, Part
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 _SMALLEST = 4096  # elements of a linear layer that is packed
 _OUTPUT = "lm_head.weight"
+_COMPUTED_WITH = ("mamba.dt_proj.weight",)
+"""Ends of matrices that transformers' code takes as they are (`skeleton.takes_weight`)."""
 _CORRECTION = "e_score_correction_bias"
 _ALPHA = 1.702  # GptOssExperts
 
@@ -81,7 +83,7 @@ def _outline(
     table: str | None,
 ) -> Outline:
     """dense: path → shape of the tensors that are no expert's."""
-    unpacked = _table(config), f"{_router(ARCHITECTURES[config.model_type])}.weight"
+    unpacked = _table(config), f"{_router(ARCHITECTURES[config.model_type])}.weight", *_COMPUTED_WITH
     experts = _experts_of(layers)
     wide = _wide(config)
     tensors = {
@@ -127,6 +129,8 @@ def _tensor(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> DenseTenso
 def _is_dense(config: Any, layer: int) -> bool:
     if ARCHITECTURES[config.model_type].one_part:
         return bool(config.layer_types[layer] != "moe")
+    if config.model_type == "jamba":
+        return bool(layer % config.expert_layer_period != config.expert_layer_offset)
     first = getattr(config, "first_k_dense_replace", 0) or getattr(config, "moe_layer_start_index", 0)
     kinds = getattr(config, "mlp_layer_types", None)
     return layer < first or layer in getattr(config, "mlp_only_layers", []) or bool(kinds and kinds[layer] == "dense")
@@ -172,7 +176,7 @@ def _of_layer(config: Any, index: int) -> Shapes:
     of, hidden, kind = ARCHITECTURES[config.model_type], config.hidden_size, config.model_type
     yield f"{of.named('input_layernorm')}.weight", (hidden,)
     if not of.one_part:
-        yield "post_attention_layernorm.weight", (hidden,)
+        yield f"{of.named('post_attention_layernorm')}.weight", (hidden,)
     if of.attends(config, index):
         yield from _attention(config, index)
         if of.one_part:
@@ -226,7 +230,7 @@ def _matrices(of: Architecture, prefix: str, hidden: int, inner: int) -> Shapes:
 def _attention(config: Any, index: int) -> Shapes:
     of, hidden = ARCHITECTURES[config.model_type], config.hidden_size
     if is_linear(config, index) and of.mamba:
-        for name, shape in MambaSizes.of(config, of.mamba).weight_shapes(hidden).items():
+        for name, shape in mamba_sizes_of(of, config).weight_shapes(hidden).items():
             yield f"{of.named('mamba')}.{name}", shape
     elif is_linear(config, index):
         yield from LinearSizes(delta_sizes(config)).weight_shapes(hidden).items()

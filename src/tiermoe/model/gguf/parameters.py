@@ -21,7 +21,7 @@ from tiermoe.model.gguf import mamba_configs
 from tiermoe.model.gguf.config import Config
 from tiermoe.model.gguf.experts import expert_parameters
 from tiermoe.model.gguf.linear_attention import linear_rows
-from tiermoe.model.gguf.mamba import mamba_rows
+from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
 
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "token_embd_norm": "norm"}
@@ -76,7 +76,7 @@ class GgufArchitecture:
     more: Mapping[str, str] = field(default_factory=dict)  # tensors of a block → modules, beside `block_names`
     turned: bool = False  # the halves of each head's queries and keys take turns (`_turned_rows`)
     linear: Callable[[GgufFile, str, GgufTensor], dict[str, Rows]] | None = None
-    """Tensor → the parameters of linear attention, or of Mamba-2, that it holds, by their names in the block; none of
+    """Tensor → the parameters of linear attention, or of Mamba, that it holds, by their names in the block; none of
     other tensors."""
 
     @property
@@ -111,6 +111,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "ernie4_5-moe": GgufArchitecture(configs.ernie45moe, "ernie4_5_moe"),
     "granitemoe": GgufArchitecture(configs.granitemoe, "granitemoeshared", turned=True),
     "nemotron_h_moe": GgufArchitecture(mamba_configs.nemotron_h_moe, "nemotron_h", turned=True, linear=mamba_rows),
+    "jamba": GgufArchitecture(mamba_configs.jamba, "jamba", linear=mamba_1_rows),
     "granitehybrid": GgufArchitecture(mamba_configs.granitehybrid, "granitemoehybrid", turned=True, linear=mamba_rows),
 }
 
