@@ -1,5 +1,6 @@
 """Linear attention by the gated delta rule, both kinds of Mamba and short convolutions, against transformers' eager
-layers on the same weights, by torch and by the native kernel of each instruction set; and what a cache of states can do."""
+layers on the same weights, by torch and by the native kernel of each instruction set; and what a cache of states can
+do."""
 
 from __future__ import annotations
 
