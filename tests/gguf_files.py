@@ -20,19 +20,20 @@ import gguf_blocks
 import small_families
 import tiny
 from gguf_linear import linear_metadata, linear_tensors
-from gguf_mamba import granite_metadata, mamba_tensors
+from gguf_mamba import NAMES as MAMBA
+from gguf_mamba import granite_metadata, jamba_metadata, mamba_tensors, nemotron_metadata
 from tiermoe.formats.gguf_types import ENCODINGS
 
 
 def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
     """`TextModel.set_gguf_parameters` and what each class adds."""
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters") or {"rope_theta": 1e4}
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config.get("intermediate_size", 0))
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_rms_eps(config["norm_eps" if family == "lfm2_moe" else "rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config[EPSILON.get(family, "rms_norm_eps")])
     writer.add_rope_freq_base(rope["rope_theta"])
     experts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     writer.add_expert_count(next(config[name] for name in experts if name in config))
@@ -51,13 +52,17 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
         writer.add_shortconv_l_cache(config["conv_L_cache"])
         writer.add_leading_dense_block_count(config["num_dense_layers"])
-    elif family == "granitemoehybrid":
+    elif family in HYBRID:
         kinds = config["layer_types"]
         writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
     else:
         writer.add_head_count_kv(config["num_key_value_heads"])
     if family.startswith("granitemoe"):
         granite_metadata(writer, config)
+    if family == "nemotron_h":
+        nemotron_metadata(writer, config)
+    if family == "jamba":
+        jamba_metadata(writer, config)
     if config.get("head_dim") is not None:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -187,6 +192,8 @@ ARCHITECTURES = {
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
+    "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
+    "jamba": gguf.MODEL_ARCH.JAMBA,
 }
 
 
@@ -194,7 +201,15 @@ USED = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
 """Families whose configs call the experts of a token otherwise."""
 
 
-TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared")
+EPSILON = {"lfm2_moe": "norm_eps", "nemotron_h": "layer_norm_epsilon"}
+"""What other families' configs call the norms' epsilon."""
+
+
+HYBRID = ("granitemoehybrid", "jamba", "nemotron_h")
+"""Families with layers of Mamba beside those with attention."""
+
+
+TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared", "nemotron_h")
 """Families whose queries and keys are written with the halves of each head in turns."""
 
 
@@ -263,7 +278,10 @@ def write(
     """Writes `model` as GGUF and puts what the file stands for into its weights. entries: replace the writer's own;
     None leaves one out."""
     arch = ARCHITECTURES[family]
-    config = model.config.to_dict()
+    computed = {"num_hidden_layers": model.config.num_hidden_layers}
+    if family in HYBRID:
+        computed["layer_types"] = model.config.layer_types
+    config = {**model.config.to_dict(), **computed}
     writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=shards)
     add_metadata(writer, family, config)
     if vocabulary is not None:
@@ -334,6 +352,8 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH) -> Views:
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
 
     def name_of(path: str) -> str:
+        if ".mixer." in path:
+            path = path.replace("model.", "backbone.")
         found = names.get_name(path, (".weight", ".bias"))
         assert found is not None, path
         return str(found)
@@ -345,9 +365,9 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH) -> Views:
         if ".linear_attn." in path:
             layer, _, name = path.partition(".linear_attn.")
             yield from linear_tensors(f"blk.{layer.rpartition('.')[2]}", name, value, config, family)
-        elif ".mamba." in path:
-            layer, _, name = path.partition(".mamba.")
-            yield from mamba_tensors(f"blk.{layer.rpartition('.')[2]}", name, value, config.mamba_n_groups)
+        elif family in HYBRID and (name := path.partition(".mamba." if ".mamba." in path else ".mixer.")[2]) in MAMBA:
+            groups = config.n_groups if family == "nemotron_h" else getattr(config, "mamba_n_groups", None)
+            yield from mamba_tensors(f"blk.{path.split('.')[2]}", name, value, groups)
         elif path.endswith("shared_mlp.input_linear.weight"):
             block = f"blk.{path.split('.')[2]}"
             for part, half in zip(("gate", "up"), value.chunk(2), strict=True):
@@ -395,12 +415,18 @@ def _experts(stem: str, last: str, value: Tensor, family: str, name_of: Callable
         halves = {"down": value}
     elif family == "gpt_oss":
         halves = {"gate": value[:, 0::2], "up": value[:, 1::2]}
+    elif matrix == "up":
+        halves = {"up": value}
     else:
         rows = value.shape[1] // 2
         halves = {"gate": value[:, :rows], "up": value[:, rows:]}
     called = {"gate": "w1", "up": "w3", "down": "w2"}
     for each, half in halves.items():
-        path = f"{stem}.{each}_proj.{suffix}".replace("block_sparse_moe", "mlp")
+        path = (
+            f"{stem}.{each}_proj.{suffix}".replace("block_sparse_moe", "mlp")
+            .replace("mixer", "mlp")
+            .replace("feed_forward.experts", "mlp.experts")
+        )
         if family in ("mixtral", "lfm2_moe"):  # LlamaModel.modify_tensors
             path = stem.removeprefix("model.").replace("mlp", "feed_forward") + f".{called[each]}.{suffix}"
         yield name_of(path), (half,), tuple(half.shape)

@@ -232,6 +232,7 @@ static void gates(const Kernels *set) {
                 double want = (up + 1) * g / (1 + exp(-expert.alpha * g));
                 if (gate == SILU) want = g / (1 + exp(-g)) * up;
                 if (gate == GELU_TANH) want = g / 2 * (1 + tanh(sqrt(2 / acos(-1)) * (g + 0.044715 * g * g * g))) * up;
+                if (gate == RELU_SQUARED) want = fmax(g, 0) * fmax(g, 0);
                 expect(set->name, "a gate", from_bf16(out[m * BLOCK + i]), want, 400 * fabs(want)); /* rounded three times on the way */
             }
     }

@@ -49,6 +49,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoeshared", {"shared_intermediate_size": 0, "residual_multiplier": 0.5}),
     "granitemoeshared": ("granitemoeshared", {"shared_intermediate_size": 64, "attention_multiplier": 0.2}),
     "granitemoehybrid": ("granitemoehybrid", {"shared_intermediate_size": 64, "max_position_embeddings": 1 << 20}),
+    "jamba": ("jamba", {}),
+    "jamba of other periods": (
+        "jamba",
+        {"attn_layer_period": 8, "attn_layer_offset": 2, "expert_layer_period": 1, "expert_layer_offset": 0},
+    ),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h without latents": ("nemotron_h", {"moe_latent_size": None, "tie_word_embeddings": True}),
 }
 
 

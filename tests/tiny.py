@@ -158,6 +158,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 8,
         "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 4,
     },
+    "jamba": {
+        "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "num_hidden_layers": 4,
+        "expert_layer_period": 2, "expert_layer_offset": 1, "attn_layer_period": 3, "attn_layer_offset": 1,
+        "mamba_d_state": 8, "mamba_dt_rank": 4,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe", "mlp"],
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
+        "moe_shared_expert_intermediate_size": 48, "moe_latent_size": 32, "routed_scaling_factor": 2.5,
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4,
+    },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16},
     "switch_transformers": {
         "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 4, "num_hidden_layers": 4,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +98,25 @@ class AttentionSizes(ABC):
         """What chooses the positions that the layer's tokens attend to, called with its normed hidden states before
         attention is; None: nothing does."""
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class NoAttention(AttentionSizes):
+    """The description of a layer without attention, which keeps nothing (Nemotron-H)."""
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(0, 0, 0)
+
+    @property
+    def token_columns(self) -> int:
+        return 0
+
+    def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
+        return 0
+
+    def block(self, weights: FamilyWeights, layer: str) -> NoReturn:
+        raise TypeError(f"{layer} has no attention")
 
 
 def tempered(query: Tensor, temperatures: Tensor | None) -> Tensor:

@@ -67,12 +67,12 @@ class GroupedSizes(AttentionSizes):
             head_columns(layer_config),
             window=_window(architecture, config, index),
             chunked=architecture.window == "chunk",
-            sinks=has(f"model.layers.{index}.self_attn.sinks"),
+            sinks=has(f"model.layers.{index}.{architecture.named('self_attn')}.sinks"),
             gated=architecture.gated,
             gate_apart=architecture.gate_apart,
             rotary=_rotary(architecture, config, index),
             indexer=BlockIndexerSizes.of(config, index),
-            by_decode_kernel=not (architecture.norm_attended or architecture.streams),
+            by_decode_kernel=not (architecture.norm_attended or architecture.streams or architecture.one_part),
         )
 
     @property
@@ -118,23 +118,23 @@ class GroupedSizes(AttentionSizes):
         )  # fmt: skip
 
     def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Path in a layer → shape of the weights that every `GroupedAttention` has: no biases and norms."""
+        """Path in the block → shape of the weights that every `GroupedAttention` has: no biases and norms."""
         key_columns, columns = self.kv_heads * self.columns, self.heads * self.columns
         shapes: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj.weight": (2 * columns if self.gated else columns, hidden),
-            "self_attn.k_proj.weight": (key_columns, hidden),
-            "self_attn.v_proj.weight": (key_columns, hidden),
-            "self_attn.o_proj.weight": (hidden, columns),
+            "q_proj.weight": (2 * columns if self.gated else columns, hidden),
+            "k_proj.weight": (key_columns, hidden),
+            "v_proj.weight": (key_columns, hidden),
+            "o_proj.weight": (hidden, columns),
         }
         if self.gate_apart:
-            shapes["self_attn.gate_proj.weight"] = (columns, hidden)
-        return shapes | ({"self_attn.sinks": (self.heads,)} if self.sinks else {})
+            shapes["gate_proj.weight"] = (columns, hidden)
+        return shapes | ({"sinks": (self.heads,)} if self.sinks else {})
 
     def indexer_block(self, weights: FamilyWeights, layer: str) -> BlockIndexer | None:
         return None if self.indexer is None else self.indexer.block_of(weights, layer)
 
     def block(self, weights: FamilyWeights, layer: str) -> GroupedAttention:
-        of, config, part = weights.architecture, weights.config, f"{layer}.self_attn"
+        of, config, part = weights.architecture, weights.config, f"{layer}.{weights.architecture.named('self_attn')}"
         query_norm, key_norm = (f"{part}.{of.named(name)}" for name in ("q_norm", "k_norm"))
         normed = weights.has(query_norm)
         norms = [weights.norm(each) if normed else None for each in (query_norm, key_norm)]

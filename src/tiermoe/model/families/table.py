@@ -90,6 +90,7 @@ _TABLE = (
     Family("Solar Open", "solar_open"),
     Family("DBRX", "dbrx", adapter="dbrx", forecasts=False, normalised=True),
     Family("Jamba", "jamba", continues=False, normalised=False),
+    Family("Nemotron-H (Nemotron 3)", "nemotron_h"),
     Family("JetMoE", "jetmoe", adapter="jetmoe", forecasts=False, normalised=True),
     Family("Llama 4", "llama4", adapter="llama4", normalised=False),
     Family("LongCat-Flash", "longcat_flash", adapter="longcat", normalised=False),
@@ -303,6 +304,10 @@ _LFM2_NAMES = {
     "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2",
 }  # fmt: skip
 
+_NEMOTRON_NAMES = {
+    "embed_tokens": "embeddings", "norm": "norm_f", "input_layernorm": "norm", "self_attn": "mixer", "mamba": "mixer",
+}  # fmt: skip
+
 _QWEN2 = Architecture(softmax_router, shared="shared_expert", shared_gate="shared_expert_gate", window="layer")
 _QWEN3_NEXT = replace(_QWEN2, window="none", centred_norm=True, gated=True)
 _GLM4 = Architecture(deepseek_v3_router, shared="shared_experts", correction="gate.e_score_correction_bias")
@@ -330,6 +335,30 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoehybrid": replace(
         _GRANITE_SHARED,
         mamba=("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+        lacks=mamba_lacks,
+    ),
+    "nemotron_h": Architecture(
+        deepseek_v3_router,
+        block="mixer",
+        shared="shared_experts",
+        gateless=True,
+        correction="gate.e_score_correction_bias",
+        latent_experts=("fc1_latent_proj", "fc2_latent_proj"),
+        late_norm=True,
+        mamba=("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+        mamba_least_step="time_step_min",
+        names=_NEMOTRON_NAMES,
+        epsilon="layer_norm_epsilon",
+        one_part=True,
+        lacks=mamba_lacks,
+    ),
+    "jamba": Architecture(
+        softmax_router,
+        block="feed_forward",
+        gate="router",
+        mamba=("mamba_expand", "mamba_d_state", "mamba_d_conv", "mamba_dt_rank"),
+        mamba_1=True,
+        names={"norm": "final_layernorm", "post_attention_layernorm": "pre_ff_layernorm"},
         lacks=mamba_lacks,
     ),
     "glm4_moe": _GLM4,
@@ -408,4 +437,8 @@ def not_computed(config: Any) -> str:
 def activation_of(config: Any) -> str:
     """The name of the activation between a dense block's matrices."""
     stated = ARCHITECTURES[config.model_type].activation
-    return stated or str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None))
+    return stated or str(next(filter(None, (getattr(config, name, None) for name in _ACTIVATIONS)), None))
+
+
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+"""What configs call the activation."""

@@ -17,19 +17,15 @@ from tiermoe.formats.gguf_file import GgufFile, GgufTensor
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.table import ARCHITECTURES as FAMILIES
 from tiermoe.model.gguf import config as configs
+from tiermoe.model.gguf import mamba_configs
 from tiermoe.model.gguf.config import Config
 from tiermoe.model.gguf.experts import expert_parameters
 from tiermoe.model.gguf.linear_attention import linear_rows
-from tiermoe.model.gguf.mamba import mamba_rows
+from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
 
-TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "token_embd_norm": "model.embedding_norm",
-}
-"""Tensors outside of blocks → modules."""
+_TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "token_embd_norm": "norm"}
+"""Tensors outside of blocks → modules of transformers' `model`, by their usual names; the output layer is beside it."""
 
 _LATENT = {
     "attn_q_a": "self_attn.q_a_proj",
@@ -43,14 +39,15 @@ _LATENT = {
 
 def block_names(of: Architecture) -> dict[str, str]:
     """Tensors of a block → modules of a layer, for a family of transformers."""
+    attention = of.named("self_attn")
     names = {
         "attn_norm": of.named("input_layernorm"),
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": f"self_attn.{of.named('o_proj')}",
-        "attn_q_norm": f"self_attn.{of.named('q_norm')}",
-        "attn_k_norm": f"self_attn.{of.named('k_norm')}",
+        "attn_q": f"{attention}.q_proj",
+        "attn_k": f"{attention}.k_proj",
+        "attn_v": f"{attention}.v_proj",
+        "attn_output": f"{attention}.{of.named('o_proj')}",
+        "attn_q_norm": f"{attention}.{of.named('q_norm')}",
+        "attn_k_norm": f"{attention}.{of.named('k_norm')}",
         "ffn_norm": of.named("post_attention_layernorm"),
         "ffn_gate_inp": f"{of.block}.{of.gate}",
     }
@@ -62,6 +59,9 @@ def block_names(of: Architecture) -> dict[str, str]:
         names["ffn_down_shexp"] = f"{of.shared_beside}.output_linear"
     if of.shared_gate:
         names["ffn_gate_inp_shexp"] = f"{of.block}.{of.shared_gate}"
+    if of.latent_experts:
+        for tensor, name in zip(("ffn_latent_down", "ffn_latent_up"), of.latent_experts, strict=True):
+            names[tensor] = f"{of.block}.{name}"
     if of.correction:
         names["exp_probs_b"] = f"{of.block}.{of.correction}"
     return names | (_LATENT if of.latent else {})
@@ -76,7 +76,7 @@ class GgufArchitecture:
     more: Mapping[str, str] = field(default_factory=dict)  # tensors of a block → modules, beside `block_names`
     turned: bool = False  # the halves of each head's queries and keys take turns (`_turned_rows`)
     linear: Callable[[GgufFile, str, GgufTensor], dict[str, Rows]] | None = None
-    """Tensor → the parameters of linear attention, or of Mamba-2, that it holds, by their names in the block; none of
+    """Tensor → the parameters of linear attention, or of Mamba, that it holds, by their names in the block; none of
     other tensors."""
 
     @property
@@ -110,7 +110,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "minimax-m2": GgufArchitecture(configs.minimaxm2, "minimax_m2"),
     "ernie4_5-moe": GgufArchitecture(configs.ernie45moe, "ernie4_5_moe"),
     "granitemoe": GgufArchitecture(configs.granitemoe, "granitemoeshared", turned=True),
-    "granitehybrid": GgufArchitecture(configs.granitehybrid, "granitemoehybrid", turned=True, linear=mamba_rows),
+    "nemotron_h_moe": GgufArchitecture(mamba_configs.nemotron_h_moe, "nemotron_h", turned=True, linear=mamba_rows),
+    "jamba": GgufArchitecture(mamba_configs.jamba, "jamba", linear=mamba_1_rows),
+    "granitehybrid": GgufArchitecture(mamba_configs.granitehybrid, "granitemoehybrid", turned=True, linear=mamba_rows),
 }
 
 _NEXTN = {
@@ -165,7 +167,7 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     names = block_names(of) | dict(architecture.more)
     parameters: dict[str, Parameter] = {}
     for name, tensor in file.tensors.items():
-        if (path := _outside(name)) is not None:
+        if (path := _outside(of, name)) is not None:
             parameters[path] = Rows(tensor, tensor.shape, change=_change(of, path))
         elif (found := _IN_BLOCK.fullmatch(name)) and int(found[1]) < blocks(file):
             parameters |= _in_block(file, architecture, names, tensor, int(found[1]), found[2], found[3])
@@ -209,9 +211,11 @@ def compute_dtype(checkpoint: GgufCheckpoint) -> torch.dtype:
     return only or torch.bfloat16
 
 
-def _outside(name: str) -> str | None:
+def _outside(of: Architecture, name: str) -> str | None:
     found = _OUTSIDE.fullmatch(name)
-    return f"{TOP[found[1]]}.{found[2]}" if found and found[1] in TOP else None
+    if found and found[1] == "output":
+        return f"lm_head.{found[2]}"
+    return f"model.{of.named(_TOP[found[1]])}.{found[2]}" if found and found[1] in _TOP else None
 
 
 def _in_block(

@@ -15,12 +15,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from transformers.activations import ACT2FN, GELUTanh, SiLUActivation
+from transformers.activations import ACT2FN, GELUTanh, ReLUSquaredActivation, SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from tiermoe.errors import ModelError
 from tiermoe.kernels.experts import Activation
-from tiermoe.kernels.gates import ClampedGate, gelu_gate, silu_gate
+from tiermoe.kernels.gates import ClampedGate, gelu_gate, relu_squared, silu_gate
 from tiermoe.model.families.table import Family
 from tiermoe.model.feed_forward import ExpertGate
 from tiermoe.model.hf.adapters import ADAPTERS, drop_parameters
@@ -140,7 +140,7 @@ def activation_of(module: Any) -> Activation:
         gate: Activation = module._apply_gate
         return gate
     plain: Activation = getattr(module, "act_fn", None) or ACT2FN[module.config.hidden_act]
-    return plain
+    return relu_squared if isinstance(plain, ReLUSquaredActivation) else plain
 
 
 def gate_of(module: Any) -> ExpertGate:

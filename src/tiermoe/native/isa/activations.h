@@ -41,10 +41,16 @@ static inline Vector clamped_gate(Vector gate, Vector up, const Expert *expert) 
     return times(as_bf16(plus(up, one)), opening);
 }
 
+static inline Vector relu_squared(const bf16 *up) {
+    const Vector x = larger_of(zeros(), load_bf16(up)); /* the second operand where it is undefined */
+    return times(x, x);
+}
+
 /* Of 16 columns of a block from column i on. */
 static inline Vector gate_of(const bf16 values[2 * BLOCK], int i, const Expert *expert) {
     if (expert->gate == SILU) return silu_gate(values + i, values + BLOCK + i);
     if (expert->gate == GELU_TANH) return gelu_gate(values + i, values + BLOCK + i);
+    if (expert->gate == RELU_SQUARED) return relu_squared(values + i);
     Vector gate = load_bf16(values + i), up = load_bf16(values + BLOCK + i);
     if (expert->gate == CLAMPED) load_pairs(values + 2 * i, LANES, &gate, &up);
     return clamped_gate(gate, up, expert);
