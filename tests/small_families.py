@@ -55,9 +55,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 4, "use_mamba_kernels": False,
     },
     "jetmoe": {"kv_channels": 16},
-    "kimi_linear": {
-        **_LATENT, "layer_types": _THREE, "mlp_layer_types": _SPARSE, "linear_head_dim": 16, "linear_num_heads": 4,
-    },
     "kolibri1": {},
     "laguna": {},
     "longcat_flash": {

@@ -120,6 +120,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_layers": [0, 2], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 6, "floor_scale": 10,
         "attn_scale": 0.5,
     },
+    "kimi_linear": {
+        **_MLA, "q_lora_rank": None, "num_local_experts": 8, "num_experts_per_tok": 3, "linear_head_dim": 16,
+        "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "n_group": 2, "topk_group": 1,
+    },
     "hunyuan_v1_moe": {
         "num_experts": 8, "moe_topk": 3, "intermediate_size": 32, "head_dim": 16,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 100.0},

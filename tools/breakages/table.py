@@ -142,8 +142,15 @@ BREAKAGES = (
     Breakage(
         "the first tokens of a chunk of linear attention decay like its last",
         "_chunk",
-        "gone.exp()",
-        "gone[:, -1:].exp()",
+        "gone.float().exp()",
+        "gone[:, -1:].float().exp()",
+        ("tests/test_linear_attention.py",),
+    ),
+    Breakage(
+        "a channel of Kimi's linear attention decays like its head's first one",
+        "_products",
+        "pairs.mul_(key[:, None])",
+        "pairs[..., :1].mul(key[:, None])",
         ("tests/test_linear_attention.py",),
     ),
     Breakage(

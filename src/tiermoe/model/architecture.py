@@ -19,9 +19,9 @@ from tiermoe.model.weights import Weights
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """The blocks of one family's layers, and the names of its config and weights where they differ from the usual.
-    Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta`, or
-    `Mamba` where its sizes are named; layers that it calls 'conv' have `ShortConvolution`, layers that it calls
-    'indexed_attention' a `BlockIndexer`."""
+    Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta` by the sizes
+    of `linear_attention`, or of `kimi_delta`, or `Mamba` where its sizes are named; layers that it calls 'conv' have
+    `ShortConvolution`, layers that it calls 'indexed_attention' a `BlockIndexer`."""
 
     router: Callable[[Any], RouterRule]  # config → rule of the routers
     block: str = "mlp"  # name of a layer's feed-forward part
@@ -33,6 +33,7 @@ class Architecture:
     weighs_input: bool = False  # experts take what the router's weight has multiplied (`MoeBlock`)
     window: str = "none"  # 'all' layers have a sliding window, each 'layer' as config.layer_types says, or 'chunk'
     latent: bool = False  # attention is `LatentAttention`
+    kimi_delta: bool = False  # linear attention is Kimi's
     rope: str = "halves"  # of `rotary.ROPES`
     unrotated: Callable[[Any, int], bool] | None = None  # config, layer → its queries and keys have no position
     temperature: Callable[[Any], Temperature | None] | None = None  # of the unrotated layers where there are such

@@ -22,6 +22,7 @@ from tiermoe.model.families.table import ARCHITECTURES, activation_of, decodes
 from tiermoe.model.feed_forward import Experts, MoeBlock, feed_forward
 from tiermoe.model.grouped_attention import GroupedSizes, head_columns
 from tiermoe.model.hyper_connections import StreamLayer, StreamMixer, in_streams, streams_of
+from tiermoe.model.kimi_delta import KimiDeltaSizes
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent_attention import Indexer, LatentSizes
 from tiermoe.model.layer import Layer
@@ -259,12 +260,12 @@ def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[AttentionSi
 
 
 def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable[[str], bool]) -> AttentionSizes:
+    if is_linear(config, index):
+        if architecture.mamba:
+            return MambaSizes.of(config, architecture.mamba)
+        return (KimiDeltaSizes if architecture.kimi_delta else LinearSizes).of(config, index)
     if architecture.latent:
         return LatentSizes.of(architecture, config, index)
-    if is_linear(config, index) and architecture.mamba:
-        return MambaSizes.of(config, architecture.mamba)
-    if is_linear(config, index):
-        return LinearSizes.of(config, index)
     if is_convolution(config, index):
         return ConvolutionSizes.of(config)
     return GroupedSizes.of(architecture, config, index, has)

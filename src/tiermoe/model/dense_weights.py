@@ -129,7 +129,8 @@ class StoredWeights:
 
     def _read(self, path: str) -> Tensor:
         tensor = self._outline.tensors[path]
-        keys = self._outline.tables[path] if tensor.key is None else (tensor.key,)
+        outline = self._outline
+        keys = (outline.tables.get(path) or outline.joined[path]) if tensor.key is None else (tensor.key,)
         values = [LazyTensor(self._blueprint.checkpoint, key, tensor.read_as)[...] for key in keys]
         return (values[0] if len(values) == 1 else torch.cat(values)).to(tensor.dtype)
 

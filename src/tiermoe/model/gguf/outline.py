@@ -90,6 +90,7 @@ def _outline(
         ),
         table=table,
         tables={},
+        joined={},
         dense_bytes=sum(math.prod(shape) * tensors[path].dtype.itemsize for path, shape in dense.items()),
         dense_keys=tuple(name for name in checkpoint.tensors if name not in experts),
         gate=_gate(config),
