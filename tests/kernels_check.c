@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "delta.h"
 #include "gguf_weights.h"
 #include "kernels.h"
 #include "trellis.h"

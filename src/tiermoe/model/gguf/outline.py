@@ -15,8 +15,9 @@ from tiermoe.formats.outline import DenseTensor, Outline
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.table import ARCHITECTURES
 from tiermoe.model.grouped_attention import GroupedSizes
+from tiermoe.model.kimi_delta import KimiDeltaSizes
 from tiermoe.model.latent_attention import LatentSizes
-from tiermoe.model.linear_attention import LinearSizes, delta_sizes, is_linear
+from tiermoe.model.linear_attention import LinearSizes, is_linear
 from tiermoe.model.mamba import MambaSizes
 from tiermoe.types import MoeLayer, Part
 
@@ -25,6 +26,7 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 _SMALLEST = 4096  # elements of a linear layer that is packed
 _TABLE, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _CORRECTION = "e_score_correction_bias"
+_FORGETTING = ".forget_gate."  # of Kimi's layers: what is called a gate is not packed (`Skeleton`)
 _ALPHA = 1.702  # GptOssExperts
 
 
@@ -106,7 +108,7 @@ def _gate(config: Any) -> tuple[Any, ...] | None:
 
 def _wide(config: Any) -> tuple[str, ...]:
     """Ends of the parameters that transformers keeps in float32."""
-    return {"ernie4_5_moe": (_CORRECTION, "mlp.gate.weight"), "minimax_m2": ()}.get(config.model_type, (_CORRECTION,))
+    return {"ernie4_5_moe": (_CORRECTION, "mlp.gate.weight"), "minimax_m2": (), "kimi_linear": ()}.get(config.model_type, (_CORRECTION,))
 
 
 def _tensor(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> DenseTensor:
@@ -114,7 +116,7 @@ def _tensor(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> DenseTenso
 
 
 def _is_packable(path: str, shape: tuple[int, ...], router: str) -> bool:
-    linear = len(shape) == 2 and path != _TABLE and not path.endswith(router)
+    linear = len(shape) == 2 and path != _TABLE and not path.endswith(router) and _FORGETTING not in path
     return linear and math.prod(shape) >= _SMALLEST
 
 
@@ -208,7 +210,7 @@ def _attention(config: Any, index: int) -> Shapes:
         for name, shape in MambaSizes.of(config, of.mamba).weight_shapes(hidden).items():
             yield f"{of.named('mamba')}.{name}", shape
     elif is_linear(config, index):
-        yield from LinearSizes(delta_sizes(config)).weight_shapes(hidden).items()
+        yield from (KimiDeltaSizes if of.kimi_delta else LinearSizes).of(config, index).weight_shapes(hidden).items()
     elif of.latent:
         yield from LatentSizes.of(of, config, index).weight_shapes(hidden, config.q_lora_rank).items()
     else:
