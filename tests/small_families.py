@@ -62,10 +62,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "expert_ffn_hidden_size": 32, "head_dim": 8,
     },
     "mimo_v2_flash": {},
-    "minimax_m3_vl_text": {
-        "dense_intermediate_size": 64, "rotary_dim": 8, "index_block_size": 4, "index_topk_blocks": 2,
-        "mlp_layer_types": _SPARSE,
-    },
     "nemotron_h": {
         "layers_block_type": ["mamba", "moe", "attention", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 16,
         "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4, "moe_shared_expert_intermediate_size": 32,

@@ -164,6 +164,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 4,
     },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16},
+    "minimax_m3_vl_text": {
+        "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16,
+        "dense_intermediate_size": 64, "shared_intermediate_size": 32, "index_n_heads": 2, "index_head_dim": 16,
+        "index_block_size": 4, "index_topk_blocks": 2, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "swiglu_limit": 1.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "switch_transformers": {
         "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 4, "num_hidden_layers": 4,
         "num_decoder_layers": 4,

@@ -21,7 +21,8 @@ class Architecture:
     """The blocks of one family's layers, and the names of its config and weights where they differ from the usual.
     Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta` by the sizes
     of `linear_attention`, or of `kimi_delta`, or `Mamba` where its sizes are named; layers that it calls 'conv' have
-    `ShortConvolution`, layers that it calls 'indexed_attention' a `BlockIndexer`."""
+    `ShortConvolution`, layers that it calls 'indexed_attention' a
+    `BlockIndexer`, layers that it calls 'minimax_m3_sparse' a `GroupIndexer`."""
 
     router: Callable[[Any], RouterRule]  # config → rule of the routers
     block: str = "mlp"  # name of a layer's feed-forward part
@@ -59,6 +60,8 @@ class Architecture:
     streams: bool = False  # layers are `StreamLayer`
     side_by_side: bool = False  # dense blocks beside experts (`gemma4.SideBySide`)
     lacks: Callable[[Any], str] | None = None  # config → what no block computes, in words; empty: nothing
+    dense_gate: Callable[[Any], Callable[[Tensor], Tensor]] | None = None
+    """config → what is between the matrices of dense blocks whose gate and up are one (`DenseBlock.joined`)."""
     scales: tuple[str, ...] = ()  # the config's names of the multipliers that are in use (Granite)
 
     def named(self, name: str) -> str:

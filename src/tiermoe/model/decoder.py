@@ -20,6 +20,7 @@ from tiermoe.model.attention import AttentionSizes
 from tiermoe.model.families.gemma4 import SideBySide
 from tiermoe.model.families.table import ARCHITECTURES, activation_of, decodes
 from tiermoe.model.feed_forward import Experts, MoeBlock, feed_forward
+from tiermoe.model.group_indexer import GroupIndexer
 from tiermoe.model.grouped_attention import GroupedSizes, head_columns
 from tiermoe.model.hyper_connections import StreamLayer, StreamMixer, in_streams, streams_of
 from tiermoe.model.kimi_delta import KimiDeltaSizes
@@ -334,7 +335,7 @@ def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_colu
     multiplier = weights.scale("residual_multiplier")
     kernel = None if attended else attention.decode_kernel(before, after, rotary_columns, multiplier)
     indexer = sizes.indexer_block(weights, path)
-    assert indexer is None or isinstance(indexer, Indexer)
+    assert indexer is None or isinstance(indexer, Indexer | GroupIndexer)
     part = SideBySide.of(weights, path, activation) if of.side_by_side else feed_forward(weights, path, activation)
     return Layer(before, attention, after, part, multiplier, kernel, indexer, attended)
 

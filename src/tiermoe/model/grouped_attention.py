@@ -24,6 +24,7 @@ from tiermoe.kernels.attention import (
 from tiermoe.model.architecture import Architecture, FamilyWeights
 from tiermoe.model.attention import SPARSE_TOKENS, Attention, AttentionSizes, attend, scores_at_once, tempered
 from tiermoe.model.block_indexer import BlockIndexer, BlockIndexerSizes
+from tiermoe.model.group_indexer import GroupIndexer, GroupIndexerSizes
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
@@ -53,7 +54,7 @@ class GroupedSizes(AttentionSizes):
     gated: bool = False  # each head has a gate behind its query, by whose sigmoid its output is multiplied (Qwen3-Next)
     gate_apart: bool = False  # the gates are a projection of their own (AFMoE)
     rotary: int = 0
-    indexer: BlockIndexerSizes | None = None  # of sparse attention
+    indexer: BlockIndexerSizes | GroupIndexerSizes | None = None  # of sparse attention
     by_decode_kernel: bool = True  # whether the native kernel could compute it with its norms and residual
 
     @classmethod
@@ -71,7 +72,7 @@ class GroupedSizes(AttentionSizes):
             gated=architecture.gated,
             gate_apart=architecture.gate_apart,
             rotary=_rotary(architecture, config, index),
-            indexer=BlockIndexerSizes.of(config, index),
+            indexer=BlockIndexerSizes.of(config, index) or GroupIndexerSizes.of(config, index),
             by_decode_kernel=not (architecture.norm_attended or architecture.streams),
         )
 
@@ -130,7 +131,7 @@ class GroupedSizes(AttentionSizes):
             shapes["self_attn.gate_proj.weight"] = (columns, hidden)
         return shapes | ({"self_attn.sinks": (self.heads,)} if self.sinks else {})
 
-    def indexer_block(self, weights: FamilyWeights, layer: str) -> BlockIndexer | None:
+    def indexer_block(self, weights: FamilyWeights, layer: str) -> BlockIndexer | GroupIndexer | None:
         return None if self.indexer is None else self.indexer.block_of(weights, layer)
 
     def block(self, weights: FamilyWeights, layer: str) -> GroupedAttention:
@@ -269,17 +270,19 @@ class GroupedAttention(Attention):
         return attend(query, keys, values, self.scale, sizes.window, self.sinks)
 
     def _sparsely(self, query: Tensor, layer: int, span: Span, cache: KVCache, chosen: Tensor) -> Tensor:
-        """A sequence's queries (T, heads, columns) over the positions that are chosen (T, most) for each token, -1:
-        none."""
+        """A sequence's queries (T, heads, columns) over the positions that are chosen (T, most), or (T, groups, most),
+        for each token, -1: none."""
         result = torch.empty_like(query)
+        groups = chosen if chosen.dim() == 3 else chosen[:, None]
         for begin in range(0, len(query), SPARSE_TOKENS):
             some = slice(begin, begin + SPARSE_TOKENS)
-            keys, values = cache.read_chosen(layer, span.row.slab, chosen[some].clamp_min(0))
+            keys, values = cache.read_chosen(layer, span.row.slab, groups[some].clamp_min(0))
+            mask = (groups[some] >= 0)[:, :, None]
             attended = F.scaled_dot_product_attention(
                 query[some, :, None],
-                keys.transpose(0, 1),
-                values.transpose(0, 1),
-                attn_mask=(chosen[some] >= 0)[:, None, None],
+                keys,
+                values,
+                attn_mask=mask if mask.shape[1] == 1 else mask.repeat_interleave(query.shape[1] // mask.shape[1], 1),
                 scale=self.scale,
                 enable_gqa=self.sizes.heads != self.sizes.kv_heads,
             )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tiermoe.errors import ModelError
+from tiermoe.kernels.gates import ClampedGate
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.gemma4 import GEMMA4
 from tiermoe.model.families.llama4 import LLAMA4
@@ -87,6 +88,7 @@ _TABLE = (
     Family("Hunyuan 3", "hy_v3", normalised=True),
     Family("Mellum 2", "mellum", plain_router=True),
     Family("MiniMax-M2", "minimax_m2", normalised=True),
+    Family("MiniMax-M3", "minimax_m3_vl_text", normalised=True),
     Family("Mistral 4", "mistral4", latent_kv=True),
     Family("Solar Open", "solar_open"),
     Family("DBRX", "dbrx", adapter="dbrx", forecasts=False, normalised=True),
@@ -166,6 +168,21 @@ def phi_router(config: Any) -> RouterRule:
 
 def minimax_router(config: Any) -> RouterRule:
     return RouterRule(config.num_experts_per_tok, scores="sigmoid", normalise=True, rounded=False)
+
+
+def minimax_m3_router(config: Any) -> RouterRule:
+    return replace(minimax_router(config), scale=float(config.routed_scaling_factor))
+
+
+def minimax_m3_gate(config: Any) -> ClampedGate:
+    return ClampedGate(float(config.swiglu_limit), float(config.swiglu_alpha), halves=True)
+
+
+def minimax_m3_lacks(config: Any) -> str:
+    """The parts of a config that cannot be computed; empty: none."""
+    sparse = "minimax_m3_sparse" in config.layer_types
+    apart = sparse and config.index_n_heads != config.num_key_value_heads
+    return "an indexer of other groups of heads than share keys and values" if apart else ""
 
 
 def deepseek_v2_router(config: Any) -> RouterRule:
@@ -369,6 +386,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         embedding_scale=afmoe_scale,
     ),
     "minimax_m2": Architecture(minimax_router, correction="e_score_correction_bias", norm_all_heads=True),
+    "minimax_m3_vl_text": Architecture(
+        minimax_m3_router,
+        shared="shared_experts",
+        correction="gate.e_score_correction_bias",
+        centred_norm=True,
+        dense_gate=minimax_m3_gate,
+        lacks=minimax_m3_lacks,
+    ),
     "gemma4_text": GEMMA4,
     "gpt_oss": Architecture(chosen_router, gate="router", window="layer", late_norm=True, norm_by_kernel=False),
     "solar_open": _GLM4,

@@ -108,7 +108,9 @@ def _gate(config: Any) -> tuple[Any, ...] | None:
 
 def _wide(config: Any) -> tuple[str, ...]:
     """Ends of the parameters that transformers keeps in float32."""
-    return {"ernie4_5_moe": (_CORRECTION, "mlp.gate.weight"), "minimax_m2": (), "kimi_linear": ()}.get(config.model_type, (_CORRECTION,))
+    return {"ernie4_5_moe": (_CORRECTION, "mlp.gate.weight"), "minimax_m2": (), "kimi_linear": ()}.get(
+        config.model_type, (_CORRECTION,)
+    )
 
 
 def _tensor(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> DenseTensor:
