@@ -41,7 +41,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 3, "hidden_size": 64},
     },
     "dots3_note_text": _LATENT,
-    "flex_olmo": {},
     "flint": {"mlp_only_layers": [0]},
     "gemma4_text": {
         "enable_moe_block": True, "top_k_experts": 3, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
@@ -55,7 +54,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 4, "use_mamba_kernels": False,
     },
     "jetmoe": {"kv_channels": 16},
-    "kolibri1": {},
     "laguna": {},
     "longcat_flash": {
         **_LATENT, "num_layers": 2, "ffn_hidden_size": 64, "moe_topk": 3, "zero_expert_num": 4,

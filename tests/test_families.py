@@ -135,7 +135,7 @@ def test_a_shared_expert_beside_the_block_has_the_config_s_activation(tmp_path: 
     ours.tiermoe.close()
 
 
-@pytest.mark.parametrize("model_type", ["gemma4", "internvl", "kimi_k25", "qwen3_5_moe"])
+@pytest.mark.parametrize("model_type", ["gemma4", "internvl", "kimi_k25", "minimax_m3_vl", "qwen3_5_moe"])
 def test_the_text_part_of_a_larger_model_has_its_family_s_decoder(model_type: str, tmp_path: Path) -> None:
     directory = write_small(tmp_path, model_type)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)

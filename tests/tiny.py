@@ -63,6 +63,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 2, "make_ngram_vocab_size_divisible_by": 8,
     },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 5, "intermediate_size": 32},
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32},
+    "kolibri1": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "head_dim": 16, "sliding_window": 6, "norm_topk_prob": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "deepseek": {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
         "n_shared_experts": 2,

@@ -49,6 +49,7 @@ class Architecture:
     norms_rotated: bool = False
     plain_norms: bool = False  # in layers with a window, where config.use_qk_norm (Llama 4)
     index_rope: str | None = None  # of the `Indexer` of latent attention; None: there is no indexer
+    without_first_norms: bool = False  # nothing norms what attention and the feed-forward part take (FlexOlmo)
     norm_attended: str | None = None  # of the norm of attention's output before it is added
     norm_fed: str | None = None  # of the norm of the feed-forward part's output, relative to the layer
     names: Mapping[str, str] = field(default_factory=dict)  # usual name of a weight → the family's

@@ -330,10 +330,11 @@ def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_colu
     if of.streams:
         return StreamLayer.of(weights, path, sizes, activation)
     attention = sizes.block(weights, path)
-    before, after = (weights.norm(f"{path}.{name}") for name in names)
+    before, after = (None if of.without_first_norms else weights.norm(f"{path}.{name}") for name in names)
     attended = weights.norm(f"{path}.{of.norm_attended}") if of.norm_attended else None
-    multiplier = weights.scale("residual_multiplier")
-    kernel = None if attended else attention.decode_kernel(before, after, rotary_columns, multiplier)
+    multiplier, kernel = weights.scale("residual_multiplier"), None
+    if before is not None and after is not None and attended is None:
+        kernel = attention.decode_kernel(before, after, rotary_columns, multiplier)
     indexer = sizes.indexer_block(weights, path)
     assert indexer is None or isinstance(indexer, Indexer | GroupIndexer)
     part = SideBySide.of(weights, path, activation) if of.side_by_side else feed_forward(weights, path, activation)

@@ -22,9 +22,9 @@ from tiermoe.model.step import Step
 class Layer:
     """Norm, attention, residual, norm, feed-forward part, residual."""
 
-    norm_before: Norm
+    norm_before: Norm | None  # None: attention takes what comes in (FlexOlmo)
     attention: Attention
-    norm_after: Norm
+    norm_after: Norm | None
     feed_forward: MoeBlock | DenseBlock | SideBySide
     multiplier: float = 1.0  # of what is added to the residual (Granite)
     decode_attention: DecodeAttention | None = None  # up to the second norm in one native call, for few tokens
@@ -43,15 +43,15 @@ class Layer:
     def attended(self, x: Tensor, index: int, step: Step) -> tuple[Tensor, Tensor]:
         """The second norm of x with attention's output added, and that sum itself, (T, H) each."""
         if self.indexer is not None:
-            self.indexer(self.norm_before(x), index, step)
+            self.indexer(_normed(self.norm_before, x), index, step)
         if self.decode_attention is not None and step.native:
             native = step.native[self.attention.sizes.rotary]
             x, normed = self.decode_attention(x, native, step.cache.native[index])
             return normed, x
-        attended = self.attention(self.norm_before(x), index, step)
+        attended = self.attention(_normed(self.norm_before, x), index, step)
         attended = attended if self.norm_attended is None else self.norm_attended(attended)
         x = x + (attended if self.multiplier == 1 else attended * self.multiplier)
-        return self.norm_after(x), x
+        return _normed(self.norm_after, x), x
 
     def watched(self, wrap: Callable[[Any], Any]) -> Layer:
         """The layer with wrap(part) in the place of its dense parts."""
@@ -68,3 +68,7 @@ class Layer:
         """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
         indexes = self.indexer is None or self.indexer.batch_invariant
         return self.decode_attention is not None and self.feed_forward.batch_invariant and indexes
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)

@@ -63,6 +63,8 @@ _TABLE = (
     Family("Qwen3.5-MoE", "qwen3_5_moe_text", normalised=True, plain_router=True),
     Family("Qwen3.8", "qwen4_exp_text", plain_router=True),
     Family("OLMoE", "olmoe", plain_router=True),
+    Family("FlexOlmo", "flex_olmo", plain_router=True),
+    Family("Kolibri 1", "kolibri1"),
     Family("DeepSeekMoE", "deepseek", plain_router=True),
     Family("DeepSeek-V2", "deepseek_v2", latent_kv=True, normalised=False),
     Family("DeepSeek-V3", "deepseek_v3", latent_kv=True),
@@ -253,6 +255,17 @@ def ernie_router(config: Any) -> RouterRule:
     return RouterRule(config.num_experts_per_tok, normalise=True, epsilon=1e-20, wide=True)
 
 
+def kolibri_router(config: Any) -> RouterRule:
+    return RouterRule(
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        normalise=bool(config.norm_topk_prob),
+        corrects_logits=True,
+        wide=True,
+        rounded=False,
+    )
+
+
 def lfm2_router(config: Any) -> RouterRule:
     return RouterRule(
         config.num_experts_per_tok,
@@ -294,7 +307,7 @@ def is_full(config: Any, layer: int) -> bool:
 
 
 def full_exaone(config: Any, layer: int) -> bool:
-    """EXAONE's layers without a window, where others have one."""
+    """EXAONE's and Kolibri's layers without a window, where others have one."""
     return config.sliding_window is not None and is_full(config, layer)
 
 
@@ -341,6 +354,23 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_5_moe_text": replace(_QWEN3_NEXT, router=normalising_router),
     "qwen4_exp_text": replace(_QWEN3_NEXT, streams=True),
     "olmoe": Architecture(softmax_router, norm_all_heads=True),
+    "flex_olmo": Architecture(
+        softmax_router,
+        late_norm=True,
+        norm_all_heads=True,
+        without_first_norms=True,
+        norm_attended="post_attention_layernorm",
+        norm_fed="post_feedforward_layernorm",
+    ),
+    "kolibri1": Architecture(
+        kolibri_router,
+        shared="shared_experts",
+        correction="gate.e_score_correction_bias",
+        window="layer",
+        unrotated=full_exaone,
+        norm_attended="post_self_attn_layernorm",
+        norm_fed="post_mlp_layernorm",
+    ),
     "phimoe": Architecture(phi_router, gate="router", layer_norm=True, window="all"),
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE_SHARED,
