@@ -58,6 +58,12 @@ class Outline:
     gate: tuple[Any, ...] | None  # between an expert's matrices (`kernels.gates.gate_named`); None: it has no name
     whole: bool  # whether our own decoders need nothing but these tensors
 
+    def keys_of(self, path: str) -> tuple[str, ...]:
+        """The checkpoint's tensors that have a tensor's rows, one after another; none of tensors that are converted
+        otherwise."""
+        key = self.tensors[path].key
+        return (self.tables.get(path) or self.joined.get(path, ())) if key is None else (key,)
+
     def tensor(self, path: str) -> DenseTensor:
         """A tensor, or the one that it is tied to."""
         return self.tensors[self.tied.get(path, path)]

@@ -93,7 +93,7 @@ class Skeleton:
             sources=tuple(self.experts.sources(layer) for layer in range(len(self.experts.layers))),
             tensors=tensors,
             tied=tied,
-            packable=tuple(self._packable(set(dense_keys), tensors)),
+            packable=tuple(self._packable(set(dense_keys), tensors, joined)),
             table=self._table(tensors),
             tables=tables,
             joined=joined,
@@ -130,7 +130,7 @@ class Skeleton:
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         return {path: source for path, source in tied.items() if path in tensors and source in tensors}
 
-    def _packable(self, dense_keys: set[str], tensors: dict[str, DenseTensor]) -> list[str]:
+    def _packable(self, dense_keys: set[str], tensors: dict[str, DenseTensor], joined: Container[str]) -> list[str]:
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         modules = list(self.model.named_modules())
         routers = self._router_names()
@@ -141,7 +141,8 @@ class Skeleton:
                 continue
             weight = f"{name}.weight"
             routed = any(name == prefix or name.startswith(f"{prefix}.") for prefix in inside)
-            if tensors[weight].key not in dense_keys or weight in tied or routed:
+            taken = weight in joined or tensors[weight].key in dense_keys
+            if not taken or weight in tied or routed:
                 continue
             parent, _, child = name.rpartition(".")
             if not takes_weight(self.model.get_submodule(parent), child):
