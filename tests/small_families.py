@@ -59,7 +59,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_LATENT, "num_layers": 2, "ffn_hidden_size": 64, "moe_topk": 3, "zero_expert_num": 4,
         "expert_ffn_hidden_size": 32, "head_dim": 8,
     },
-    "mimo_v2_flash": {},
     "nemotron_h": {
         "layers_block_type": ["mamba", "moe", "attention", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 16,
         "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4, "moe_shared_expert_intermediate_size": 32,

@@ -170,6 +170,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 4,
     },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16},
+    "mimo_v2_flash": {
+        "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "num_key_value_heads": 1,
+        "head_dim": 24, "v_head_dim": 16, "sliding_window": 6,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
     "minimax_m3_vl_text": {
         "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16,
         "dense_intermediate_size": 64, "shared_intermediate_size": 32, "index_n_heads": 2, "index_head_dim": 16,

@@ -47,6 +47,9 @@ class Architecture:
     norm_all_heads: bool = False
     mamba: tuple[str, ...] = ()  # the config's names of the fields of `MambaSizes`
     norms_rotated: bool = False
+    narrow_values: bool = False  # a head's values have config.v_head_dim columns (MiMo), as the next
+    value_scale: str | None = None  # the config's name of what values are multiplied by
+    kv_heads: Callable[[Any, int], int] | None = None  # config, layer → its heads of keys, where layers differ
     plain_norms: bool = False  # in layers with a window, where config.use_qk_norm (Llama 4)
     index_rope: str | None = None  # of the `Indexer` of latent attention; None: there is no indexer
     without_first_norms: bool = False  # nothing norms what attention and the feed-forward part take (FlexOlmo)

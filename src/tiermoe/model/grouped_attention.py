@@ -47,7 +47,8 @@ class GroupedSizes(AttentionSizes):
 
     heads: int  # of queries
     kv_heads: int  # of keys and values, each for heads / kv_heads heads of queries
-    columns: int  # of a head
+    columns: int  # of a head's query and key
+    value_columns: int  # of its value
     window: int | None = None  # the last positions that a token attends to; None: all
     chunked: bool = False  # a token attends from a multiple of the window on (Llama 4)
     sinks: bool = False  # logits that join each softmax and have no value (gpt-oss)
@@ -64,8 +65,9 @@ class GroupedSizes(AttentionSizes):
         layer_config = config.of_layer(index)
         return cls(
             layer_config.num_attention_heads,
-            layer_config.num_key_value_heads,
+            layer_config.num_key_value_heads if architecture.kv_heads is None else architecture.kv_heads(config, index),
             head_columns(layer_config),
+            int(config.v_head_dim) if architecture.narrow_values else head_columns(layer_config),
             window=_window(architecture, config, index),
             chunked=architecture.window == "chunk",
             sinks=has(f"model.layers.{index}.self_attn.sinks"),
@@ -79,7 +81,7 @@ class GroupedSizes(AttentionSizes):
     @property
     def shape(self) -> LayerShape:
         index = 0 if self.indexer is None else self.indexer.columns
-        return LayerShape(self.kv_heads, self.columns, self.columns, self.window, index_columns=index)
+        return LayerShape(self.kv_heads, self.columns, self.value_columns, self.window, index_columns=index)
 
     @property
     def token_columns(self) -> int:
@@ -98,8 +100,8 @@ class GroupedSizes(AttentionSizes):
             kept = self.kv_heads * self.columns * (2 * load.itemsize + _FLOAT_BYTES * (load.kv_bits == 8))
             chosen = SPARSE_TOKENS * self.indexer.most * (2 * kept + self.heads * 3 * _FLOAT_BYTES)
             return self.indexer.nbytes(load) + chosen + replace(self, indexer=None).prompt_bytes(load, dtype)
-        if takes_prompts(dtype, self.columns, self.columns):
-            return prompt_workspace(load.threads, self.columns, self.columns)
+        if takes_prompts(dtype, self.columns, self.value_columns):
+            return prompt_workspace(load.threads, self.columns, self.value_columns)
         tokens = min(load.chunk, load.context)
         masks = tokens * load.context * (3 + load.itemsize)
         scores = scores_at_once(self.heads, tokens, load.context) * _SCORE_BYTES if self.sinks else 0
@@ -114,18 +116,18 @@ class GroupedSizes(AttentionSizes):
             return 0
         gates = 2 * min(tokens, FEW_TOKENS) * self.heads * self.columns if self.gated else 0
         return gates + decode_attention_workspace(
-            tokens, self.window or positions, threads, (self.heads, self.kv_heads, self.columns, self.columns),
+            tokens, self.window or positions, threads, (self.heads, self.kv_heads, self.columns, self.value_columns),
             hidden, 0,
         )  # fmt: skip
 
     def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Path in a layer → shape of the weights that every `GroupedAttention` has: no biases and norms."""
-        key_columns, columns = self.kv_heads * self.columns, self.heads * self.columns
+        columns = self.heads * self.columns
         shapes: dict[str, tuple[int, ...]] = {
             "self_attn.q_proj.weight": (2 * columns if self.gated else columns, hidden),
-            "self_attn.k_proj.weight": (key_columns, hidden),
-            "self_attn.v_proj.weight": (key_columns, hidden),
-            "self_attn.o_proj.weight": (hidden, columns),
+            "self_attn.k_proj.weight": (self.kv_heads * self.columns, hidden),
+            "self_attn.v_proj.weight": (self.kv_heads * self.value_columns, hidden),
+            "self_attn.o_proj.weight": (hidden, self.heads * self.value_columns),
         }
         if self.gate_apart:
             shapes["self_attn.gate_proj.weight"] = (columns, hidden)
@@ -159,6 +161,7 @@ class GroupedSizes(AttentionSizes):
             sinks=weights.tensor(f"{part}.sinks") if self.sinks else None,
             clip=None if clip is None else float(clip),
             gate=weights.linear(f"{part}.gate_proj") if self.gate_apart else None,
+            value_scale=float(getattr(config, of.value_scale) or 1) if of.value_scale else 1.0,
         )
 
 
@@ -187,7 +190,7 @@ class GroupedAttention(Attention):
     query: Linear  # hidden → heads * columns, each head's gate behind its query
     key: Linear  # hidden → kv_heads * columns
     value: Linear | None  # None: values are the outputs of `key` before norm and rotary embedding (Gemma 4)
-    output: Linear  # heads * columns → hidden
+    output: Linear  # heads * value columns → hidden
     scale: float  # of the scores
     apply_rope: ApplyRope
     query_norm: Norm | None = None
@@ -198,6 +201,7 @@ class GroupedAttention(Attention):
     sinks: Tensor | None = None  # (heads)
     clip: float | None = None  # bound of the projections' outputs (OLMoE)
     gate: Linear | None = None  # hidden → heads * columns, where the gates are apart
+    value_scale: float = 1.0  # of what is attended to: the cache has values as they are
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Writes the tokens' keys and values into the step's cache."""
@@ -205,11 +209,12 @@ class GroupedAttention(Attention):
         query, gates = self._gates(x)
         query = self._heads(query, sizes.heads, self.query_norm, step)
         keys = self.key(x)
-        value = self._clipped(keys if self.value is None else self.value(x)).view(-1, sizes.kv_heads, sizes.columns)
+        value = self._clipped(keys if self.value is None else self.value(x))
+        value = value.view(-1, sizes.kv_heads, sizes.value_columns)
         value = value if self.value_norm is None else self.value_norm(value)
         key = self._heads(keys, sizes.kv_heads, self.key_norm, step)
         query = tempered(query, step.temperatures[sizes.rotary])
-        attended = torch.empty_like(query)
+        attended = query.new_empty((len(query), sizes.heads, sizes.value_columns))
         for span in step.spans:
             tokens = slice(span.begin, span.end)
             step.cache.write(layer, span.row, key[tokens], value[tokens])
@@ -217,7 +222,7 @@ class GroupedAttention(Attention):
                 attended[tokens] = self._attended(query[tokens], layer, span, step.cache)
             else:
                 attended[tokens] = self._sparsely(query[tokens], layer, span, step.cache, step.chosen[tokens])
-        attended = attended.flatten(1)
+        attended = attended.flatten(1) if self.value_scale == 1 else attended.flatten(1) * self.value_scale
         return self.output(attended if gates is None else attended * torch.sigmoid(gates))
 
     def decode_kernel(
@@ -234,6 +239,7 @@ class GroupedAttention(Attention):
                 norm_before=before.native,
                 norm_after=after.native,
                 head_columns=self.sizes.columns,
+                value_columns=self.sizes.value_columns,
                 rotary_columns=rotary_columns,
                 scale=self.scale,
                 norm_query=None if self.query_norm is None else self.query_norm.native,
@@ -243,7 +249,7 @@ class GroupedAttention(Attention):
                 chunked=self.sizes.chunked,
                 sinks=self.sinks,
                 gated=self.sizes.gated,
-                residual_multiplier=multiplier,
+                residual_multiplier=multiplier * self.value_scale,
                 norms_rotated=self.norms_rotated,
             )
         )
@@ -259,7 +265,7 @@ class GroupedAttention(Attention):
     def _attended(self, query: Tensor, layer: int, span: Span, cache: KVCache) -> Tensor:
         """A sequence's queries over its cache, by the native kernel where there is one."""
         sizes, row = self.sizes, span.row
-        if takes_prompts(query.dtype, sizes.columns, sizes.columns):
+        if takes_prompts(query.dtype, sizes.columns, sizes.value_columns):
             return prompt_attention(
                 query, cache.native[layer], row.slab, row.first, self.scale, sizes.window, self.sinks,
                 chunked=sizes.chunked,

@@ -90,6 +90,7 @@ _TABLE = (
     Family("Hunyuan 3", "hy_v3", normalised=True),
     Family("Mellum 2", "mellum", plain_router=True),
     Family("MiniMax-M2", "minimax_m2", normalised=True),
+    Family("MiMo-V2-Flash", "mimo_v2_flash"),
     Family("MiniMax-M3", "minimax_m3_vl_text", normalised=True),
     Family("Mistral 4", "mistral4", latent_kv=True),
     Family("Solar Open", "solar_open"),
@@ -306,6 +307,11 @@ def is_full(config: Any, layer: int) -> bool:
     return bool(config.layer_types[layer] == "full_attention")
 
 
+def mimo_kv_heads(config: Any, layer: int) -> int:
+    """Twice as many in layers with a window."""
+    return int(config.num_key_value_heads) * (1 if is_full(config, layer) else 2)
+
+
 def full_exaone(config: Any, layer: int) -> bool:
     """EXAONE's and Kolibri's layers without a window, where others have one."""
     return config.sliding_window is not None and is_full(config, layer)
@@ -423,6 +429,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         centred_norm=True,
         dense_gate=minimax_m3_gate,
         lacks=minimax_m3_lacks,
+    ),
+    "mimo_v2_flash": Architecture(
+        deepseek_v3_router,
+        correction="gate.e_score_correction_bias",
+        window="layer",
+        narrow_values=True,
+        value_scale="attention_value_scale",
+        kv_heads=mimo_kv_heads,
     ),
     "gemma4_text": GEMMA4,
     "gpt_oss": Architecture(chosen_router, gate="router", window="layer", late_norm=True, norm_by_kernel=False),
