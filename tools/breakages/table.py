@@ -154,6 +154,20 @@ BREAKAGES = (
         ("tests/test_linear_attention.py",),
     ),
     Breakage(
+        "an indexer of groups leaves out a token's own block",
+        "GroupIndexer._best",
+        "by_block.scatter_(",
+        "by_block.scatter(",
+        ("tests/test_sparse_attention.py",),
+    ),
+    Breakage(
+        "rows of several tensors lie in another order than their patterns",
+        "CheckpointExperts.row_keys",
+        "tuple(key for _, key in in_order)",
+        "tuple(key for _, key in in_order[::-1])",
+        ("tests/test_lean.py",),
+    ),
+    Breakage(
         "a convolution keeps the inputs before its last ones",
         "CausalConvolution.__call__",
         "whole[end - self.kept : end]",
