@@ -320,7 +320,7 @@ def _chunk(chunk: list[Tensor], state: Tensor) -> Tensor:
     query, key, value, decay, beta = chunk
     gone = decay.double().cumsum(1)  # logarithm of what has decayed since the chunk began
     weighed = key * beta[..., None]
-    system, scores = _products(weighed, query, key, gone)
+    system, scores = _decayed_products(weighed, query, key, gone)
     since = gone.float().exp()
     known = torch.cat((value * beta[..., None], weighed * since), dim=-1)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
@@ -332,7 +332,7 @@ def _chunk(chunk: list[Tensor], state: Tensor) -> Tensor:
     return result
 
 
-def _products(weighed: Tensor, query: Tensor, key: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
+def _decayed_products(weighed: Tensor, query: Tensor, key: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
     """Products of `weighed` and of `query` with the keys (heads, T, key columns) of the tokens up to their own, as far
     as these have not decayed since: (heads, T, T) each; gone as in `_chunk`."""
     later = torch.ones(gone.shape[1], gone.shape[1], dtype=torch.bool, device=gone.device).triu(1)
