@@ -19,10 +19,11 @@ from torch import Tensor
 import gguf_blocks
 import small_families
 import tiny
-from gguf_linear import linear_metadata, linear_tensors
+from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_tensors
 from gguf_mamba import NAMES as MAMBA
 from gguf_mamba import granite_metadata, jamba_metadata, mamba_tensors, nemotron_metadata
 from tiermoe.formats.gguf_types import ENCODINGS
+from tiermoe.model.hf.configs import Configs
 
 
 def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
@@ -44,7 +45,9 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    if family.startswith("deepseek_v") or family == "mistral4":
+    if family == "kimi_linear":
+        kimi_metadata(writer, config)
+    if family.startswith("deepseek_v") or family in ("mistral4", "kimi_linear"):
         _latent_metadata(writer, family, config)
         return
     if family == "lfm2_moe":
@@ -115,7 +118,8 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
 def _latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
     """`DeepseekV2Model.set_gguf_parameters`."""
     latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    writer.add_head_count_kv(1)
+    if family != "kimi_linear":
+        writer.add_head_count_kv(1)
     writer.add_vocab_size(config["vocab_size"])
     if config["q_lora_rank"] is not None:
         writer.add_q_lora_rank(config["q_lora_rank"])
@@ -126,17 +130,19 @@ def _latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any
     writer.add_value_length_mla(config["v_head_dim"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     _router_metadata(writer, config)
-    sigmoid = family == "deepseek_v3"
+    sigmoid = family in ("deepseek_v3", "kimi_linear")
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
     writer.add_rope_dimension_count(rotary)
-    if (beta := config["rope_parameters"].get("llama_4_scaling_beta")) is not None:
+    rope = config.get("rope_parameters", {})
+    if (beta := rope.get("llama_4_scaling_beta")) is not None:
         writer.add_attn_temperature_scale(beta)
-    if (scale := config["rope_parameters"].get("mscale_all_dim")) is not None:
+    if (scale := rope.get("mscale_all_dim")) is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
 
 
 def _router_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    kinds_ = config.get("mlp_layer_types") or []
+    writer.add_leading_dense_block_count(config.get("first_k_dense_replace", kinds_.count("dense")))
     writer.add_expert_shared_count(config["n_shared_experts"])
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
     if config["norm_topk_prob"]:
@@ -186,6 +192,7 @@ ARCHITECTURES = {
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "mistral4": gguf.MODEL_ARCH.MISTRAL4,
+    "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
@@ -278,10 +285,7 @@ def write(
     """Writes `model` as GGUF and puts what the file stands for into its weights. entries: replace the writer's own;
     None leaves one out."""
     arch = ARCHITECTURES[family]
-    computed = {"num_hidden_layers": model.config.num_hidden_layers}
-    if family in HYBRID:
-        computed["layer_types"] = model.config.layer_types
-    config = {**model.config.to_dict(), **computed}
+    config = dict(Configs(model.config, model.config, False).plain().fields)
     writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=shards)
     add_metadata(writer, family, config)
     if vocabulary is not None:
@@ -362,7 +366,9 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH) -> Views:
     for path, parameter in state.items():
         value = parameter.data
         stem, _, last = path.rpartition(".")
-        if ".linear_attn." in path:
+        if ".forget_gate." in path or path.endswith("self_attn.conv1d.weight"):
+            yield from kimi_tensors(path, value, name_of)
+        elif ".linear_attn." in path:
             layer, _, name = path.partition(".linear_attn.")
             yield from linear_tensors(f"blk.{layer.rpartition('.')[2]}", name, value, config, family)
         elif family in HYBRID and (name := path.partition(".mamba." if ".mamba." in path else ".mixer.")[2]) in MAMBA:

@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
     "qwen3_next": ("qwen3_next", {"linear_num_value_heads": 6}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {"linear_num_value_heads": 6}),
+    "kimi_linear": ("kimi_linear", {"n_group": 1, "topk_group": 1, "linear_head_dim": 32}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "minimax_m2": ("minimax_m2", {}),

@@ -1,6 +1,6 @@
-"""Linear attention by the gated delta rule, both kinds of Mamba and short convolutions, against transformers' eager
-layers on the same weights, by torch and by the native kernel of each instruction set; and what a cache of states can
-do."""
+"""Linear attention by the gated delta rule, Kimi's with it, both kinds of Mamba and short convolutions, against
+transformers' eager layers on the same weights, by torch and by the native kernel of each instruction set; and what a
+cache of states can do."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import tiny
@@ -19,6 +20,7 @@ from tiermoe.batch import Batch, Row, decode, prompt
 from tiermoe.config import settings
 from tiermoe.engine.load import resolve_for
 from tiermoe.engine.needs import expanding_needs
+from tiermoe.model import linear_attention as delta
 from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.decoder import attention_sizes
 from tiermoe.model.families.table import ARCHITECTURES, decodes, not_computed
@@ -32,8 +34,15 @@ from tiermoe.model.short_convolution import ConvolutionSizes
 from tiermoe.model.step import Step
 from tiermoe.model.weights import ModuleWeights
 
-FAMILIES = ["qwen3_next", "qwen3_5_moe_text"]
+FAMILIES = ["qwen3_next", "qwen3_5_moe_text", "kimi_linear"]
 MAMBA, MAMBA_1 = "granitemoehybrid", "jamba"
+BLOCKS = {MAMBA: "mamba", MAMBA_1: "mamba", "kimi_linear": "self_attn"}
+LAYERS = {"layer_types": ["linear_attention"], "mlp_only_layers": None}
+WIDE = {**LAYERS, "linear_value_head_dim": 80}  # more than a strip of columns
+SIZES = {
+    "kimi_linear": {**LAYERS, "linear_head_dim": 80, "mlp_layer_types": ["dense"]},
+    MAMBA_1: {"attn_layer_period": 2},  # of which the second one has attention
+}
 LENGTH = 150  # of a prompt: more than two chunks of either way
 LAYER = "model.layers.0"
 ROTARY = Rotary(torch.ones(1), lambda _: 1.0, torch.float32)
@@ -43,15 +52,12 @@ class Case:
     """A layer of a family, transformers' and ours on the same weights."""
 
     def __init__(self, family: str, dtype: torch.dtype) -> None:
-        sizes = {"layer_types": ["linear_attention"], "mlp_only_layers": None}
-        if family == MAMBA_1:
-            sizes = {"attn_layer_period": 2}  # of which the second one has attention
-        config = tiny.config_of(family, num_hidden_layers=1, **sizes, linear_value_head_dim=80)  # more than a strip
+        config = tiny.config_of(family, num_hidden_layers=1, **SIZES.get(family, WIDE))
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        self.eager: Any = model.get_submodule(f"{LAYER}.{'linear_attn' if family in FAMILIES else 'mamba'}")
+        self.eager: Any = model.get_submodule(f"{LAYER}.{BLOCKS.get(family, 'linear_attn')}")
         for name, parameter in self.eager.named_parameters():
-            torch.nn.init.normal_(parameter, float(name == "norm.weight"), 0.3)
+            torch.nn.init.normal_(parameter, float(name.endswith("norm.weight")), 0.3)
         found = attention_sizes(Configs(config, config, False).plain(), lambda _: False)
         assert found is not None
         (self.sizes,) = found
@@ -117,6 +123,26 @@ def test_torch_agrees_with_transformers_eager_layer(family: str, case: Callable[
     check_agreement(case(family, torch.float32), 1e-5)
 
 
+@pytest.mark.parametrize("columns", [1, 8], ids=["of heads", "of channels"])
+@pytest.mark.parametrize("tokens", [1, delta.CHANNEL_CHUNK, delta.CHUNK + 5])
+def test_the_delta_rule_is_the_recurrence(tokens: int, columns: int) -> None:
+    """Of tokens some of which make a head, or a channel, forget all."""
+    generator = torch.Generator().manual_seed(tokens)
+    query, key = (F.normalize(torch.randn(tokens, 6, 8, generator=generator), dim=-1) for _ in range(2))
+    value, state = torch.randn(tokens, 6, 16, generator=generator), torch.randn(6, 8, 16, generator=generator)
+    decay = torch.where(torch.rand(tokens, 6, columns, generator=generator) < 0.1, -2000.0, -0.01)
+    beta = torch.rand(tokens, 6, generator=generator)
+    wide, want = state.double(), []
+    for at in range(tokens):
+        wide = decay[at, ..., None].double().exp() * wide
+        read = (key[at, ..., None].double() * wide).sum(1)
+        wide = wide + key[at, ..., None] * (beta[at, :, None] * (value[at] - read))[:, None]
+        want.append((query[at, ..., None].double() * wide).sum(1))
+    found = delta.delta_rule(query, key, value, decay, beta, state)
+    assert error(found, torch.stack(want)) < 1e-6
+    assert error(state, wide) < 1e-6
+
+
 @pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 @pytest.mark.usefixtures("instruction_set")
 class TestNative:
@@ -124,8 +150,9 @@ class TestNative:
     def test_it_agrees_with_transformers_eager_layer(self, family: str, case: Callable[..., Case]) -> None:
         check_agreement(case(family, torch.bfloat16), 0.01)
 
-    def test_neither_other_tokens_nor_threads_change_a_bit(self, case: Callable[..., Case]) -> None:
-        it = case("qwen3_next", torch.bfloat16)
+    @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+    def test_neither_other_tokens_nor_threads_change_a_bit(self, family: str, case: Callable[..., Case]) -> None:
+        it = case(family, torch.bfloat16)
         whole, parts = it.cache(), it.cache()
         for cache in (whole, parts):
             cache.open()
@@ -295,7 +322,7 @@ def test_forks_beams_and_files_have_the_state(small: Case, tmp_path: Path) -> No
 # an engine
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", MAMBA, MAMBA_1, "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", MAMBA, MAMBA_1, "nemotron_h"])
 def test_rows_and_forks_of_an_engine_are_what_each_is_alone(family: str, tmp_path: Path) -> None:
     """A long prompt in chunks, a fork of it, and a short prompt beside their tokens."""
     engine = engine_of(tiny.write(tmp_path, family, torch.float32), bits=16, dense_bits=16, chunk=40)

@@ -13,6 +13,7 @@ import tiermoe
 from native_experts import checkpoint
 from small_engines import logits_of_steps
 from tiermoe import native
+from tiermoe.model.linear_attention import GatedDelta
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 
@@ -25,8 +26,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 64, "q_lora_rank": None,
     },
     "exaone_moe": {"sliding_window": 12}, "hy_v3": {}, "mellum": {"sliding_window": 12}, "solar_open": {},
-    "hunyuan_v1_moe": {},
+    "hunyuan_v1_moe": {}, "minimax_m3_vl_text": {},
     "granitemoehybrid": {"mamba_n_heads": 16}, "nemotron_h": {"moe_latent_size": 64},
+    "mimo_v2_flash": {"num_key_value_heads": 2, "head_dim": 64, "v_head_dim": 32, "sliding_window": 12},
+    "kimi_linear": {
+        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        "linear_head_dim": 32,
+    },
     "mistral4": {
         "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
         "q_lora_rank": 64, "first_k_dense_replace": 0,
@@ -66,7 +72,8 @@ def test_decoding_agrees_with_transformers_code_on_the_same_packed_weights(famil
         model, _ = tiermoe.load(directory, memory="4GiB", bits=4, dense_bits=4, decoder=decoder)
         engine = model.tiermoe
         if decoder == "auto" and family not in WITH_MAMBA:
-            assert all(layer.decode_attention is not None for layer in engine.decoder.layers)
+            layers = engine.decoder.layers
+            assert all(each.decode_attention or isinstance(each.attention, GatedDelta) for each in layers)
         found.append(logits_of_steps(engine, ids, 6).float())
         engine.close()
     fast, own = found

@@ -20,8 +20,10 @@ from tiermoe.model.attention import AttentionSizes, NoAttention
 from tiermoe.model.families.gemma4 import SideBySide
 from tiermoe.model.families.table import ARCHITECTURES, activation_of, decodes
 from tiermoe.model.feed_forward import Experts, MoeBlock, feed_forward
+from tiermoe.model.group_indexer import GroupIndexer
 from tiermoe.model.grouped_attention import GroupedSizes, head_columns
 from tiermoe.model.hyper_connections import StreamLayer, StreamMixer, in_streams, streams_of
+from tiermoe.model.kimi_delta import KimiDeltaSizes
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent_attention import Indexer, LatentSizes
 from tiermoe.model.layer import AttentionLayer, DecoderLayer, FeedForwardLayer, Layer
@@ -257,12 +259,12 @@ def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[AttentionSi
 def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable[[str], bool]) -> AttentionSizes:
     if not architecture.attends(config, index):
         return NoAttention()
+    if is_linear(config, index):
+        if architecture.mamba:
+            return mamba_sizes_of(architecture, config)
+        return (KimiDeltaSizes if architecture.kimi_delta else LinearSizes).of(config, index)
     if architecture.latent:
         return LatentSizes.of(architecture, config, index)
-    if is_linear(config, index) and architecture.mamba:
-        return mamba_sizes_of(architecture, config)
-    if is_linear(config, index):
-        return LinearSizes.of(config, index)
     if is_convolution(config, index):
         return ConvolutionSizes.of(config)
     return GroupedSizes.of(architecture, config, index, has)
@@ -332,12 +334,13 @@ def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_colu
     if of.streams:
         return StreamLayer.of(weights, path, sizes, activation)
     attention = sizes.block(weights, path)
-    before, after = (weights.norm(f"{path}.{name}") for name in names)
+    before, after = (None if of.without_first_norms else weights.norm(f"{path}.{name}") for name in names)
     attended = weights.norm(f"{path}.{of.norm_attended}") if of.norm_attended else None
-    multiplier = weights.scale("residual_multiplier")
-    kernel = None if attended else attention.decode_kernel(before, after, rotary_columns, multiplier)
+    multiplier, kernel = weights.scale("residual_multiplier"), None
+    if before is not None and after is not None and attended is None:
+        kernel = attention.decode_kernel(before, after, rotary_columns, multiplier)
     indexer = sizes.indexer_block(weights, path)
-    assert indexer is None or isinstance(indexer, Indexer)
+    assert indexer is None or isinstance(indexer, Indexer | GroupIndexer)
     part = SideBySide.of(weights, path, activation) if of.side_by_side else feed_forward(weights, path, activation)
     return Layer(before, attention, after, part, multiplier, kernel, indexer, attended)
 

@@ -123,7 +123,9 @@ class DenseBlock:
 
     @classmethod
     def of(cls, weights: FamilyWeights, part: str, activation: str, norm: Norm | None = None) -> DenseBlock:
-        """The block at the path `part`, with one of `ACTIVATIONS`."""
+        """The block at the path `part`, with one of `ACTIVATIONS`, or the family's own gate."""
+        if (gate_of := weights.architecture.dense_gate) is not None:
+            return cls.joined(weights, part, ("gate_up_proj", "down_proj"), gate_of(weights.config))
         names = (weights.architecture.named(name) for name in ("gate_proj", "up_proj", "down_proj"))
         gate, up, down = (f"{part}.{name}" for name in names)
         if weights.architecture.gateless:
@@ -131,15 +133,11 @@ class DenseBlock:
         return cls(weights.linear(gate), weights.linear(up), weights.linear(down), ACTIVATIONS[activation], norm)
 
     @classmethod
-    def joined(cls, weights: FamilyWeights, part: str, activation: str) -> DenseBlock:
-        """The block at the path `part`, its gate and up one matrix, with one of `ACTIVATIONS` (Granite)."""
-        act = ACTIVATIONS[activation]
-
-        def gated(gate_up: Tensor) -> Tensor:
-            gate, up = gate_up.chunk(2, dim=-1)
-            return act(gate) * up
-
-        return cls(weights.linear(f"{part}.input_linear"), None, weights.linear(f"{part}.output_linear"), gated)
+    def joined(cls, weights: FamilyWeights, part: str, names: tuple[str, str], gate: Activation) -> DenseBlock:
+        """The block at the path `part` with the two matrices of these names, of which the first is gate and up; gate:
+        between them."""
+        first, second = (weights.linear(f"{part}.{name}") for name in names)
+        return cls(first, None, second, gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, H) → (T, H)."""
@@ -267,7 +265,8 @@ def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBloc
     )
     shared = None
     if of.shared_beside and weights.has(f"{layer}.{of.shared_beside}"):
-        shared = DenseBlock.joined(weights, f"{layer}.{of.shared_beside}", activation)
+        names = ("input_linear", "output_linear")
+        shared = DenseBlock.joined(weights, f"{layer}.{of.shared_beside}", names, _gated(ACTIVATIONS[activation]))
     elif of.shared and weights.has(f"{part}.{of.shared}"):
         shared = DenseBlock.of(weights, f"{part}.{of.shared}", activation)
     return MoeBlock(
@@ -286,6 +285,16 @@ def _latent(weights: FamilyWeights, part: str) -> tuple[Linear, Linear] | None:
     if not before or not weights.has(f"{part}.{before}.weight"):
         return None
     return weights.linear(f"{part}.{before}"), weights.linear(f"{part}.{behind}")
+
+
+def _gated(activation: Activation) -> Activation:
+    """Of gate and up side by side: activation(gate) * up."""
+
+    def gated(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return gated
 
 
 def add_to(residual: Tensor, value: Tensor, multiplier: float) -> Tensor:

@@ -12,6 +12,7 @@ from tiermoe.kernels.attention import DecodeAttention
 from tiermoe.model.attention import Attention
 from tiermoe.model.families.gemma4 import SideBySide
 from tiermoe.model.feed_forward import DenseBlock, MoeBlock
+from tiermoe.model.group_indexer import GroupIndexer
 from tiermoe.model.latent_attention import Indexer
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Step
@@ -44,13 +45,13 @@ class DecoderLayer(Protocol):
 class Layer:
     """Norm, attention, residual, norm, feed-forward part, residual."""
 
-    norm_before: Norm
+    norm_before: Norm | None  # None: attention takes what comes in (FlexOlmo)
     attention: Attention
-    norm_after: Norm
+    norm_after: Norm | None
     feed_forward: MoeBlock | DenseBlock | SideBySide
     multiplier: float = 1.0  # of what is added to the residual (Granite)
     decode_attention: DecodeAttention | None = None  # up to the second norm in one native call, for few tokens
-    indexer: Indexer | None = None  # chooses before what tokens attend to
+    indexer: Indexer | GroupIndexer | None = None  # chooses before what tokens attend to
     norm_attended: Norm | None = None  # of attention's output before it is added
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
@@ -64,15 +65,15 @@ class Layer:
     def attended(self, x: Tensor, index: int, step: Step) -> tuple[Tensor, Tensor]:
         """The second norm of x with attention's output added, and that sum itself, (T, H) each."""
         if self.indexer is not None:
-            self.indexer(self.norm_before(x), index, step)
+            self.indexer(_normed(self.norm_before, x), index, step)
         if self.decode_attention is not None and step.native:
             native = step.native[self.attention.sizes.rotary]
             x, normed = self.decode_attention(x, native, step.cache.native[index])
             return normed, x
-        attended = self.attention(self.norm_before(x), index, step)
+        attended = self.attention(_normed(self.norm_before, x), index, step)
         attended = attended if self.norm_attended is None else self.norm_attended(attended)
         x = x + (attended if self.multiplier == 1 else attended * self.multiplier)
-        return self.norm_after(x), x
+        return _normed(self.norm_after, x), x
 
     def watched(self, wrap: Callable[[Any], Any]) -> Layer:
         return replace(
@@ -138,3 +139,7 @@ class FeedForwardLayer:
     @property
     def batch_invariant(self) -> bool:
         return self.feed_forward.batch_invariant
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)

@@ -179,6 +179,26 @@ def deepseek2(file: GgufFile) -> Config:
     }
 
 
+def kimi_linear(file: GgufFile) -> Config:
+    config = _latent(file)
+    del config["rope_parameters"]  # no layer has positions
+    linear = [f"blk.{layer}.ssm_a" in file.tensors for layer in range(blocks(file))]
+    if True not in linear:
+        raise ModelError(f"{file.path} has no layer of linear attention, which every Kimi Linear has; {AGAIN}")
+    first, dense = linear.index(True), config.pop("first_k_dense_replace")
+    return {
+        **config,
+        "model_type": "kimi_linear",
+        "num_local_experts": config.pop("n_routed_experts"),
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (len(linear) - dense),
+        "norm_topk_prob": True,  # models/kimi-linear.cpp
+        "layer_types": ["linear_attention" if each else "full_attention" for each in linear],
+        "linear_head_dim": file.count("kda.head_dim"),
+        "linear_num_heads": shape(file, f"blk.{first}.ssm_beta.weight", 2)[0],
+        "linear_conv_kernel_dim": file.count("ssm.conv_kernel"),
+    }
+
+
 def mistral4(file: GgufFile) -> Config:
     config = _latent(file)
     rope = config["rope_parameters"]

@@ -16,8 +16,9 @@ from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.table import ARCHITECTURES
 from tiermoe.model.gguf.experts import FIRST, SECOND, UNGATED
 from tiermoe.model.grouped_attention import GroupedSizes
+from tiermoe.model.kimi_delta import KimiDeltaSizes
 from tiermoe.model.latent_attention import LatentSizes
-from tiermoe.model.linear_attention import LinearSizes, delta_sizes, is_linear
+from tiermoe.model.linear_attention import LinearSizes, is_linear
 from tiermoe.model.mamba_1 import mamba_sizes_of
 from tiermoe.types import MoeLayer, Part
 
@@ -28,6 +29,7 @@ _OUTPUT = "lm_head.weight"
 _COMPUTED_WITH = ("mamba.dt_proj.weight",)
 """Ends of matrices that transformers' code takes as they are (`skeleton.takes_weight`)."""
 _CORRECTION = "e_score_correction_bias"
+_FORGETTING = ".forget_gate."  # of Kimi's layers: what is called a gate is not packed (`Skeleton`)
 _ALPHA = 1.702  # GptOssExperts
 
 
@@ -96,12 +98,11 @@ def _outline(
         tensors=tensors,
         tied=tied,
         packable=tuple(
-            path.removesuffix(".weight")
-            for path, shape in dense.items()
-            if len(shape) == 2 and math.prod(shape) >= _SMALLEST and not path.endswith(unpacked)
+            path.removesuffix(".weight") for path, shape in dense.items() if _is_packable(path, shape, unpacked)
         ),
         table=table,
         tables={},
+        joined={},
         dense_bytes=sum(math.prod(shape) * tensors[path].dtype.itemsize for path, shape in dense.items()),
         dense_keys=tuple(name for name in checkpoint.tensors if name not in experts),
         gate=_gate(config),
@@ -119,11 +120,19 @@ def _gate(config: Any) -> tuple[Any, ...] | None:
 
 def _wide(config: Any) -> tuple[str, ...]:
     """Ends of the parameters that transformers keeps in float32."""
-    return {"ernie4_5_moe": (_CORRECTION, "mlp.gate.weight"), "minimax_m2": ()}.get(config.model_type, (_CORRECTION,))
+    return {"ernie4_5_moe": (_CORRECTION, "mlp.gate.weight"), "minimax_m2": (), "kimi_linear": ()}.get(
+        config.model_type, (_CORRECTION,)
+    )
 
 
 def _tensor(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> DenseTensor:
     return DenseTensor(path, shape, dtype, dtype)
+
+
+def _is_packable(path: str, shape: tuple[int, ...], unpacked: tuple[str, ...]) -> bool:
+    """unpacked: ends of matrices that stay as they are."""
+    named = path.endswith(unpacked) or _FORGETTING in path
+    return len(shape) == 2 and math.prod(shape) >= _SMALLEST and not named
 
 
 def _is_dense(config: Any, layer: int) -> bool:
@@ -233,7 +242,7 @@ def _attention(config: Any, index: int) -> Shapes:
         for name, shape in mamba_sizes_of(of, config).weight_shapes(hidden).items():
             yield f"{of.named('mamba')}.{name}", shape
     elif is_linear(config, index):
-        yield from LinearSizes(delta_sizes(config)).weight_shapes(hidden).items()
+        yield from (KimiDeltaSizes if of.kimi_delta else LinearSizes).of(config, index).weight_shapes(hidden).items()
     elif of.latent:
         yield from LatentSizes.of(of, config, index).weight_shapes(hidden, config.q_lora_rank).items()
     else:

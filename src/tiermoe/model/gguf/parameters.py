@@ -3,9 +3,10 @@ tensors that each parameter is made of. The converter is llama.cpp's `conversion
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -20,7 +21,7 @@ from tiermoe.model.gguf import config as configs
 from tiermoe.model.gguf import mamba_configs
 from tiermoe.model.gguf.config import Config
 from tiermoe.model.gguf.experts import expert_parameters
-from tiermoe.model.gguf.linear_attention import linear_rows
+from tiermoe.model.gguf.linear_attention import linear_rows, rates
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
 
@@ -87,6 +88,16 @@ class GgufArchitecture:
 
 _LATE_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _AFMOE = _LATE_NORM | {"post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj"}
+_KIMI = {
+    "ssm_f_a": "self_attn.forget_gate.f_a_proj",
+    "ssm_f_b": "self_attn.forget_gate.f_b_proj",
+    "ssm_dt": "self_attn.forget_gate.dt_bias",
+    "ssm_a": "self_attn.forget_gate.A_log",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_norm": "self_attn.o_norm",
+}
 _CONVOLUTION = {f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}
 _QWEN35 = GgufArchitecture(configs.qwen35moe, "qwen3_5_moe_text", _LATE_NORM, linear=linear_rows)
 
@@ -101,6 +112,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen35moe": _QWEN35,
     # Qwen3-Next's layers, with their projection's matrices apart, as the file has them, are Qwen3.5's
     "qwen3next": _QWEN35,
+    "kimi-linear": GgufArchitecture(configs.kimi_linear, "kimi_linear", _KIMI),
     "mistral4": GgufArchitecture(configs.mistral4, "mistral4"),
     "exaone-moe": GgufArchitecture(configs.exaone_moe, "exaone_moe"),
     "afmoe": GgufArchitecture(configs.afmoe, "afmoe", _AFMOE),
@@ -127,8 +139,10 @@ _IN_BLOCK = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate_up|gate|up|down)_exps")
 _TURNED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
-_BARE = ("sinks", "e_score_correction_bias", "expert_bias")
+_BARE = ("sinks", "e_score_correction_bias", "expert_bias", "dt_bias", "A_log")
 """Parameters whose path has no 'weight' or 'bias' at its end."""
+_CONVOLVED = tuple(f"ssm_conv1d_{part}" for part in "qkv")
+"""Tensors of a block whose rows are those of Kimi's convolution."""
 _OF_ONE = ("shared_expert_gate", "moe_statics.e_score_correction_bias")
 """Parameters of one row, which the file has as a vector."""
 
@@ -175,7 +189,7 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
             raise _unknown(file, name)
     dense = set(dense_layers(file))
     for layer in range(blocks(file)):
-        parameters |= _expanding(file, layer)
+        parameters |= _expanding(file, layer) | _convolution(file, layer)
         if of.shared_beside:
             parameters |= _joined(file, layer, f"{of.shared_beside}.input_linear")
         if layer not in dense:
@@ -230,7 +244,7 @@ def _in_block(
     """Path → parameter of a tensor of a layer. names: tensors of a block → modules."""
     of = architecture.layers
     joined = of.shared_beside and stem in ("ffn_gate_shexp", "ffn_up_shexp")
-    if joined or _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b"):
+    if joined or _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b", *_CONVOLVED):
         return {}  # of several tensors each
     prefix = f"model.layers.{layer}"
     if architecture.linear is not None and (found := architecture.linear(file, stem, tensor)):
@@ -255,10 +269,14 @@ def _shape(path: str, tensor: GgufTensor) -> tuple[int, ...]:
         return (1, *tensor.shape)
     if path.endswith("conv.conv") and len(tensor.shape) == 2:
         return (tensor.shape[0], 1, tensor.shape[1])
+    if path.endswith("A_log"):
+        return (1, 1, math.prod(tensor.shape), 1)
     return tensor.shape
 
 
 def _change(of: Architecture, path: str) -> Change | None:
+    if path.endswith("A_log"):
+        return rates
     return _centred if of.centred_norm and path.endswith("norm.weight") else None
 
 
@@ -277,6 +295,20 @@ def _expanding(file: GgufFile, layer: int) -> dict[str, Parameter]:
             f"together; {AGAIN}"
         )
     return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": Expanding(keys, values)}
+
+
+def _convolution(file: GgufFile, layer: int) -> dict[str, Parameter]:
+    """The convolution of a layer of Kimi's linear attention, of which the file has three parts."""
+    found = [file.tensors.get(f"blk.{layer}.{stem}.weight") for stem in _CONVOLVED]
+    parts = [tensor for tensor in found if tensor is not None]
+    if not parts:
+        return {}
+    if len(parts) != len(found) or any(len(part.shape) < 2 for part in parts):
+        raise ModelError(
+            f"{file.path}: layer {layer} lacks a part of its convolution ({', '.join(_CONVOLVED)}); {AGAIN}"
+        )
+    taps = [replace(part, shape=(math.prod(part.shape[:-1]), 1, part.shape[-1])) for part in parts]
+    return {f"model.layers.{layer}.self_attn.conv1d.weight": Joined(tuple(taps))}
 
 
 def _joined(file: GgufFile, layer: int, path: str) -> dict[str, Parameter]:

@@ -28,6 +28,7 @@ from tiermoe.model.hf.adapters import ADAPTERS, drop_parameters
 IMPLEMENTATION = "tiermoe"
 _ROUTERS = ("gate", "router")
 _CLAMPED = "GptOssExperts._apply_gate"
+_CLAMPED_HALVES = "MiniMaxM3VLExperts._apply_gate"
 _SILU = (torch.nn.SiLU, SiLUActivation)
 
 # modelling modules are global to the process
@@ -137,6 +138,8 @@ def activation_of(module: Any) -> Activation:
                 return gelu_gate
         if type(module)._apply_gate.__qualname__ == _CLAMPED:
             return ClampedGate(float(module.limit), float(module.alpha))
+        if type(module)._apply_gate.__qualname__ == _CLAMPED_HALVES:
+            return ClampedGate(float(module.swiglu_limit), float(module.swiglu_alpha), halves=True)
         gate: Activation = module._apply_gate
         return gate
     plain: Activation = getattr(module, "act_fn", None) or ACT2FN[module.config.hidden_act]
