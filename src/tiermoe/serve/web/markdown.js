@@ -1,14 +1,15 @@
 "use strict";
-// Markdown of answers: marked makes HTML of it, DOMPurify leaves of that what MARKS names
+// Markdown of answers: marked makes HTML of it, highlight.js of code, and DOMPurify leaves of that what MARKS names
 
 const MARKS = {
   ALLOWED_TAGS: ["p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "strong", "em", "del", "code", "pre", "blockquote",
-    "ul", "ol", "li", "input", "table", "thead", "tbody", "tr", "th", "td", "a"],
+    "ul", "ol", "li", "input", "table", "thead", "tbody", "tr", "th", "td", "a", "span"],
   ALLOWED_ATTR: ["href", "title", "start", "align", "class", "type", "checked", "disabled"],
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
   ADD_URI_SAFE_ATTR: ["start", "align", "type"], // attributes that are no address
   RETURN_DOM_FRAGMENT: true,
 };
+const MOST_COLOURED = 20000; // characters of code; some of highlight.js's expressions take quadratic time
 
 const escaped = (text) => text.replace(/[&<>"']/g, (sign) => "&#" + sign.charCodeAt(0) + ";");
 
@@ -19,18 +20,25 @@ marked.use({
   },
 });
 
-// The elements of Markdown blocks, as marked's lexer gives them.
-function rendered(blocks) {
+// The elements of Markdown blocks, as marked's lexer gives them. coloured: code in its colours; it is not while it grows.
+function rendered(blocks, coloured = true) {
   const fragment = DOMPurify.sanitize(marked.parser(blocks), MARKS);
   for (const link of fragment.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
   for (const table of fragment.querySelectorAll("table")) wrap(table, "wide");
   for (const pre of fragment.querySelectorAll("pre")) {
     const code = pre.firstElementChild, language = code?.className.replace("language-", "") || "";
+    if (coloured) highlight(code, language);
     const button = copyButton(() => pre.textContent, "Copy code");
     wrap(pre, "block").prepend(make("div", { className: "language" }, make("span", {}, language), button));
     pre.tabIndex = 0; // a long line is scrolled with the arrow keys
   }
   return fragment;
+}
+
+function highlight(code, language) {
+  const text = code?.textContent ?? "";
+  if (text.length > MOST_COLOURED || !hljs.getLanguage(language)) return;
+  code.replaceChildren(DOMPurify.sanitize(hljs.highlight(text, { language, ignoreIllegals: true }).value, MARKS));
 }
 
 function wrap(element, className) {
@@ -49,7 +57,7 @@ function growing(element, after) {
     const finished = blocks.slice(0, Math.max(0, openFrom(blocks)));
     for (const node of last) node.remove();
     element.append(rendered(finished));
-    last = [...rendered(blocks.slice(finished.length)).childNodes];
+    last = [...rendered(blocks.slice(finished.length), false).childNodes];
     element.append(...last);
     for (const block of finished) whole += block.raw.length;
     shown = text.length;
@@ -77,12 +85,11 @@ function openFrom(blocks) {
 }
 
 function copyButton(text, label) {
-  const button = make("button", { type: "button", className: "small" }, "Copy");
-  button.ariaLabel = label;
-  button.addEventListener("click", async () => {
+  const button = make("button", { type: "button", className: "small", ariaLabel: label }, "Copy");
+  button.onclick = async () => {
     button.textContent = await copied(text()) ? "Copied" : "Not copied";
     setTimeout(() => button.textContent = "Copy", 2000);
-  });
+  };
   return button;
 }
 
