@@ -220,7 +220,7 @@ def test_a_growing_answer_is_at_each_moment_what_its_text_is_whole(tab: Any, len
       for (let until = length; until < text.length + length; until += length) {
         const box = make("div");
         let shown;
-        const more = growing(box, () => shown());
+        const more = growing(box, (render) => { render(); shown(); });
         for (let from = 0; from < until; from += 5 * length) {
           const next = new Promise((resolve) => shown = resolve);
           await Promise.race([more(text.slice(from, Math.min(until, from + 5 * length))), next]);
@@ -255,6 +255,19 @@ def test_code_has_colours_once_its_block_is_closed(tab: Any, worker: Any) -> Non
     assert [count > 0 for count in spans] == [True, False, False, True]
     assert answer.locator("pre :not(code, span)").count() == 0
     assert tab.evaluate("window.ran") is None
+
+
+def test_the_end_of_an_answer_stays_in_sight(tab: Any, worker: Any) -> None:
+    """However much comes at once; not where the reader has left the end."""
+    below = "(thread) => thread.scrollHeight - thread.scrollTop - thread.clientHeight"
+    ask(tab, worker, "tell")
+    for part in range(2):
+        worker.say(f"part {part}\n\n" * 60)
+        expect(tab.locator(".markdown p")).to_have_count(60 * (part + 1))
+        assert tab.locator("#thread").evaluate(below) < 2
+    tab.locator("#thread").evaluate("(thread) => thread.scrollTop = 0")
+    whole(tab, worker, "end")
+    assert tab.locator("#thread").evaluate("(thread) => thread.scrollTop") == 0
 
 
 def test_whole_blocks_are_rendered_once(tab: Any, worker: Any) -> None:

@@ -70,7 +70,7 @@ function modelArticle(message) {
 
 // Shows an answer that comes, from what is there of it.
 function showGrowth(message, article, details, thought, text) {
-  const more = growing(text, () => followed(() => {}));
+  const more = growing(text, followed);
   article.classList.add("under-way");
   more(message.content);
   answering.show = (part, added) => followed(() => {
@@ -125,8 +125,6 @@ function requestBody({ messages, settings }) {
   return body;
 }
 
-const ENDS = { length: "Cut off: the most tokens were reached.", stop: "" };
-
 async function answer({ content, thought } = { content: "", thought: "" }) {
   const conversation = current, message = { role: "assistant", model, content, thought };
   const run = { conversation, message, controller: new AbortController(), show: () => {}, dropped: false };
@@ -175,7 +173,7 @@ async function readAnswer({ conversation, message, controller }) {
     if (data === "[DONE]") {
       if (finish !== "length") delete message.unfinished;
       const seconds = (performance.now() - first) / 1000;
-      return [ENDS[finish] ?? finish, usageText(usage, seconds)].filter(Boolean).join(" ");
+      return (finish === "length" ? "Cut off: the most tokens were reached. " : "") + usageText(usage, seconds);
     }
     const { choices = [], error, usage: used, prompt_progress: progress } = JSON.parse(data);
     if (error) throw new Error(sentence(error.message));

@@ -75,7 +75,7 @@ function forget(conversation) {
   by("new").focus(); // the button that had the focus is gone
 }
 
-// The list of conversations, which covers a part of a narrow window.
+// The list of conversations in a narrow window.
 function openMenu(open) {
   by("chat").classList.toggle("listed", open);
   by("menu").ariaExpanded = String(open);

@@ -2,7 +2,7 @@
 // Figures
 
 const short = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 });
-const counted = (count, noun) => count.toLocaleString("en") + " " + noun + (count === 1 ? "" : "s");
+const counted = (count, noun) => short(count) + " " + noun + (count === 1 ? "" : "s");
 const percent = (part, all) => all ? short(100 * part / all) + " %" : "–";
 
 function bytes(value) {
@@ -35,14 +35,14 @@ function figures(now) {
   setText("pace", pace);
   const fits = Math.min(now.cache_slots, now.all_experts);
   const tiles = [
-    ["Tokens a second", rates?.tokens ?? "–", now.generated_tokens.toLocaleString("en") + " in all"],
+    ["Tokens a second", rates?.tokens ?? "–", short(now.generated_tokens) + " in all"],
     ["Hit rate", rates?.hits ?? "–", percent(now.expert_hits, now.expert_hits + now.expert_misses) + " since the start"],
     ["Waited for experts", rates?.waited ?? "–", short(now.wait_s) + " s since the start"],
     ["Read", rates?.read ?? "–", bytes(now.bytes_read) + " since the start"],
-    ["Room for experts", percent(fits, now.all_experts), fits.toLocaleString("en") + " of " + now.all_experts.toLocaleString("en")],
+    ["Room for experts", percent(fits, now.all_experts), short(fits) + " of " + short(now.all_experts)],
     ["Memory", bytes(now.peak_memory_bytes), now.memory_budget_bytes ? "at most, of " + bytes(now.memory_budget_bytes) : "at most"],
     ["Requests", String(now.running), now.waiting + " wait; " + now.rows + " may run at once"],
-    ["Prompts", now.prompt_tokens.toLocaleString("en"), "tokens read; " + now.cached_tokens.toLocaleString("en") + " were kept"],
+    ["Prompts", short(now.prompt_tokens), "tokens read; " + short(now.cached_tokens) + " were kept"],
   ];
   by("figures").replaceChildren(...tiles.map(([name, value, detail]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, value), make("dd", { className: "detail" }, detail))));
@@ -90,14 +90,14 @@ function legend() {
   const entries = [["not in memory", colour("--absent")], ["being read", colour("--reading")], ...levels.map((bits, index) =>
     [bits + " bits", between("--low", "--high", levels.length > 1 ? index / (levels.length - 1) : 0.6)])];
   const places = latest.layers.flatMap((layer) => layer.bits.map((_, expert) => place(layer, expert)));
-  entries.forEach((entry, index) => entry[0] += ": " + places.filter((each) => each === index).length.toLocaleString("en"));
+  entries.forEach((entry, index) => entry[0] += ": " + short(places.filter((each) => each === index).length));
   return { entries, place };
 }
 
 function draw() {
   if (!latest || by("experts").hidden) return;
   const canvas = by("cells"), { entries, place } = legend();
-  const scale = devicePixelRatio || 1;
+  const scale = devicePixelRatio;
   layOut();
   const gap = grid.width > 5 ? 1 : 0, [width, height] = [grid.columns * grid.width, latest.layers.length * grid.layer];
   canvas.style.width = width + "px";

@@ -26,7 +26,7 @@ function rendered(blocks, coloured = true) {
   for (const link of fragment.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
   for (const table of fragment.querySelectorAll("table")) wrap(table, "wide");
   for (const pre of fragment.querySelectorAll("pre")) {
-    const code = pre.firstElementChild, language = code?.className.replace("language-", "") || "";
+    const code = pre.firstElementChild, language = code.className.replace("language-", "");
     if (coloured) highlight(code, language);
     const button = copyButton(() => pre.textContent, "Copy code");
     wrap(pre, "block").prepend(make("div", { className: "language" }, make("span", {}, language), button));
@@ -36,7 +36,7 @@ function rendered(blocks, coloured = true) {
 }
 
 function highlight(code, language) {
-  const text = code?.textContent ?? "";
+  const text = code.textContent;
   if (text.length > MOST_COLOURED || !hljs.getLanguage(language)) return;
   code.replaceChildren(DOMPurify.sanitize(hljs.highlight(text, { language, ignoreIllegals: true }).value, MARKS));
 }
@@ -49,8 +49,8 @@ function wrap(element, className) {
 }
 
 // Shows a text that grows: the function takes what is new of it. Whole blocks are rendered once, the last block again with
-// each frame, and for at most a fifth of the time. after: called when something was rendered.
-function growing(element, after) {
+// each frame, and for at most a fifth of the time. around: called with what renders.
+function growing(element, around) {
   let text = "", shown = 0, whole = 0, last = [], waiting = false; // whole: characters of the blocks that are rendered for good
   function render() {
     const blocks = marked.lexer(text.slice(whole));
@@ -61,7 +61,6 @@ function growing(element, after) {
     element.append(...last);
     for (const block of finished) whole += block.raw.length;
     shown = text.length;
-    after();
   }
   return async (more) => {
     text += more.replaceAll("\r", ""); // the lexer counts line breaks as one character
@@ -70,7 +69,7 @@ function growing(element, after) {
     while (shown < text.length) {
       await new Promise(requestAnimationFrame);
       const began = performance.now();
-      render();
+      around(render);
       await sleep(4 * (performance.now() - began));
     }
     waiting = false;

@@ -10,7 +10,7 @@ function make(name, properties = {}, ...children) {
   return element;
 }
 
-// A text that is there already is not set, so that a screen reader does not say it again.
+// A screen reader does not say again what is there already.
 function setText(id, text) {
   if (by(id).textContent !== text) by(id).textContent = text;
 }
