@@ -442,7 +442,10 @@ def test_an_answer_goes_on_within_a_thought_or_behind_it(
     assert (told.get("reasoning_content", ""), told["content"]) == (thought, content)
 
 
-THINKING = "{% for m in messages %}[{{ m.role }}]{% if m.thinking %}BEGIN{{ m.thinking }}END{% endif %}{{ m.content }}{% endfor %}"
+THINKING = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.thinking %}BEGIN{{ m.thinking }}END{% endif %}{{ m.content }}"
+    "{% endfor %}"
+)
 TAGS = ("<think>", "</think>")
 CHANNELS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
 

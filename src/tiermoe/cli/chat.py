@@ -222,7 +222,7 @@ def _refuse_encoder_decoder(blueprint: Any) -> None:
 
 
 def _messages() -> Iterator[str]:
-    """Messages of the user. On a terminal lines can be edited, and a message has several: after Alt-Enter or a backslash
+    """Messages of the user. On a terminal lines can be edited, and a message has several after Alt-Enter or a backslash
     at a line's end, or where they are pasted at once. In a pipe each line is a message."""
     prompt, terminal = "", sys.stdin.isatty()
     if terminal:

@@ -45,8 +45,8 @@ class Chat:
             return None
         if self.messages[-1].get("tool_calls"):
             raise Refused(400, "the conversation ends with calls of tools; send their results", "messages")
-        field = continued(self.messages)
-        if field is None:
+        begun = continued(self.messages)
+        if begun is None:
             return None
         if self.forced or self.constraint is not None:
             wanted = "tool_choice" if self.forced or self.constraint is None else self.constraint.field
@@ -55,7 +55,7 @@ class Chat:
                 f"an answer that continues the assistant's message cannot follow {wanted}; leave out one",
                 "messages",
             )
-        return field
+        return begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +126,14 @@ def prepare(served: Served, chat: Chat) -> Prepared:
     if harmony.speaks(served.template):
         return _in_channels(served, chat, tools)
     form = _format(served, tools) if tools else None
-    field = chat.continued
+    begun = chat.continued
     ids = served.chat_ids(chat.messages, tools, chat.variables, chat.new_turn)
     thinking = thinks(served.template)
-    if field is None:
+    if begun is None:
         thought = "" if opened(served.tokenizer.decode(ids[-8:])) else None
     else:
-        text = chat.messages[-1][field]
-        thought = text if field == "reasoning_content" else unfinished(text)
+        text = chat.messages[-1][begun]
+        thought = text if begun == "reasoning_content" else unfinished(text)
     inside = thinking and thought is not None
 
     def thoughts() -> ThoughtReader:
@@ -170,7 +170,7 @@ def _format(served: Served, tools: Sequence[dict[str, Any]]) -> Format:
 
 def _in_channels(served: Served, chat: Chat, tools: Sequence[dict[str, Any]]) -> Prepared:
     messages = [harmony.message_of(message) for message in chat.messages]
-    field = chat.continued
+    begun = chat.continued
     ids = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.variables, chat.new_turn)
     functions, grammar = _named(chat, tools), None
     said = None if chat.forced else chat.constraint
@@ -179,7 +179,7 @@ def _in_channels(served: Served, chat: Chat, tools: Sequence[dict[str, Any]]) ->
     after = harmony.thought_end(calls=bool(tools) and chat.constraint is None)
 
     def channels() -> harmony.ChannelReader:
-        return harmony.ChannelReader(goes_on=field is not None, thinks=field == "reasoning_content")
+        return harmony.ChannelReader(goes_on=begun is not None, thinks=begun == "reasoning_content")
 
     budget = _budget(served, chat, after, channels)
     return Prepared(ids, lambda: AnswerReader(channels=channels()), grammar, budget, special=True)
