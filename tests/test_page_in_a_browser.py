@@ -100,6 +100,7 @@ class Dictated:
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
         found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        expect.set_options(timeout=60_000)  # the machine may be busy
         yield found
         found.close()
 
