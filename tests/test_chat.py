@@ -194,6 +194,25 @@ def test_lines_that_are_pasted_are_one_message(tiny: Path) -> None:
     assert said.count(b"[1 tokens") == 3
 
 
+def test_a_message_of_several_lines_is_typed(tiny: Path) -> None:
+    """With Alt-Enter, or a backslash at the end of a line; `/system` shows what has come."""
+    with in_a_terminal(tiny) as ours:
+        read_until(ours, b"> ")
+        os.write(ours, b"/system one\x1b\rtwo\x1b\r three\r")
+        read_until(ours, b"system = one\r\ntwo\r\n three", b"> ")
+        os.write(ours, b"/system four\\\r")
+        read_until(ours, b"... ")
+        os.write(ours, b"five\\ \r")
+        read_until(ours, b"system = four\r\nfive\\\r\n", b"> ")
+        os.write(ours, b"\x04")
+        read_until(ours)
+
+
+def test_in_a_pipe_each_line_is_a_message(tiermoe_: Command, tiny: Path) -> None:
+    outcome = tiermoe_("chat", tiny, *FAST, stdin="/system one\\\n/system two\n")
+    assert re.findall(r"^system = (.*)$", outcome.err, re.MULTILINE) == ["one\\", "two"]
+
+
 def test_earlier_messages_come_back_another_day(tiny: Path, tmp_path: Path) -> None:
     with in_a_terminal(tiny, TIERMOE_CACHE=str(tmp_path)) as ours:
         read_until(ours, b"> ")

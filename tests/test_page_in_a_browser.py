@@ -100,6 +100,7 @@ class Dictated:
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
         found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        expect.set_options(timeout=60_000)  # the machine may be busy
         yield found
         found.close()
 
@@ -134,8 +135,8 @@ def tab(browser: Any, address: str) -> Iterator[Any]:
 def ask(tab: Any, worker: Any, text: str) -> None:
     """Sends a message; returns when the server has it."""
     count = len(worker.asked)
-    tab.fill("#said", text)
-    tab.press("#said", "Enter")
+    tab.fill("#message", text)
+    tab.press("#message", "Enter")
     until(tab, lambda: len(worker.asked) > count)
 
 
@@ -210,23 +211,64 @@ def test_what_marked_lets_through_is_cleaned_all_the_same(browser: Any, address:
 
 @pytest.mark.parametrize("length", [1, 3, 7])
 def test_a_growing_answer_is_at_each_moment_what_its_text_is_whole(tab: Any, length: int) -> None:
+    """But for the colours of code, which come when a block is closed."""
     different = """async ([text, length]) => {
-      const html = (text) => make("div", {}, rendered(marked.lexer(text))).innerHTML;
+      const html = (box) => {
+        for (const colour of box.querySelectorAll("code span")) colour.replaceWith(colour.textContent);
+        box.normalize();
+        return box.innerHTML;
+      };
       for (let until = length; until < text.length + length; until += length) {
         const box = make("div");
         let shown;
-        const more = growing(box, () => shown());
+        const more = growing(box, (render) => { render(); shown(); });
         for (let from = 0; from < until; from += 5 * length) {
           const next = new Promise((resolve) => shown = resolve);
           await Promise.race([more(text.slice(from, Math.min(until, from + 5 * length))), next]);
           await next;
         }
-        if (box.innerHTML !== html(text.slice(0, until))) return text.slice(0, until);
+        const whole = make("div", {}, rendered(marked.lexer(text.slice(0, until))));
+        if (html(box) !== html(whole)) return text.slice(0, until);
         until += 15 * length;
       }
       return null;
     }"""
     assert tab.evaluate(different, [DOCUMENT, length]) is None
+
+
+def test_code_has_colours_once_its_block_is_closed(tab: Any, worker: Any) -> None:
+    code = "  def f(a):\n    return '<script>window.ran = 1</script><img src=x onerror=window.ran=2>'  # a & b\n"
+    ask(tab, worker, "write")
+    worker.say(f"```py\n{code}")
+    first = tab.locator("pre code").first
+    expect(first).to_have_text(code)
+    assert first.locator("span").count() == 0
+    worker.say("```\nAnd")
+    expect(first.locator(".hljs-keyword")).to_have_text(["def", "return"])
+    answer = whole(
+        tab,
+        worker,
+        f"\n```py\n{'#' * 20_000}\n```\n```strange\n{code}```\n```html\n<script>window.ran = 3</script>\n```",
+    )
+    assert answer.locator("pre code").first.text_content() == code
+    expect(answer.locator(".hljs-name")).to_have_text(["script", "script"])
+    spans = [each.locator("span").count() for each in answer.locator("pre code").all()]
+    assert [count > 0 for count in spans] == [True, False, False, True]
+    assert answer.locator("pre :not(code, span)").count() == 0
+    assert tab.evaluate("window.ran") is None
+
+
+def test_the_end_of_an_answer_stays_in_sight(tab: Any, worker: Any) -> None:
+    """However much comes at once; not where the reader has left the end."""
+    below = "(thread) => thread.scrollHeight - thread.scrollTop - thread.clientHeight"
+    ask(tab, worker, "tell")
+    for part in range(2):
+        worker.say(f"part {part}\n\n" * 60)
+        expect(tab.locator(".markdown p")).to_have_count(60 * (part + 1))
+        assert tab.locator("#thread").evaluate(below) < 2
+    tab.locator("#thread").evaluate("(thread) => thread.scrollTop = 0")
+    whole(tab, worker, "end")
+    assert tab.locator("#thread").evaluate("(thread) => thread.scrollTop") == 0
 
 
 def test_whole_blocks_are_rendered_once(tab: Any, worker: Any) -> None:
@@ -293,6 +335,47 @@ def test_an_interrupted_answer_is_kept_and_continued(tab: Any, worker: Any) -> N
     answer = whole(tab, worker, ", three")
     expect(answer.locator(".markdown")).to_have_text("one, two, three")
     expect(tab.get_by_role("button", name="Continue")).to_have_count(0)
+
+
+def test_a_thought_that_was_cut_off_is_continued(
+    tab: Any, worker: Any, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thought = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    template = f"{{% for m in messages %}}{{{{ m.role }}}}{thought}{{{{ m.content }}}}{{% endfor %}}"
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    ask(tab, worker, "one")
+    worker.say("<think>let me")
+    expect(tab.locator("#status")).to_have_text("Thinking …")
+    tab.click("#stop")
+    body = body_of(tab, lambda: tab.get_by_role("button", name="Continue").click())
+    assert body["messages"][1] == {"role": "assistant", "content": "", "reasoning_content": "let me"}
+    until(tab, lambda: len(worker.asked) == 2)
+    assert served.tokenizer.decode(worker.asked[1].ids).endswith("<think>let me")
+    answer = whole(tab, worker, " see</think>two")
+    expect(answer.locator("details .text")).to_have_text("let me see")
+    expect(answer.locator(".markdown")).to_have_text("two")
+
+
+def test_another_server_in_the_place_of_the_first_is_found(browser: Any, address: str) -> None:
+    """After an answer that failed."""
+    context = browser.new_context()
+    tab = context.new_page()
+    tab.goto(address)
+    expect(tab.locator("#model")).to_have_text("a <b>model</b>")
+    tab.route("**/*", lambda route: route.abort())
+    tab.fill("#message", "there?")
+    tab.press("#message", "Enter")
+    expect(tab.locator("article .error")).to_have_text("The server does not answer. Is it still running?")
+    expect(tab.locator("#notice")).to_be_visible()
+    tab.unroute("**/*")
+    models = {"data": [{"id": "another", "max_model_len": 64}]}
+    tab.route("**/v1/models", lambda route: route.fulfill(json=models))
+    expect(tab.locator("#notice")).to_be_hidden()
+    expect(tab.locator("#model")).to_have_text("another")
+    expect(tab.locator(".who")).to_have_text("a <b>model</b>")
+    body = body_of(tab, lambda: tab.get_by_role("button", name="Answer again").click())
+    assert body["model"] == "another"
+    context.close()
 
 
 def test_stop_and_another_answer(tab: Any, worker: Any) -> None:
@@ -397,10 +480,10 @@ def test_progress_of_a_prompt(tab: Any) -> None:
     text = "".join(f"data: {json.dumps(each)}\n\n" for each in told) + ": nothing yet\n\ndata: [DONE]\n\n"
     tab.route("**/v1/chat/completions", lambda route: route.fulfill(body=text, content_type="text/event-stream"))
     tab.evaluate(
-        "() => { window.heard = []; const as = tell; tell = (id, text) => { heard.push(text); as(id, text); }; }"
+        "() => { window.heard = []; const as = setText; setText = (id, text) => { heard.push(text); as(id, text); }; }"
     )
-    tab.fill("#said", "a long one")
-    tab.press("#said", "Enter")
+    tab.fill("#message", "a long one")
+    tab.press("#message", "Enter")
     expect(tab.locator(".markdown")).to_have_text("hi")
     assert "Reading the prompt: 1,200 of 4,000 tokens …" in tab.evaluate("heard")
 
@@ -423,3 +506,13 @@ def test_a_phone_shows_everything_without_scrolling_sideways(browser: Any, addre
     expect(tab.locator("#search")).to_be_visible()
     assert tab.evaluate("document.documentElement.scrollWidth") <= 360
     context.close()
+
+
+def test_a_wide_table_breaks_no_word(tab: Any, worker: Any) -> None:
+    tab.set_viewport_size({"width": 360, "height": 640})
+    ask(tab, worker, "compare")
+    head = "| generator | ordinary | mapped | asynchronous | remarks |"
+    answer = whole(tab, worker, f"{head}\n{'|---' * 5}|\n| a | b | c | d | e |\n")
+    assert answer.locator("th").nth(0).evaluate("(cell) => cell.offsetHeight") < 40
+    assert answer.locator(".wide").evaluate("(box) => box.scrollWidth > box.clientWidth")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 360

@@ -442,6 +442,39 @@ def test_an_answer_goes_on_within_a_thought_or_behind_it(
     assert (told.get("reasoning_content", ""), told["content"]) == (thought, content)
 
 
+THINKING = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.thinking %}BEGIN{{ m.thinking }}END{% endif %}{{ m.content }}"
+    "{% endfor %}"
+)
+TAGS = ("<think>", "</think>")
+CHANNELS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
+
+
+@pytest.mark.parametrize(("begin", "end"), [TAGS, CHANNELS])
+@pytest.mark.parametrize(
+    ("path", "begun"),
+    [
+        ("chat/completions", {"reasoning_content": "hm"}),
+        ("messages", {"content": [{"type": "thinking", "thinking": "hm", "signature": ""}]}),
+    ],
+)
+def test_a_thought_without_an_answer_is_continued(
+    served: Served, monkeypatch: pytest.MonkeyPatch, begin: str, end: str, path: str, begun: dict[str, Any]
+) -> None:
+    """Where it ended: a line break that comes next is part of it."""
+    monkeypatch.setattr(served.tokenizer, "chat_template", THINKING.replace("BEGIN", begin).replace("END", end))
+    scripted: Any = Scripted(served, f"\na{end}b")
+    body = {"messages": [ASKED, {"role": "assistant", **begun}], "max_tokens": 9}
+    with running(create_app(replace(served, worker=scripted))) as address:
+        told = httpx.post(f"{address}/v1/{path}", json=body).json()
+    assert served.tokenizer.decode(scripted.asked[0].ids) == f"[user]a[assistant]{begin}hm"
+    if path == "messages":
+        assert [block.get("thinking") or block["text"] for block in told["content"]] == ["\na", "b"]
+    else:
+        message = told["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("\na", "b")
+
+
 def test_a_stream_tells_how_far_the_prompt_is_read(client: openai.OpenAI) -> None:
     """Where that is asked for: the second time, most of it did not have to be read."""
     messages: Any = [{"role": "user", "content": "how far is it read"}]

@@ -33,10 +33,13 @@ HELP = """\
 /edit TEXT       put TEXT in the place of the last message, and answer that
 /clear           forget the conversation
 /bye             leave (so does Ctrl-D); Ctrl-C stops the reply
-Lines that are pasted at once are one message. The arrows up and down bring earlier messages, also of other days."""
+Enter sends a message. Alt-Enter, or a backslash at the end of a line, begins another line of it; lines that are pasted
+at once are one message. The arrows up and down bring earlier messages, also of other days."""
 HISTORY = "chat-history"
 """File in the cache folder with the messages typed in a terminal, for nobody else to read."""
 MOST_HISTORY = 1000
+PROMPT, CONTINUED = "> ", "... "
+"""Before a message, and before a line that continues it."""
 PASTE_S = 0.02
 """Seconds that a terminal may take to deliver the next line of pasted text."""
 
@@ -91,7 +94,8 @@ def chat(
         bool, typer.Option("--plain", help="Print the text of answers, on a terminal too: no Markdown.")
     ] = False,
 ) -> None:
-    """Chat with a model in its chat template. Type /help for the commands."""
+    """Chat with a model in its chat template. Type /help for the commands. Enter sends a message; Alt-Enter, or a
+    backslash at the end of a line, begins another line of it."""
     template = opt.read_template(chat_template_file)
     headers = read_ahead(model, options)
     named = opt.given(
@@ -218,15 +222,17 @@ def _refuse_encoder_decoder(blueprint: Any) -> None:
 
 
 def _messages() -> Iterator[str]:
-    """Messages of the user. On a terminal lines can be edited and lines that are pasted at once are one message; in a
-    pipe each line is a message."""
+    """Messages of the user. On a terminal lines can be edited, and a message has several after Alt-Enter or a backslash
+    at a line's end, or where they are pasted at once. In a pipe each line is a message."""
     prompt, terminal = "", sys.stdin.isatty()
     if terminal:
-        prompt = "> "
+        prompt = PROMPT
         with contextlib.suppress(ImportError):
             import readline  # makes input() editable
 
             _keep_history(readline)
+            # GNU readline's macro for Alt-Enter; Ctrl-J sends, as it is what Enter writes while an answer comes
+            readline.parse_and_bind(r'"\e\C-m": "\C-v\C-j"')
             if os.environ.get("TERM", "dumb") != "dumb":
                 readline.parse_and_bind("set enable-bracketed-paste on")  # which Python turns off
     ended = False
@@ -235,8 +241,14 @@ def _messages() -> Iterator[str]:
         try:
             with utf8_input():
                 lines.append(input(prompt))
-                while terminal and select.select([sys.stdin], [], [], PASTE_S)[0]:
-                    lines.append(input())
+                while terminal:
+                    if select.select([sys.stdin], [], [], PASTE_S)[0]:
+                        lines.append(input())
+                    elif lines[-1].endswith("\\"):
+                        lines[-1] = lines[-1].removesuffix("\\")
+                        lines.append(input(CONTINUED))
+                    else:
+                        break
         except EOFError:
             ended = True
         except KeyboardInterrupt:

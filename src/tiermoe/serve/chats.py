@@ -40,12 +40,13 @@ class Chat:
 
     @property
     def continued(self) -> str | None:
-        """The text that the answer continues, or None. Refused where it cannot be continued."""
+        """Field of the last message that the answer continues, or None. Refused where it cannot be continued."""
         if self.new_turn or not self.messages:
             return None
         if self.messages[-1].get("tool_calls"):
             raise Refused(400, "the conversation ends with calls of tools; send their results", "messages")
-        if not continued(self.messages):
+        begun = continued(self.messages)
+        if begun is None:
             return None
         if self.forced or self.constraint is not None:
             wanted = "tool_choice" if self.forced or self.constraint is None else self.constraint.field
@@ -54,8 +55,7 @@ class Chat:
                 f"an answer that continues the assistant's message cannot follow {wanted}; leave out one",
                 "messages",
             )
-        text: str = self.messages[-1]["content"]
-        return text
+        return begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +129,23 @@ def prepare(served: Served, chat: Chat) -> Prepared:
     begun = chat.continued
     ids = served.chat_ids(chat.messages, tools, chat.variables, chat.new_turn)
     thinking = thinks(served.template)
-    inside = thinking and (opened(served.tokenizer.decode(ids[-8:])) if begun is None else unfinished(begun))
+    if begun is None:
+        thought = "" if opened(served.tokenizer.decode(ids[-8:])) else None
+    else:
+        text = chat.messages[-1][begun]
+        thought = text if begun == "reasoning_content" else unfinished(text)
+    inside = thinking and thought is not None
+
+    def thoughts() -> ThoughtReader:
+        return ThoughtReader(inside, begun=bool(thought and thought.strip()))
+
     types, one = types_of(tools), not chat.parallel
 
     def reader() -> AnswerReader:
         calls = CallReader(form, types, one, chat.forced) if form else None
-        return AnswerReader(ThoughtReader(inside) if thinking else None, calls)
+        return AnswerReader(thoughts() if thinking else None, calls)
 
-    budget = _budget(served, chat, END, lambda: ThoughtReader(inside)) if thinking else None
+    budget = _budget(served, chat, END, thoughts) if thinking else None
     stops = (form.end,) if form and one else ()
     return Prepared(ids, reader, _grammar(served, chat, form, tools, inside), budget, stops=stops)
 
@@ -161,15 +170,19 @@ def _format(served: Served, tools: Sequence[dict[str, Any]]) -> Format:
 
 def _in_channels(served: Served, chat: Chat, tools: Sequence[dict[str, Any]]) -> Prepared:
     messages = [harmony.message_of(message) for message in chat.messages]
-    goes_on = chat.continued is not None
+    begun = chat.continued
     ids = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.variables, chat.new_turn)
     functions, grammar = _named(chat, tools), None
     said = None if chat.forced else chat.constraint
     if chat.forced or said is not None:
         grammar = _followed(served, harmony.rules_of(functions, said.term if said else None), said)
     after = harmony.thought_end(calls=bool(tools) and chat.constraint is None)
-    budget = _budget(served, chat, after, lambda: harmony.ChannelReader(goes_on))
-    return Prepared(ids, lambda: AnswerReader(channels=harmony.ChannelReader(goes_on)), grammar, budget, special=True)
+
+    def channels() -> harmony.ChannelReader:
+        return harmony.ChannelReader(goes_on=begun is not None, thinks=begun == "reasoning_content")
+
+    budget = _budget(served, chat, after, channels)
+    return Prepared(ids, lambda: AnswerReader(channels=channels()), grammar, budget, special=True)
 
 
 def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

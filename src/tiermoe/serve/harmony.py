@@ -36,15 +36,12 @@ def speaks(template: str | None) -> bool:
 
 
 def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as such templates take it: a thought is `thinking`. Beside calls they take a thought or a text, not
-    both."""
-    given = dict(message)
-    thought = given.pop("reasoning_content", None)
-    if thought is None:
-        return given
-    if given.get("tool_calls") and given.get("content"):
-        thought, given["content"] = f"{thought}\n{given['content']}", ""
-    return {**given, "thinking": thought}
+    """A message as such templates take it, of which transformers calls the thought `thinking`: beside calls a thought
+    or a text, not both."""
+    thought, text = message.get("reasoning_content"), message.get("content")
+    if thought is None or not text or not message.get("tool_calls"):
+        return dict(message)
+    return {**message, "reasoning_content": f"{thought}\n{text}", "content": ""}
 
 
 def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,12 +103,12 @@ class ChannelReader:
     """Reads one answer as it comes: text with its special tokens in, (thought, answer, calls) out. Messages of a kind
     have a line break between them.
 
-    goes_on: whether the answer begins within a message to the user."""
+    goes_on: whether the answer begins within a message. thinks: that is a thought, and not to the user."""
 
-    def __init__(self, goes_on: bool = False) -> None:
+    def __init__(self, goes_on: bool = False, thinks: bool = False) -> None:
         self.called = False  # whether a whole call has come
         self._withheld = ""
-        self._message = _Message() if goes_on else None  # None: within a header
+        self._message = _Message(thinks) if goes_on else None  # None: within a header
         self._first = True  # whether no header has come
         self._emitted: set[bool] = set()  # the values of `thinks` of which something was emitted
 

@@ -100,7 +100,7 @@ class Served:
         to be a `new_turn`. variables: of the template; those that it does not know are left out. A model without a
         template is given the contents, one after the other. A template that does not take the messages is given
         `system_first` of them. Refused where it does not take that either."""
-        goes_on = continued(messages) and not new_turn
+        goes_on = None if new_turn else continued(messages)
         template, render = self.template, self.tokenizer.apply_chat_template
         if template is None:
             return self.text_ids("\n".join(message["content"] for message in messages))
@@ -108,7 +108,7 @@ class Served:
         known = {name: value for name, value in (variables or {}).items() if name in template and name not in own}
 
         def rendered(turns: Sequence[dict[str, Any]]) -> str:
-            ending = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+            ending = {"add_generation_prompt": goes_on is None, "continue_final_message": goes_on or False}
             text: str = render(turns, tools=list(tools) or None, tokenize=False, **ending, **known)
             return text
 
@@ -126,9 +126,12 @@ class Served:
         raise Refused(400, f"the model's chat template does not take these messages: {why}", "messages") from refused
 
 
-def continued(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a conversation ends with an assistant's message, which the answer continues."""
-    return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+def continued(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Field of the last message that the answer continues: `content` of an assistant's message, or `reasoning_content`
+    where its content has not begun. None: the answer is a new turn."""
+    if not messages or messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
+        return None
+    return "content" if messages[-1]["content"] or not messages[-1].get("reasoning_content") else "reasoning_content"
 
 
 def system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

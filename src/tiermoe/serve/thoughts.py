@@ -20,20 +20,21 @@ def opened(prompt: str) -> bool:
     return prompt.rstrip().endswith(BEGIN)
 
 
-def unfinished(text: str) -> bool:
-    """Whether a text that is continued ends within a thought."""
-    return text.rfind(BEGIN) > text.rfind(END)
+def unfinished(text: str) -> str | None:
+    """The thought within which a text ends, or None."""
+    _, begun, thought = text.rpartition(BEGIN)
+    return thought if begun and END not in thought else None
 
 
 class ThoughtReader:
     """Reads one answer as it comes: text in, (thought, answer) out. Line breaks around the thought belong to neither.
 
-    inside: whether the answer begins within a thought."""
+    inside: whether the answer begins within a thought. begun: whether it continues that thought's text."""
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, inside: bool, begun: bool = False) -> None:
         self.inside = inside
         self._before = not inside  # whether a thought may still begin
-        self._first = True  # whether nothing of the current part has come
+        self._first = not begun  # whether nothing of the current part has come
         self._withheld = ""
 
     def add(self, text: str, last: bool = False) -> tuple[str, str]:

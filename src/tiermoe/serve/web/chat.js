@@ -1,11 +1,11 @@
 "use strict";
-// Messages: of the user { role, content, files }, of the model { role, content, thought, note, error, unfinished }
+// Messages: of the user { role, content, files }, of the model { role, model, content, thought, note, error, unfinished }
 
 const unfolded = new WeakSet(); // messages whose thought is shown
 
 function showThread() {
   const empty = make("p", { id: "empty" }, "Ask something. What is said stays in this browser.");
-  const shown = current.messages.map((message, index) => message.role === "user" ? mine(message, index) : its(message));
+  const shown = current.messages.map((message, index) => message.role === "user" ? userArticle(message, index) : modelArticle(message));
   by("thread").replaceChildren(...(shown.length ? shown : [empty]));
   by("as-markdown").disabled = by("as-json").disabled = !shown.length;
 }
@@ -17,15 +17,12 @@ function followed(change) {
   if (atEnd) thread.scrollTop = thread.scrollHeight;
 }
 
-function action(text, onclick) {
-  const button = make("button", { type: "button", className: "small", onclick }, text);
-  button.disabled = answering !== null;
-  return button;
+function action(text, onclick, ariaLabel = null) {
+  return make("button", { type: "button", className: "small", onclick, ariaLabel, disabled: answering !== null }, text);
 }
 
-function mine(message, index) {
-  const edit = action("Edit", () => rewrite(article, message, index));
-  edit.ariaLabel = "Edit message: " + message.content.slice(0, 60);
+function userArticle(message, index) {
+  const edit = action("Edit", () => editMessage(article, message, index), "Edit message: " + message.content.slice(0, 60));
   const files = (message.files || []).map(({ name, text }) =>
     make("details", {}, make("summary", {}, name), make("pre", { tabIndex: 0 }, text)));
   const article = make("article", { className: "user", ariaLabel: "You" }, ...files,
@@ -33,40 +30,39 @@ function mine(message, index) {
   return article;
 }
 
-function back() {
+function leaveEdit() {
   showThread();
-  by("said").focus();
+  by("message").focus();
 }
 
-function rewrite(article, message, index) {
+function editMessage(article, message, index) {
   const text = make("textarea", { value: message.content, ariaLabel: "Your message" });
   const form = make("form", {}, text, make("div", { className: "more" },
     make("button", { className: "main" }, "Send again"),
-    make("button", { type: "button", onclick: back }, "Cancel"),
-    make("span", { className: "said" }, "What follows it is replaced.")));
-  form.addEventListener("submit", (event) => {
+    make("button", { type: "button", onclick: leaveEdit }, "Cancel"),
+    make("span", { className: "note" }, "What follows it is replaced.")));
+  form.onsubmit = (event) => {
     event.preventDefault();
     if (!text.value.trim() && !message.files?.length || answering) return;
     current.messages.splice(index);
-    say(text.value, message.files);
-    by("said").focus();
-  });
-  text.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") back();
+    send(text.value, message.files);
+  };
+  text.onkeydown = (event) => {
+    if (event.key === "Escape") leaveEdit();
     sendByEnter(event, form);
-  });
+  };
   article.replaceChildren(form);
   text.focus();
 }
 
-function its(message) {
+function modelArticle(message) {
   const article = make("article", { className: "assistant", ariaLabel: "The model" });
   const thought = make("div", { className: "text" }, message.thought);
   const summary = make("summary", {}, "Thought"), details = make("details", { hidden: !message.thought }, summary, thought);
   details.open = unfolded.has(message);
-  details.addEventListener("toggle", () => details.open ? unfolded.add(message) : unfolded.delete(message));
+  details.ontoggle = () => details.open ? unfolded.add(message) : unfolded.delete(message);
   const text = make("div", { className: "markdown" });
-  article.append(make("div", { className: "who" }, model || "The model"), details, text);
+  article.append(make("div", { className: "who" }, message.model || "The model"), details, text);
   if (answering?.message === message) showGrowth(message, article, details, thought, text);
   else article.append(...ended(message, text));
   return article;
@@ -74,7 +70,7 @@ function its(message) {
 
 // Shows an answer that comes, from what is there of it.
 function showGrowth(message, article, details, thought, text) {
-  const more = growing(text, () => followed(() => {}));
+  const more = growing(text, followed);
   article.classList.add("under-way");
   more(message.content);
   answering.show = (part, added) => followed(() => {
@@ -89,38 +85,34 @@ function showGrowth(message, article, details, thought, text) {
 function ended(message, text) {
   text.append(rendered(marked.lexer(message.content)));
   const note = message.note || (message.unfinished && !message.error ? "Interrupted: the page was left while this answer came." : "");
-  const more = make("div", { className: "more" }, copyButton(() => message.content, "Copy the answer"));
+  const more = make("div", { className: "more" });
+  if (message.content) more.append(copyButton(() => message.content, "Copy the answer"));
   if (current.messages.at(-1) === message) {
-    if (message.unfinished && message.content) more.append(action("Continue", () => goOn(message)));
-    more.append(action("Answer again", again));
+    if (message.unfinished && (message.content || message.thought)) more.append(action("Continue", () => answerAgain(message)));
+    more.append(action("Answer again", () => answerAgain()));
   }
-  more.append(make("span", { className: "said" }, note));
+  more.append(make("span", { className: "note" }, note));
   return message.error ? [make("div", { className: "error", role: "alert" }, message.error), more] : [more];
 }
 
 // Asking
 
-function again() {
-  if (answering) return;
-  current.messages.pop();
-  answer(current);
-}
-
-// The server continues an answer that is the last message.
-function goOn(message) {
-  if (answering) return;
-  current.messages.pop();
-  answer(current, { role: "assistant", content: message.content, thought: message.thought });
-}
-
-function say(content, files = []) {
+function send(content, files = []) {
   current.messages.push({ role: "user", content, ...(files.length && { files }) });
-  answer(current);
+  answer();
 }
 
-function asked({ messages, settings }) {
-  const said = messages.filter((each) => each.role === "user" || each.content).map((each) => ({
-    role: each.role, content: written(each), ...(each.thought && { reasoning_content: each.thought }),
+// Puts another answer in the place of the last one. begun: what is there of it, which the server continues.
+function answerAgain(begun) {
+  if (answering) return;
+  current.messages.pop();
+  answer(begun);
+}
+
+function requestBody({ messages, settings }) {
+  const last = messages.at(-1); // the answer, as far as it is there
+  const said = messages.filter((each) => each.role === "user" || each.content || each === last && each.thought).map((each) => ({
+    role: each.role, content: withFiles(each), ...(each.thought && { reasoning_content: each.thought }),
   }));
   const body = {
     model,
@@ -133,28 +125,31 @@ function asked({ messages, settings }) {
   return body;
 }
 
-const ENDS = { length: "Cut off: the most tokens were reached.", stop: "" };
-
-async function answer(conversation, message = { role: "assistant", content: "", thought: "" }) {
+async function answer({ content, thought } = { content: "", thought: "" }) {
+  const conversation = current, message = { role: "assistant", model, content, thought };
   const run = { conversation, message, controller: new AbortController(), show: () => {}, dropped: false };
   conversation.messages.push(message);
   message.unfinished = true; // also where the page is closed before the end
   answering = run;
-  state("Waiting for the first token …");
+  notice("");
+  showState("Waiting for the first token …");
   keep();
   showList();
   showThread();
   by("thread").scrollTop = by("thread").scrollHeight;
-  by("said").focus();
+  by("message").focus();
   try {
-    message.note = await read(run);
+    message.note = await readAnswer(run);
   } catch (error) {
     if (run.controller.signal.aborted) message.note = "Stopped.";
-    else message.error = error instanceof TypeError ? "The connection was lost while the answer came." : error.message;
+    else {
+      message.error = error instanceof TypeError ? "The connection was lost while the answer came." : error.message;
+      connect();
+    }
   }
   keep();
   answering = null;
-  state(message.unfinished ? "The answer is not whole." : "Answered.");
+  showState(message.unfinished ? "The answer is not whole." : "Answered.");
   showList();
   if (conversation === current) followed(showThread);
 }
@@ -170,24 +165,24 @@ addEventListener("pagehide", () => {
 });
 
 // Reads an answer to its end; what is to be noted below it.
-async function read({ conversation, message, controller }) {
-  const options = { method: "POST", body: JSON.stringify(asked(conversation)), signal: controller.signal };
+async function readAnswer({ conversation, message, controller }) {
+  const options = { method: "POST", body: JSON.stringify(requestBody(conversation)), signal: controller.signal };
   const response = await ask("v1/chat/completions", options);
   let first = 0, finish = null, usage = null, keptAt = performance.now();
   for await (const data of events(response)) {
     if (data === "[DONE]") {
       if (finish !== "length") delete message.unfinished;
       const seconds = (performance.now() - first) / 1000;
-      return [ENDS[finish] ?? finish, counted(usage, seconds)].filter(Boolean).join(" ");
+      return (finish === "length" ? "Cut off: the most tokens were reached. " : "") + usageText(usage, seconds);
     }
     const { choices = [], error, usage: used, prompt_progress: progress } = JSON.parse(data);
     if (error) throw new Error(sentence(error.message));
     usage = used ?? usage;
     finish = choices[0]?.finish_reason ?? finish;
-    if (progress && !first) state("Reading the prompt: " + short(progress.processed) + " of " + short(progress.total) + " tokens …");
+    if (progress && !first) showState("Reading the prompt: " + short(progress.processed) + " of " + short(progress.total) + " tokens …");
     for (const [part, more] of [["thought", choices[0]?.delta?.reasoning_content], ["content", choices[0]?.delta?.content]]) {
       if (!more) continue;
-      if (!first) state("Answering …");
+      showState(part === "thought" ? "Thinking …" : "Answering …");
       first ||= performance.now();
       message[part] += more;
       answering.show(part, more);
@@ -200,22 +195,22 @@ async function read({ conversation, message, controller }) {
   throw new TypeError("the stream has no end");
 }
 
-function counted(usage, seconds) {
+function usageText(usage, seconds) {
   if (!usage) return "";
   const speed = usage.completion_tokens > 1 && seconds > 0 ? ", " + short((usage.completion_tokens - 1) / seconds) + " a second" : "";
   const cached = usage.prompt_tokens_details?.cached_tokens;
-  return usage.completion_tokens + " tokens" + speed + (cached ? "; " + cached + " of the prompt were kept" : "") + ".";
+  return counted(usage.completion_tokens, "token") + speed + (cached ? "; " + cached + " of the prompt were kept" : "") + ".";
 }
 
-function state(text) {
-  tell("status", text);
+function showState(text) {
+  setText("status", text);
   by("send").hidden = answering !== null;
   by("stop").hidden = answering === null;
 }
 
 function stop() {
   answering?.controller.abort();
-  by("said").focus();
+  by("message").focus();
 }
 
 // The form
@@ -228,23 +223,18 @@ function sendByEnter(event, form) {
   form.requestSubmit();
 }
 
-function fit() {
-  by("said").style.height = "";
-  by("said").style.height = Math.max(by("said").scrollHeight + 2, 42) + "px";
-}
-
-function showAttached() {
-  by("attached").replaceChildren(...attached.map((file) => {
-    const remove = make("button", { type: "button", title: "Remove", onclick: () => attach(attached.filter((each) => each !== file)) }, "×");
-    remove.ariaLabel = "Remove file: " + file.name;
-    return make("li", {}, file.name, remove);
-  }));
+function fitHeight() {
+  by("message").style.height = "";
+  by("message").style.height = Math.max(by("message").scrollHeight + 2, 42) + "px";
 }
 
 function attach(files) {
   attached = files;
-  showAttached();
-  by("said").focus();
+  by("attached").replaceChildren(...attached.map((file) => {
+    const onclick = () => attach(attached.filter((each) => each !== file));
+    return make("li", {}, file.name, make("button", { type: "button", ariaLabel: "Remove file: " + file.name, onclick }, "×"));
+  }));
+  by("message").focus();
 }
 
 // Adds the texts of files, as far as a conversation has room for them: 12 bytes a token, as the server counts.
@@ -252,7 +242,7 @@ async function addFiles(files) {
   const refused = [], added = [...attached];
   let room = 12 * context - added.reduce((sum, { text }) => sum + new Blob([text]).size, 0);
   for (const file of files) {
-    const text = file.size <= room ? await textIn(file) : null;
+    const text = file.size <= room ? await textOf(file) : null;
     if (file.size > room) refused.push(file.name + " has " + bytes(file.size) + ", a conversation has room for " + bytes(room) + " more.");
     else if (text === null) refused.push(file.name + " is no text in UTF-8.");
     else {
@@ -264,7 +254,7 @@ async function addFiles(files) {
   notice(refused.join(" "), true);
 }
 
-async function textIn(file) {
+async function textOf(file) {
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     return text.includes("\0") ? null : text;
@@ -273,26 +263,26 @@ async function textIn(file) {
   }
 }
 
-by("compose").addEventListener("submit", (event) => {
+by("compose").onsubmit = (event) => {
   event.preventDefault();
-  const text = by("said").value, files = attached;
+  const text = by("message").value, files = attached;
   if (!text.trim() && !files.length || answering) return;
-  by("said").value = "";
+  by("message").value = "";
   attach([]);
-  fit();
-  say(text, files);
-});
-by("said").addEventListener("keydown", (event) => sendByEnter(event, by("compose")));
-by("said").addEventListener("input", fit);
-by("stop").addEventListener("click", stop);
-by("below").addEventListener("keydown", (event) => {
+  fitHeight();
+  send(text, files);
+};
+by("message").onkeydown = (event) => sendByEnter(event, by("compose"));
+by("message").oninput = fitHeight;
+by("stop").onclick = stop;
+by("below").onkeydown = (event) => {
   if (event.key === "Escape") stop();
-});
-by("attach").addEventListener("click", () => by("files").click());
-by("files").addEventListener("change", async () => {
+};
+by("attach").onclick = () => by("files").click();
+by("files").onchange = async () => {
   await addFiles(by("files").files);
   by("files").value = "";
-});
+};
 
 // Settings of a conversation, as they are typed; an empty one is the model's
 
@@ -300,14 +290,14 @@ function showSettings() {
   for (const field of by("settings").elements) field.value = current.settings[field.name] || "";
 }
 
-by("settings").addEventListener("submit", (event) => event.preventDefault());
-by("settings").addEventListener("change", ({ target }) => {
+by("settings").onsubmit = (event) => event.preventDefault();
+by("settings").onchange = ({ target }) => {
   if (!target.reportValidity()) return;
   current.settings[target.name] = target.value;
   localStorage.setItem(SETTINGS, JSON.stringify(current.settings));
   if (current.messages.length) save(current);
-});
-by("adjust").addEventListener("click", () => {
+};
+by("adjust").onclick = () => {
   by("settings").hidden = !by("settings").hidden;
   by("adjust").ariaExpanded = String(!by("settings").hidden);
-});
+};

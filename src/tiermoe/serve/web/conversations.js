@@ -3,17 +3,16 @@
 
 const PREFIX = "tiermoe:conversation:", SETTINGS = "tiermoe:settings";
 const OPEN = "tiermoe:open"; // which one this window shows, also after a reload
-const ROLES = { system: "System", user: "You", assistant: "The model" };
-let current = fresh(); // { id, changed, messages, settings }
+let current = newConversation(); // { id, changed, messages, settings }
 let answering = null; // { conversation, message, controller, show, dropped }
 
 // A new conversation, with the settings that were entered last.
-function fresh() {
+function newConversation() {
   const id = Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
   return { id, changed: 0, messages: [], settings: JSON.parse(localStorage.getItem(SETTINGS) || "{}") };
 }
 
-function kept(id) {
+function load(id) {
   try {
     const read = JSON.parse(localStorage.getItem(PREFIX + id));
     return Array.isArray(read?.messages) ? { settings: {}, ...read } : null;
@@ -22,10 +21,10 @@ function kept(id) {
   }
 }
 
-function saved() {
+function loadAll() {
   const names = Object.keys(localStorage).filter((name) => name.startsWith(PREFIX));
-  const found = names.map((name) => kept(name.slice(PREFIX.length))).filter(Boolean);
-  return found.sort((one, other) => other.changed - one.changed);
+  const loaded = names.map((name) => load(name.slice(PREFIX.length))).filter(Boolean);
+  return loaded.sort((one, other) => other.changed - one.changed);
 }
 
 function save(conversation) {
@@ -37,33 +36,31 @@ function save(conversation) {
   }
 }
 
-const textOf = (message) => [...(message.files || []).flatMap(({ name, text }) => [name, text]), message.content].join("\n");
+const searchedText = ({ files = [], content }) => [...files.flatMap(({ name, text }) => [name, text]), content].join("\n");
 const titleOf = ({ messages: [first] }) => first && (first.content || first.files[0].name).slice(0, 60) || "New conversation";
 
 function showList() {
   const wanted = by("search").value.trim().toLowerCase();
-  const found = saved().filter((each) => each.messages.some((message) => textOf(message).toLowerCase().includes(wanted)));
+  const found = loadAll().filter((each) => each.messages.some((message) => searchedText(message).toLowerCase().includes(wanted)));
   by("none").hidden = !wanted || found.length > 0;
   by("conversations").replaceChildren(...found.map((each) => {
     const title = titleOf(each);
-    const open = make("button", { type: "button", onclick: () => show(each) }, title);
-    const remove = make("button", { type: "button", title: "Delete", onclick: () => forget(each) }, "×");
-    remove.ariaLabel = "Delete conversation: " + title;
-    const here = each.id === current.id;
-    if (here) open.ariaCurrent = "true";
-    return make("li", { className: here ? "current" : "" }, open, remove);
+    const ariaCurrent = each.id === current.id ? "true" : null;
+    const open = make("button", { type: "button", title, ariaCurrent, onclick: () => show(each) }, title);
+    const remove = make("button", { type: "button", ariaLabel: "Delete conversation: " + title, onclick: () => forget(each) }, "×");
+    return make("li", {}, open, remove);
   }));
 }
 
 function show(conversation) {
   current = answering?.conversation.id === conversation.id ? answering.conversation : conversation;
   sessionStorage.setItem(OPEN, current.id);
-  list(false);
+  openMenu(false);
   showList();
   showSettings();
   showThread();
   by("thread").scrollTop = by("thread").scrollHeight;
-  by("said").focus();
+  by("message").focus();
 }
 
 function forget(conversation) {
@@ -73,22 +70,23 @@ function forget(conversation) {
     answering.controller.abort();
   }
   localStorage.removeItem(PREFIX + conversation.id);
-  if (conversation.id === current.id) return show(fresh());
+  if (conversation.id === current.id) return show(newConversation());
   showList();
   by("new").focus(); // the button that had the focus is gone
 }
 
-function list(shown) {
-  by("chat").classList.toggle("listed", shown);
-  by("menu").ariaExpanded = String(shown);
+// The list of conversations in a narrow window.
+function openMenu(open) {
+  by("chat").classList.toggle("listed", open);
+  by("menu").ariaExpanded = String(open);
 }
 
-by("menu").addEventListener("click", () => list(!by("chat").classList.contains("listed")));
-by("new").addEventListener("click", () => show(fresh()));
-by("search").addEventListener("input", showList);
+by("menu").onclick = () => openMenu(!by("chat").classList.contains("listed"));
+by("new").onclick = () => show(newConversation());
+by("search").oninput = showList;
 addEventListener("storage", (event) => {
   showList();
-  const changed = event.key === PREFIX + current.id && answering?.conversation !== current && kept(current.id);
+  const changed = event.key === PREFIX + current.id && answering?.conversation !== current && load(current.id);
   if (!changed || document.querySelector("article form")) return;
   current = changed; // another window goes on with it
   showThread();
@@ -96,20 +94,21 @@ addEventListener("storage", (event) => {
 
 // Export
 
-function download(name, type, text) {
+function download(extension, type, text) {
+  const name = titleOf(current).replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 40) || "conversation";
   const address = URL.createObjectURL(new Blob([text], { type }));
-  make("a", { href: address, download: name }).click();
+  make("a", { href: address, download: name + extension }).click();
   setTimeout(() => URL.revokeObjectURL(address), 60000);
 }
 
 function asMarkdown({ messages, settings }) {
-  const parts = messages.map((message) => "## " + ROLES[message.role] + "\n\n" + written(message));
-  if (settings.system) parts.unshift("## " + ROLES.system + "\n\n" + settings.system);
+  const parts = messages.map((message) => (message.role === "user" ? "## You" : "## The model") + "\n\n" + withFiles(message));
+  if (settings.system) parts.unshift("## System\n\n" + settings.system);
   return parts.join("\n\n") + "\n";
 }
 
 // A message as one text: its files in code blocks, before what was written.
-function written({ files = [], content }) {
+function withFiles({ files = [], content }) {
   return [...files.map(({ name, text }) => name + ":\n" + fenced(text)), content].filter(Boolean).join("\n\n");
 }
 
@@ -119,6 +118,5 @@ function fenced(text) {
   return fence + "\n" + text + (text.endsWith("\n") ? "" : "\n") + fence;
 }
 
-const fileName = () => titleOf(current).replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 40) || "conversation";
-by("as-markdown").addEventListener("click", () => download(fileName() + ".md", "text/markdown", asMarkdown(current)));
-by("as-json").addEventListener("click", () => download(fileName() + ".json", "application/json", JSON.stringify({ model, ...current }, null, 2)));
+by("as-markdown").onclick = () => download(".md", "text/markdown", asMarkdown(current));
+by("as-json").onclick = () => download(".json", "application/json", JSON.stringify({ model, ...current }, null, 2));

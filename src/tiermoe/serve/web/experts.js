@@ -2,6 +2,7 @@
 // Figures
 
 const short = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 });
+const counted = (count, noun) => short(count) + " " + noun + (count === 1 ? "" : "s");
 const percent = (part, all) => all ? short(100 * part / all) + " %" : "–";
 
 function bytes(value) {
@@ -31,17 +32,17 @@ function sampled(now) {
 function figures(now) {
   sampled(now);
   const pace = now.running ? "The last " + SPAN / 1000 + " seconds:" : rates ? "Nothing runs. The last seconds in which something ran:" : "Nothing runs.";
-  tell("pace", pace);
+  setText("pace", pace);
   const fits = Math.min(now.cache_slots, now.all_experts);
   const tiles = [
-    ["Tokens a second", rates?.tokens ?? "–", now.generated_tokens.toLocaleString("en") + " in all"],
+    ["Tokens a second", rates?.tokens ?? "–", short(now.generated_tokens) + " in all"],
     ["Hit rate", rates?.hits ?? "–", percent(now.expert_hits, now.expert_hits + now.expert_misses) + " since the start"],
     ["Waited for experts", rates?.waited ?? "–", short(now.wait_s) + " s since the start"],
     ["Read", rates?.read ?? "–", bytes(now.bytes_read) + " since the start"],
-    ["Room for experts", percent(fits, now.all_experts), fits.toLocaleString("en") + " of " + now.all_experts.toLocaleString("en")],
+    ["Room for experts", percent(fits, now.all_experts), short(fits) + " of " + short(now.all_experts)],
     ["Memory", bytes(now.peak_memory_bytes), now.memory_budget_bytes ? "at most, of " + bytes(now.memory_budget_bytes) : "at most"],
     ["Requests", String(now.running), now.waiting + " wait; " + now.rows + " may run at once"],
-    ["Prompts", now.prompt_tokens.toLocaleString("en"), "tokens read; " + now.cached_tokens.toLocaleString("en") + " were kept"],
+    ["Prompts", short(now.prompt_tokens), "tokens read; " + short(now.cached_tokens) + " were kept"],
   ];
   by("figures").replaceChildren(...tiles.map(([name, value, detail]) =>
     make("div", {}, make("dt", {}, name), make("dd", {}, value), make("dd", { className: "detail" }, detail))));
@@ -57,13 +58,13 @@ function budgets(now) {
 
 // The map
 
-let found = null; // what /experts says
-let at = null; // [layer, expert] that is looked at
+let latest = null; // what /experts says
+let selected = null; // [layer, expert] whose description is shown
 let grid = {}; // where experts are painted: { columns, lines, width, height, layer }
 
 // A layer has as many lines as its experts need, of cells that can be told apart; layer: pixels from one to the next.
-function measure() {
-  const most = Math.max(...found.layers.map((layer) => layer.bits.length), 1), room = by("map").clientWidth - 6;
+function layOut() {
+  const most = Math.max(...latest.layers.map((layer) => layer.bits.length), 1), room = by("map").clientWidth - 6;
   const lines = Math.ceil(most / Math.max(1, Math.floor(room / 5))), columns = Math.ceil(most / lines);
   const width = Math.max(1, Math.min(26, Math.floor(room / columns))), height = Math.max(6, Math.min(18, width));
   grid = { columns, lines, width, height, layer: lines * height + (lines > 1 ? 3 : 0) };
@@ -72,115 +73,107 @@ function measure() {
 const corner = (row, column) => [column % grid.columns * grid.width, row * grid.layer + Math.floor(column / grid.columns) * grid.height];
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const parts = (hex) => [1, 3, 5].map((from) => parseInt(hex.slice(from, from + 2), 16));
+const between = (low, high, share) => "color-mix(in srgb, " + colour(high) + " " + 100 * share + "%, " + colour(low) + ")";
 
-function between(low, high, share) {
-  const [from, to] = [parts(colour(low)), parts(colour(high))];
-  return "rgb(" + from.map((value, index) => Math.round(value + share * (to[index] - value))).join(",") + ")";
-}
-
-// How an expert is painted: the place of its colour in the legend.
+// The legend, as [text, colour], and the place in it of an expert of a layer.
 function legend() {
-  const all = found.layers.flatMap((layer) => layer.bits.map((bits, expert) => [bits, layer.arriving[expert], layer.uses[expert]]));
   if (document.querySelector("[name=colour]:checked").value === "uses") {
-    const most = all.reduce((highest, [, , uses]) => Math.max(highest, uses), 0);
-    const place = (uses) => uses ? 1 + Math.round(6 * Math.sqrt(uses / most)) : 0;
+    const most = Math.max(0, ...latest.layers.map(({ uses }) => Math.max(0, ...uses)));
     const entries = [["never used", colour("--absent")]];
-    for (let step = 0; step <= 6; step++) entries.push(["", between("--cold", "--hot", step / 6)]);
-    if (most) entries[7][0] = "used by " + most.toLocaleString("en") + (most === 1 ? " token" : " tokens");
-    return { entries: most ? entries : entries.slice(0, 1), place: (layer, expert) => place(layer.uses[expert]) };
+    for (let step = 0; most && step <= 6; step++) {
+      entries.push([step < 6 ? "" : "used by " + counted(most, "token"), between("--cold", "--hot", step / 6)]);
+    }
+    return { entries, place: ({ uses }, expert) => uses[expert] && 1 + Math.round(6 * Math.sqrt(uses[expert] / most)) };
   }
-  const levels = [...found.precisions].reverse();
-  const count = (bits) => all.filter((each) => each[0] === bits && (bits || !each[1])).length.toLocaleString("en");
-  const entries = [["not in memory: " + count(0), colour("--absent")],
-    ["being read: " + all.filter(([bits, arriving]) => !bits && arriving).length, colour("--reading")]];
-  levels.forEach((bits, index) => entries.push([bits + " bits: " + count(bits),
-    between("--low", "--high", levels.length > 1 ? index / (levels.length - 1) : 0.6)]));
-  const place = (layer, expert) => layer.bits[expert] ? 2 + levels.indexOf(layer.bits[expert]) : layer.arriving[expert] ? 1 : 0;
+  const levels = [...latest.precisions].reverse();
+  const place = ({ bits, arriving }, expert) => bits[expert] ? 2 + levels.indexOf(bits[expert]) : arriving[expert] ? 1 : 0;
+  const entries = [["not in memory", colour("--absent")], ["being read", colour("--reading")], ...levels.map((bits, index) =>
+    [bits + " bits", between("--low", "--high", levels.length > 1 ? index / (levels.length - 1) : 0.6)])];
+  const places = latest.layers.flatMap((layer) => layer.bits.map((_, expert) => place(layer, expert)));
+  entries.forEach((entry, index) => entry[0] += ": " + short(places.filter((each) => each === index).length));
   return { entries, place };
 }
 
 function draw() {
-  if (!found || by("experts").hidden) return;
+  if (!latest || by("experts").hidden) return;
   const canvas = by("cells"), { entries, place } = legend();
-  const scale = devicePixelRatio || 1;
-  measure();
-  const gap = grid.width > 5 ? 1 : 0, [width, height] = [grid.columns * grid.width, found.layers.length * grid.layer];
+  const scale = devicePixelRatio;
+  layOut();
+  const gap = grid.width > 5 ? 1 : 0, [width, height] = [grid.columns * grid.width, latest.layers.length * grid.layer];
   canvas.style.width = width + "px";
   canvas.style.height = height + "px";
   canvas.width = width * scale;
   canvas.height = height * scale;
   const pen = canvas.getContext("2d");
   pen.scale(scale, scale);
-  found.layers.forEach((layer, row) => layer.bits.forEach((_, column) => {
+  latest.layers.forEach((layer, row) => layer.bits.forEach((_, column) => {
     pen.fillStyle = entries[place(layer, column)][1];
     pen.fillRect(...corner(row, column), grid.width - gap, grid.height - 1);
   }));
-  if (at) {
+  if (selected) {
     pen.strokeStyle = colour("--ink");
     pen.lineWidth = 2;
-    pen.strokeRect(...corner(...at), grid.width - gap, grid.height - 1);
+    pen.strokeRect(...corner(...selected), grid.width - gap, grid.height - 1);
   }
   by("legend").replaceChildren(...entries.map(([text, fill]) => {
     const mark = make("i");
     mark.style.background = fill;
     return make("span", {}, mark, text);
   }));
-  canvas.ariaLabel = "Experts, " + found.layers.length + " layers. " + entries.map(([text]) => text).filter(Boolean).join(", ");
+  canvas.ariaLabel = "Experts, " + latest.layers.length + " layers. " + entries.map(([text]) => text).filter(Boolean).join(", ");
 }
 
-function look(row, column) {
-  if (!found?.layers.length) return;
-  row = Math.max(0, Math.min(found.layers.length - 1, row));
-  const layer = found.layers[row];
+function select(row, column) {
+  if (!latest?.layers.length) return;
+  row = Math.max(0, Math.min(latest.layers.length - 1, row));
+  const layer = latest.layers[row];
   column = Math.max(0, Math.min(layer.bits.length - 1, column));
-  at = [row, column];
-  tell("cell", describe(row, column));
+  selected = [row, column];
+  setText("cell", describe(row, column));
   draw();
 }
 
 function describe(row, column) {
-  const layer = found.layers[row];
-  const here = layer.bits[column] ? "in memory with " + layer.bits[column] + " bits" : "not in memory";
-  const coming = layer.arriving[column] ? ", " + layer.arriving[column] + " bits are being read" : "";
-  return "MoE layer " + row + ", expert " + column + ": " + here + coming + "; used by " + layer.uses[column].toLocaleString("en") + " tokens.";
+  const layer = latest.layers[row];
+  const resident = layer.bits[column] ? "in memory with " + layer.bits[column] + " bits" : "not in memory";
+  const arriving = layer.arriving[column] ? ", " + layer.arriving[column] + " bits are being read" : "";
+  return "MoE layer " + row + ", expert " + column + ": " + resident + arriving + "; used by " + counted(layer.uses[column], "token") + ".";
 }
 
 function hint() {
-  const none = found.layers.every((layer) => layer.uses.every((uses) => !uses));
-  const all = found.layers.every((layer) => layer.bits.every((bits) => bits));
+  const none = latest.layers.every((layer) => layer.uses.every((uses) => !uses));
+  const all = latest.layers.every((layer) => layer.bits.every((bits) => bits));
   const why = none && all ? " Uses are counted while experts come and go; here all are in memory." : "";
   return "Point at an expert or touch it, or walk with the arrow keys." + why;
 }
 
-function point({ offsetX, offsetY }) {
+function selectAt({ offsetX, offsetY }) {
   const row = Math.floor(offsetY / grid.layer);
   const line = Math.min(grid.lines - 1, Math.floor((offsetY - row * grid.layer) / grid.height));
-  look(row, line * grid.columns + Math.min(grid.columns - 1, Math.floor(offsetX / grid.width)));
+  select(row, line * grid.columns + Math.min(grid.columns - 1, Math.floor(offsetX / grid.width)));
 }
 
-for (const name of ["pointermove", "pointerdown"]) by("cells").addEventListener(name, point);
-by("cells").addEventListener("keydown", (event) => {
+by("cells").onpointermove = by("cells").onpointerdown = selectAt;
+by("cells").onkeydown = (event) => {
   const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
   if (!step) return;
   event.preventDefault();
-  look(...(at ? [at[0] + step[0], at[1] + step[1]] : [0, 0]));
-});
-for (const each of document.querySelectorAll("[name=colour]")) each.addEventListener("change", draw);
-addEventListener("resize", draw);
+  select(...(selected ? [selected[0] + step[0], selected[1] + step[1]] : [0, 0]));
+};
+document.querySelector("fieldset").onchange = window.onresize = draw;
 
 async function watch() {
   for (;; await sleep(1000)) {
     if (by("experts").hidden || document.hidden || !model) continue;
     try {
-      const its = "?model=" + encodeURIComponent(model);
-      const stats = await (await ask("stats" + its)).json();
+      const query = "?model=" + encodeURIComponent(model);
+      const stats = await (await ask("stats" + query)).json();
       figures(stats);
       budgets(stats);
-      found = await (await ask("experts" + its)).json();
+      latest = await (await ask("experts" + query)).json();
       notice("");
       draw();
-      tell("cell", at ? describe(...at) : hint());
+      setText("cell", selected ? describe(...selected) : hint());
     } catch (error) {
       notice(error.message, true);
     }

@@ -1,14 +1,15 @@
 "use strict";
-// Markdown of answers: marked makes HTML of it, DOMPurify leaves of that what MARKS names
+// Markdown of answers: marked makes HTML of it, highlight.js of code, and DOMPurify leaves of that what MARKS names
 
 const MARKS = {
   ALLOWED_TAGS: ["p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "strong", "em", "del", "code", "pre", "blockquote",
-    "ul", "ol", "li", "input", "table", "thead", "tbody", "tr", "th", "td", "a"],
+    "ul", "ol", "li", "input", "table", "thead", "tbody", "tr", "th", "td", "a", "span"],
   ALLOWED_ATTR: ["href", "title", "start", "align", "class", "type", "checked", "disabled"],
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
   ADD_URI_SAFE_ATTR: ["start", "align", "type"], // attributes that are no address
   RETURN_DOM_FRAGMENT: true,
 };
+const MOST_COLOURED = 20000; // characters of code; some of highlight.js's expressions take quadratic time
 
 const escaped = (text) => text.replace(/[&<>"']/g, (sign) => "&#" + sign.charCodeAt(0) + ";");
 
@@ -19,18 +20,25 @@ marked.use({
   },
 });
 
-// The elements of Markdown blocks, as marked's lexer gives them.
-function rendered(blocks) {
+// The elements of Markdown blocks, as marked's lexer gives them. coloured: code in its colours; it is not while it grows.
+function rendered(blocks, coloured = true) {
   const fragment = DOMPurify.sanitize(marked.parser(blocks), MARKS);
   for (const link of fragment.querySelectorAll("a")) Object.assign(link, { target: "_blank", rel: "noopener noreferrer" });
   for (const table of fragment.querySelectorAll("table")) wrap(table, "wide");
   for (const pre of fragment.querySelectorAll("pre")) {
-    const code = pre.firstElementChild, language = code?.className.replace("language-", "") || "";
+    const code = pre.firstElementChild, language = code.className.replace("language-", "");
+    if (coloured) highlight(code, language);
     const button = copyButton(() => pre.textContent, "Copy code");
     wrap(pre, "block").prepend(make("div", { className: "language" }, make("span", {}, language), button));
     pre.tabIndex = 0; // a long line is scrolled with the arrow keys
   }
   return fragment;
+}
+
+function highlight(code, language) {
+  const text = code.textContent;
+  if (text.length > MOST_COLOURED || !hljs.getLanguage(language)) return;
+  code.replaceChildren(DOMPurify.sanitize(hljs.highlight(text, { language, ignoreIllegals: true }).value, MARKS));
 }
 
 function wrap(element, className) {
@@ -41,19 +49,18 @@ function wrap(element, className) {
 }
 
 // Shows a text that grows: the function takes what is new of it. Whole blocks are rendered once, the last block again with
-// each frame, and for at most a fifth of the time. after: called when something was rendered.
-function growing(element, after) {
+// each frame, and for at most a fifth of the time. around: called with what renders.
+function growing(element, around) {
   let text = "", shown = 0, whole = 0, last = [], waiting = false; // whole: characters of the blocks that are rendered for good
   function render() {
     const blocks = marked.lexer(text.slice(whole));
     const finished = blocks.slice(0, Math.max(0, openFrom(blocks)));
     for (const node of last) node.remove();
     element.append(rendered(finished));
-    last = [...rendered(blocks.slice(finished.length)).childNodes];
+    last = [...rendered(blocks.slice(finished.length), false).childNodes];
     element.append(...last);
     for (const block of finished) whole += block.raw.length;
     shown = text.length;
-    after();
   }
   return async (more) => {
     text += more.replaceAll("\r", ""); // the lexer counts line breaks as one character
@@ -62,7 +69,7 @@ function growing(element, after) {
     while (shown < text.length) {
       await new Promise(requestAnimationFrame);
       const began = performance.now();
-      render();
+      around(render);
       await sleep(4 * (performance.now() - began));
     }
     waiting = false;
@@ -77,12 +84,11 @@ function openFrom(blocks) {
 }
 
 function copyButton(text, label) {
-  const button = make("button", { type: "button", className: "small" }, "Copy");
-  button.ariaLabel = label;
-  button.addEventListener("click", async () => {
+  const button = make("button", { type: "button", className: "small", ariaLabel: label }, "Copy");
+  button.onclick = async () => {
     button.textContent = await copied(text()) ? "Copied" : "Not copied";
     setTimeout(() => button.textContent = "Copy", 2000);
-  });
+  };
   return button;
 }
 

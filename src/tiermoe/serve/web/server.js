@@ -10,13 +10,13 @@ function make(name, properties = {}, ...children) {
   return element;
 }
 
-// What is told already is not told again by a screen reader.
-function tell(id, text) {
+// A screen reader does not say again what is there already.
+function setText(id, text) {
   if (by(id).textContent !== text) by(id).textContent = text;
 }
 
 function notice(text, bad = false) {
-  tell("notice", text);
+  setText("notice", text);
   by("notice").hidden = !text;
   by("notice").classList.toggle("error", bad);
 }
@@ -54,60 +54,62 @@ function askForKey() {
 // The data of a stream's events, as they come.
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+  let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
-    const lines = (held + value).split("\n");
-    held = lines.pop();
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
     for (const line of lines) if (line.startsWith("data: ")) yield line.slice(6).trim();
   }
 }
 
 async function untilLoaded() {
-  for (;;) {
+  for (;; await sleep(1000)) {
     try {
-      await ask("health");
-      return;
+      return await ask("health");
     } catch (error) {
-      const progress = error.body?.progress;
-      if (error.body?.status !== "loading") notice(error.message, true);
-      else notice("The model is being loaded" + (progress ? ": " + told(progress) : "") + " …");
+      const { status, progress } = error.body ?? {};
+      if (status !== "loading") notice(error.message, true);
+      else notice("The model is being loaded" + (progress ? ": " + progressText(progress) : "") + " …");
     }
-    await sleep(1000);
   }
 }
 
-const told = ({ what, done, total }) => what + (total ? ", " + Math.floor(100 * done / total) + " %" : "");
+const progressText = ({ what, done, total }) => what + (total ? ", " + Math.floor(100 * done / total) + " %" : "");
 
-async function start() {
+let connecting = false;
+
+// Waits for the server and asks for its models: at first, and after an answer that failed, as it may be another server.
+async function connect() {
+  if (connecting) return;
+  connecting = true;
   await untilLoaded();
+  connecting = false;
   notice("");
   try {
     const { data } = await (await ask("v1/models")).json();
-    choose(data.find(({ id }) => id === model) ?? data.find(({ status }) => status?.value === "loaded") ?? data[0]);
+    chooseModel(data.find(({ id }) => id === model) ?? data.find(({ status }) => status?.value === "loaded") ?? data[0]);
     by("models").replaceChildren(...data.map(({ id }) => make("option", { selected: id === model }, id)));
     by("models").hidden = data.length < 2;
-    by("models").onchange = () => choose(data.find(({ id }) => id === by("models").value));
+    by("models").onchange = () => chooseModel(data.find(({ id }) => id === by("models").value));
     by("key-form").hidden = true;
-    followed(showThread); // answers have the model's name
   } catch (error) {
     notice(error.message, true);
   }
 }
 
-function choose({ id, max_model_len }) {
+function chooseModel({ id, max_model_len }) {
   [model, context] = [id, max_model_len];
   by("model").textContent = model;
   document.title = model + " – tiermoe";
-  [samples, rates, at] = [[], null, null]; // of the experts' view
+  [samples, rates, selected] = [[], null, null]; // of the experts' view
 }
 
-by("key-form").addEventListener("submit", (event) => {
+by("key-form").onsubmit = (event) => {
   event.preventDefault();
   key = by("key").value;
   sessionStorage.setItem("tiermoe:key", key);
   by("key-form").hidden = true;
-  start();
-});
-
+  connect();
+};

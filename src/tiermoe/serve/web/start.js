@@ -14,6 +14,6 @@ function view() {
 
 addEventListener("hashchange", view);
 view();
-show(kept(sessionStorage.getItem(OPEN)) || fresh());
-start();
+show(load(sessionStorage.getItem(OPEN)) || newConversation());
+connect();
 watch();
