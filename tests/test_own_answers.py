@@ -9,12 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import ollama
 import openai
 import pytest
 import torch
 
 import tiermoe
+from benchmarks.load_dialects import (
+    DIALECTS,
+    Dialect,
+    error_of,
+    event_of,
+    is_beginning,
+    is_end,
+    request_of,
+    usage_of,
+)
 from serving import running
 from tiermoe.engine.sampling import Sampling
 from tiermoe.serve.app import create_app
@@ -170,3 +181,21 @@ def test_free_turns_of_ollamas_dialect(where: str) -> None:
     assert called
     told = client.chat(model="chats", messages=[ASKED], format=SCHEMA, options={"num_predict": 400})
     check("weather", json.loads(told.message.content or ""))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_clients_under_load_understand_every_dialect(where: str, dialect: Dialect) -> None:
+    """Streams and whole answers tell the tokens of the prompt, and no error; a stream its end. A refusal has one."""
+    whole = httpx.post(where + dialect.path, json=request_of(dialect, "How is Bonn?", 20, stream=False), timeout=300)
+    prompt, answer = usage_of(whole.json()) or (0, 0)
+    assert 0 < answer <= 20
+    asked = request_of(dialect, "How is Bonn?", 20, stream=True)
+    with httpx.stream("POST", where + dialect.path, json=asked, timeout=300) as response:
+        events = [event for line in response.iter_lines() if (event := event_of(line)) is not None]
+    assert [is_end(event) for event in events] == [False] * (len(events) - 1) + [True]
+    told = [usage for event in events if (usage := usage_of(event))]
+    assert [usage[0] for usage in told] == [prompt]
+    assert 0 < told[0][1] <= 20
+    assert sum(is_beginning(event) for event in events) < len(events) - 1
+    assert {error_of(event) for event in [whole.json(), *events]} == {None}
+    assert error_of(httpx.post(where + dialect.path, json={"nothing": 1}).json())
