@@ -2,11 +2,11 @@
 
     python -m benchmarks.load MODEL --clients 64 --seconds 600 --memory 700MiB [--hostile 8] [--cgroup] [OPTIONS]
 
-Clients stream or wait for whole answers, of mixed lengths; a tenth leaves midway; the queue overflows, and who is
-refused comes again after Retry-After. `--hostile` many of them attack (`hostile_clients.py`); before that a fifth of
-the time passes without them. `--cgroup` starts the server in a memory cgroup of the size of --memory; OPTIONS are those
-of serve. Then they all stop, and the server's counters must add up with theirs; then they ask again while the server is
-told to end.
+Clients of every dialect (`load_dialects.py`) stream or wait for whole answers, of mixed lengths, some by a schema, and
+forced calls where the model has tools; a tenth leaves midway; the queue overflows, and who is refused comes again after
+Retry-After. `--hostile` many of them attack (`hostile_clients.py`); before that a fifth of the time passes without
+them. `--cgroup` starts the server in a memory cgroup of the size of --memory; OPTIONS are those of serve. Then they all
+stop, and the server's counters must add up with theirs; then they ask again while the server is told to end.
 Prints one JSON object, and on standard error each rule that was broken; exits with 1 where there is one:
 
     killed      the server was not killed, and ended with 0

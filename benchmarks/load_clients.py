@@ -1,4 +1,5 @@
-"""Clients of a server under load: streaming and not, with prompts and answers of mixed lengths; some leave midway."""
+"""Clients of a server under load: of every dialect, streaming and not, with prompts and answers of mixed lengths,
+schemas and forced calls; some leave midway."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ import math
 import random
 import time
 from array import array
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-_WORDS = "once upon a time there was king who lived in great house by the sea and he had little dog that liked to play"
+from benchmarks.load_dialects import DIALECTS, Dialect, error_of, event_of, is_beginning, is_end, request_of, usage_of
+
+_TEXT = "once upon a time there was king who lived in great house by the sea and he had little dog that liked to play"
+_WORDS = _TEXT.split()
 _BEGINNINGS = 4  # that half of the prompts begin with
 _LEAVING = 0.1  # of the requests, midway
 _MOST_ANSWER = 64
@@ -54,9 +57,11 @@ class Clients:
         self.waits, self.silences = array("d"), array("d")
         self._address, self._count, self._context = address, count, context
         self._chance = random.Random(seed)
-        told = httpx.post(f"{address}/tokenize", json={"prompt": _WORDS, "add_special_tokens": False}).json()
-        self._ids: list[int] = told["tokens"]
-        self._beginnings = [self._chance.choices(self._ids, k=context // 4) for _ in range(_BEGINNINGS)]
+        told = httpx.post(f"{address}/tokenize", json={"prompt": _TEXT, "add_special_tokens": False}).json()
+        self._words = len(_WORDS) * context // len(told["tokens"])  # that fill the context
+        self._beginnings = [self._chance.choices(_WORDS, k=self._words // 4) for _ in range(_BEGINNINGS)]
+        able = "tools" in httpx.post(f"{address}/api/show", json={}).json()["capabilities"]
+        self._dialects = [each for each in DIALECTS if able or not each.tools]
         self._heard_at = 0.0
 
     async def run(self, seconds: float) -> None:
@@ -79,13 +84,14 @@ class Clients:
         """One request; seconds after which the next one may come."""
         stream = self._chance.random() < 0.5
         patience = self._chance.uniform(0.3, 3) if self._chance.random() < _LEAVING else None
-        asked, heard = self._request(stream), False
+        dialect, heard = self._chance.choice(self._dialects), False
+        asked = self._request(dialect, stream)
         began = time.perf_counter()
         self.tally.sent += 1
         try:
             async with (
                 asyncio.timeout(None if stream else patience) as limit,
-                http.stream("POST", "/v1/completions", json=asked) as response,
+                http.stream("POST", dialect.path, json=asked) as response,
             ):
                 if response.status_code != 200:
                     return await self._refused(response)
@@ -107,19 +113,21 @@ class Clients:
             self._broke(began, type(error).__name__)
         return 0.0
 
-    def _request(self, stream: bool) -> dict[str, Any]:
+    def _request(self, dialect: Dialect, stream: bool) -> dict[str, Any]:
         chance = self._chance
-        most = self._context // 2
-        prompt = chance.choices(self._ids, k=int(math.exp(chance.uniform(0, math.log(most)))))
+        most = self._words // 2
+        words = chance.choices(_WORDS, k=int(math.exp(chance.uniform(0, math.log(most)))))
         if chance.random() < 0.5:
-            prompt = chance.choice(self._beginnings) + prompt
-        asked: dict[str, Any] = {"prompt": prompt, "max_tokens": chance.randint(1, _MOST_ANSWER), "seed": 1}
-        return asked | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+            words = chance.choice(self._beginnings) + words
+        return request_of(dialect, " ".join(words), chance.randint(1, _MOST_ANSWER), stream)
 
     async def _refused(self, response: httpx.Response) -> float:
         body = (await response.aread()).decode()
         if response.status_code == 503:
-            self.tally.refused += 1
+            # one that waits for no grammar to be compiled is refused before the server counts it
+            counted = "grammars are being compiled" not in body
+            self.tally.refused += counted
+            self.tally.unheard += not counted
             return float(response.headers["Retry-After"])
         self.tally.told += 1
         self._note(f"{response.status_code} {body}")
@@ -128,23 +136,25 @@ class Clients:
     async def _whole(self, response: httpx.Response, began: float) -> bool:
         body = json.loads(await response.aread())
         self._waited(began)
-        self._finished(body["usage"])
+        self._finished(usage_of(body))
         return True
 
     async def _streamed(self, response: httpx.Response, began: float) -> bool:
         """Whether the stream came to an end that was told."""
         heard_at: float | None = None
-        usage: dict[str, int] | None = None
-        async for event in _events(response):
-            if event == "[DONE]":
-                self._finished(usage or {})
-                return usage is not None
-            body = json.loads(event)
-            if "error" in body:
+        usage: tuple[int, int] | None = None
+        async for line in response.aiter_lines():
+            event = event_of(line)
+            if event is None or is_beginning(event):
+                continue
+            if error := error_of(event):
                 self.tally.told += 1
-                self._note(body["error"]["message"])
+                self._note(error)
                 return True
-            usage = body.get("usage") or usage
+            usage = usage_of(event) or usage
+            if is_end(event):
+                self._finished(usage)
+                return usage is not None
             now = time.perf_counter()
             if heard_at is None:
                 self._waited(began)
@@ -155,10 +165,11 @@ class Clients:
             self._heard()
         return False
 
-    def _finished(self, usage: dict[str, int]) -> None:
+    def _finished(self, usage: tuple[int, int] | None) -> None:
         self.tally.finished += 1
-        self.tally.prompt_tokens += usage.get("prompt_tokens", 0)
-        self.tally.completion_tokens += usage.get("completion_tokens", 0)
+        prompt, answer = usage or (0, 0)
+        self.tally.prompt_tokens += prompt
+        self.tally.completion_tokens += answer
 
     def _waited(self, began: float) -> None:
         self.waits.append(time.perf_counter() - began)
@@ -181,10 +192,3 @@ class Clients:
 
     def _note(self, error: str) -> None:
         self.tally.errors[error[:200]] = self.tally.errors.get(error[:200], 0) + 1
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[str]:
-    """What a stream of events says, without its comments."""
-    async for line in response.aiter_lines():
-        if line.startswith("data:"):
-            yield line[5:].strip()

@@ -134,8 +134,8 @@ def run_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
-SHARED = {"__init__", "rounds", "serving", "load_clients", "hostile_clients", "first_run_child", "run_converter",
-          "peer", "full_size_child", "recorded_routing"}  # fmt: skip
+SHARED = {"__init__", "rounds", "serving", "load_clients", "load_dialects", "hostile_clients", "first_run_child",
+          "run_converter", "peer", "full_size_child", "recorded_routing"}  # fmt: skip
 
 
 COMMANDS = sorted({path.stem for path in FOLDER.glob("*.py")} - SHARED)

@@ -105,21 +105,54 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> Any:
-        from llguidance.hf import from_tokenizer
+        from llguidance import LLTokenizer, TokenizerWrapper
 
-        return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends or None)
+        ends = self._ends or None
+        vocabulary = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocabulary, ends))
+        return LLTokenizer(vocabulary, n_vocab=self._vocabulary, eos_token=ends)
 
     def _fault(self, rules: str) -> str:
         """What a trial of the rules finds, or has found before; empty where nothing is wrong."""
         key = hashlib.sha256(rules.encode(errors="replace")).digest()
         fault = self._faults.get(key)
         if fault is None:
-            fault = _tried(rules, [name for name in self._tokenizer.get_added_vocab() if name in rules])
+            added = self._tokenizer.added_tokens_decoder.values()
+            fault = _tried(rules, [each.content for each in added if each.special and each.content in rules])
             with self._lock:
                 self._faults[key] = fault
                 if len(self._faults) > _KNOWN:
                     del self._faults[next(iter(self._faults))]
         return fault
+
+
+class _Vocabulary:
+    """The tokens of a tokenizer of transformers as llguidance takes them, special where the tokenizer says so.
+
+    llguidance by itself takes every added token in angle brackets for special, as Qwen3's `<tool_call>`: it lets the
+    token come where a grammar has its text, and then finds that the token is not that text. vocabulary: tokens. ends:
+    those that end an answer; None: the tokenizer's own."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: list[int] | None) -> None:
+        from llguidance.hf import from_tokenizer
+
+        found = from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends)
+        texts = {token for token, added in tokenizer.added_tokens_decoder.items() if not added.special}
+        self.eos_token_id = found.eos_token
+        self.tokens = [found.decode_bytes([token]) for token in range(found.vocab_size)]
+        self.special_token_ids = [
+            token for token in range(found.vocab_size) if found.is_special_token(token) and token not in texts
+        ]
+        self._backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._backend.encode_special_tokens = True  # the text of a special token is not the token
+
+    def __call__(self, text: str) -> list[int]:
+        """Token ids of a text. TypeError for bytes: llguidance then sends none."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
 
 
 @functools.lru_cache(maxsize=16)
