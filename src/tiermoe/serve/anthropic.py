@@ -17,7 +17,7 @@ from tiermoe.serve.answers import ANSWERS, Stream, failure, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, Prepared, prepare
 from tiermoe.serve.constraints import json_constraint
 from tiermoe.serve.errors import Refused
-from tiermoe.serve.fields import Several, StopStrings, Tools, check_fields, text_alone
+from tiermoe.serve.fields import CallArguments, Several, StopStrings, Tools, check_fields, text_alone
 from tiermoe.serve.intake import aside
 from tiermoe.serve.served import Served
 from tiermoe.serve.tools import CallPiece
@@ -63,7 +63,7 @@ class CallBlock(BaseModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any] = {}
+    input: CallArguments = {}
 
 
 class ResultBlock(BaseModel):

@@ -32,6 +32,27 @@ def from_json(text: bytes | str) -> Any:
     return pydantic_core.from_json(text, allow_inf_nan=False, cache_strings="keys")
 
 
+def readable_object(text: str) -> dict[str, Any]:
+    """The object of a JSON text, as far as it can be read: an unfinished string counts as far as it is there. Empty
+    where the text is no object."""
+    try:
+        found = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _readable(arguments: Any) -> Any:
+    return readable_object(arguments or "{}") if isinstance(arguments, str | None) else arguments
+
+
+CallArguments = Annotated[
+    dict[str, Any], BeforeValidator(_readable, json_schema_input_type=str | dict[str, Any] | None)
+]
+"""Arguments of a call that a client sends back, as an object or as JSON. Templates take an object. What a model wrote
+and a client sends back with every turn may be no JSON: the readable part stands for it, so that a session goes on."""
+
+
 _TextKind = Literal["text", "input_text", "output_text"]
 
 

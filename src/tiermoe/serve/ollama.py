@@ -22,6 +22,7 @@ from tiermoe.serve.chats import AnswerReader, Chat, ParsedChunk, Prepared, gramm
 from tiermoe.serve.constraints import Constraint, json_constraint
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.fields import (
+    CallArguments,
     Several,
     StopString,
     StopStrings,
@@ -117,7 +118,7 @@ class GenerateRequest(Asked):
 
 class CalledFunction(BaseModel):
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: CallArguments = {}
 
 
 class CalledTool(BaseModel):

@@ -24,6 +24,7 @@ from tiermoe.serve.chats import AnswerReader, Chat, Prepared, grammar_of, prepar
 from tiermoe.serve.constraints import ConstraintFields
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.fields import (
+    CallArguments,
     Options,
     Several,
     StopString,
@@ -32,7 +33,6 @@ from tiermoe.serve.fields import (
     TokenIds,
     Tools,
     check_fields,
-    from_json,
     thinking_variables,
 )
 from tiermoe.serve.intake import aside
@@ -74,23 +74,13 @@ class Common(SamplerFields, ConstraintFields):
 
 class CalledFunction(BaseModel):
     name: str
-    arguments: str = "{}"
+    arguments: CallArguments = {}
 
 
 class CalledTool(BaseModel):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        """The call as chat templates take it. Refused where the arguments are no JSON."""
-        try:
-            arguments = from_json(self.function.arguments or "{}")
-        except ValueError as error:
-            raise Refused(400, f"the arguments of a tool call are no JSON: {error}", "messages") from error
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": self.type, "function": function}
 
 
 class Function(BaseModel):
@@ -142,10 +132,10 @@ class Message(BaseModel):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates take it. The arguments of calls are objects there."""
+        """The message as chat templates take it."""
         plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.tool_calls:
-            plain["tool_calls"] = [call.plain for call in self.tool_calls]
+            plain["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return plain | {name: value for name in _MESSAGE_FIELDS if (value := getattr(self, name))}
 
 
