@@ -68,7 +68,7 @@ def http(served: Served, scripted: Scripted) -> Any:
         ('{"city": "Bonn\n"}', ""),
         ("Bonn", ""),
         ('["Bonn"]', ""),
-        ('{"a":' * 300, ""),
+        ('{"a":' * 20_000, ""),
         ("", ""),
         (None, ""),
     ],
