@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import ollama
 import psutil
 import pytest
 
@@ -205,7 +206,7 @@ def test_a_client_that_leaves_while_its_model_is_loaded_stops_no_load(tmp_path: 
 
 
 def test_a_stream_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "COMMENTS_S", 0.1)
+    monkeypatch.setattr(router, "KEEP_ALIVE_S", 0.1)
     with front({"slow": (60, 60)}, words={"slow": (str(tmp_path / "loaded"),)}) as here:
         with here.http.stream("POST", "/v1/completions", json={"model": "slow", "stream": True}) as told:
             lines = told.iter_lines()
@@ -216,12 +217,36 @@ def test_a_stream_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_error_behind_comments_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "COMMENTS_S", 0.01)
+    monkeypatch.setattr(router, "KEEP_ALIVE_S", 0.01)
     with front({"bad": (60, 60)}, words={"bad": ("", "the model is damaged")}) as here:
         told = here.ask("bad", stream=True)
         assert told.status_code == 200
         assert "event: error\ndata: " in told.text
         assert "bad was not loaded: the model is damaged" in told.text
+
+
+def test_ollamas_streams_are_kept_alive_by_objects_without_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router, "KEEP_ALIVE_S", 0.1)
+    with front({"slow": (60, 60)}, words={"slow": (str(tmp_path / "loaded"),)}) as here:
+        client = ollama.Client(str(here.http.base_url), timeout=PATIENCE_S)
+        told = client.chat("slow", [{"role": "user", "content": "a"}], stream=True)
+        for _ in range(2):
+            first = next(told)
+            assert (first.model, first.message.content, first.done) == ("slow", "", False)
+        (tmp_path / "loaded").touch()
+        assert [each.done for each in told if each.done or each.message.content] == [True]
+    with front({"bad": (60, 60)}, words={"bad": (str(tmp_path / "begun"), "the model is damaged")}) as here:
+        client = ollama.Client(str(here.http.base_url), timeout=PATIENCE_S)
+        replies = client.generate("bad", "a", stream=True)
+        first = next(replies)
+        assert (first.response, first.done) == ("", False)
+        (tmp_path / "begun").touch()
+        with pytest.raises(ollama.ResponseError, match="bad was not loaded: the model is damaged"):
+            list(replies)
+        whole = here.http.post("/api/generate", json={"model": "bad", "prompt": "a", "stream": False})
+        assert whole.status_code == 500
 
 
 def test_a_model_that_is_not_loaded_hurts_no_other() -> None:

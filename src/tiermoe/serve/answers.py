@@ -16,14 +16,13 @@ from tiermoe.engine.request_loop import TooLongError
 from tiermoe.errors import PromptError, TiermoeError
 from tiermoe.serve.errors import TOO_LONG, Refused
 from tiermoe.serve.grammar import Compiling
+from tiermoe.serve.streams import KEEP_ALIVE_S, StreamKind
 from tiermoe.serve.worker import Answers, ClosingError, QueueFullError, Worker
 
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, whole or as a stream", "content": {"text/event-stream": {}}}
 }
 """Documentation of an endpoint that can stream."""
-KEEP_ALIVE_S = 5
-"""Seconds between comments in a stream that has no event to send."""
 
 
 async def submitted(worker: Worker, requests: Sequence[Request], grammar: Compiling | None) -> Answers:
@@ -84,7 +83,7 @@ class Stream(EventSourceResponse):
 
 
 class LineStream(Stream):
-    """Stream of JSON lines made of answers. silent: makes a line that says nothing, in place of a comment."""
+    """Stream of JSON lines made of answers."""
 
-    def __init__(self, answers: Answers, lines: AsyncIterator[bytes], silent: Callable[[], bytes]) -> None:
-        super().__init__(answers, lines, media_type="application/x-ndjson", ping_message_factory=silent)
+    def __init__(self, answers: Answers, lines: AsyncIterator[bytes], kind: StreamKind) -> None:
+        super().__init__(answers, lines, media_type=kind.media_type, ping_message_factory=lambda: kind.waiting(""))
