@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import psutil
 import pytest
 
 from serving import KEY, running, until
-from tiermoe.serve import router
+from tiermoe.serve import loaded_models, router
 from tiermoe.serve.guards import Hosts
 from tiermoe.serve.loaded_models import LoadedModels, Model
 from tiermoe.serve.model_process import ModelProcess
@@ -286,6 +287,23 @@ def test_idle_models_are_unloaded(tmp_path: Path) -> None:
         assert held.result().status_code == 200
         until(lambda: here.status() == "uu")
         assert not servers()
+
+
+def test_a_share_grows_in_a_pause_once_others_have_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(loaded_models, "PAUSE_S", 0.3)
+    with front({"a": (60, 60), "b": (30, 200), "c": (20, 20)}) as here:
+        here.ask("a")
+        held = here.later("b", hold=str(tmp_path / "b"))
+        until(lambda: here.of("b")["running"])
+        here.ask("c")  # a leaves for it
+        assert (here.status(), here.of("b")["memory_budget_bytes"]) == ("ull", 40)
+        time.sleep(1)
+        assert here.of("b")["loads"] == 1  # it answers
+        (tmp_path / "b").touch()
+        assert held.result().json()["by"] == "b"
+        until(lambda: here.of("b")["memory_budget_bytes"] == 80)
+        assert here.ask("b").json()["by"] == "b"
+        assert (here.of("b")["loads"], here.of("c")["loads"]) == (2, 1)
 
 
 def test_ends_while_a_model_is_being_loaded() -> None:
