@@ -80,16 +80,12 @@ def http_server(listener: socket.socket, app: Any, tls: dict[str, Any]) -> Itera
 
 
 def wait_for_a_signal() -> None:
-    """Blocks until SIGTERM or Ctrl-C. A second signal ends the process without waiting for answers: by the system,
-    since a thread that hangs would keep Python from it."""
+    """Blocks until SIGTERM or Ctrl-C. A later signal ends the process without waiting for answers: by the system, since
+    a thread that hangs would keep Python from it. Several at once count as one."""
     ended, signals = threading.Event(), (signal.SIGTERM, signal.SIGINT)
-
-    def end(*_: Any) -> None:
-        for each in signals:
-            signal.signal(each, signal.SIG_DFL)
-        ended.set()
-
     for each in signals:
-        signal.signal(each, end)
+        signal.signal(each, lambda *_: ended.set())
     while not ended.wait(1):  # a signal that another thread gets does not end the sleep of this one
         pass
+    for each in signals:  # not in the handler: CPython prints a traceback where the next one's has gone by its turn
+        signal.signal(each, signal.SIG_DFL)

@@ -172,8 +172,6 @@ def serve(
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
     _need_libraries()
-    if replicas > 1 and ssl_certfile is not None:
-        raise ConfigError("--ssl-certfile belongs to one process; leave it out, or --replicas")
     keys = _keys(api_key, api_key_file)
     tls = _tls(ssl_certfile, ssl_keyfile)
     if replicas > 1 and draft not in ("lookup", "none"):
@@ -226,7 +224,7 @@ def serve(
 
     served_name = name or name_of(model)
     if replicas > 1:
-        address = listener.getsockname()[:2]
+        port, address = listener.getsockname()[1], address_of(listener, bool(tls))
         listener.close()
         path, share, kv_share = _prepare_replicas(model, options, replicas, context_for, kv_bytes)
         from tiermoe.serve.replicas import Deployed
@@ -234,7 +232,7 @@ def serve(
         deployed = Deployed(
             path, share, served_name, chosen["sampling"], access, max_queue, draft != "none", kv_share, template
         )
-        _serve_replicas(deployed, replicas, address)
+        _serve_replicas(deployed, replicas, (host, port), address, tls)
         return
     from tiermoe.serve.startup import StartupApp
 
@@ -267,6 +265,8 @@ def _serve_session(
     note(f"{name} at {address}; Ctrl-C ends the server")
     try:
         wait_for_a_signal()
+        if worker.busy:
+            note(f"answers under way have {GRACE_S} seconds to end; another signal ends the server at once")
         worker.close(GRACE_S)
     finally:
         worker.close(0)
@@ -311,15 +311,16 @@ def one_share(options: dict[str, Any], replicas: int) -> dict[str, Any]:
     return {**options, "memory": memory // replicas, "threads": threads}
 
 
-def _serve_replicas(deployed: Deployed, replicas: int, address: tuple[str, int]) -> None:
-    """Runs replicas behind an address until a signal."""
+def _serve_replicas(
+    deployed: Deployed, replicas: int, where: tuple[str, int], address: str, tls: dict[str, Any]
+) -> None:
+    """Runs replicas behind a host and a port until a signal. address: those for people."""
     from tiermoe.serve.replicas import start, stop
 
-    host, port = address
     try:
-        start(deployed, replicas, host, port, GRACE_S)
+        start(deployed, replicas, *where, tls, GRACE_S)
         share = format_size(deployed.options["memory"])
-        note(f"{deployed.name} at http://{host}:{port}/v1, {replicas} replicas of {share}; Ctrl-C ends the server")
+        note(f"{deployed.name} at {address}, {replicas} replicas of {share}; Ctrl-C ends the server")
         wait_for_a_signal()
     finally:
         stop()
@@ -344,7 +345,7 @@ def _tls(certfile: Path | None, keyfile: Path | None) -> dict[str, Any]:
     from tiermoe.serve.credentials import check_certificate
 
     check_certificate(certfile, keyfile)
-    return {"ssl_certfile": certfile, "ssl_keyfile": keyfile}
+    return {"ssl_certfile": certfile, "ssl_keyfile": keyfile or certfile}
 
 
 def _access(keys: list[str], host: str, hosts: str | None, origins: str | None) -> dict[str, Any]:

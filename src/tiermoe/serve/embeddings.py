@@ -1,5 +1,5 @@
-"""Embeddings in OpenAI's dialect (`/v1/embeddings`) and Ollama's (`/api/embed`, once `/api/embeddings`): the mean of the hidden states of a
-text's tokens, behind the last norm, of length 1. Reranking is refused by name."""
+"""Embeddings in OpenAI's dialect (`/v1/embeddings`) and Ollama's (`/api/embed`, the older `/api/embeddings`): the mean
+of the hidden states of a text's tokens, behind the last norm, of length 1. Reranking is refused by name."""
 
 from __future__ import annotations
 
