@@ -19,7 +19,7 @@ import pytest
 from benchmarks.serving import free_port
 from commands import Command
 from serving import make_certificate, until
-from tiermoe.cli.serve import one_share
+from tiermoe.cli.serve_replicas import one_share
 
 PATIENCE_S = 300  # Ray starts a dozen processes, and the machine may be busy
 

@@ -29,8 +29,8 @@ def pull(
             inspect_without_download,
             local_model,
             read_repository,
-            split_name,
         )
+        from tiermoe.model.hf.local_models import split_name
 
         asked, chosen, why = settings(**options), None, ""
         if found := local_model(model):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiermoe.cli import served_budgets
-from tiermoe.cli.listening import SOCKET, address_of, http_server, wait_for_a_signal
+from tiermoe.cli.listening import SOCKET, Listener, wait_for_a_signal
 from tiermoe.cli.output import note, spinner
 from tiermoe.config import MIB, format_size
 from tiermoe.errors import ConfigError
@@ -36,13 +36,11 @@ def serve_models(
     most_loaded: int | None,
     options: dict[str, Any],
     passed: Mapping[str, Any],
-    listener: socket.socket,
-    access: dict[str, Any],
-    tls: dict[str, Any],
+    listener: Listener,
 ) -> None:
     """Serves the models, and those of a folder, until a signal. options: of each engine, with the budget of all.
-    passed: other options of each model's server. access: named arguments of `create_router`. tls: as of `http_server`.
-    ConfigError where the options cannot be, a model that is named cannot be served, or none can."""
+    passed: other options of each model's server. ConfigError where the options cannot be, a model that is named cannot
+    be served, or none can."""
     if not hasattr(socket, "AF_UNIX"):
         raise ConfigError("several models need Unix sockets, which this system does not have; name one model")
     keep_alive_s = _seconds(keep_alive)
@@ -72,8 +70,8 @@ def serve_models(
         _check(served, len(models))
         _note_turns(served, budget, most_loaded)
         loaded = LoadedModels(served, budget.models, most_loaded, keep_alive_s, passed["max_queue"], note)
-        with http_server(listener, create_router(loaded, context, **access), tls):
-            note(f"{', '.join(places)} at {address_of(listener, bool(tls))}; {budget}; Ctrl-C ends the server")
+        with listener.serving(create_router(loaded, context, **listener.access)):
+            note(f"{', '.join(places)} at {listener}; {budget}; Ctrl-C ends the server")
             try:
                 wait_for_a_signal()
             finally:
