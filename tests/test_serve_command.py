@@ -153,7 +153,7 @@ def test_signals_at_once_are_one_and_print_nothing() -> None:
         (("serve", "empty", "--temperature", "1"), "has no config.json"),
         (("serve", "dense"), "is a 'llama' model without experts"),
         (("serve", "torn.gguf"), "is not a GGUF file"),
-        (("serve", "stories-7m", "empty"), "has no config.json"),
+        (("serve", "stories-7m", "empty", "--temperature", "1"), "has no config.json"),
         (("run", "empty", "Once", "--bits", "4"), "has no config.json"),
         (("run", "torn.gguf", "Once", "--bits", "4"), "is not a GGUF file"),
     ],

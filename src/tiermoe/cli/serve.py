@@ -17,7 +17,6 @@ from tiermoe.cli.serve_replicas import prepare_replicas, serve_replicas
 from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session, read_ahead
 from tiermoe.config import parse_size, settings
 from tiermoe.errors import ConfigError
-from tiermoe.model.hf.local_models import check_local
 
 if TYPE_CHECKING:
     from tiermoe.serve.startup import StartupApp
@@ -172,7 +171,7 @@ def serve(
     several, drafts = models_dir is not None or len(models) > 1, draft not in ("lookup", "none")
     _need_libraries()
     if several:
-        one = {"--name": name, "--replicas": replicas > 1, "--draft MODEL": drafts}
+        one: dict[str, Any] = {"--name": name, "--replicas": replicas > 1, "--draft MODEL": drafts}
         one |= {f"--{each}": options.get(each) for each in ("also", "store")}
         _refuse(one, "belongs to one model, and several are named; leave it out, or name one model")
     else:
@@ -193,19 +192,18 @@ def serve(
     named = opt.given(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    for each in models:
-        check_local(each)  # before torch is imported
-    headers = None if several else read_ahead(models[0], options)
-    if named:
-        make_sampling(**named)
     if several:
         passed = opt.given(
             kv_memory=kv_memory, max_queue=max_queue, prefix_disk=prefix_disk, prefix_disk_size=prefix_disk_size,
             draft=draft, chat_template_file=chat_template_file, **named,
         )  # fmt: skip
-        serve_models(models, models_dir, alias or [], keep_alive or KEEP_ALIVE, models_max, options, passed, listener)
+        keep_alive = keep_alive or KEEP_ALIVE
+        serve_models(models, models_dir, alias or [], keep_alive, models_max, options, passed, named, listener)
         return
     (model,) = models
+    headers = read_ahead(model, options)
+    if named:
+        make_sampling(**named)
     chosen: dict[str, Any] = {"folder": None}
 
     def no_context(_: Any, blueprint: Any) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request as HttpRequest
 from sse_starlette import EventSourceResponse
@@ -65,6 +66,27 @@ async def _cancelled_where_gone(http: HttpRequest, answers: Answers) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
     answers.cancel()
+
+
+class Growing(Protocol):
+    """An answer while it grows, in a dialect whose events have types."""
+
+    def begin(self) -> Iterable[dict[str, Any]]: ...
+
+    def add(self, piece: Piece) -> Iterable[dict[str, Any]]:
+        """Events of a piece; that of an error is the last."""
+
+
+async def events_of(growing: Growing, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[dict[str, str]]:
+    for event in growing.begin():
+        yield _sent(event)
+    async for _, piece in pieces:
+        for event in growing.add(piece):
+            yield _sent(event)
+
+
+def _sent(event: dict[str, Any]) -> dict[str, str]:
+    return {"event": event["type"], "data": json.dumps(event)}
 
 
 class Stream(EventSourceResponse):

@@ -20,6 +20,17 @@ TokenIds = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 """As many as the longest contexts have: the model's own context is checked where it is known."""
 StopString = Annotated[str, Field(max_length=256)]
 StopStrings = Annotated[list[StopString], Field(max_length=16, fail_fast=True)]
+
+
+class StopFields(BaseModel):
+    stop: StopString | StopStrings | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        stop = self.stop or ()
+        return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
 Bias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
 """Token id → what is added to its logit."""
 Options = Annotated[dict[str, _T], Field(max_length=64)]

@@ -24,15 +24,15 @@ from tiermoe.serve.errors import Refused
 from tiermoe.serve.fields import (
     CallArguments,
     Several,
-    StopString,
-    StopStrings,
+    StopFields,
     Tools,
     check_fields,
     thinking_variables,
 )
 from tiermoe.serve.intake import aside
+from tiermoe.serve.logprobs import Logprobs
 from tiermoe.serve.ollama_api import CHAT, GENERATE, LATEST, LINES, PATHS, VERSION, error_body, reply
-from tiermoe.serve.openai import Function, Logprobs
+from tiermoe.serve.openai_requests import Function
 from tiermoe.serve.samplers import SamplerFields
 from tiermoe.serve.served import Served
 from tiermoe.serve.streams import lines
@@ -45,19 +45,13 @@ _LINES: dict[int | str, dict[str, Any]] = {
 }
 
 
-class RunOptions(SamplerFields):
+class RunOptions(SamplerFields, StopFields):
     """`options` of a request. Unknown ones are kept for `check_fields`."""
 
     model_config = ConfigDict(extra="allow")
 
     num_predict: int | None = Field(None, ge=-2)
     num_ctx: int | None = Field(None, ge=1)
-    stop: StopString | StopStrings | None = None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        stop = self.stop or ()
-        return (stop,) if isinstance(stop, str) else tuple(stop)
 
     def named(self, most: int) -> dict[str, Any]:
         values = super().named(most)

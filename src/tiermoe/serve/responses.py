@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.sampling import Sampling
-from tiermoe.serve.answers import ANSWERS, Stream, submitted, whole
+from tiermoe.serve.answers import ANSWERS, Stream, events_of, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, Prepared, prepare
 from tiermoe.serve.constraints import json_constraint
 from tiermoe.serve.errors import Refused
@@ -30,7 +29,7 @@ from tiermoe.serve.fields import (
     thinking_variables,
 )
 from tiermoe.serve.intake import aside
-from tiermoe.serve.openai import Logprobs
+from tiermoe.serve.logprobs import Logprobs
 from tiermoe.serve.served import Served
 from tiermoe.serve.tools import CallPiece
 
@@ -398,7 +397,7 @@ def routes(app: FastAPI, served: Served) -> None:
             _response(served, asked, request.sampling), prepared.reader(), logprobs, len(prepared.ids)
         )
         if asked.stream:
-            return Stream(answers, _stream(growing, answers))
+            return Stream(answers, events_of(growing, answers))
         await whole(http, answers, lambda _, piece: list(growing.add(piece)))
         return growing.response
 
@@ -441,15 +440,3 @@ def _response(served: Served, asked: ResponsesRequest, sampling: Sampling) -> di
         **fields,
         "text": fields["text"] or {"format": {"type": "text"}},
     }
-
-
-async def _stream(growing: GrowingResponse, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[dict[str, str]]:
-    for event in growing.begin():
-        yield _sent(event)
-    async for _, piece in pieces:
-        for event in growing.add(piece):
-            yield _sent(event)
-
-
-def _sent(event: dict[str, Any]) -> dict[str, str]:
-    return {"event": event["type"], "data": json.dumps(event)}
