@@ -178,7 +178,7 @@ def serve(
         own = {"--alias": alias, "--keep-alive": keep_alive, "--models-max": models_max}
         _refuse(own, "does nothing for one model; leave it out, or name several models")
     if replicas > 1:
-        one = {"--draft MODEL": drafts, "--prefix-disk": prefix_disk, f"--host {host}": host.endswith(SOCKET)}
+        one = {f"--draft {draft}": drafts, "--prefix-disk": prefix_disk, f"--host {host}": host.endswith(SOCKET)}
         _refuse(one, "belongs to one process; leave it out, or --replicas")
     if prefix_disk is None:
         _refuse({"--prefix-disk-size": prefix_disk_size}, "does nothing without --prefix-disk; name a folder")
