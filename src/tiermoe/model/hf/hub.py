@@ -15,7 +15,6 @@ from pathlib import Path
 
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_file import is_gguf
 from tiermoe.formats.safetensors import Checkpoint
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.configs import read_fields
