@@ -1,7 +1,7 @@
 """A model's server that costs nothing: `python model_server.py SOCKET NAME BYTES [FILE] [FAULT]`, for tests of what
 starts, asks and ends such servers.
 
-It is loaded once the file is there. With a fault it ends instead, and says it. A request's `hold` names a file without
+It is loaded once the file is there. With a fault it ends then, and says it. A request's `hold` names a file without
 which it is not answered; `crash` ends the process."""
 
 import asyncio
@@ -25,6 +25,10 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     try:
         if where.startswith("/health") and awaited and not os.path.exists(awaited):
             send(writer, 503, {"status": "loading", "progress": {"what": "packing", "done": 1, "total": 2}})
+        elif where.startswith("/api/") and asked.get("stream") is True:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nConnection: close\r\n\r\n")
+            await held(asked, reader)
+            writer.write(json.dumps({"message": {"role": "assistant"}, "response": "", "done": True}).encode() + b"\n")
         elif asked.get("stream"):
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
             writer.write(b"data: begun\n\n")
@@ -57,6 +61,8 @@ async def held(asked: dict, reader: asyncio.StreamReader) -> None:
 
 
 async def main() -> None:
+    while fault and awaited and not os.path.exists(awaited):
+        await asyncio.sleep(0.01)
     if fault:
         print(f"tiermoe: {fault}", file=sys.stderr)
         sys.exit(2)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +38,16 @@ def running(app: Any) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join()
+
+
+def make_certificate(folder: Path, name: str, *words: str) -> None:
+    """A certificate of 127.0.0.1 and its key, as name.crt and name.key. words: further ones of openssl's command."""
+    files = ["-keyout", folder / f"{name}.key", "-out", folder / f"{name}.crt"]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-days", "2", "-subj", "/CN=localhost", "-addext",
+         "subjectAltName=IP:127.0.0.1", *files, *(words or ("-nodes",))],
+        check=True, capture_output=True,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -160,9 +160,6 @@ def test_requests_in_flight_hold_no_more_than_is_planned(served: Served) -> None
     assert served.worker.loop.counts.refused == refused + 1
 
 
-DEEP = "[" * 100_000 + "]" * 100_000
-
-
 def call(arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
 
@@ -174,19 +171,16 @@ def nested(depth: int) -> Any:
     return found
 
 
-NESTED: list[tuple[str, Any, str | None]] = [
-    ("/v1/chat/completions", {"messages": [call(DEEP)]}, "messages"),
-    ("/tokenize", {"messages": [call(DEEP)]}, "messages"),
-    ("/v1/responses", {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": DEEP}]}, "input"),
-    ("/v1/completions", "[" * 10_000, None),
-    ("/v1/responses", {"input": "a", "metadata": nested(110)}, None),
+NESTED: list[tuple[str, Any]] = [
+    ("/v1/completions", "[" * 10_000),
+    ("/v1/responses", {"input": "a", "metadata": nested(110)}),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "param"), NESTED)
-def test_deep_nesting_is_refused(http: httpx.Client, path: str, body: Any, param: str | None) -> None:
+@pytest.mark.parametrize(("path", "body"), NESTED)
+def test_deep_nesting_is_refused(http: httpx.Client, path: str, body: Any) -> None:
     response = http.post(path, content=body if isinstance(body, str) else json.dumps(body), headers=JSON)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, None)
     assert "recursion limit" in response.json()["error"]["message"]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.serving import free_port
 from commands import Command
-from serving import running
+from serving import make_certificate, running
 from tiermoe.errors import ConfigError
 from tiermoe.serve.app import create_app
 from tiermoe.serve.credentials import check_certificate, read_keys
@@ -73,13 +73,9 @@ def test_any_of_the_keys_opens(served: Served) -> None:
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder: two certificates, their keys, a key with a passphrase, and one file with the first of each."""
     folder = tmp_path_factory.mktemp("certificates")
-    for name, more in (("a", ["-nodes"]), ("b", ["-nodes"]), ("locked", ["-passout", "pass:word"])):
-        files = ["-keyout", folder / f"{name}.key", "-out", folder / f"{name}.crt"]
-        subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-days", "2", "-subj", "/CN=localhost", "-addext",
-             "subjectAltName=IP:127.0.0.1", *files, *more],
-            check=True, capture_output=True,
-        )  # fmt: skip
+    make_certificate(folder, "a")
+    make_certificate(folder, "b")
+    make_certificate(folder, "locked", "-passout", "pass:word")
     (folder / "both.pem").write_bytes((folder / "a.crt").read_bytes() + (folder / "a.key").read_bytes())
     (folder / "text").write_text("no certificate")
     return folder
@@ -117,8 +113,6 @@ def test_bad_files_are_named_before_a_model_is_looked_for(
     cert, key = certificates / "a.crt", certificates / "b.key"
     assert "is not that of" in tiermoe_("serve", "nowhere", "--ssl-certfile", cert, "--ssl-keyfile", key).cause
     assert "does nothing without --ssl-certfile" in tiermoe_("serve", "nowhere", "--ssl-keyfile", key).cause
-    one = ("--ssl-certfile", cert, "--replicas", "2")
-    assert "--ssl-certfile belongs to one process" in tiermoe_("serve", "nowhere", *one).cause
     assert "cannot read the API keys" in tiermoe_("serve", "nowhere", "--api-key-file", tmp_path / "none").cause
 
 

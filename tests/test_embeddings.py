@@ -109,6 +109,16 @@ def test_ollama_s_client_gets_them(address: str, client: openai.OpenAI) -> None:
             llama.embed("tiny", "a " * 99, truncate=False)
 
 
+def test_ollama_s_old_endpoint(address: str, client: openai.OpenAI, http: httpx.Client) -> None:
+    theirs = client.embeddings.create(model="tiny", input=PROMPT, encoding_format="float")
+    with ollama.Client(address, headers={"Authorization": f"Bearer {KEY}"}) as llama:
+        assert llama.embeddings("tiny:latest", PROMPT, options={"num_ctx": 64}).embedding == theirs.data[0].embedding
+        assert llama.embeddings("tiny", "a " * 99).embedding == llama.embed("tiny", "a " * 99).embeddings[0]
+        assert llama.embeddings("tiny").embedding == []
+    refused = http.post("/api/embeddings", json={"prompt": "a", "pooling": "last"})
+    assert (refused.status_code, refused.json()["error"].partition(" by ")[0]) == (400, "pooling is not supported")
+
+
 @pytest.mark.parametrize(
     ("path", "asked", "why"),
     [

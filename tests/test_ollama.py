@@ -18,6 +18,7 @@ from tiermoe.serve.answers import LineStream
 from tiermoe.serve.app import create_app
 from tiermoe.serve.served import Served
 from tiermoe.serve.startup import StartupApp
+from tiermoe.serve.streams import StreamKind
 from tiermoe.serve.worker import Answers
 
 PROMPT = "once upon a time"
@@ -242,7 +243,7 @@ def test_a_stream_without_news_says_nothing_now_and_then() -> None:
             await asyncio.sleep(0.3)
             yield b"last\n"
 
-        stream = LineStream(answers, lines(), lambda: b"silent\n")
+        stream = LineStream(answers, lines(), StreamKind("", lambda _: b"silent\n", bytes))
         stream.ping_interval = 0.1
 
         async def send(message: Any) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tiermoe.model.hf.hub import SHIPPED
+from tiermoe.model.hf.local_models import SHIPPED
 from tiermoe.version import VERSION
 
 ROOT = Path(__file__).parents[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ import pytest
 
 from benchmarks.serving import free_port
 from commands import Command
-from serving import until
-from tiermoe.cli.serve import one_share
+from serving import make_certificate, until
+from tiermoe.cli.serve_replicas import one_share
 
 PATIENCE_S = 300  # Ray starts a dozen processes, and the machine may be busy
 
@@ -35,24 +36,30 @@ def replicas(server: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 @pytest.fixture
-def server(shipped: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(shipped: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """The command and a client, by HTTPS: one file has the certificate and its key."""
     pytest.importorskip("ray")
+    make_certificate(tmp_path, "a")
+    both = tmp_path / "both.pem"
+    both.write_bytes((tmp_path / "a.crt").read_bytes() + (tmp_path / "a.key").read_bytes())
     port = free_port()
     words = ["--replicas", "2", "--port", str(port), "--memory", "1500MiB", "--lanes", "1", "--context", "256"]
+    words += ["--ssl-certfile", str(both)]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # else it leaves a token in the user's folder
     process = subprocess.Popen([sys.executable, "-m", "tiermoe", "serve", str(shipped), *words], env=environment)
-    address = f"http://127.0.0.1:{port}"
+    trusted = ssl.create_default_context(cafile=tmp_path / "a.crt")
+    client = httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trusted, timeout=PATIENCE_S)
 
     def answers() -> bool:
         assert process.poll() is None
         try:
-            return httpx.get(f"{address}/health").status_code == 200
+            return client.get("/health").status_code == 200
         except httpx.TransportError:
             return False
 
     try:
         until(answers)
-        yield process, address
+        yield process, client
     finally:
         process.terminate()
         assert process.wait(PATIENCE_S) == 0
@@ -72,13 +79,13 @@ def conversation(client: openai.OpenAI, number: int) -> tuple[int, int]:
 
 
 @pytest.mark.long
-def test_one_of_two_is_killed_and_requests_go_on(server: tuple[subprocess.Popen[str], str]) -> None:
-    process, address = server
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=5) as client:
+def test_one_of_two_is_killed_and_requests_go_on(server: tuple[subprocess.Popen[str], httpx.Client]) -> None:
+    process, http = server
+    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=5, http_client=http) as client:
         for number in range(3):  # every turn where the one before was
             tokens, found = conversation(client, number)
             assert found == tokens
-        asked = {httpx.get(f"{address}/stats", headers={"x-session-id": str(i)}).json()["requests"] for i in range(40)}
+        asked = {http.get("/stats", headers={"x-session-id": str(i)}).json()["requests"] for i in range(40)}
         assert len(replicas(process)) == 2
         assert len(asked) == 2  # three conversations fall in two unlike parts
         killed, _ = replicas(process)

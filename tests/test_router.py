@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import ollama
 import psutil
 import pytest
 
 from serving import KEY, running, until
-from tiermoe.serve import router
+from tiermoe.serve import loaded_models, router
 from tiermoe.serve.guards import Hosts
 from tiermoe.serve.loaded_models import LoadedModels, Model
 from tiermoe.serve.model_process import ModelProcess
@@ -205,7 +207,7 @@ def test_a_client_that_leaves_while_its_model_is_loaded_stops_no_load(tmp_path: 
 
 
 def test_a_stream_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "COMMENTS_S", 0.1)
+    monkeypatch.setattr(router, "KEEP_ALIVE_S", 0.1)
     with front({"slow": (60, 60)}, words={"slow": (str(tmp_path / "loaded"),)}) as here:
         with here.http.stream("POST", "/v1/completions", json={"model": "slow", "stream": True}) as told:
             lines = told.iter_lines()
@@ -216,12 +218,36 @@ def test_a_stream_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_error_behind_comments_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "COMMENTS_S", 0.01)
+    monkeypatch.setattr(router, "KEEP_ALIVE_S", 0.01)
     with front({"bad": (60, 60)}, words={"bad": ("", "the model is damaged")}) as here:
         told = here.ask("bad", stream=True)
         assert told.status_code == 200
         assert "event: error\ndata: " in told.text
         assert "bad was not loaded: the model is damaged" in told.text
+
+
+def test_ollamas_streams_are_kept_alive_by_objects_without_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router, "KEEP_ALIVE_S", 0.1)
+    with front({"slow": (60, 60)}, words={"slow": (str(tmp_path / "loaded"),)}) as here:
+        client = ollama.Client(str(here.http.base_url), timeout=PATIENCE_S)
+        told = client.chat("slow", [{"role": "user", "content": "a"}], stream=True)
+        for _ in range(2):
+            first = next(told)
+            assert (first.model, first.message.content, first.done) == ("slow", "", False)
+        (tmp_path / "loaded").touch()
+        assert [each.done for each in told if each.done or each.message.content] == [True]
+    with front({"bad": (60, 60)}, words={"bad": (str(tmp_path / "begun"), "the model is damaged")}) as here:
+        client = ollama.Client(str(here.http.base_url), timeout=PATIENCE_S)
+        replies = client.generate("bad", "a", stream=True)
+        first = next(replies)
+        assert (first.response, first.done) == ("", False)
+        (tmp_path / "begun").touch()
+        with pytest.raises(ollama.ResponseError, match="bad was not loaded: the model is damaged"):
+            list(replies)
+        whole = here.http.post("/api/generate", json={"model": "bad", "prompt": "a", "stream": False})
+        assert whole.status_code == 500
 
 
 def test_a_model_that_is_not_loaded_hurts_no_other() -> None:
@@ -261,6 +287,23 @@ def test_idle_models_are_unloaded(tmp_path: Path) -> None:
         assert held.result().status_code == 200
         until(lambda: here.status() == "uu")
         assert not servers()
+
+
+def test_a_share_grows_in_a_pause_once_others_have_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(loaded_models, "PAUSE_S", 0.3)
+    with front({"a": (60, 60), "b": (30, 200), "c": (20, 20)}) as here:
+        here.ask("a")
+        held = here.later("b", hold=str(tmp_path / "b"))
+        until(lambda: here.of("b")["running"])
+        here.ask("c")  # a leaves for it
+        assert (here.status(), here.of("b")["memory_budget_bytes"]) == ("ull", 40)
+        time.sleep(1)
+        assert here.of("b")["loads"] == 1  # it answers
+        (tmp_path / "b").touch()
+        assert held.result().json()["by"] == "b"
+        until(lambda: here.of("b")["memory_budget_bytes"] == 80)
+        assert here.ask("b").json()["by"] == "b"
+        assert (here.of("b")["loads"], here.of("c")["loads"]) == (2, 1)
 
 
 def test_ends_while_a_model_is_being_loaded() -> None:

@@ -26,6 +26,30 @@ sys.exit(main())
 """The command, whose steps never come back from C."""
 
 
+AT_ONCE = """
+import os, signal, sys, threading, time
+from tiermoe.cli.listening import wait_for_a_signal
+def both():
+    while signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        time.sleep(0.01)
+    sys.setswitchinterval(60)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=both).start()
+wait_for_a_signal()
+"""
+"""A process that gets two signals before its main thread runs again."""
+
+EARLY = """
+import sys
+from tiermoe.cli.main import main
+try:
+    main()
+finally:
+    print("torch" in sys.modules)
+"""
+"""The command, which says whether it has imported torch."""
+
 TEMPLATE = "{% for message in messages %}{{ message.content }}!{% endfor %}"
 
 
@@ -98,6 +122,8 @@ def test_a_second_signal_ends_a_server_that_hangs(
         assert status == 503
         process.send_signal(signals[1])
         assert process.wait(timeout=30) == -signals[1]
+    assert process.stderr is not None
+    assert process.stderr.read().endswith("have 30 seconds to end; another signal ends the server at once\n")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="tgkill is Linux's")
@@ -112,3 +138,35 @@ def test_a_signal_that_another_thread_gets_ends_a_server(server: tuple[subproces
     )
     assert ctypes.CDLL(None).tgkill(process.pid, another, signal.SIGTERM) == 0
     assert process.wait(timeout=20) == 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+def test_signals_at_once_are_one_and_print_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (("serve", "nowhere"), "nowhere does not exist; name a model directory"),
+        (("serve", "empty", "--temperature", "1"), "has no config.json"),
+        (("serve", "dense"), "is a 'llama' model without experts"),
+        (("serve", "torn.gguf"), "is not a GGUF file"),
+        (("serve", "stories-7m", "empty", "--temperature", "1"), "has no config.json"),
+        (("run", "empty", "Once", "--bits", "4"), "has no config.json"),
+        (("run", "torn.gguf", "Once", "--bits", "4"), "is not a GGUF file"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused_before_torch_is_imported(
+    tmp_path: Path, words: tuple[str, ...], cause: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "torn.gguf").write_text("x")
+    port = ("--port", str(free_port())) if words[0] == "serve" else ()
+    command = [sys.executable, "-c", EARLY, *words, *port]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert cause in done.stderr

@@ -163,6 +163,11 @@ def test_what_is_refused_before_anything_is_planned(
     assert message in tiermoe_("serve", *words, "--port", free_port()).cause
 
 
+def test_sampling_out_of_range(tiermoe_: Command, shipped: Path) -> None:
+    outcome = tiermoe_("serve", "--models-dir", shipped.parent, "--top-p", "2", "--port", free_port())
+    assert "top-p must be above 0 and at most 1, got 2" in outcome.cause
+
+
 def test_a_folder_without_models(tiermoe_: Command, tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     outcome = tiermoe_("serve", "--models-dir", tmp_path, "--port", free_port())

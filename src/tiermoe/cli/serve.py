@@ -1,30 +1,30 @@
-"""`tiermoe serve`: a model behind an HTTP server for OpenAI's, Anthropic's and Ollama's clients, in one process or on
-Ray Serve."""
+"""`tiermoe serve`: a model behind an HTTP server for OpenAI's, Anthropic's and Ollama's clients. Several models are
+`serve_models`, several processes of one model `serve_replicas`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.listening import SOCKET, address_of, http_server, listen, wait_for_a_signal
-from tiermoe.cli.output import note, starting
-from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session
-from tiermoe.config import format_size, parse_size, settings
+from tiermoe.cli.listening import SOCKET, Listener, listen, wait_for_a_signal
+from tiermoe.cli.output import note
+from tiermoe.cli.serve_models import name_of, serve_models
+from tiermoe.cli.serve_replicas import prepare_replicas, serve_replicas
+from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session, read_ahead
+from tiermoe.config import parse_size, settings
 from tiermoe.errors import ConfigError
-from tiermoe.platform.machine import processors
 
 if TYPE_CHECKING:
-    from tiermoe.serve.replicas import Deployed
+    from tiermoe.serve.startup import StartupApp
 
 PREFIX_DISK_SIZE = "4GiB"
 GRACE_S = 30  # seconds for answers under way when the server ends
 LAST_WRITES_S = 10  # seconds for prefixes that are still to be written to disk
 KEEP_ALIVE = "10m"  # for one of several models without a request
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @opt.engine_options()
@@ -168,55 +168,45 @@ def serve(
     models = models or []
     if not models and models_dir is None:
         raise ConfigError("name a model, several, or a folder of models with --models-dir")
-    several = models_dir is not None or len(models) > 1
-    if api_key is not None and not api_key.strip():
-        raise ConfigError("the API key is empty; name one, or leave --api-key out")
+    several, drafts = models_dir is not None or len(models) > 1, draft not in ("lookup", "none")
     _need_libraries()
-    if replicas > 1 and ssl_certfile is not None:
-        raise ConfigError("--ssl-certfile belongs to one process; leave it out, or --replicas")
-    keys = _keys(api_key, api_key_file)
-    tls = _tls(ssl_certfile, ssl_keyfile)
-    if replicas > 1 and draft not in ("lookup", "none"):
-        raise ConfigError("a draft model, or an MTP head, belongs to one process; leave --draft or --replicas out")
-    if replicas > 1 and prefix_disk is not None:
-        raise ConfigError("--prefix-disk belongs to one process; leave it out, or --replicas")
-    if replicas > 1 and host.endswith(SOCKET):
-        raise ConfigError(f"--replicas answers at an address; leave it out, or name another --host than {host}")
-    disk_bytes = _prefix_disk_bytes(prefix_disk, prefix_disk_size)
+    if several:
+        one: dict[str, Any] = {"--name": name, "--replicas": replicas > 1, "--draft MODEL": drafts}
+        one |= {f"--{each}": options.get(each) for each in ("also", "store")}
+        _refuse(one, "belongs to one model, and several are named; leave it out, or name one model")
+    else:
+        own = {"--alias": alias, "--keep-alive": keep_alive, "--models-max": models_max}
+        _refuse(own, "does nothing for one model; leave it out, or name several models")
+    if replicas > 1:
+        one = {f"--draft {draft}": drafts, "--prefix-disk": prefix_disk, f"--host {host}": host.endswith(SOCKET)}
+        _refuse(one, "belongs to one process; leave it out, or --replicas")
+    if prefix_disk is None:
+        _refuse({"--prefix-disk-size": prefix_disk_size}, "does nothing without --prefix-disk; name a folder")
+    disk_bytes = parse_size(prefix_disk_size or PREFIX_DISK_SIZE, "--prefix-disk-size")
     kv_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
     template = opt.read_template(chat_template_file)
+    listener = listen(host, port, api_key, api_key_file, ssl_certfile, ssl_keyfile, allowed_hosts, allowed_origins)
+    if replicas > 1:
+        opt.need_ray("--replicas")
+    options = options if max_batch is None else {**options, "batch": max_batch}
     named = opt.given(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    if named:
-        make_sampling(**named)
-    own = {"--alias": alias, "--keep-alive": keep_alive, "--models-max": models_max}
-    if not several and (useless := [option for option, value in own.items() if value]):
-        raise ConfigError(f"{useless[0]} does nothing for one model; leave it out, or name several models")
-    if several:
-        _only_for_one({"--name": name, "--replicas": replicas > 1, "--draft MODEL": draft not in ("lookup", "none")})
-        _only_for_one({f"--{each}": options.get(each) for each in ("also", "store")})
-    listener = listen(host, port)
-    if not keys and host not in _LOCAL and not host.endswith(SOCKET):
-        note(f"note: anybody who reaches {host}:{port} can use this model; --api-key asks for a key")
-    access = _access(keys, host, allowed_hosts, allowed_origins)
-    options = options if max_batch is None else {**options, "batch": max_batch}
-    from tiermoe.cli.serve_models import name_of, serve_models
-
     if several:
         passed = opt.given(
             kv_memory=kv_memory, max_queue=max_queue, prefix_disk=prefix_disk, prefix_disk_size=prefix_disk_size,
             draft=draft, chat_template_file=chat_template_file, **named,
         )  # fmt: skip
-        serve_models(
-            models, models_dir, alias or [], keep_alive or KEEP_ALIVE, models_max, options, passed, listener, access,
-            tls,
-        )  # fmt: skip
+        keep_alive = keep_alive or KEEP_ALIVE
+        serve_models(models, models_dir, alias or [], keep_alive, models_max, options, passed, named, listener)
         return
-    model = models[0]
+    (model,) = models
+    headers = read_ahead(model, options)
+    if named:
+        make_sampling(**named)
     chosen: dict[str, Any] = {"folder": None}
 
-    def context_for(_: Any, blueprint: Any) -> None:
+    def no_context(_: Any, blueprint: Any) -> None:
         from tiermoe.serve.batch_limits import prefix_folder, require_decoder
 
         require_decoder(blueprint)
@@ -224,37 +214,28 @@ def serve(
             chosen["folder"] = prefix_folder(prefix_disk, disk_bytes, blueprint, settings(**options))
         chosen["sampling"] = choose_sampling(blueprint, named, make_sampling(temperature=1.0))
 
-    served_name = name or name_of(model)
+    name = name or name_of(model)
     if replicas > 1:
-        address = listener.getsockname()[:2]
-        listener.close()
-        path, share, kv_share = _prepare_replicas(model, options, replicas, context_for, kv_bytes)
-        from tiermoe.serve.replicas import Deployed
-
-        deployed = Deployed(
-            path, share, served_name, chosen["sampling"], access, max_queue, draft != "none", kv_share, template
-        )
-        _serve_replicas(deployed, replicas, address)
+        share, kv_share = prepare_replicas(model, options, replicas, no_context, kv_bytes)
+        serve_replicas(
+            model, share, name, chosen["sampling"], listener, max_queue, draft != "none", kv_share, template,
+            replicas=replicas, grace_s=GRACE_S,
+        )  # fmt: skip
         return
     from tiermoe.serve.startup import StartupApp
 
     gate = StartupApp()
-    with http_server(listener, gate, tls):
+    with listener.serving(gate):
         session = open_session(
-            model, options, context_for, on_progress=gate.report, served=True, kv_memory=kv_bytes, draft=draft,
-            template=template,
+            model, options, no_context, headers=headers, on_progress=gate.report, served=True, kv_memory=kv_bytes,
+            draft=draft, template=template,
         )  # fmt: skip
-        address = address_of(listener, bool(tls))
-        _serve_session(session, gate, address, served_name, access, max_queue, **chosen)
+        _answer(session, gate, listener, name, max_queue, **chosen)
 
 
-# --- one process ---
-
-
-def _serve_session(
-    session: Session, gate: Any, address: str, name: str, access: dict[str, Any], max_queue: int, *, sampling: Any,
-    folder: Any,
-) -> None:  # fmt: skip
+def _answer(
+    session: Session, gate: StartupApp, listener: Listener, name: str, max_queue: int, *, sampling: Any, folder: Any
+) -> None:
     """Answers requests until a signal, then the ones under way."""
     from tiermoe.serve.app import create_app
     from tiermoe.serve.served import prefix_disk, served_of
@@ -263,10 +244,12 @@ def _serve_session(
     disk = prefix_disk(engine, folder, note) if folder else None
     served = served_of(engine, session.tokenizer, name, sampling, max_queue, disk, session.speculation)
     worker = served.worker
-    gate.app = create_app(served, **access)
-    note(f"{name} at {address}; Ctrl-C ends the server")
+    gate.app = create_app(served, **listener.access)
+    note(f"{name} at {listener}; Ctrl-C ends the server")
     try:
         wait_for_a_signal()
+        if worker.busy:
+            note(f"answers under way have {GRACE_S} seconds to end; another signal ends the server at once")
         worker.close(GRACE_S)
     finally:
         worker.close(0)
@@ -275,101 +258,10 @@ def _serve_session(
         engine.close()
 
 
-# --- replicas ---
-
-
-def _prepare_replicas(
-    model: str,
-    options: dict[str, Any],
-    replicas: int,
-    context_for: Callable[[Any, Any], int | None],
-    kv_memory: int | None,
-) -> tuple[str, dict[str, Any], int | None]:
-    """(model, options, KV cache in bytes) of one of `replicas` processes: its share of memory, processors and
-    `kv_memory`. The model is loaded once here: that packs it where it is not packed, and refuses a share that is too
-    small before a replica starts."""
-    opt.need_ray("--replicas")
-    share = one_share(options, replicas)
-    if Path(model).exists():
-        model = str(Path(model).resolve())  # a replica may run in another folder
-    if "store" in share:
-        share["store"] = Path(share["store"]).resolve()
-    part = None if kv_memory is None else kv_memory // replicas
-    engine = open_session(model, share, context_for, served=True, kv_memory=part).engine
-    engine.close()
-    return model, {**share, "batch": engine.settings.batch}, engine.plan.kv_memory
-
-
-def one_share(options: dict[str, Any], replicas: int) -> dict[str, Any]:
-    """The options of one of `replicas` processes: its share of the memory, and of the processors where --threads is not
-    named."""
-    with starting():
-        from tiermoe.engine.budget import memory_budget
-
-        memory, _ = memory_budget(settings(**options))
-    threads = options.get("threads") or max(1, processors() // replicas)
-    return {**options, "memory": memory // replicas, "threads": threads}
-
-
-def _serve_replicas(deployed: Deployed, replicas: int, address: tuple[str, int]) -> None:
-    """Runs replicas behind an address until a signal."""
-    from tiermoe.serve.replicas import start, stop
-
-    host, port = address
-    try:
-        start(deployed, replicas, host, port, GRACE_S)
-        share = format_size(deployed.options["memory"])
-        note(f"{deployed.name} at http://{host}:{port}/v1, {replicas} replicas of {share}; Ctrl-C ends the server")
-        wait_for_a_signal()
-    finally:
-        stop()
-
-
-# --- options and the address ---
-
-
-def _keys(key: str | None, file: Path | None) -> list[str]:
-    """The API keys; empty: the server asks for none. ConfigError for a file that is none of keys."""
-    from tiermoe.serve.credentials import read_keys
-
-    return [*([key] if key is not None else []), *(read_keys(file) if file is not None else [])]
-
-
-def _tls(certfile: Path | None, keyfile: Path | None) -> dict[str, Any]:
-    """uvicorn's options for HTTPS; empty: HTTP. ConfigError for files that are no certificate and its key."""
-    if certfile is None:
-        if keyfile is not None:
-            raise ConfigError(f"--ssl-keyfile {keyfile} does nothing without --ssl-certfile; name the certificate")
-        return {}
-    from tiermoe.serve.credentials import check_certificate
-
-    check_certificate(certfile, keyfile)
-    return {"ssl_certfile": certfile, "ssl_keyfile": keyfile}
-
-
-def _access(keys: list[str], host: str, hosts: str | None, origins: str | None) -> dict[str, Any]:
-    """Access rules for `create_app`. With a key any host name is allowed: a foreign web page does not have the key."""
-    from tiermoe.serve.guards import Hosts
-
-    known = Hosts(host, _split(hosts)) if not keys or hosts is not None else None
-    return {"keys": keys, "hosts": known, "origins": _split(origins)}
-
-
-def _split(names: str | None) -> list[str]:
-    return [name.strip() for name in (names or "").split(",") if name.strip()]
-
-
-def _only_for_one(named: Mapping[str, Any]) -> None:
-    """ConfigError for an option that several models cannot share. named: option → whether it is named."""
-    if wrong := [option for option, value in named.items() if value]:
-        raise ConfigError(f"{wrong[0]} belongs to one model, and several are named; leave it out, or name one model")
-
-
-def _prefix_disk_bytes(root: Path | None, size: str | None) -> int:
-    """Most bytes of `--prefix-disk`. ConfigError for a size without a folder."""
-    if root is None and size is not None:
-        raise ConfigError(f"--prefix-disk-size {size} does nothing without --prefix-disk; name a folder")
-    return parse_size(size or PREFIX_DISK_SIZE, "--prefix-disk-size")
+def _refuse(named: Mapping[str, Any], why: str) -> None:
+    """ConfigError for an option that is named. named: option → its value, or whether it is named."""
+    if wrong := next((option for option, value in named.items() if value), None):
+        raise ConfigError(f"{wrong} {why}")
 
 
 def _need_libraries() -> None:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiermoe.cli import served_budgets
-from tiermoe.cli.listening import SOCKET, address_of, http_server, wait_for_a_signal
+from tiermoe.cli.listening import SOCKET, Listener, wait_for_a_signal
 from tiermoe.cli.output import note, spinner
 from tiermoe.config import MIB, format_size
 from tiermoe.errors import ConfigError
+from tiermoe.model.hf.local_models import check_local
 
 if TYPE_CHECKING:
     from tiermoe.serve.loaded_models import Model
@@ -36,27 +37,27 @@ def serve_models(
     most_loaded: int | None,
     options: dict[str, Any],
     passed: Mapping[str, Any],
-    listener: socket.socket,
-    access: dict[str, Any],
-    tls: dict[str, Any],
+    sampling: Mapping[str, Any],
+    listener: Listener,
 ) -> None:
     """Serves the models, and those of a folder, until a signal. options: of each engine, with the budget of all.
-    passed: other options of each model's server. access: named arguments of `create_router`. tls: as of `http_server`.
-    ConfigError where the options cannot be, a model that is named cannot be served, or none can."""
+    passed: other options of each model's server, with those of sampling. ConfigError where the options cannot be, a
+    model that is named cannot be served, or none can; ModelError as `check_local`."""
     if not hasattr(socket, "AF_UNIX"):
         raise ConfigError("several models need Unix sockets, which this system does not have; name one model")
     keep_alive_s = _seconds(keep_alive)
     places = _places(models, folder)
     others = _aliases(aliases, list(places))
+    for model in models:
+        check_local(model)
     from tiermoe.platform.process_memory import resident_bytes
     from tiermoe.serve.intake import intake_bytes
     from tiermoe.serve.loaded_models import LoadedModels
     from tiermoe.serve.router import create_router
 
     with spinner("planning the models"):
-        planned = served_budgets.ask(
-            {"models": list(places.values()), "options": options, "kv_memory": passed.get("kv_memory")}
-        )
+        asked = {"models": list(places.values()), "options": options, "kv_memory": passed.get("kv_memory")}
+        planned = served_budgets.ask(asked | {"sampling": sampling})
     ranges = dict(zip(places, planned["ranges"], strict=True))
     if any(each.get("on_gpu") for each in ranges.values()) and most_loaded is None:
         note("note: on a GPU one model is loaded at a time")
@@ -72,8 +73,8 @@ def serve_models(
         _check(served, len(models))
         _note_turns(served, budget, most_loaded)
         loaded = LoadedModels(served, budget.models, most_loaded, keep_alive_s, passed["max_queue"], note)
-        with http_server(listener, create_router(loaded, context, **access), tls):
-            note(f"{', '.join(places)} at {address_of(listener, bool(tls))}; {budget}; Ctrl-C ends the server")
+        with listener.serving(create_router(loaded, context, **listener.access)):
+            note(f"{', '.join(places)} at {listener}; {budget}; Ctrl-C ends the server")
             try:
                 wait_for_a_signal()
             finally:

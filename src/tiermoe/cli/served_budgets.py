@@ -24,12 +24,17 @@ def ask(asked: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _answer(models: list[str], options: dict[str, Any], kv_memory: str | None) -> dict[str, Any]:
-    """The memory budget with its source, and for each model the budgets that it can use, or why it can use none."""
+def _answer(
+    models: list[str], options: dict[str, Any], kv_memory: str | None, sampling: dict[str, Any]
+) -> dict[str, Any]:
+    """The memory budget with its source, and for each model the budgets that it can use, or why it can use none.
+    ConfigError for values of `sampling` that are out of range."""
     import tiermoe.serve.app  # noqa: F401 — a server holds it when it plans
     from tiermoe.config import parse_size, settings
     from tiermoe.engine.budget import memory_budget
+    from tiermoe.engine.sampling import Sampling
 
+    Sampling(**sampling)
     asked = settings(**options)
     kv_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
     budget, source = memory_budget(asked)

@@ -33,14 +33,17 @@ class Session:
 def read_ahead(model: str, options: dict[str, Any]) -> GgufFile | None:
     """The headers of a GGUF file, whose dense weights the drive begins to read into the page cache: it has nothing else
     to do while torch is imported. None for another model, and where options ask for weights that are packed. ModelError
-    as `open_gguf`."""
+    as `check_local` and `open_gguf`: before torch is imported."""
     from tiermoe.formats.gguf_file import is_gguf, open_gguf
     from tiermoe.model.gguf.shapes import read_whole
+    from tiermoe.model.hf.local_models import check_local
 
-    path = Path(model).expanduser()
-    if not is_gguf(path) or not path.is_file() or {"bits", "dense_bits"} & options.keys():
+    path = check_local(model)
+    if path is None or not is_gguf(path):
         return None
-    file = open_gguf(path.resolve())
+    file = open_gguf(path)
+    if {"bits", "dense_bits"} & options.keys():
+        return None
 
     def read() -> None:
         for tensor in read_whole(file):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request as HttpRequest
 from sse_starlette import EventSourceResponse
@@ -16,14 +17,13 @@ from tiermoe.engine.request_loop import TooLongError
 from tiermoe.errors import PromptError, TiermoeError
 from tiermoe.serve.errors import TOO_LONG, Refused
 from tiermoe.serve.grammar import Compiling
+from tiermoe.serve.streams import KEEP_ALIVE_S, StreamKind
 from tiermoe.serve.worker import Answers, ClosingError, QueueFullError, Worker
 
 ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, whole or as a stream", "content": {"text/event-stream": {}}}
 }
 """Documentation of an endpoint that can stream."""
-KEEP_ALIVE_S = 5
-"""Seconds between comments in a stream that has no event to send."""
 
 
 async def submitted(worker: Worker, requests: Sequence[Request], grammar: Compiling | None) -> Answers:
@@ -68,6 +68,27 @@ async def _cancelled_where_gone(http: HttpRequest, answers: Answers) -> None:
     answers.cancel()
 
 
+class Growing(Protocol):
+    """An answer while it grows, in a dialect whose events have types."""
+
+    def begin(self) -> Iterable[dict[str, Any]]: ...
+
+    def add(self, piece: Piece) -> Iterable[dict[str, Any]]:
+        """Events of a piece; that of an error is the last."""
+
+
+async def events_of(growing: Growing, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[dict[str, str]]:
+    for event in growing.begin():
+        yield _sent(event)
+    async for _, piece in pieces:
+        for event in growing.add(piece):
+            yield _sent(event)
+
+
+def _sent(event: dict[str, Any]) -> dict[str, str]:
+    return {"event": event["type"], "data": json.dumps(event)}
+
+
 class Stream(EventSourceResponse):
     """Stream of events made of answers. However the response ends, even before its first event, the answers are
     cancelled then: by a call that does not wait, since a waiting task may itself be cancelled."""
@@ -84,7 +105,7 @@ class Stream(EventSourceResponse):
 
 
 class LineStream(Stream):
-    """Stream of JSON lines made of answers. silent: makes a line that says nothing, in place of a comment."""
+    """Stream of JSON lines made of answers."""
 
-    def __init__(self, answers: Answers, lines: AsyncIterator[bytes], silent: Callable[[], bytes]) -> None:
-        super().__init__(answers, lines, media_type="application/x-ndjson", ping_message_factory=silent)
+    def __init__(self, answers: Answers, lines: AsyncIterator[bytes], kind: StreamKind) -> None:
+        super().__init__(answers, lines, media_type=kind.media_type, ping_message_factory=lambda: kind.waiting(""))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -13,11 +12,11 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tiermoe.engine.request import Piece, Request
-from tiermoe.serve.answers import ANSWERS, Stream, failure, submitted, whole
+from tiermoe.serve.answers import ANSWERS, Stream, events_of, failure, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, Prepared, prepare
 from tiermoe.serve.constraints import json_constraint
 from tiermoe.serve.errors import Refused
-from tiermoe.serve.fields import Several, StopStrings, Tools, check_fields, text_alone
+from tiermoe.serve.fields import CallArguments, Several, StopStrings, Tools, check_fields, text_alone
 from tiermoe.serve.intake import aside
 from tiermoe.serve.served import Served
 from tiermoe.serve.tools import CallPiece
@@ -63,7 +62,7 @@ class CallBlock(BaseModel):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any] = {}
+    input: CallArguments = {}
 
 
 class ResultBlock(BaseModel):
@@ -247,6 +246,9 @@ class GrowingMessage:
 
     def add(self, piece: Piece) -> Iterator[Event]:
         """Events of a piece; after the last piece the message is whole."""
+        if piece.error is not None:
+            yield error_body(failure(piece.error))
+            return
         self._made += len(piece.tokens)
         self._cached = piece.cached
         parsed = self._reader.add(piece)
@@ -333,7 +335,7 @@ def routes(app: FastAPI, served: Served) -> None:
         answers = await submitted(served.worker, [_request(served, asked, prepared)], prepared.grammar)
         growing = GrowingMessage(served.name, prepared.reader(), len(prepared.ids))
         if asked.stream:
-            return Stream(answers, _stream(growing, answers))
+            return Stream(answers, events_of(growing, answers))
         await whole(http, answers, lambda _, piece: list(growing.add(piece)))
         return growing.message
 
@@ -358,18 +360,3 @@ def _request(served: Served, asked: MessagesRequest, prepared: Prepared) -> Requ
     named = {name: value for name, value in values.items() if value is not None}
     sampling = replace(served.sampling, max_tokens=asked.max_tokens, **named)
     return prepared.request(sampling, asked.stop_sequences or ())
-
-
-async def _stream(growing: GrowingMessage, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[dict[str, str]]:
-    for event in growing.begin():
-        yield _sent(event)
-    async for _, piece in pieces:
-        if piece.error is not None:
-            yield _sent(error_body(failure(piece.error)))
-            return
-        for event in growing.add(piece):
-            yield _sent(event)
-
-
-def _sent(event: dict[str, Any]) -> dict[str, str]:
-    return {"event": event["type"], "data": json.dumps(event)}

@@ -21,6 +21,7 @@ from tiermoe.serve.errors import RETRY_S, Refused
 from tiermoe.serve.fields import Several, TokenIds, from_json
 from tiermoe.serve.guards import Guard, Hosts
 from tiermoe.serve.intake import Intake, aside
+from tiermoe.serve.openai_requests import Message
 from tiermoe.serve.page import page
 from tiermoe.serve.served import Served
 from tiermoe.serve.worker import STALLED_S
@@ -40,7 +41,7 @@ _REFUSALS: dict[int | str, str] = {
 
 class TokenizeRequest(BaseModel):
     prompt: str | None = None
-    messages: Several[openai.Message] | None = None
+    messages: Several[Message] | None = None
     add_special_tokens: bool = True
 
 

@@ -1,5 +1,5 @@
-"""Embeddings in OpenAI's dialect (`/v1/embeddings`) and Ollama's (`/api/embed`): the mean of the hidden states of a
-text's tokens, behind the last norm, of length 1. Reranking is refused by name."""
+"""Embeddings in OpenAI's dialect (`/v1/embeddings`) and Ollama's (`/api/embed`, the older `/api/embeddings`): the mean
+of the hidden states of a text's tokens, behind the last norm, of length 1. Reranking is refused by name."""
 
 from __future__ import annotations
 
@@ -36,16 +36,23 @@ class EmbeddingsRequest(BaseModel):
     dimensions: int | None = Field(None, ge=1)
 
 
-class EmbedRequest(BaseModel):
-    """Unknown fields are kept for `check_fields`."""
+class OllamaRequest(BaseModel):
+    """Fields of Ollama's endpoints. Unknown fields are kept for `check_fields`."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str = ""
-    input: str | Several[str]
     truncate: bool | None = None  # None: yes
-    dimensions: int | None = Field(None, ge=1)
     options: Options[Any] | None = None  # there is nothing to sample
+
+
+class EmbedRequest(OllamaRequest):
+    input: str | Several[str]
+    dimensions: int | None = Field(None, ge=1)
+
+
+class OldEmbedRequest(OllamaRequest):
+    prompt: str = ""
 
 
 def routes(app: FastAPI, served: Served) -> None:
@@ -67,12 +74,8 @@ def routes(app: FastAPI, served: Served) -> None:
     @app.post(f"{ollama_api.PATHS}embed")
     async def embed(asked: EmbedRequest, http: HttpRequest) -> dict[str, Any]:
         began = time.perf_counter_ns()
-        check_fields(asked)
-        check_model(served, asked.model)
         _check_dimensions(served, asked.dimensions)
-        prompts = await aside(prompts_of, served, asked.input) if asked.input else []
-        if asked.truncate is not False:
-            prompts = [ids[: served.context - 1] for ids in prompts]
+        prompts = await _ollama_prompts(served, asked, asked.input)
         return {
             "model": served.name,
             "embeddings": await _embedded(http, served, prompts),
@@ -80,6 +83,11 @@ def routes(app: FastAPI, served: Served) -> None:
             "load_duration": 0,
             "prompt_eval_count": sum(map(len, prompts)),
         }
+
+    @app.post(f"{ollama_api.PATHS}embeddings")
+    async def old_embed(asked: OldEmbedRequest, http: HttpRequest) -> dict[str, Any]:
+        found = await _embedded(http, served, await _ollama_prompts(served, asked, asked.prompt))
+        return {"embedding": found[0] if found else []}
 
     async def rerank() -> None:
         raise Refused(400, "this server does not rerank; compare embeddings of /v1/embeddings instead")
@@ -92,6 +100,14 @@ def _check_dimensions(served: Served, wanted: int | None) -> None:
     there = served.engine.config.hidden_size
     if wanted not in (None, there):
         raise Refused(400, f"embeddings of this model have {there:,} dimensions; leave dimensions out", "dimensions")
+
+
+async def _ollama_prompts(served: Served, asked: OllamaRequest, texts: str | list[str]) -> list[list[int]]:
+    """Token ids of the texts of a request, cut to the context unless that is not to be; none of no text."""
+    check_fields(asked)
+    check_model(served, asked.model)
+    prompts = await aside(prompts_of, served, texts) if texts else []
+    return prompts if asked.truncate is False else [ids[: served.context - 1] for ids in prompts]
 
 
 async def _embedded(http: HttpRequest, served: Served, prompts: Sequence[list[int]]) -> list[tuple[float, ...]]:

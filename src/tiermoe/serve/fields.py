@@ -20,6 +20,17 @@ TokenIds = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 """As many as the longest contexts have: the model's own context is checked where it is known."""
 StopString = Annotated[str, Field(max_length=256)]
 StopStrings = Annotated[list[StopString], Field(max_length=16, fail_fast=True)]
+
+
+class StopFields(BaseModel):
+    stop: StopString | StopStrings | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        stop = self.stop or ()
+        return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
 Bias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)]
 """Token id → what is added to its logit."""
 Options = Annotated[dict[str, _T], Field(max_length=64)]
@@ -30,6 +41,27 @@ def from_json(text: bytes | str) -> Any:
     """Value of a JSON text, without NaN and half surrogate pairs. ValueError where it is no such text, or nested deeper
     than 200 levels."""
     return pydantic_core.from_json(text, allow_inf_nan=False, cache_strings="keys")
+
+
+def readable_object(text: str) -> dict[str, Any]:
+    """The object of a JSON text, as far as it can be read: an unfinished string counts as far as it is there. Empty
+    where the text is no object."""
+    try:
+        found = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _readable(arguments: Any) -> Any:
+    return readable_object(arguments or "{}") if isinstance(arguments, str | None) else arguments
+
+
+CallArguments = Annotated[
+    dict[str, Any], BeforeValidator(_readable, json_schema_input_type=str | dict[str, Any] | None)
+]
+"""Arguments of a call that a client sends back, as an object or as JSON. Templates take an object. What a model wrote
+and a client sends back with every turn may be no JSON: the readable part stands for it, so that a session goes on."""
 
 
 _TextKind = Literal["text", "input_text", "output_text"]

@@ -3,7 +3,8 @@
 A model is loaded when a request names it, and gets what is left of the budget, as far as it can use it. Where that is
 too little, models leave, the least recently used idle one first. Where none is idle, the least recently used one
 answers what it has begun, and takes no more until it was loaded again. Models are loaded in the order in which requests
-for them came, one at a time: a request waits for running answers, never for a later request.
+for them came, one at a time: a request waits for running answers, never for a later request. A process keeps its
+budget: where others have left, an idle model is loaded again with more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tiermoe.config import format_size
@@ -20,6 +21,10 @@ from tiermoe.errors import reason
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.model_process import ModelProcess
 from tiermoe.serve.ollama_api import LATEST
+
+PAUSE_S = 60
+"""Seconds without a request after which a model may be loaded again with a larger share."""
+_GROWTH = 2  # by which its share then grows, at least: its prefix cache is lost
 
 
 @dataclass(slots=True, eq=False)
@@ -191,18 +196,22 @@ class LoadedModels:
                 async with asyncio.timeout(self._until_idle()):
                     await self._changed.wait()
             if self._until_idle() == 0:
-                idle = min(self._idle(), key=lambda each: each.used)
+                _, idle, grows = min(self._pauses(), key=_when)
                 await self._unload(idle)
-                self._note(f"unloaded {idle.name}, idle for {self._keep_alive_s:g} s")
+                if grows:
+                    await self._bring(idle, wanted=True)
+                else:
+                    self._note(f"unloaded {idle.name}, idle for {self._keep_alive_s:g} s")
 
-    async def _bring(self, model: Model) -> None:
-        """Loads a model, and lets the requests for it go on. Gives up where all clients leave before it is begun."""
+    async def _bring(self, model: Model, wanted: bool = False) -> None:
+        """Loads a model, and lets the requests for it go on. Gives up where all clients leave before it is begun,
+        unless it is `wanted` without them."""
         began = time.monotonic()
         try:
             if model.loaded:
                 return
             left = await self._make_room(model)
-            if not self._wanted(model):
+            if not (wanted or self._wanted(model)):
                 return
             waited = time.monotonic() - began
             await self._load(model)
@@ -248,7 +257,7 @@ class LoadedModels:
         """Starts a model's process and waits until it is loaded. LoadError where it ends instead."""
         began = time.monotonic()
         self.doing = f"loading {model.name}"
-        process = model.process = model.process_of(min(model.most, self._largest, self._left()))
+        process = model.process = model.process_of(self._share(model))
         try:
             await process.load()
         except BaseException:
@@ -289,18 +298,31 @@ class LoadedModels:
         """Bytes of the budget that no process has."""
         return self.nbytes - sum(model.nbytes for model in self.models)
 
+    def _share(self, model: Model) -> int:
+        """Bytes with which a model is loaded, where only the others keep theirs."""
+        return min(model.most, self._largest, self._left() + model.nbytes)
+
     def _has_room(self, model: Model) -> bool:
         return len(self._there()) < self._most_loaded and self._left() >= min(model.enough, self._largest)
 
-    def _idle(self) -> list[Model]:
-        return [model for model in self._there() if model.loaded and not model.running]
+    def _pauses(self) -> Iterator[tuple[float, Model, bool]]:
+        """For each idle model when it is unloaded, and when it is loaded again with a larger share (True)."""
+        for model in self.models:
+            if not model.loaded or model.running:
+                continue
+            if self._keep_alive_s is not None:
+                yield model.used + self._keep_alive_s, model, False
+            if self._share(model) >= _GROWTH * model.nbytes:
+                yield model.used + PAUSE_S, model, True
 
     def _until_idle(self) -> float | None:
-        """Seconds until a model was idle for long enough; None where none is idle, or stays for good."""
-        idle = self._idle()
-        if self._keep_alive_s is None or not idle:
-            return None
-        return max(0.0, min(model.used for model in idle) + self._keep_alive_s - time.monotonic())
+        """Seconds until a model was idle for long enough; None where none is idle, or stays as it is for good."""
+        first = min(self._pauses(), key=_when, default=None)
+        return None if first is None else max(0.0, _when(first) - time.monotonic())
+
+
+def _when(pause: tuple[float, Model, bool]) -> float:
+    return pause[0]
 
 
 def _about_to_end() -> Refused:

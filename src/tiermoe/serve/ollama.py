@@ -22,40 +22,36 @@ from tiermoe.serve.chats import AnswerReader, Chat, ParsedChunk, Prepared, gramm
 from tiermoe.serve.constraints import Constraint, json_constraint
 from tiermoe.serve.errors import Refused
 from tiermoe.serve.fields import (
+    CallArguments,
     Several,
-    StopString,
-    StopStrings,
+    StopFields,
     Tools,
     check_fields,
     thinking_variables,
 )
 from tiermoe.serve.intake import aside
-from tiermoe.serve.ollama_api import LATEST, PATHS, VERSION, error_body
-from tiermoe.serve.openai import Function, Logprobs
+from tiermoe.serve.logprobs import Logprobs
+from tiermoe.serve.ollama_api import CHAT, GENERATE, LATEST, LINES, PATHS, VERSION, error_body, reply
+from tiermoe.serve.openai_requests import Function
 from tiermoe.serve.samplers import SamplerFields
 from tiermoe.serve.served import Served
+from tiermoe.serve.streams import lines
 from tiermoe.serve.thoughts import thinks
 from tiermoe.serve.tools import ToolCall, format_of
 
 _FOR_EVER = "9999-12-31T23:59:59Z"
 _LINES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer, whole or as a stream", "content": {"application/x-ndjson": {}}}
+    200: {"description": "The answer, whole or as a stream", "content": {LINES: {}}}
 }
 
 
-class RunOptions(SamplerFields):
+class RunOptions(SamplerFields, StopFields):
     """`options` of a request. Unknown ones are kept for `check_fields`."""
 
     model_config = ConfigDict(extra="allow")
 
     num_predict: int | None = Field(None, ge=-2)
     num_ctx: int | None = Field(None, ge=1)
-    stop: StopString | StopStrings | None = None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        stop = self.stop or ()
-        return (stop,) if isinstance(stop, str) else tuple(stop)
 
     def named(self, most: int) -> dict[str, Any]:
         values = super().named(most)
@@ -117,7 +113,7 @@ class GenerateRequest(Asked):
 
 class CalledFunction(BaseModel):
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: CallArguments = {}
 
 
 class CalledTool(BaseModel):
@@ -205,11 +201,7 @@ class GrowingReply:
             "eval_count": timings.tokens,
             "eval_duration": round(timings.answer_s * 1e9),
         }
-        yield self.silent() | self._end
-
-    def silent(self) -> dict[str, Any]:
-        """An object that says nothing."""
-        return self._object(ParsedChunk(), [])
+        yield self._object(ParsedChunk(), []) | self._end
 
     def whole(self) -> dict[str, Any]:
         self._calls = 0
@@ -219,15 +211,10 @@ class GrowingReply:
         return self._object(said, [each for _, logprobs in self._said for each in logprobs]) | self._end
 
     def _object(self, said: ParsedChunk, logprobs: list[Any]) -> dict[str, Any]:
-        thought = {"thinking": said.thought} if said.thought else {}
-        found: dict[str, Any] = {"model": self._model, "created_at": datetime.now(UTC).isoformat()}
-        if self._chat:
-            found["message"] = {"role": "assistant", "content": said.text, **thought}
-            if said.calls:
-                found["message"]["tool_calls"] = [self._call(each.call) for each in said.calls]
-        else:
-            found |= {"response": said.text, **thought}
-        return found | ({"logprobs": logprobs} if logprobs else {}) | {"done": False}
+        found = reply(self._model, self._chat, said.text, said.thought)
+        if said.calls:
+            found["message"]["tool_calls"] = [self._call(each.call) for each in said.calls]
+        return found | ({"logprobs": logprobs} if logprobs else {})
 
     def _call(self, call: ToolCall) -> dict[str, Any]:
         self._calls += 1
@@ -237,7 +224,7 @@ class GrowingReply:
 def routes(app: FastAPI, served: Served) -> None:
     """Adds the endpoints."""
 
-    @app.post(f"{PATHS}chat", response_model=None, responses=_LINES)
+    @app.post(CHAT, response_model=None, responses=_LINES)
     async def chat(asked: ChatRequest, http: HttpRequest) -> Response | dict[str, Any]:
         _check(served, asked)
         if not asked.messages:
@@ -247,7 +234,7 @@ def routes(app: FastAPI, served: Served) -> None:
         wanted = Chat(messages, tools, constraint=asked.constraint, variables=asked.variables)
         return await _answer(http, served, asked, await aside(prepare, served, wanted))
 
-    @app.post(f"{PATHS}generate", response_model=None, responses=_LINES)
+    @app.post(GENERATE, response_model=None, responses=_LINES)
     async def generate(asked: GenerateRequest, http: HttpRequest) -> Response | dict[str, Any]:
         _check(served, asked)
         if not asked.prompt:
@@ -319,12 +306,12 @@ def _prepared(served: Served, asked: GenerateRequest) -> Prepared:
 async def _answer(http: HttpRequest, served: Served, asked: Asked, prepared: Prepared) -> Response | dict[str, Any]:
     request = _request(served, asked, prepared)
     chat, count = isinstance(asked, ChatRequest), len(prepared.ids)
-    reply = GrowingReply(served.name, chat, prepared.reader(), Logprobs(served.tokenizer, chat=True), count)
+    growing = GrowingReply(served.name, chat, prepared.reader(), Logprobs(served.tokenizer, chat=True), count)
     answers = await submitted(served.worker, [request], prepared.grammar)
     if asked.stream is not False:
-        return LineStream(answers, _stream(reply, answers), lambda: _line(reply.silent()))
-    await whole(http, answers, lambda _, piece: list(reply.add(piece)))
-    return reply.whole()
+        return LineStream(answers, _stream(growing, answers), lines(served.name, chat))
+    await whole(http, answers, lambda _, piece: list(growing.add(piece)))
+    return growing.whole()
 
 
 def _request(served: Served, asked: Asked, prepared: Prepared) -> Request:
@@ -334,12 +321,12 @@ def _request(served: Served, asked: Asked, prepared: Prepared) -> Request:
     return prepared.request(sampling, asked.options.stops, logprobs=asked.likeliest)
 
 
-async def _stream(reply: GrowingReply, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[bytes]:
+async def _stream(growing: GrowingReply, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[bytes]:
     async for _, piece in pieces:
         if piece.error is not None:
             yield _line(error_body(failure(piece.error)))
             return
-        for each in reply.add(piece):
+        for each in growing.add(piece):
             yield _line(each)
 
 

@@ -1,216 +1,34 @@
-"""OpenAI's dialect: `/v1/chat/completions` and `/v1/completions`. Fields of requests, answers whole and as streams,
-routes."""
+"""OpenAI's dialect: `/v1/chat/completions` and `/v1/completions`. Answers whole and as streams, and routes; the bodies
+of requests are `openai_requests`."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from tiermoe.engine.detokenize import token_bytes, token_text
-from tiermoe.engine.request import Piece, Request, TokenLogprob
+from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import ConfigError
 from tiermoe.serve.answers import ANSWERS, Stream, failure, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, Prepared, grammar_of, prepare
-from tiermoe.serve.constraints import ConstraintFields
 from tiermoe.serve.errors import Refused
-from tiermoe.serve.fields import (
-    Options,
-    Several,
-    StopString,
-    StopStrings,
-    TextPart,
-    TokenIds,
-    Tools,
-    check_fields,
-    from_json,
-    thinking_variables,
-)
+from tiermoe.serve.fields import check_fields
 from tiermoe.serve.intake import aside
 from tiermoe.serve.llama_server import timings_of
-from tiermoe.serve.samplers import SamplerFields
+from tiermoe.serve.logprobs import Logprobs
+from tiermoe.serve.openai_requests import ChatRequest, Common, CompletionRequest
 from tiermoe.serve.served import Served
 from tiermoe.serve.tools import CallPiece, ToolCall
 
-_BUDGETS = AliasChoices("reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget")
-"""Names of a budget of thoughts: llama-server's, its older one, vLLM's."""
 COMPLETION_TOKENS = 16
 """Tokens of a completion that names no `max_tokens`, as OpenAI has it; a chat's answer may take the whole context."""
-_MESSAGE_FIELDS = ("tool_call_id", "name", "reasoning_content")
-"""Optional fields of a message that chat templates get."""
-
-
-class StreamOptions(BaseModel):
-    include_usage: bool = False
-
-
-class Common(SamplerFields, ConstraintFields):
-    """Fields of both endpoints. Unknown fields are kept for `check_fields`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str = ""
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    timings_per_token: bool = False
-    stop: StopString | StopStrings | None = None
-    n: int | None = Field(None, ge=1, le=128)
-    max_tokens: int | None = Field(None, ge=1)
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        stop = self.stop or ()
-        return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-class CalledFunction(BaseModel):
-    name: str
-    arguments: str = "{}"
-
-
-class CalledTool(BaseModel):
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        """The call as chat templates take it. Refused where the arguments are no JSON."""
-        try:
-            arguments = from_json(self.function.arguments or "{}")
-        except ValueError as error:
-            raise Refused(400, f"the arguments of a tool call are no JSON: {error}", "messages") from error
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": self.type, "function": function}
-
-
-class Function(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    name: str
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(BaseModel):
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(BaseModel):
-    name: str
-
-
-class NamedTool(BaseModel):
-    type: Literal["function"]
-    function: FunctionName
-
-
-class AllowedFunctions(BaseModel):
-    mode: Literal["auto", "required"]
-    tools: Tools[NamedTool]
-
-
-class AllowedTools(BaseModel):
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedFunctions
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Several[TextPart] | None = None
-    tool_calls: Several[CalledTool] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
-
-    @property
-    def plain(self) -> dict[str, Any]:
-        """The message as chat templates take it. The arguments of calls are objects there."""
-        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        if self.tool_calls:
-            plain["tool_calls"] = [call.plain for call in self.tool_calls]
-        return plain | {name: value for name in _MESSAGE_FIELDS if (value := getattr(self, name))}
-
-
-class ChatRequest(Common):
-    messages: Several[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Tools[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Options[Any] | None = None
-    reasoning_effort: str | None = None
-    reasoning_budget_tokens: int | None = Field(None, ge=-1, validation_alias=_BUDGETS)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    return_progress: bool | None = None
-
-    @property
-    def new_turn(self) -> bool:
-        """`Chat.new_turn`. Refused where its fields contradict each other or the messages."""
-        begins, goes_on = self.add_generation_prompt, self.continue_final_message
-        last = self.messages[-1].role == "assistant"
-        if goes_on and begins:
-            raise Refused(400, "continue_final_message excludes add_generation_prompt", "continue_final_message")
-        if goes_on and not last:
-            needed = "continue_final_message needs an assistant's message at the end"
-            raise Refused(400, needed, "continue_final_message")
-        if begins is False and not (last and goes_on is not False):
-            raise Refused(400, "add_generation_prompt of false needs a message to continue", "add_generation_prompt")
-        return bool(begins) or goes_on is False
-
-    @property
-    def choice(self) -> str:
-        """`Chat.choice`."""
-        choice = self.tool_choice
-        if isinstance(choice, NamedTool):
-            return choice.function.name
-        return choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice or "auto"
-
-    @property
-    def functions(self) -> list[dict[str, Any]]:
-        """The tools that may be called."""
-        tools = self.tools or []
-        if isinstance(self.tool_choice, AllowedTools):
-            allowed = {each.function.name for each in self.tool_choice.allowed_tools.tools}
-            tools = [tool for tool in tools if tool.function.name in allowed]
-        return [tool.model_dump(exclude_none=True) for tool in tools]
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """Variables of the template."""
-        return thinking_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
-
-    @property
-    def thought_tokens(self) -> int | None:
-        """`Chat.thought_tokens`."""
-        return None if self.reasoning_budget_tokens == -1 else self.reasoning_budget_tokens
-
-
-class CompletionRequest(Common):
-    prompt: str | Several[str] | TokenIds | Several[TokenIds]
-    logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool = False
-    max_tokens: int | None = Field(None, ge=0)
 
 
 def error_body(error: Refused) -> dict[str, Any]:
@@ -252,55 +70,6 @@ def usage_of(prompt: int, pieces: Sequence[Piece], readings: Iterable[ChoiceRead
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": sum(each.reader.thought_tokens for each in readings)},
     }
-
-
-class Logprobs:
-    """Log probabilities in the shape of an endpoint, with tokens as text."""
-
-    def __init__(self, tokenizer: Any, chat: bool) -> None:
-        self._tokenizer = tokenizer
-        self._chat = chat
-        self._bytes: dict[int, bytes] = {}
-        self._text = getincrementaldecoder("utf-8")("replace")
-        self._offset = 0  # characters of the text so far
-
-    def of(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """None where the request has none."""
-        if not tokens:
-            return None
-        return {"content": [self._chat_entry(each) for each in tokens]} if self._chat else self._completion(tokens)
-
-    def _chat_entry(self, each: TokenLogprob) -> dict[str, Any]:
-        return self._named(each.token, each.logprob) | {"top_logprobs": [self._named(*pair) for pair in each.top]}
-
-    def _completion(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        offsets = []
-        for each in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._text.decode(self._bytes_of(each.token)))
-        return {
-            "tokens": [token_text(self._bytes_of(each.token)) for each in tokens],
-            "token_logprobs": [each.logprob for each in tokens],
-            "top_logprobs": [self._top(each) for each in tokens],
-            "text_offset": offsets,
-        }
-
-    def _top(self, each: TokenLogprob) -> dict[str, float] | None:
-        if each.logprob is None:
-            return None
-        found: dict[str, float] = {}
-        for token, value in each.top:
-            found.setdefault(token_text(self._bytes_of(token)), value)  # of tokens that read alike, the likeliest
-        return found
-
-    def _named(self, token: int, value: float | None) -> dict[str, Any]:
-        data = self._bytes_of(token)
-        return {"token": token_text(data), "logprob": value, "bytes": list(data)}
-
-    def _bytes_of(self, token: int) -> bytes:
-        if token not in self._bytes:
-            self._bytes[token] = token_bytes(self._tokenizer, token)
-        return self._bytes[token]
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tiermoe.config import settings
@@ -34,9 +35,10 @@ class Deployed:
     template: str | None = None  # chat template in place of the model's
 
 
-def start(deployed: Deployed, replicas: int, host: str, port: int, grace_s: int) -> None:
+def start(deployed: Deployed, replicas: int, host: str, port: int, tls: Mapping[str, Path], grace_s: int) -> None:
     """Answers at an address once every replica has loaded the model. Ray runs on this machine alone, unless RAY_ADDRESS
-    names a cluster. grace_s: seconds for answers under way when a replica ends."""
+    names a cluster. tls: uvicorn's options for HTTPS, whose files each machine with a proxy has; empty: HTTP. grace_s:
+    seconds for answers under way when a replica ends."""
     os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "tiermoe.serve.sessions.middlewares"
     from ray import serve
     from ray.serve.config import HTTPOptions, RequestRouterConfig
@@ -44,7 +46,7 @@ def start(deployed: Deployed, replicas: int, host: str, port: int, grace_s: int)
 
     asked = settings(**deployed.options)
     start_ray()
-    serve.start(http_options=HTTPOptions(host=host, port=port))
+    serve.start(http_options=HTTPOptions(host=host, port=port, **_for_proxies(tls)))
     deployment = serve.deployment(
         serve.ingress(lambda: app_of(deployed))(),
         name=deployed.name,
@@ -56,6 +58,11 @@ def start(deployed: Deployed, replicas: int, host: str, port: int, grace_s: int)
         graceful_shutdown_timeout_s=grace_s,
     )
     serve.run(deployment.bind(), name=APP, route_prefix="/")
+
+
+def _for_proxies(tls: Mapping[str, Path]) -> dict[str, str]:
+    """The options for Ray's proxies, which may run in another folder."""
+    return {option: str(path.resolve()) for option, path in tls.items()}
 
 
 def stop() -> None:

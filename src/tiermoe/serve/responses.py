@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -16,13 +15,21 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.sampling import Sampling
-from tiermoe.serve.answers import ANSWERS, Stream, submitted, whole
+from tiermoe.serve.answers import ANSWERS, Stream, events_of, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, Prepared, prepare
 from tiermoe.serve.constraints import json_constraint
 from tiermoe.serve.errors import Refused
-from tiermoe.serve.fields import Options, Several, TextPart, Tools, check_fields, from_json, thinking_variables
+from tiermoe.serve.fields import (
+    CallArguments,
+    Options,
+    Several,
+    TextPart,
+    Tools,
+    check_fields,
+    thinking_variables,
+)
 from tiermoe.serve.intake import aside
-from tiermoe.serve.openai import Logprobs
+from tiermoe.serve.logprobs import Logprobs
 from tiermoe.serve.served import Served
 from tiermoe.serve.tools import CallPiece
 
@@ -49,7 +56,7 @@ class CallItem(BaseModel):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: CallArguments
 
 
 class OutputItem(BaseModel):
@@ -200,7 +207,7 @@ class ResponsesRequest(BaseModel):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """As chat templates take them. ValueError where the arguments of a call are no JSON."""
+        """As chat templates take them."""
         said = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*said, {"role": "user", "content": self.input}]
@@ -233,7 +240,7 @@ def _add(turn: dict[str, Any], item: MessageItem | CallItem | ReasoningItem) -> 
     elif isinstance(item, MessageItem):
         turn["content"] += _text(item.content)
     else:
-        function = {"name": item.name, "arguments": from_json(item.arguments or "{}")}
+        function = {"name": item.name, "arguments": item.arguments}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
 
 
@@ -380,12 +387,8 @@ def routes(app: FastAPI, served: Served) -> None:
     async def responses(asked: ResponsesRequest, http: HttpRequest) -> Response | dict[str, Any]:
         check_fields(asked)
         served.check_model(asked.model)
-        try:
-            messages = asked.messages
-        except ValueError as error:
-            raise Refused(400, f"the arguments of a function call are no JSON: {error}", "input") from error
         constraint = json_constraint(asked.answer_schema)
-        chat = Chat(messages, asked.functions, asked.choice, constraint, asked.variables, asked.parallel)
+        chat = Chat(asked.messages, asked.functions, asked.choice, constraint, asked.variables, asked.parallel)
         prepared = await aside(prepare, served, chat)
         request = _request(served, asked, prepared)
         answers = await submitted(served.worker, [request], prepared.grammar)
@@ -394,7 +397,7 @@ def routes(app: FastAPI, served: Served) -> None:
             _response(served, asked, request.sampling), prepared.reader(), logprobs, len(prepared.ids)
         )
         if asked.stream:
-            return Stream(answers, _stream(growing, answers))
+            return Stream(answers, events_of(growing, answers))
         await whole(http, answers, lambda _, piece: list(growing.add(piece)))
         return growing.response
 
@@ -437,15 +440,3 @@ def _response(served: Served, asked: ResponsesRequest, sampling: Sampling) -> di
         **fields,
         "text": fields["text"] or {"format": {"type": "text"}},
     }
-
-
-async def _stream(growing: GrowingResponse, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[dict[str, str]]:
-    for event in growing.begin():
-        yield _sent(event)
-    async for _, piece in pieces:
-        for event in growing.add(piece):
-            yield _sent(event)
-
-
-def _sent(event: dict[str, Any]) -> dict[str, str]:
-    return {"event": event["type"], "data": json.dumps(event)}

@@ -39,11 +39,10 @@ from tiermoe.serve.intake import Intake
 from tiermoe.serve.loaded_models import LoadedModels, Model
 from tiermoe.serve.model_process import ModelProcess
 from tiermoe.serve.page import page
+from tiermoe.serve.streams import EVENTS, KEEP_ALIVE_S, StreamKind, lines
 
-COMMENTS_S = 5
-"""Seconds between comments in a stream whose model is not loaded yet."""
 _HEALTH_S = 10  # for a process to say how it is
-_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store", "x-accel-buffering": "no"}
+_STREAM = {"cache-control": "no-store", "x-accel-buffering": "no"}  # headers, beside the type
 # headers of a connection, of its length, and of the router's own access
 _NOT_ASKED = {"host", "connection", "keep-alive", "transfer-encoding", "content-length", "authorization", "x-api-key"}
 _NOT_ANSWERED = {"connection", "keep-alive", "transfer-encoding", "date", "server"}
@@ -166,8 +165,8 @@ class Router:
         model = self._loaded.find(named if isinstance(named, str) else "")
         if asked.get("model") != model.name:  # an alias, which its own server does not know
             body = pydantic_core.to_json(asked | {"model": model.name})
-        streams = request.url.path.startswith("/v1/") and asked.get("stream") is True
-        return _Passed(self._loaded, model, _request(request, body), streams)
+        kind = _kind(request.url.path, asked.get("stream"), model.name)
+        return _Passed(self._loaded, model, _request(request, body), kind)
 
     def _named(self, request: Request) -> ASGIApp | None:
         """Passes a request on to the loaded model of `?model=NAME`; None without. Refused where it is not loaded."""
@@ -176,7 +175,7 @@ class Router:
         model = self._loaded.find(name)
         if not model.loaded or model.leaving:
             raise Refused(503, f"{model.name} is not loaded; a request for an answer loads it", kind="server_error")
-        return _Passed(self._loaded, model, _request(request, b""), False)
+        return _Passed(self._loaded, model, _request(request, b""), None)
 
     def _facts(self, model: Model) -> dict[str, Any]:
         """A model as `/v1/models` lists it, with llama-server's `status` and `aliases`."""
@@ -197,13 +196,12 @@ class Router:
 
 
 class _Passed:
-    """ASGI app that answers with what a model's process answers. asked: arguments of the request to it. streams: the
-    answer is a stream of events, which comments keep alive until the model is loaded."""
+    """ASGI app that answers with what a model's process answers. asked: arguments of the request to it. kind: of the
+    stream that is asked for, which signs of life keep open until the model is loaded; None: the answer is whole."""
 
-    def __init__(self, loaded: LoadedModels, model: Model, asked: Mapping[str, Any], streams: bool) -> None:
-        self._loaded, self._model, self._asked, self._streams = loaded, model, asked, streams
+    def __init__(self, loaded: LoadedModels, model: Model, asked: Mapping[str, Any], kind: StreamKind | None) -> None:
+        self._loaded, self._model, self._asked, self._kind = loaded, model, asked, kind
         self._started = False  # whether status and headers are sent
-        self._events = False  # and say that events follow
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.ensure_future(self._answer(send))
@@ -219,56 +217,66 @@ class _Passed:
 
     async def _answer(self, send: Send) -> None:
         begun = False
-        commenting = asyncio.ensure_future(self._comment(send))
+        waiting = asyncio.ensure_future(self._say_waiting(send))
         try:
             try:
                 process = await self._loaded.begin(self._model)
                 begun = True
             finally:
-                commenting.cancel()
-                await asyncio.gather(commenting, return_exceptions=True)
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
             await self._pass_on(process, send)
         except Refused as error:
             if not self._started:
                 raise
-            if not self._events:
+            if self._kind is None:
                 return  # the connection is closed within the body: nothing else says that it is not whole
-            await _send_error(send, json.dumps(_error_body("", error)).encode())
+            body = json.dumps(_error_body(self._asked["url"].path, error)).encode()
+            await send({"type": "http.response.body", "body": self._kind.error(body)})
         finally:
             if begun:
                 self._loaded.end(self._model)
 
-    async def _comment(self, send: Send) -> None:
+    async def _say_waiting(self, send: Send) -> None:
         """Says in a stream what it waits for."""
-        while self._streams:
-            await asyncio.sleep(COMMENTS_S)
+        while self._kind is not None:
+            await asyncio.sleep(KEEP_ALIVE_S)
             if not self._started:
-                self._started = self._events = True
-                headers = [(name.encode(), value.encode()) for name, value in _STREAM.items()]
+                self._started = True
+                named = {"content-type": self._kind.media_type, **_STREAM}
+                headers = [(name.encode(), value.encode()) for name, value in named.items()]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             doing = self._loaded.doing or "waiting"
             if (process := self._model.process) is not None and process.progress:
                 doing += f": {process.progress}"
-            await send({"type": "http.response.body", "body": f": {doing}\n\n".encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": self._kind.waiting(doing), "more_body": True})
 
     async def _pass_on(self, process: ModelProcess, send: Send) -> None:
         """Sends what the process answers. Refused where it has ended before."""
         try:
             async with process.client.stream(**self._asked) as answer:
-                if self._started and answer.status_code != 200:
-                    await _send_error(send, await answer.aread())
+                if self._started and self._kind and answer.status_code != 200:
+                    await send({"type": "http.response.body", "body": self._kind.error(await answer.aread())})
                     return
                 if not self._started:
                     headers = [each for each in answer.headers.raw if each[0].decode().lower() not in _NOT_ANSWERED]
                     await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
                     self._started = True
-                    self._events = answer.headers.get("content-type", "").startswith("text/event-stream")
+                    if self._kind and not answer.headers.get("content-type", "").startswith(self._kind.media_type):
+                        self._kind = None  # it is an error, and whole
                 async for part in answer.aiter_raw():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
         except httpx.TransportError as error:
             why = f"{self._model.name} has ended, or its process does not answer ({reason(error)}); ask again"
             raise Refused(502, why, kind="server_error") from error
         await send({"type": "http.response.body", "body": b""})
+
+
+def _kind(path: str, stream: Any, model: str) -> StreamKind | None:
+    """The stream that a request asks for; None: a whole answer. stream: its field."""
+    if path in (ollama_api.CHAT, ollama_api.GENERATE):
+        return None if stream is False else lines(model, path == ollama_api.CHAT)
+    return EVENTS if path.startswith("/v1/") and stream is True else None
 
 
 def _request(request: Request, body: bytes) -> dict[str, Any]:
@@ -282,11 +290,6 @@ async def _until_left(receive: Receive) -> None:
     """Waits until the client leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _send_error(send: Send, body: bytes) -> None:
-    """Ends a stream with an error, in the shape that all dialects read."""
-    await send({"type": "http.response.body", "body": b"event: error\ndata: " + body + b"\n\n"})
 
 
 async def _health(process: ModelProcess | None) -> dict[str, Any]:

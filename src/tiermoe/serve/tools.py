@@ -13,10 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic_core import from_json as from_partial_json
-
 from tiermoe.engine.detokenize import overlap
-from tiermoe.serve.fields import from_json
+from tiermoe.serve.fields import from_json, readable_object
 from tiermoe.serve.grammar import json_rule
 
 
@@ -32,11 +30,7 @@ class ToolCall:
     @property
     def values(self) -> dict[str, Any]:
         """The arguments as an object, without what was cut off; empty where they are no object."""
-        try:
-            found = from_partial_json(self.arguments, allow_inf_nan=False, allow_partial=_PARTIAL)
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
+        return readable_object(self.arguments)
 
     def begin(self) -> list[CallPiece]:
         return [CallPiece(self, "begin")]
@@ -60,7 +54,6 @@ class CallPiece:
     arguments: str = ""  # those that come now
 
 
-_PARTIAL: Any = "trailing-strings"  # an unfinished string counts as far as it is there
 Types = Mapping[str, Mapping[str, Any]]
 """Function → parameter → its JSON schema."""
 

@@ -26,8 +26,6 @@ from tiermoe.model.families.table import Family, family_of
 from tiermoe.model.gguf.outline import outline_of
 from tiermoe.model.gguf.parameters import open_checkpoint
 from tiermoe.model.hf.configs import (
-    CONFIG,
-    LARGEST_CONFIG,
     Configs,
     check_counts,
     check_generation,
@@ -41,6 +39,7 @@ from tiermoe.model.hf.configs import (
     text_only,
     text_tensors,
 )
+from tiermoe.model.hf.local_models import CONFIG, LARGEST_CONFIG
 from tiermoe.model.model_config import NAME as MODEL_CONFIG
 from tiermoe.model.model_config import GenerationConfig, ModelConfig, read_config, write_config
 from tiermoe.platform import process_memory

@@ -10,23 +10,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiermoe.config import MIB
 from tiermoe.errors import ModelError, reason
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.outline import Origin
 from tiermoe.formats.safetensors import Entries
 from tiermoe.model.families.table import ARCHITECTURES, Family, family_of
 from tiermoe.model.gguf.parameters import compute_dtype, config_of
+from tiermoe.model.hf.local_models import CONFIG, read_moe_fields
 from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.rotary import UNSUPPORTED, layer_kinds
 from tiermoe.platform import process_memory
 from tiermoe.platform.json_files import read_json
 from tiermoe.version import VERSION
 
-CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-LARGEST_CONFIG = 16 * MIB
-"""Bytes of a JSON file that is read."""
 OWN_CODE = "auto_map"
 """The entry by which a checkpoint's files name Python code of its own."""
 _LAYERS = re.compile(r"layers?$")
@@ -59,26 +56,9 @@ _TEXT_KEYS = (
 
 
 def read_fields(directory: Path) -> dict[str, Any]:
-    """The fields of config.json in a checkpoint directory. ModelError where there is none, or no MoE family's."""
-    file = directory / CONFIG
-    if not file.exists():
-        raise ModelError(
-            f"{directory} has no config.json: it is not a Hugging Face model directory; name the folder that has "
-            "config.json and the weights, or a GGUF file"
-        )
-    try:
-        fields: dict[str, Any] = read_json(file, LARGEST_CONFIG)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read ({error}); download it again") from error
-    model_type = fields.get("model_type") if isinstance(fields, dict) else None
-    if not model_type or not isinstance(model_type, str):
-        raise ModelError(f"{file} names no model_type: transformers cannot tell what model it is")
-    if not _looks_like_moe(fields):
-        raise ModelError(
-            f"{directory} is a '{model_type}' model without experts: tiermoe runs Mixture-of-Experts models; "
-            f"transformers itself or llama.cpp run a dense one"
-        )
-    family_of(model_type)
+    """`read_moe_fields` of a family that tiermoe runs: else ModelError."""
+    fields = read_moe_fields(directory)
+    family_of(fields["model_type"])
     return fields
 
 
@@ -183,12 +163,6 @@ def _auto_config() -> Any:
     return register()
 
 
-def _looks_like_moe(raw: dict[str, Any]) -> bool:
-    inside = [value for value in raw.values() if isinstance(value, dict)]
-    named = any("expert" in key for key in raw) or raw.get("model_type") in ("mixtral", "switch_transformers")
-    return named or any(map(_looks_like_moe, inside))
-
-
 def quantization_of(config: Any) -> dict[str, Any] | None:
     """A config's settings of its checkpoint's quantisation; None where the checkpoint is not quantised."""
     settings = getattr(config, "quantization_config", None)
@@ -197,7 +171,7 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
 
 def files_with_code(directory: Path) -> list[str]:
     """The files of a checkpoint's folder that name Python code in it, for config, model or tokenizer. It never runs."""
-    return [name for name in ("config.json", TOKENIZER_CONFIG) if OWN_CODE in _fields(directory / name)]
+    return [name for name in (CONFIG, TOKENIZER_CONFIG) if OWN_CODE in _fields(directory / name)]
 
 
 def _fields(file: Path) -> dict[str, Any]:

@@ -15,18 +15,15 @@ from pathlib import Path
 
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_file import is_gguf
 from tiermoe.formats.safetensors import Checkpoint
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.configs import read_fields
 from tiermoe.model.hf.downloads import PART
-from tiermoe.model.hf.gguf_models import in_folder, in_snapshot
+from tiermoe.model.hf.gguf_models import in_snapshot
+from tiermoe.model.hf.local_models import find_local, split_name
 from tiermoe.model.hf.remote import RemoteCheckpoint, fetch_headers, inspect_headers, safetensors_headers
 from tiermoe.model.hf.repository import Repository, fetch, first_line, hub_errors, read_repository
 from tiermoe.platform import file_io
-
-SHIPPED = Path(__file__).parents[2] / "stories-7m"
-"""The model that is part of the package; its name alone names it."""
 
 
 def resolve_model(model: str | os.PathLike[str]) -> Path:
@@ -37,33 +34,15 @@ def resolve_model(model: str | os.PathLike[str]) -> Path:
 
 def local_model(model: str | os.PathLike[str]) -> Path | None:
     """The directory of a local checkpoint, or its GGUF file; None for a hub id, or HUB-ID:FILE, that is not complete in
-    the local hub cache. ModelError for anything else, and for a folder of several models in GGUF files."""
-    text = os.fspath(model)
-    path = Path(text).expanduser()
-    if path.is_dir():
-        return in_folder(path.resolve()) or path.resolve()
-    if path.exists() and is_gguf(path):
-        return path.resolve()
-    if text == SHIPPED.name and SHIPPED.is_dir():
-        return SHIPPED.resolve()
-    if path.exists():
-        raise ModelError(f"{path} is a file; name the directory that holds config.json and the weights, or a GGUF file")
-    repository, file = split_name(text)
-    if text.startswith((".", "/", "~")) or repository.count("/") != 1 or (is_gguf(path) and not file):
-        raise ModelError(
-            f"{text} does not exist; name a model directory, a GGUF file, or a hub id like Qwen/Qwen3-30B-A3B "
-            f"({SHIPPED.name} is the shipped model)"
-        )
+    the local hub cache. ModelError as `find_local`."""
+    found = find_local(model)
+    if found is not None:
+        return found
+    repository, file = split_name(os.fspath(model))
     snapshot = _snapshot(repository)
     if snapshot is None or file:
         return snapshot and in_snapshot(snapshot, file)
     return snapshot if _is_complete(snapshot) else None
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """(hub id, FILE) of HUB-ID:FILE; FILE is empty where the hub id is alone."""
-    repository, _, file = name.partition(":")
-    return repository, file
 
 
 def _snapshot(repository: str) -> Path | None:

@@ -1,0 +1,88 @@
+"""Calls that a client sends back with every turn: whatever their arguments are, the session goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from serving import KEY, Scripted, running
+from tiermoe.serve.app import create_app
+from tiermoe.serve.served import Served
+
+TEMPLATE = (
+    "{# <tool_call> #}{% for m in messages %}{% for call in m.tool_calls or [] %}"
+    "{% for key, value in call.function.arguments.items() %}[{{ key }}={{ value }}]{% endfor %}{% endfor %}"
+    "{{ m.content }};{% endfor %}"
+)
+"""One that needs an object, as those of Qwen3-Coder and GLM do."""
+
+
+def openais(arguments: Any) -> tuple[str, dict[str, Any]]:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return "/v1/chat/completions", {"messages": [said, {"role": "tool", "tool_call_id": "a", "content": "sun"}]}
+
+
+def responses(arguments: Any) -> tuple[str, dict[str, Any]]:
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}
+    return "/v1/responses", {"input": [call, {"type": "function_call_output", "call_id": "a", "output": "sun"}]}
+
+
+def anthropics(arguments: Any) -> tuple[str, dict[str, Any]]:
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": arguments}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "sun"}
+    messages = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    return "/v1/messages", {"messages": messages, "max_tokens": 9}
+
+
+def ollamas(arguments: Any) -> tuple[str, dict[str, Any]]:
+    said = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    return "/api/chat", {"messages": [said, {"role": "tool", "content": "sun"}], "stream": False}
+
+
+@pytest.fixture(scope="module")
+def scripted(served: Served) -> Scripted:
+    return Scripted(served, "So.")
+
+
+@pytest.fixture(scope="module")
+def http(served: Served, scripted: Scripted) -> Any:
+    before, worker = served.tokenizer.chat_template, served.worker
+    served.tokenizer.chat_template, served.worker = TEMPLATE, scripted  # type: ignore[assignment]
+    with running(create_app(served, [KEY])) as address:
+        yield httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
+    served.tokenizer.chat_template, served.worker = before, worker
+
+
+@pytest.mark.parametrize("dialect", [openais, responses, anthropics, ollamas])
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ('{"city": "Bonn"}', "[city=Bonn]"),
+        ({"city": "Bonn"}, "[city=Bonn]"),
+        ('{"city": "Bon', "[city=Bon]"),  # cut off
+        ('{"city": "Bonn", "days": ', "[city=Bonn]"),
+        ('{"city": "say "Bonn""}', "[city=say ]"),  # quotes that the model forgot to escape
+        ('{"city": "Bonn\n"}', ""),
+        ("Bonn", ""),
+        ('["Bonn"]', ""),
+        ('{"a":' * 20_000, ""),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_a_session_goes_on(
+    http: httpx.Client, served: Served, scripted: Scripted, dialect: Any, arguments: Any, read: str
+) -> None:
+    path, body = dialect(arguments)
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert served.tokenizer.decode(scripted.asked[-1].ids) == f"{read};sun;"
+
+
+@pytest.mark.parametrize("dialect", [openais, responses, anthropics, ollamas])
+def test_arguments_that_no_model_wrote_are_refused(http: httpx.Client, dialect: Any) -> None:
+    path, body = dialect(["Bonn"])
+    assert http.post(path, json=body).status_code == 400
