@@ -90,19 +90,21 @@ static void neurons_up(const Neurons *neurons, const float *x, const float *sums
 
 INLINE void downs(const Neurons *neurons, int bits, int two_level, const float *products, size_t begin, size_t end,
                   bf16 *out) {
-    const size_t bytes = neurons->width * (size_t)bits / 8;
+    const size_t bytes = neurons->width * (size_t)bits / 8, group = neurons->group;
     Sixteen total[8 / 2][BYTES_TASK / CODES];
     memset(total, 0, sizeof total);
     for (size_t i = 0; i < neurons->count; i++) {
         const uint8_t *record = neurons->records + (size_t)neurons->used[i] * neurons->record_bytes;
         const Half column = half_of(neurons, record, 1, bits, two_level);
         for (int strip = 0; strip < 8 / bits; strip++)
-            for (size_t b = begin; b < end; b += CODES) {
-                const size_t g = ((size_t)strip * bytes + b) / neurons->group;
+            for (size_t b = begin; b < end; b += group) {
+                const size_t g = ((size_t)strip * bytes + b) / group;
                 const float scale = scale_of(&column, g), zero = zero_of(&column, g, scale);
-                Sixteen codes;
-                codes_at(column.codes + b, strip, bits, &codes);
-                total[strip][(b - begin) / CODES] += codes * (products[i] * scale) + products[i] * zero;
+                Sixteen codes, *sums = total[strip] + (b - begin) / CODES;
+                for (size_t c = 0; c < group; c += CODES) {
+                    codes_at(column.codes + b + c, strip, bits, &codes);
+                    *sums++ += codes * (products[i] * scale) + products[i] * zero;
+                }
             }
     }
     for (int strip = 0; strip < 8 / bits; strip++)
