@@ -43,8 +43,8 @@ class Work:
         self.layers = blueprint.layers[:layers]
         self.experts = sum(map(_weights_of, self.layers))
         tensors = blueprint.checkpoint.tensors
-        self.dense = packable(blueprint) if dense_bits < 16 else {}
-        self.dense_weights = sum(math.prod(tensors[key].shape) for key in self.dense.values())
+        self.dense = [key for keys in packable(blueprint).values() for key in keys] if dense_bits < 16 else []
+        self.dense_weights = sum(math.prod(tensors[key].shape) for key in self.dense)
 
     def pack(self, root: Path, workers: int) -> None:
         """Packs into `root` and removes it."""
@@ -68,7 +68,7 @@ class Work:
         entries = sorted((tensors[key].file, tensors[key].offset, tensors[key].nbytes) for key in experts)
         share = self.experts / sum(map(_weights_of, self._blueprint.layers))
         found = entries[: round(share * len(entries))]
-        found += [(tensors[key].file, tensors[key].offset, tensors[key].nbytes) for key in self.dense.values()]
+        found += [(tensors[key].file, tensors[key].offset, tensors[key].nbytes) for key in self.dense]
         return found
 
 

@@ -19,20 +19,22 @@ from torch import Tensor
 import gguf_blocks
 import small_families
 import tiny
-from gguf_linear import linear_metadata, linear_tensors
-from gguf_mamba import granite_metadata, mamba_tensors
+from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_tensors
+from gguf_mamba import NAMES as MAMBA
+from gguf_mamba import granite_metadata, jamba_metadata, mamba_tensors, nemotron_metadata
 from tiermoe.formats.gguf_types import ENCODINGS
+from tiermoe.model.hf.configs import Configs
 
 
 def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
     """`TextModel.set_gguf_parameters` and what each class adds."""
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters") or {"rope_theta": 1e4}
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config.get("intermediate_size", 0))
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_rms_eps(config["norm_eps" if family == "lfm2_moe" else "rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config[EPSILON.get(family, "rms_norm_eps")])
     writer.add_rope_freq_base(rope["rope_theta"])
     experts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     writer.add_expert_count(next(config[name] for name in experts if name in config))
@@ -43,7 +45,9 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
-    if family.startswith("deepseek_v") or family == "mistral4":
+    if family == "kimi_linear":
+        kimi_metadata(writer, config)
+    if family.startswith("deepseek_v") or family in ("mistral4", "kimi_linear"):
         _latent_metadata(writer, family, config)
         return
     if family == "lfm2_moe":
@@ -51,13 +55,17 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
         writer.add_shortconv_l_cache(config["conv_L_cache"])
         writer.add_leading_dense_block_count(config["num_dense_layers"])
-    elif family == "granitemoehybrid":
+    elif family in HYBRID:
         kinds = config["layer_types"]
         writer.add_head_count_kv([config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds])
     else:
         writer.add_head_count_kv(config["num_key_value_heads"])
     if family.startswith("granitemoe"):
         granite_metadata(writer, config)
+    if family == "nemotron_h":
+        nemotron_metadata(writer, config)
+    if family == "jamba":
+        jamba_metadata(writer, config)
     if config.get("head_dim") is not None:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -110,7 +118,8 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
 def _latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
     """`DeepseekV2Model.set_gguf_parameters`."""
     latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    writer.add_head_count_kv(1)
+    if family != "kimi_linear":
+        writer.add_head_count_kv(1)
     writer.add_vocab_size(config["vocab_size"])
     if config["q_lora_rank"] is not None:
         writer.add_q_lora_rank(config["q_lora_rank"])
@@ -121,17 +130,19 @@ def _latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any
     writer.add_value_length_mla(config["v_head_dim"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     _router_metadata(writer, config)
-    sigmoid = family == "deepseek_v3"
+    sigmoid = family in ("deepseek_v3", "kimi_linear")
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
     writer.add_rope_dimension_count(rotary)
-    if (beta := config["rope_parameters"].get("llama_4_scaling_beta")) is not None:
+    rope = config.get("rope_parameters", {})
+    if (beta := rope.get("llama_4_scaling_beta")) is not None:
         writer.add_attn_temperature_scale(beta)
-    if (scale := config["rope_parameters"].get("mscale_all_dim")) is not None:
+    if (scale := rope.get("mscale_all_dim")) is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
 
 
 def _router_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    kinds_ = config.get("mlp_layer_types") or []
+    writer.add_leading_dense_block_count(config.get("first_k_dense_replace", kinds_.count("dense")))
     writer.add_expert_shared_count(config["n_shared_experts"])
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
     if config["norm_topk_prob"]:
@@ -181,12 +192,15 @@ ARCHITECTURES = {
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "mistral4": gguf.MODEL_ARCH.MISTRAL4,
+    "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
+    "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
+    "jamba": gguf.MODEL_ARCH.JAMBA,
 }
 
 
@@ -194,7 +208,15 @@ USED = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
 """Families whose configs call the experts of a token otherwise."""
 
 
-TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared")
+EPSILON = {"lfm2_moe": "norm_eps", "nemotron_h": "layer_norm_epsilon"}
+"""What other families' configs call the norms' epsilon."""
+
+
+HYBRID = ("granitemoehybrid", "jamba", "nemotron_h")
+"""Families with layers of Mamba beside those with attention."""
+
+
+TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared", "nemotron_h")
 """Families whose queries and keys are written with the halves of each head in turns."""
 
 
@@ -263,7 +285,7 @@ def write(
     """Writes `model` as GGUF and puts what the file stands for into its weights. entries: replace the writer's own;
     None leaves one out."""
     arch = ARCHITECTURES[family]
-    config = model.config.to_dict()
+    config = dict(Configs(model.config, model.config, False).plain().fields)
     writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=shards)
     add_metadata(writer, family, config)
     if vocabulary is not None:
@@ -334,6 +356,8 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH) -> Views:
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
 
     def name_of(path: str) -> str:
+        if ".mixer." in path:
+            path = path.replace("model.", "backbone.")
         found = names.get_name(path, (".weight", ".bias"))
         assert found is not None, path
         return str(found)
@@ -342,12 +366,14 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH) -> Views:
     for path, parameter in state.items():
         value = parameter.data
         stem, _, last = path.rpartition(".")
-        if ".linear_attn." in path:
+        if ".forget_gate." in path or path.endswith("self_attn.conv1d.weight"):
+            yield from kimi_tensors(path, value, name_of)
+        elif ".linear_attn." in path:
             layer, _, name = path.partition(".linear_attn.")
             yield from linear_tensors(f"blk.{layer.rpartition('.')[2]}", name, value, config, family)
-        elif ".mamba." in path:
-            layer, _, name = path.partition(".mamba.")
-            yield from mamba_tensors(f"blk.{layer.rpartition('.')[2]}", name, value, config.mamba_n_groups)
+        elif family in HYBRID and (name := path.partition(".mamba." if ".mamba." in path else ".mixer.")[2]) in MAMBA:
+            groups = config.n_groups if family == "nemotron_h" else getattr(config, "mamba_n_groups", None)
+            yield from mamba_tensors(f"blk.{path.split('.')[2]}", name, value, groups)
         elif path.endswith("shared_mlp.input_linear.weight"):
             block = f"blk.{path.split('.')[2]}"
             for part, half in zip(("gate", "up"), value.chunk(2), strict=True):
@@ -395,12 +421,18 @@ def _experts(stem: str, last: str, value: Tensor, family: str, name_of: Callable
         halves = {"down": value}
     elif family == "gpt_oss":
         halves = {"gate": value[:, 0::2], "up": value[:, 1::2]}
+    elif matrix == "up":
+        halves = {"up": value}
     else:
         rows = value.shape[1] // 2
         halves = {"gate": value[:, :rows], "up": value[:, rows:]}
     called = {"gate": "w1", "up": "w3", "down": "w2"}
     for each, half in halves.items():
-        path = f"{stem}.{each}_proj.{suffix}".replace("block_sparse_moe", "mlp")
+        path = (
+            f"{stem}.{each}_proj.{suffix}".replace("block_sparse_moe", "mlp")
+            .replace("mixer", "mlp")
+            .replace("feed_forward.experts", "mlp.experts")
+        )
         if family in ("mixtral", "lfm2_moe"):  # LlamaModel.modify_tensors
             path = stem.removeprefix("model.").replace("mlp", "feed_forward") + f".{called[each]}.{suffix}"
         yield name_of(path), (half,), tuple(half.shape)

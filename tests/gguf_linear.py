@@ -1,9 +1,9 @@
-"""Layers of linear attention as llama.cpp's converter writes them: `Qwen3NextModel` and
-`_LinearAttentionVReorderBase`."""
+"""Layers of linear attention as llama.cpp's converter writes them: `Qwen3NextModel`,
+`_LinearAttentionVReorderBase` and `KimiLinearModel`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gguf
@@ -51,3 +51,20 @@ def linear_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
     writer.add_full_attention_interval(4)
+
+
+def kimi_tensors(path: str, value: Tensor, name_of: Callable[[str], str]) -> Iterator[tuple[str, Any, Any]]:
+    """As `linear_tensors`, of what `KimiLinearModel.modify_tensors` changes or Kimi's checkpoint calls otherwise."""
+    if path.endswith("conv1d.weight"):
+        for part, third in zip("qkv", value.chunk(3), strict=True):
+            yield name_of(path.replace("conv1d", f"{part}_conv1d")), (third,), (1, len(third), 1, third.shape[-1])
+        return
+    called = path.replace("forget_gate.", "").replace("dt_bias", "dt_proj.bias")
+    yield name_of(called), (value,), tuple(value.shape)
+
+
+def kimi_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """`KimiLinearModel.set_gguf_parameters`."""
+    writer.add_head_count_kv([int(kind == "full_attention") for kind in config["layer_types"]])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])

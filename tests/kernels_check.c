@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "delta.h"
 #include "gguf_weights.h"
 #include "kernels.h"
 #include "trellis.h"
@@ -232,6 +233,7 @@ static void gates(const Kernels *set) {
                 double want = (up + 1) * g / (1 + exp(-expert.alpha * g));
                 if (gate == SILU) want = g / (1 + exp(-g)) * up;
                 if (gate == GELU_TANH) want = g / 2 * (1 + tanh(sqrt(2 / acos(-1)) * (g + 0.044715 * g * g * g))) * up;
+                if (gate == RELU_SQUARED) want = fmax(g, 0) * fmax(g, 0);
                 expect(set->name, "a gate", from_bf16(out[m * BLOCK + i]), want, 400 * fabs(want)); /* rounded three times on the way */
             }
     }
@@ -287,10 +289,10 @@ static void rows(const Kernels *set) {
 /* A token of linear attention, in a strip of columns and in some more. */
 static void deltas(const Kernels *set) {
     enum { KEYS = 32, WIDTH = 80, TAPS = 4 };
-    float state[KEYS][WIDTH], after[KEYS][WIDTH], key[KEYS], query[KEYS], value[WIDTH], got[WIDTH];
+    float state[KEYS][WIDTH], after[KEYS][WIDTH], key[KEYS], query[KEYS], value[WIDTH], got[WIDTH], decays[KEYS];
     bf16 inputs[TAPS][WIDTH], taps[TAPS][WIDTH], weight[WIDTH], gate[WIDTH], out[WIDTH];
     const bf16 *rows[TAPS];
-    double length = 0, squares = 0;
+    double length = 0, squares;
     numbers(inputs[0], TAPS * WIDTH, 1), numbers(taps[0], TAPS * WIDTH, 1), numbers(weight, WIDTH, 1), numbers(gate, WIDTH, 1);
     for (int i = 0; i < TAPS; i++) rows[i] = inputs[i];
     set->delta_mix(rows, TAPS, taps[0], WIDTH, WIDTH, value);
@@ -306,22 +308,27 @@ static void deltas(const Kernels *set) {
     memcpy(unit, key, sizeof key);
     set->delta_unit(unit, KEYS, 0.5f);
     for (int k = 0; k < KEYS; k++) expect(set->name, "a key of length one", unit[k], 0.5 * key[k] / sqrt(length + 1e-6), 1);
-    set->delta_rule(state[0], after[0], KEYS, WIDTH, WIDTH, unit, query, value, 0.9f, 0.4f, got);
-    for (int c = 0; c < WIDTH; c++) {
-        double read = 0, want = 0;
-        for (int k = 0; k < KEYS; k++) read += 0.9 * state[k][c] * unit[k];
-        for (int k = 0; k < KEYS; k++) {
-            const double its = 0.9 * state[k][c] + 0.4 * (value[c] - read) * unit[k];
-            expect(set->name, "a state", after[k][c], its, 1);
-            want += its * query[k];
+    for (int k = 0; k < KEYS; k++) decays[k] = 0.9f - 0.02f * (float)k;
+    for (int by_row = 0; by_row < 2; by_row++) {
+        set->delta_rule(state[0], after[0], KEYS, WIDTH, WIDTH, unit, query, value, decays, by_row ? KEYS : 1, 0.4f, got);
+        squares = 0;
+        for (int c = 0; c < WIDTH; c++) {
+            double read = 0, want = 0;
+            for (int k = 0; k < KEYS; k++) read += decays[by_row * k] * state[k][c] * unit[k];
+            for (int k = 0; k < KEYS; k++) {
+                const double its = decays[by_row * k] * state[k][c] + 0.4 * (value[c] - read) * unit[k];
+                expect(set->name, "a state", after[k][c], its, 1);
+                want += its * query[k];
+            }
+            expect(set->name, "what a state gives", got[c], want, KEYS);
+            squares += pow(from_bf16(to_bf16(got[c])), 2) / WIDTH;
         }
-        expect(set->name, "what a state gives", got[c], want, KEYS);
-        squares += pow(from_bf16(to_bf16(got[c])), 2) / WIDTH;
-    }
-    set->delta_gate(got, weight, 1e-5f, gate, WIDTH, out);
-    for (int c = 0; c < WIDTH; c++) {
-        const double z = from_bf16(gate[c]), normed = from_bf16(to_bf16(got[c])) / sqrt(squares + 1e-5);
-        expect(set->name, "a gated norm", from_bf16(out[c]), normed * from_bf16(weight[c]) * z / (1 + exp(-z)), 400);
+        set->delta_gate(got, weight, 1e-5f, by_row ? DELTA_SIGMOID : DELTA_SILU, gate, WIDTH, out);
+        for (int c = 0; c < WIDTH; c++) {
+            const double z = from_bf16(gate[c]), normed = from_bf16(to_bf16(got[c])) / sqrt(squares + 1e-5);
+            const double opening = (by_row ? 1 : z) / (1 + exp(-z));
+            expect(set->name, "a gated norm", from_bf16(out[c]), normed * from_bf16(weight[c]) * opening, 400);
+        }
     }
     memcpy(out, inputs[0], sizeof out);
     set->times_sigmoid(out, gate, WIDTH);

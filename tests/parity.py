@@ -18,11 +18,11 @@ def logits(model: Any, family: str, ids: torch.Tensor, mask: torch.Tensor | None
     extra = {"decoder_input_ids": ids[:, :5]} if family == "switch_transformers" else {}
     with torch.no_grad():
         result: torch.Tensor = model(input_ids=ids, attention_mask=mask, **extra).logits
-    return result
+    return result.to(model.dtype)  # Nemotron-H's code widens them
 
 
-ROUNDED = {"jamba", "llama4", "llama4_text"}
-"""Families whose own code multiplies in another order."""
+ROUNDED = {"jamba", "llama4", "llama4_text", "nemotron_h"}
+"""Families whose own code multiplies in another order, or sums experts' outputs in float32."""
 
 
 def close(mine: torch.Tensor, theirs: torch.Tensor) -> bool:

@@ -41,7 +41,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 3, "hidden_size": 64},
     },
     "dots3_note_text": _LATENT,
-    "flex_olmo": {},
     "flint": {"mlp_only_layers": [0]},
     "gemma4_text": {
         "enable_moe_block": True, "top_k_experts": 3, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
@@ -50,29 +49,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hy_v4": {},
     "inkling2_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},
-    "jamba": {
-        "expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 2, "attn_layer_offset": 1,
-        "mamba_dt_rank": 4, "use_mamba_kernels": False,
-    },
     "jetmoe": {"kv_channels": 16},
-    "kimi_linear": {
-        **_LATENT, "layer_types": _THREE, "mlp_layer_types": _SPARSE, "linear_head_dim": 16, "linear_num_heads": 4,
-    },
-    "kolibri1": {},
     "laguna": {},
     "longcat_flash": {
         **_LATENT, "num_layers": 2, "ffn_hidden_size": 64, "moe_topk": 3, "zero_expert_num": 4,
         "expert_ffn_hidden_size": 32, "head_dim": 8,
-    },
-    "mimo_v2_flash": {},
-    "minimax_m3_vl_text": {
-        "dense_intermediate_size": 64, "rotary_dim": 8, "index_block_size": 4, "index_topk_blocks": 2,
-        "mlp_layer_types": _SPARSE,
-    },
-    "nemotron_h": {
-        "layers_block_type": ["mamba", "moe", "attention", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 16,
-        "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4, "moe_shared_expert_intermediate_size": 32,
-        "moe_latent_size": 32,
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }  # fmt: skip

@@ -16,6 +16,7 @@ from parity import ROUNDED, close, logits, tokens
 from small_families import FAMILIES, LARGER, config_of, plain_model, write_small
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.model.decoder import Decoder
+from tiermoe.model.dense import packable
 from tiermoe.model.families.table import decodes, family_of, not_computed
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
@@ -81,6 +82,19 @@ def test_layers_whose_weights_code_computes_with_stay(model_type: str, kept: str
     ours.tiermoe.close()
 
 
+def test_a_matrix_whose_rows_are_several_tensors_is_packed(tmp_path: Path) -> None:
+    directory = write_small(tmp_path, "minimax_m3_vl")
+    packed = packable(inspect_model(directory, "tiny"))
+    gate, up = packed["model.language_model.layers.0.mlp.gate_up_proj"]
+    assert (gate.rpartition("mlp.")[2], up.rpartition("mlp.")[2]) == ("gate_proj.weight", "up_proj.weight")
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, dense_bits=8)
+    mine = ours.tiermoe.decoder.layers[0].feed_forward.gate.packed
+    decoded = mine.encoding.decode(mine.fields, mine.out, mine.in_, torch.float32)
+    theirs = plain_model(directory).model.language_model.layers[0].mlp.gate_up_proj.weight
+    assert (decoded - theirs).abs().max() < 0.01 * theirs.abs().max()
+    ours.tiermoe.close()
+
+
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "gemma4_text", "jamba", "kimi_linear"])
 def test_the_cache_takes_what_the_model_says_of_itself(model_type: str) -> None:
     """Tensors of a real cache, against what a pass on the meta device measured."""
@@ -135,7 +149,7 @@ def test_a_shared_expert_beside_the_block_has_the_config_s_activation(tmp_path: 
     ours.tiermoe.close()
 
 
-@pytest.mark.parametrize("model_type", ["gemma4", "internvl", "kimi_k25", "qwen3_5_moe"])
+@pytest.mark.parametrize("model_type", ["gemma4", "internvl", "kimi_k25", "minimax_m3_vl", "qwen3_5_moe"])
 def test_the_text_part_of_a_larger_model_has_its_family_s_decoder(model_type: str, tmp_path: Path) -> None:
     directory = write_small(tmp_path, model_type)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)

@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
     "qwen3_next": ("qwen3_next", {"linear_num_value_heads": 6}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {"linear_num_value_heads": 6}),
+    "kimi_linear": ("kimi_linear", {"n_group": 1, "topk_group": 1, "linear_head_dim": 32}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "minimax_m2": ("minimax_m2", {}),
@@ -49,6 +50,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoeshared", {"shared_intermediate_size": 0, "residual_multiplier": 0.5}),
     "granitemoeshared": ("granitemoeshared", {"shared_intermediate_size": 64, "attention_multiplier": 0.2}),
     "granitemoehybrid": ("granitemoehybrid", {"shared_intermediate_size": 64, "max_position_embeddings": 1 << 20}),
+    "jamba": ("jamba", {}),
+    "jamba of other periods": (
+        "jamba",
+        {"attn_layer_period": 8, "attn_layer_offset": 2, "expert_layer_period": 1, "expert_layer_offset": 0},
+    ),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h without latents": ("nemotron_h", {"moe_latent_size": None, "tie_word_embeddings": True}),
 }
 
 

@@ -23,7 +23,7 @@ from tiermoe.formats.gguf_file import GgufFile, open_gguf
 from tiermoe.formats.outline import Origin
 from tiermoe.model.gguf.config import end_ids
 from tiermoe.model.gguf.tokenizer import PRE_TOKENIZERS, load_tokenizer
-from tiermoe.model.hf.hub import load_tokenizer as load_any
+from tiermoe.model.hf.tokenizers import load_tokenizer as load_any
 from tiermoe.model.tokenizer import keep_tokenizer, read_tokenizer
 
 PEER = os.environ.get("TIERMOE_PEER_PYTHON", sys.executable)
@@ -33,7 +33,7 @@ TEXTS = [
     "🚀 😶‍🌫️ ✅🦙 emoji", "def f(x):\n    return x**2  # ok\n\n\tif x: y=1\r\n", "I'm you've don't HE'LL 'tis",
     "我想在apple工作1314天～ Привет мир こんにちは", "  leading and trailing  ", "\n\n\n a\n\nb \n", "",
     "foo_bar-baz@x.com http://a.b/c?d=e&f=g", '!!!??? ... --- === "quoted" `tick`', _COMBINING,
-    "x=[1,2,3];{}()<>|\\/", "CamelCaseWord ALLCAPS iPhone",
+    "x=[1,2,3];{}()<>|\\/", "CamelCaseWord ALLCAPS iPhone", "  中文 Kimi月之暗面AI、これ",
 ]  # fmt: skip
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<｜end▁of▁sentence｜>"]
 _ASK = """
@@ -111,8 +111,8 @@ def test_ends_of_a_text_and_of_an_answer(vocabulary: dict[str, Any], tmp_path: P
 
 
 def test_what_splits_text_must_be_known(vocabulary: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="splits text as 'kimi-k2' does, which tiermoe does not know from GGUF files"):
-        load_tokenizer(write(tmp_path / "v.gguf", vocabulary, "kimi-k2"))
+    with pytest.raises(ModelError, match="splits text as 'superbpe' does, which tiermoe does not know from GGUF files"):
+        load_tokenizer(write(tmp_path / "v.gguf", vocabulary, "superbpe"))
 
 
 def bytes_of(tokenizer: Any, text: str) -> bytes:
@@ -129,7 +129,10 @@ def _peer(file: Path) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("pre", ["qwen2", "gpt-2", "llama-bpe", "gpt-4o", "deepseek-llm", "deepseek-v3", "olmo", None])
+SPLITS = ["qwen2", "gpt-2", "llama-bpe", "gpt-4o", "deepseek-llm", "deepseek-v3", "kimi-k2", "olmo", None]
+
+
+@pytest.mark.parametrize("pre", SPLITS)
 def test_ids_are_llama_cpps(pre: str | None, vocabulary: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "v.gguf"
     tokenizer = load_tokenizer(write(file, vocabulary, pre))

@@ -1,5 +1,6 @@
-"""Linear attention by the gated delta rule, Mamba-2 and short convolutions, against transformers' eager layers on the
-same weights, by torch and by the native kernel of each instruction set; and what a cache of states can do."""
+"""Linear attention by the gated delta rule, Kimi's with it, both kinds of Mamba and short convolutions, against
+transformers' eager layers on the same weights, by torch and by the native kernel of each instruction set; and what a
+cache of states can do."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 import tiny
@@ -18,6 +20,7 @@ from tiermoe.batch import Batch, Row, decode, prompt
 from tiermoe.config import settings
 from tiermoe.engine.load import resolve_for
 from tiermoe.engine.needs import expanding_needs
+from tiermoe.model import linear_attention as delta
 from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.decoder import attention_sizes
 from tiermoe.model.families.table import ARCHITECTURES, decodes, not_computed
@@ -25,13 +28,21 @@ from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.kv_cache import KVCache
 from tiermoe.model.mamba import CHUNK, selective_scan
+from tiermoe.model.mamba_1 import channelwise_scan
 from tiermoe.model.rotary import Rotary
 from tiermoe.model.short_convolution import ConvolutionSizes
 from tiermoe.model.step import Step
 from tiermoe.model.weights import ModuleWeights
 
-FAMILIES = ["qwen3_next", "qwen3_5_moe_text"]
-MAMBA = "granitemoehybrid"
+FAMILIES = ["qwen3_next", "qwen3_5_moe_text", "kimi_linear"]
+MAMBA, MAMBA_1 = "granitemoehybrid", "jamba"
+BLOCKS = {MAMBA: "mamba", MAMBA_1: "mamba", "kimi_linear": "self_attn"}
+LAYERS = {"layer_types": ["linear_attention"], "mlp_only_layers": None}
+WIDE = {**LAYERS, "linear_value_head_dim": 80}  # more than a strip of columns
+SIZES = {
+    "kimi_linear": {**LAYERS, "linear_head_dim": 80, "mlp_layer_types": ["dense"]},
+    MAMBA_1: {"attn_layer_period": 2},  # of which the second one has attention
+}
 LENGTH = 150  # of a prompt: more than two chunks of either way
 LAYER = "model.layers.0"
 ROTARY = Rotary(torch.ones(1), lambda _: 1.0, torch.float32)
@@ -41,13 +52,12 @@ class Case:
     """A layer of a family, transformers' and ours on the same weights."""
 
     def __init__(self, family: str, dtype: torch.dtype) -> None:
-        sizes = {"num_hidden_layers": 1, "layer_types": ["linear_attention"], "mlp_only_layers": None}
-        config = tiny.config_of(family, **sizes, linear_value_head_dim=80)  # more than a strip of columns
+        config = tiny.config_of(family, num_hidden_layers=1, **SIZES.get(family, WIDE))
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        self.eager: Any = model.get_submodule(f"{LAYER}.{'mamba' if family == MAMBA else 'linear_attn'}")
+        self.eager: Any = model.get_submodule(f"{LAYER}.{BLOCKS.get(family, 'linear_attn')}")
         for name, parameter in self.eager.named_parameters():
-            torch.nn.init.normal_(parameter, float(name == "norm.weight"), 0.3)
+            torch.nn.init.normal_(parameter, float(name.endswith("norm.weight")), 0.3)
         found = attention_sizes(Configs(config, config, False).plain(), lambda _: False)
         assert found is not None
         (self.sizes,) = found
@@ -108,9 +118,29 @@ def check_agreement(it: Case, most: float) -> None:
         assert error(both, torch.stack((want[0, LENGTH + at], want[1, 70 + at]))) < 2 * most
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, MAMBA])
+@pytest.mark.parametrize("family", [*FAMILIES, MAMBA, MAMBA_1])
 def test_torch_agrees_with_transformers_eager_layer(family: str, case: Callable[..., Case]) -> None:
     check_agreement(case(family, torch.float32), 1e-5)
+
+
+@pytest.mark.parametrize("columns", [1, 8], ids=["of heads", "of channels"])
+@pytest.mark.parametrize("tokens", [1, delta.CHANNEL_CHUNK, delta.CHUNK + 5])
+def test_the_delta_rule_is_the_recurrence(tokens: int, columns: int) -> None:
+    """Of tokens some of which make a head, or a channel, forget all."""
+    generator = torch.Generator().manual_seed(tokens)
+    query, key = (F.normalize(torch.randn(tokens, 6, 8, generator=generator), dim=-1) for _ in range(2))
+    value, state = torch.randn(tokens, 6, 16, generator=generator), torch.randn(6, 8, 16, generator=generator)
+    decay = torch.where(torch.rand(tokens, 6, columns, generator=generator) < 0.1, -2000.0, -0.01)
+    beta = torch.rand(tokens, 6, generator=generator)
+    wide, want = state.double(), []
+    for at in range(tokens):
+        wide = decay[at, ..., None].double().exp() * wide
+        read = (key[at, ..., None].double() * wide).sum(1)
+        wide = wide + key[at, ..., None] * (beta[at, :, None] * (value[at] - read))[:, None]
+        want.append((query[at, ..., None].double() * wide).sum(1))
+    found = delta.delta_rule(query, key, value, decay, beta, state)
+    assert error(found, torch.stack(want)) < 1e-6
+    assert error(state, wide) < 1e-6
 
 
 @pytest.mark.skipif(not native.available(), reason="needs the native kernels")
@@ -120,8 +150,9 @@ class TestNative:
     def test_it_agrees_with_transformers_eager_layer(self, family: str, case: Callable[..., Case]) -> None:
         check_agreement(case(family, torch.bfloat16), 0.01)
 
-    def test_neither_other_tokens_nor_threads_change_a_bit(self, case: Callable[..., Case]) -> None:
-        it = case("qwen3_next", torch.bfloat16)
+    @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+    def test_neither_other_tokens_nor_threads_change_a_bit(self, family: str, case: Callable[..., Case]) -> None:
+        it = case(family, torch.bfloat16)
         whole, parts = it.cache(), it.cache()
         for cache in (whole, parts):
             cache.open()
@@ -137,11 +168,12 @@ class TestNative:
             assert torch.equal(it.run(parts, decode(1, at, 1)), want[1][at : at + 1])
 
 
-# Mamba-2
+# Mamba
 
 
-def test_a_token_s_bits_are_those_that_it_has_alone(case: Callable[..., Case]) -> None:
-    it = case(MAMBA, torch.bfloat16)
+@pytest.mark.parametrize("family", [MAMBA, MAMBA_1])
+def test_a_token_s_bits_are_those_that_it_has_alone(family: str, case: Callable[..., Case]) -> None:
+    it = case(family, torch.bfloat16)
     both, alone = it.cache(), it.cache()
     for cache in (both, alone):
         assert [cache.open(), cache.open()] == [0, 1]
@@ -172,12 +204,30 @@ def test_a_scan_is_the_recurrence(tokens: int) -> None:
     assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_a_channelwise_scan_is_the_recurrence(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    query, key = (torch.randn(tokens, 8, generator=generator) for _ in range(2))
+    value, before = torch.randn(tokens, 6, generator=generator), torch.randn(8, 6, generator=generator)
+    times, rates = 9 * torch.rand(tokens, 6, generator=generator) ** 4, -9 * torch.rand(8, 6, generator=generator)
+    state, want = before.double(), []
+    for at in range(tokens):
+        state = (times[at].double() * rates).exp() * state + key[at].double()[:, None] * value[at]
+        want.append(query[at].double() @ state)
+    after = torch.empty_like(before)
+    found = channelwise_scan(query, key, value, times, rates, before, after)
+    assert error(found, torch.stack(want)) < 1e-6
+    assert error(after, state) < 1e-6
+    assert torch.equal(channelwise_scan(query, key, value, times, rates, before, before), found)  # states in one place
+    assert torch.equal(before, after)
+
+
 @pytest.mark.parametrize(
     ("changes", "lacking"),
     [
         ({}, ""),
         ({"time_step_limit": (0.001, 0.1)}, "time steps within 0.001 and 0.1"),
-        ({"hidden_act": "gelu"}, "gelu in layers of Mamba-2"),
+        ({"hidden_act": "gelu"}, "gelu in layers of Mamba"),
     ],
 )
 def test_what_mamba_does_not_compute_is_left_to_transformers_code(changes: dict[str, Any], lacking: str) -> None:
@@ -185,6 +235,22 @@ def test_what_mamba_does_not_compute_is_left_to_transformers_code(changes: dict[
     config = Configs(written, written, False).plain()
     assert not_computed(config) == lacking
     assert decodes(config) == (not lacking)
+
+
+def test_prompts_have_a_least_time_step_as_transformers_code_has_it(tmp_path: Path) -> None:
+    """One that acts on many heads; generated tokens have none."""
+    directory = tiny.write(tmp_path, "nemotron_h", torch.float32, time_step_min=0.7)
+    engine = engine_of(directory, bits=16, dense_bits=16, chunk=40)
+    plain, theirs = tiny.oracle(directory, "nemotron_h", torch.float32), None
+    ids = torch.randint(3, 128, (60,), generator=torch.Generator().manual_seed(2))
+    cache = engine.new_cache(1, 60)
+    slab = cache.open()
+    for row in (prompt(slab, ids[:50].tolist()), *(decode(slab, at, int(ids[at])) for at in range(50, 60))):
+        with torch.no_grad():
+            output = plain(ids[None, row.first : row.end], past_key_values=theirs, use_cache=True)
+        theirs = output.past_key_values
+        assert error(engine.step(Batch((row,)), cache)[0], output.logits[0, -1]) < 1e-5
+    engine.close()
 
 
 # the cache
@@ -256,7 +322,7 @@ def test_forks_beams_and_files_have_the_state(small: Case, tmp_path: Path) -> No
 # an engine
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", MAMBA])
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", MAMBA, MAMBA_1, "nemotron_h"])
 def test_rows_and_forks_of_an_engine_are_what_each_is_alone(family: str, tmp_path: Path) -> None:
     """A long prompt in chunks, a fork of it, and a short prompt beside their tokens."""
     engine = engine_of(tiny.write(tmp_path, family, torch.float32), bits=16, dense_bits=16, chunk=40)

@@ -71,6 +71,8 @@ BY_LAYERS: list[tuple[str, torch.dtype, dict[str, Any]]] = [
     ("qwen3_next", torch.bfloat16, {**NATIVE, "head_dim": 128}),
     ("qwen3_next", torch.float32, {}),
     ("lfm2_moe", torch.float32, {}),
+    ("jamba", torch.float32, {"num_hidden_layers": 3, "expert_layer_period": 1, "expert_layer_offset": 0}),
+    ("nemotron_h", torch.float32, {"layers_block_type": ["moe", "linear_attention", "moe"]}),
     ("gemma4_text", torch.float32, {}),
     ("glm_moe_dsa", torch.float32, {}),
     ("deepseek_v3", torch.float32, {}),

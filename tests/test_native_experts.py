@@ -22,7 +22,7 @@ from tiermoe.kernels.experts import (
     gated_experts,
     weighted_sum,
 )
-from tiermoe.kernels.gates import ClampedGate, gelu_gate, silu_gate
+from tiermoe.kernels.gates import ClampedGate, gelu_gate, relu_squared, silu_gate
 from tiermoe.kernels.moe_block import MoeBlock
 from tiermoe.kernels.router import Router, Scoring, route
 from tiermoe.types import MoeLayer, Part
@@ -39,6 +39,7 @@ GATES = {
     "clamped": ClampedGate(7.0, 1.702),
     "clamped halves": ClampedGate(7.0, 1.702, halves=True),
     "gelu": gelu_gate,
+    "relu squared": relu_squared,
 }
 
 
@@ -48,8 +49,9 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 def expert_format(bits: int, gate: str) -> ExpertFormat:
     biased = gate != "silu"
-    parts = [Part("gate_up", (2 * INNER, HIDDEN)), Part("down", (HIDDEN, INNER))]
-    parts += [Part("gate_up_bias", (2 * INNER,)), Part("down_bias", (HIDDEN,))] if biased else []
+    rows = INNER if gate == "relu squared" else 2 * INNER
+    parts = [Part("gate_up", (rows, HIDDEN)), Part("down", (HIDDEN, INNER))]
+    parts += [Part("gate_up_bias", (rows,)), Part("down_bias", (HIDDEN,))] if biased else []
     encoding = ENCODINGS[bits]
     encodings = {} if encoding is None else {"gate_up": encoding, "down": encoding}
     return ExpertFormat(MoeLayer("experts", EXPERTS, K, tuple(parts)), bits, torch.bfloat16, encodings)

@@ -15,6 +15,7 @@ from small_engines import alone, engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.model.decoder import decoder_for
+from tiermoe.model.families.table import not_computed
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.rotary import rotary_of
 from tiermoe.model.step import Step
@@ -29,13 +30,23 @@ NATIVE = {
 """Sizes that the native kernels take."""
 
 
-@pytest.mark.parametrize(("family", "most"), [("deepseek_v32", 6), ("deepseek_v32", 64), ("glm_moe_dsa", 6)])
-def test_chunks_and_tokens_alone_agree_with_transformers(family: str, most: int, tmp_path: Path) -> None:
+GROUPS = "minimax_m3_vl_text"
+CHOICES: list[tuple[str, dict[str, int]]] = [
+    ("deepseek_v32", {"index_topk": 6}),
+    ("deepseek_v32", {"index_topk": 64}),
+    ("glm_moe_dsa", {"index_topk": 6}),
+    (GROUPS, {}),
+    (GROUPS, {"index_block_size": 3, "index_topk_blocks": 3, "index_local_blocks": 2}),
+    (GROUPS, {"index_topk_blocks": 64}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), CHOICES)
+def test_chunks_and_tokens_alone_agree_with_transformers(family: str, changes: dict[str, int], tmp_path: Path) -> None:
     """A prompt in chunks of 5, tokens that are verified and decoded after it; in a context that is longer than what is
     chosen, and in one that is not."""
-    engine = engine_of(
-        write(tmp_path, family, torch.float32, index_topk=most), bits=16, dense_bits=16, chunk=5, context=32
-    )
+    directory = write(tmp_path, family, torch.float32, **changes)
+    engine = engine_of(directory, bits=16, dense_bits=16, chunk=5, context=32)
     ids = tokens(18)
     cache = engine.new_cache()
     slab = cache.open()
@@ -141,3 +152,30 @@ def test_a_long_prompt_is_near_its_tokens_read_one_by_one(engine: Any) -> None:
     want = alone(engine, ids, 1)
     error = (found[1:] - want).float().norm(dim=-1) / want.float().norm(dim=-1)
     assert error.median() < 0.1  # routers and indexers may decide near ties otherwise
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_of_heads_choose_beside_shorter_sequences(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A long sequence, a fork of it, and one that attends to all of its positions."""
+    sizes = {"index_block_size": 4, "index_topk_blocks": 2}
+    engine = engine_of(write(tmp_path, GROUPS, dtype, **sizes), bits=16, dense_bits=16, context=64)
+    long, short = tokens(30), tokens(6, seed=2)
+    cache = engine.new_cache(3)
+    one = cache.open()
+    engine.step(Batch((prompt(one, long[:28]),)), cache)
+    two, three = cache.fork(one), cache.open()
+    engine.step(Batch((decode(one, 28, long[28]), decode(two, 28, 5), prompt(three, short[:5]))), cache)
+    found = engine.step(Batch((decode(one, 29, long[29]), decode(two, 29, 6), decode(three, 5, short[5]))), cache)
+    assert not engine.decoder.can_verify_draft
+    engine.close()
+    plain = oracle(tmp_path, GROUPS, dtype)
+    for logits, ids in zip(found, (long, [*long[:28], 5, 6], short), strict=True):
+        with torch.no_grad():
+            want = plain(torch.tensor([ids])).logits[0, -1]
+        assert (logits - want).norm() < (1e-5 if dtype == torch.float32 else 0.1) * want.norm()
+
+
+def test_indexers_of_other_groups_are_left_to_transformers_code() -> None:
+    written = config_of(GROUPS, index_n_heads=4)
+    config = Configs(written, written, False).plain()
+    assert not_computed(config) == "an indexer of other groups of heads than share keys and values"

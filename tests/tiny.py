@@ -63,6 +63,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 2, "make_ngram_vocab_size_divisible_by": 8,
     },
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 5, "intermediate_size": 32},
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32},
+    "kolibri1": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "head_dim": 16, "sliding_window": 6, "norm_topk_prob": True,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "deepseek": {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
         "n_shared_experts": 2,
@@ -120,6 +126,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_layers": [0, 2], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 6, "floor_scale": 10,
         "attn_scale": 0.5,
     },
+    "kimi_linear": {
+        **_MLA, "q_lora_rank": None, "num_local_experts": 8, "num_experts_per_tok": 3, "linear_head_dim": 16,
+        "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "n_group": 2, "topk_group": 1,
+    },
     "hunyuan_v1_moe": {
         "num_experts": 8, "moe_topk": 3, "intermediate_size": 32, "head_dim": 16,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 100.0},
@@ -158,7 +169,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 8,
         "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 4,
     },
+    "jamba": {
+        "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "num_hidden_layers": 4,
+        "expert_layer_period": 2, "expert_layer_offset": 1, "attn_layer_period": 3, "attn_layer_offset": 1,
+        "mamba_d_state": 8, "mamba_dt_rank": 4,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe", "mlp"],
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
+        "moe_shared_expert_intermediate_size": 48, "moe_latent_size": 32, "routed_scaling_factor": 2.5,
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4,
+    },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16},
+    "mimo_v2_flash": {
+        "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "num_key_value_heads": 1,
+        "head_dim": 24, "v_head_dim": 16, "sliding_window": 6,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "minimax_m3_vl_text": {
+        "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16,
+        "dense_intermediate_size": 64, "shared_intermediate_size": 32, "index_n_heads": 2, "index_head_dim": 16,
+        "index_block_size": 4, "index_topk_blocks": 2, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "swiglu_limit": 1.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
     "switch_transformers": {
         "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 4, "num_hidden_layers": 4,
         "num_decoder_layers": 4,

@@ -35,7 +35,8 @@ def planned_draft(draft: str, tokenizer: Any, blueprint: Any, asked: Settings) -
     from tiermoe.engine.budget import context_of
     from tiermoe.engine.draft_model import check_vocabulary, plan_draft
     from tiermoe.model.hf.blueprint import inspect_model
-    from tiermoe.model.hf.hub import load_tokenizer, resolve_model
+    from tiermoe.model.hf.hub import resolve_model
+    from tiermoe.model.hf.tokenizers import load_tokenizer
 
     directory = resolve_model(draft)
     check_vocabulary(tokenizer.get_vocab(), load_tokenizer(directory).get_vocab(), draft)

@@ -78,7 +78,8 @@ def open_session(
         from tiermoe.engine.load import start
         from tiermoe.model.gguf.parameters import open_checkpoint
         from tiermoe.model.hf.blueprint import inspect_model
-        from tiermoe.model.hf.hub import kept_tokenizer, leave_tokenizer, load_tokenizer, resolve_model
+        from tiermoe.model.hf.hub import resolve_model
+        from tiermoe.model.hf.tokenizers import kept_tokenizer, leave_tokenizer, load_tokenizer
         from tiermoe.model.prepare_store import store_root
         from tiermoe.types import USUAL
 

@@ -85,7 +85,7 @@ def load_dense(
     packed = set(store.dense[key]["layers"]) if dense_bits < 16 else set()
     own = own_linears(blueprint, device) if dense_bits == 16 else {}
     shared = shared_table(blueprint, device) if own else None
-    replaced = {blueprint.outline.tensors[f"{name}.weight"].key for name in (*packed, *own)} | {shared}
+    replaced = {key for name in (*packed, *own) for key in blueprint.outline.keys_of(f"{name}.weight")} | {shared}
     if embedding_on_disk:
         replaced.add(embedding_key(blueprint))
     dtypes, tables, stored = read_dtypes(blueprint), table_keys(blueprint), blueprint.checkpoint.tensors

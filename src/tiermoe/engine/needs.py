@@ -27,10 +27,8 @@ from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hyper_connections import streams_of
 from tiermoe.model.latent_attention import LatentSizes
 from tiermoe.model.linear_attention import LinearSizes
-from tiermoe.model.mamba import MambaSizes
 from tiermoe.model.prepare_store import packing_needs
 from tiermoe.model.rotary import table_bytes
-from tiermoe.model.short_convolution import ConvolutionSizes
 from tiermoe.offload.disk import most_lanes, staging_bytes
 from tiermoe.platform.process_memory import can_free_pages
 from tiermoe.systems.resolved import Resolved
@@ -239,11 +237,7 @@ def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> li
     sizes = sizes_of(blueprint, settings, device) or []
     by_kernels = blueprint.dtype == torch.bfloat16 and native.available()
     latents = sum(each.expanding_bytes for each in sizes if by_kernels and isinstance(each, LatentSizes))
-    taps = sum(
-        each.taps_bytes
-        for each in sizes
-        if isinstance(each, ConvolutionSizes | MambaSizes) or (by_kernels and isinstance(each, LinearSizes))
-    )
+    taps = sum(each.taps_bytes for each in sizes if by_kernels or not isinstance(each, LinearSizes))
     derived = (("matrices that expand latents", latents), ("convolutions' taps", taps))
     return [Need("dense", nbytes, Phase.RUNNING, what) for what, nbytes in derived if nbytes]
 

@@ -17,7 +17,7 @@ from tiermoe.formats.store import layer_from_json, layer_to_json
 from tiermoe.platform.json_files import read_json, replace_unlocked
 from tiermoe.types import MoeLayer
 
-VERSION = 5
+VERSION = 6
 NAME = "outline.json"
 
 _DTYPES = {
@@ -52,10 +52,17 @@ class Outline:
     tables: Mapping[str, tuple[str, ...]]
     """Paths of other embeddings (of each layer, of several tokens) → the checkpoint's tensors that have their rows, one
     after another."""
+    joined: Mapping[str, tuple[str, ...]]  # the same of parameters that are no embedding's
     dense_bytes: int  # of tensors that stay at 16 bits, tied ones once
     dense_keys: tuple[str, ...]  # of the checkpoint's tensors that are not experts'
     gate: tuple[Any, ...] | None  # between an expert's matrices (`kernels.gates.gate_named`); None: it has no name
     whole: bool  # whether our own decoders need nothing but these tensors
+
+    def keys_of(self, path: str) -> tuple[str, ...]:
+        """The checkpoint's tensors that have a tensor's rows, one after another; none of tensors that are converted
+        otherwise."""
+        key = self.tensors[path].key
+        return (self.tables.get(path) or self.joined.get(path, ())) if key is None else (key,)
 
     def tensor(self, path: str) -> DenseTensor:
         """A tensor, or the one that it is tied to."""
@@ -89,6 +96,7 @@ def write_outline(root: Path, origin: Origin, outline: Outline) -> None:
         "packable": outline.packable,
         "table": outline.table,
         "tables": outline.tables,
+        "joined": outline.joined,
         "dense_bytes": outline.dense_bytes,
         "dense_keys": outline.dense_keys,
         "gate": outline.gate,
@@ -136,12 +144,17 @@ def _from_json(document: dict[str, Any]) -> Outline:
         tied=dict(document["tied"]),
         packable=tuple(document["packable"]),
         table=document["table"],
-        tables={str(path): tuple(map(str, keys)) for path, keys in document["tables"].items()},
+        tables=_keys_from_json(document["tables"]),
+        joined=_keys_from_json(document["joined"]),
         dense_bytes=int(document["dense_bytes"]),
         dense_keys=tuple(map(str, document["dense_keys"])),
         gate=None if document["gate"] is None else tuple(document["gate"]),
         whole=bool(document["whole"]),
     )
+
+
+def _keys_from_json(entry: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    return {str(path): tuple(map(str, keys)) for path, keys in entry.items()}
 
 
 def _tensor_to_json(tensor: DenseTensor) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -18,6 +19,13 @@ _COLUMNS = 16  # a head's keys and values have a multiple of them
 _MOST_TAPS = 8
 
 
+class DeltaGate(IntEnum):
+    """What multiplies the norm; the order is that of delta.h."""
+
+    SILU = 0
+    SIGMOID = 1
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaSizes:
     """Sizes of a layer of linear attention."""
@@ -27,6 +35,7 @@ class DeltaSizes:
     key_columns: int
     value_columns: int
     kept: int  # inputs of the convolution before a token's own
+    by_channel: bool = False  # each key column decays by itself (Kimi), not each head
 
     @property
     def channels(self) -> int:
@@ -39,9 +48,14 @@ class DeltaSizes:
         return self.heads * self.value_columns
 
     @property
+    def decay_columns(self) -> int:
+        """Decays of a head."""
+        return self.key_columns if self.by_channel else 1
+
+    @property
     def workspace(self) -> int:
         """Largest workspace of the kernel, in bytes."""
-        return FEW_TOKENS * 4 * (self.channels + 2 * self.heads + self.values)
+        return FEW_TOKENS * 4 * (self.channels + self.heads * (self.decay_columns + 1) + self.values)
 
     def suit(self, dtype: torch.dtype) -> bool:
         """Whether the kernel takes these sizes."""
@@ -79,22 +93,30 @@ def delta_rows(spans: Sequence[tuple[int, int, int]]) -> Iterator[DeltaRows]:
 
 
 class DeltaKernel:
-    """Gated delta rule of one layer. taps bfloat16 (kept + 1, channels), those of the oldest input first; rates and
-    biases float32 (heads): the logarithm of a decay is -rate * softplus(a + bias); norm bfloat16 (value columns). Keeps
-    the tensors alive."""
+    """Gated delta rule of one layer. taps bfloat16 (kept + 1, channels), those of the oldest input first; rates
+    (heads) and biases (heads * decay columns) float32: the logarithm of a decay is -rate * softplus(a + bias); norm
+    bfloat16 (value columns). Keeps the tensors alive."""
 
     def __init__(
-        self, sizes: DeltaSizes, taps: Tensor, rates: Tensor, biases: Tensor, norm: Tensor, epsilon: float
+        self,
+        sizes: DeltaSizes,
+        taps: Tensor,
+        rates: Tensor,
+        biases: Tensor,
+        norm: Tensor,
+        epsilon: float,
+        gate: DeltaGate = DeltaGate.SILU,
     ) -> None:
-        wide = all(each.dtype == torch.float32 and each.shape == (sizes.heads,) for each in (rates, biases))
+        shapes = (rates.shape, biases.shape) == ((sizes.heads,), (sizes.heads * sizes.decay_columns,))
+        wide = shapes and rates.dtype == biases.dtype == torch.float32
         if not wide or not plain(taps) or not plain(norm) or taps.shape != (sizes.kept + 1, sizes.channels):
             raise ValueError("taps and norm must be contiguous bfloat16, rates and biases float32")
         self._sizes, self._tensors = sizes, (taps, rates, biases, norm)
         self._packed = _native.pack(
             structs.Delta(
                 taps=taps.data_ptr(), rates=rates.data_ptr(), biases=biases.data_ptr(), norm=norm.data_ptr(),
-                epsilon=epsilon, kept=sizes.kept, key_heads=sizes.key_heads, heads=sizes.heads,
-                key_columns=sizes.key_columns, value_columns=sizes.value_columns,
+                epsilon=epsilon, gate=gate, kept=sizes.kept, key_heads=sizes.key_heads, heads=sizes.heads,
+                key_columns=sizes.key_columns, value_columns=sizes.value_columns, decay_columns=sizes.decay_columns,
             )
         )  # fmt: skip
 
@@ -110,9 +132,9 @@ class DeltaKernel:
         states: Tensor,
     ) -> Tensor:
         """projected: of the hidden states of T tokens, bfloat16, rows contiguous: queries, keys and values
-        (T, channels), gates (T, values), betas and decays (T, heads). inputs bfloat16 (.., kept, channels) and states
-        float32 (.., heads, key columns, value columns), contiguous, of all places → (T, values). The interpreter's lock
-        is released meanwhile."""
+        (T, channels), gates (T, values), betas (T, heads), decays (T, heads * decay columns). inputs bfloat16
+        (.., kept, channels) and states float32 (.., heads, key columns, value columns), contiguous, of all places →
+        (T, values). The interpreter's lock is released meanwhile."""
         mixed, gates, betas, decays = projected
         out = mixed.new_empty((mixed.shape[0], self._sizes.values))
         threads = torch.get_num_threads()

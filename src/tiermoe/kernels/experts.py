@@ -14,7 +14,7 @@ from torch import Tensor
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.plain import Plain
 from tiermoe.formats.scratch import scratch
-from tiermoe.kernels.gates import ClampedGate, gelu_gate, silu_gate
+from tiermoe.kernels.gates import ClampedGate, gelu_gate, relu_squared, silu_gate
 from tiermoe.kernels.gpu import GroupedExperts, grouped_experts
 from tiermoe.kernels.linear import linear_for, native_tokens
 from tiermoe.kernels.matrix import MatrixForm, matrix_form
@@ -213,6 +213,7 @@ class Gate(IntEnum):
     CLAMPED = 1
     CLAMPED_HALVES = 2
     GELU_TANH = 3
+    RELU_SQUARED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +230,7 @@ class ExpertMatrix:
 
 
 class GatedExperts:
-    """Experts second(gate(first(x))) in bfloat16; first (2 I, H), second (H, I). `hidden`: H."""
+    """Experts second(gate(first(x))) in bfloat16; first (2 I, H), without a gate (I, H), second (H, I). `hidden`: H."""
 
     def __init__(self, first: ExpertMatrix, second: ExpertMatrix, gate: tuple[Gate, float, float]) -> None:
         """gate: with its limit and alpha, 0 where it has none."""
@@ -291,7 +292,8 @@ def gated_experts(form: ExpertFormat, activation: Callable[[Tensor], Tensor]) ->
     if any(part.name not in named for part in form.layer.parts):
         return None
     up, down = first.form, second.form
-    if down.in_ % ROWS or down.out % ROWS or (up.out, up.in_) != (2 * down.in_, down.out):
+    inner = down.in_ if activation is relu_squared else 2 * down.in_
+    if down.in_ % ROWS or down.out % ROWS or (up.out, up.in_) != (inner, down.out):
         return None
     return GatedExperts(first, second, gate)
 
@@ -301,6 +303,8 @@ def _gate(activation: Callable[[Tensor], Tensor]) -> tuple[Gate, float, float] |
         return Gate.CLAMPED_HALVES if activation.halves else Gate.CLAMPED, activation.limit, activation.alpha
     if activation is silu_gate:
         return Gate.SILU, 0.0, 0.0
+    if activation is relu_squared:
+        return Gate.RELU_SQUARED, 0.0, 0.0
     return (Gate.GELU_TANH, 0.0, 0.0) if activation is gelu_gate else None
 
 

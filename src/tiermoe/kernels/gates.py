@@ -1,4 +1,4 @@
-"""Gates: the activation between the two matrices of a gated expert."""
+"""Gates: the activation between the two matrices of an expert, which few experts have without a gate."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def gelu_gate(gate_up: Tensor) -> Tensor:
     return gelu_tanh(gate) * up
 
 
+def relu_squared(features: Tensor) -> Tensor:
+    """(…) → (…): the activation of experts without a gate (Nemotron-H)."""
+    return torch.square(torch.relu(features))
+
+
 @dataclass(frozen=True, slots=True)
 class ClampedGate:
     """gpt-oss's gate: gate is at most `limit`, up between -limit and limit. `halves`: columns of gate come before those
@@ -53,6 +58,8 @@ def gate_name(gate: Gate) -> tuple[Any, ...] | None:
         return ("silu",)
     if gate is gelu_gate:
         return ("gelu_tanh",)
+    if gate is relu_squared:
+        return ("relu2",)
     if isinstance(gate, ClampedGate):
         return ("clamped in halves" if gate.halves else "clamped", gate.limit, gate.alpha)
     return None
@@ -70,6 +77,8 @@ def gate_named(name: Sequence[Any]) -> Gate:
             return silu_gate
         case ("gelu_tanh",):
             return gelu_gate
+        case ("relu2",):
+            return relu_squared
         case ("clamped", limit, alpha):
             return ClampedGate(float(limit), float(alpha))
         case ("clamped in halves", limit, alpha):

@@ -19,9 +19,10 @@ from tiermoe.model.weights import Weights
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """The blocks of one family's layers, and the names of its config and weights where they differ from the usual.
-    Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta`, or
-    `Mamba` where its sizes are named; layers that it calls 'conv' have `ShortConvolution`, layers that it calls
-    'indexed_attention' a `BlockIndexer`."""
+    Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta` by the sizes
+    of `linear_attention`, or of `kimi_delta`, or `Mamba` or `Mamba1` where its sizes are named; layers that it calls
+    'conv' have `ShortConvolution`, layers that it calls 'indexed_attention' a `BlockIndexer`, layers that it calls
+    'minimax_m3_sparse' a `GroupIndexer`."""
 
     router: Callable[[Any], RouterRule]  # config → rule of the routers
     block: str = "mlp"  # name of a layer's feed-forward part
@@ -29,10 +30,13 @@ class Architecture:
     shared: str | None = None  # of its shared expert
     shared_gate: str | None = None  # of the gate of the shared expert
     shared_beside: str | None = None  # of a shared expert beside the block, its gate and up one matrix (Granite)
+    gateless: bool = False  # experts and dense blocks are down(activation(up x)) (Nemotron-H)
     correction: str | None = None  # of the bias by which the router chooses, relative to the block
     weighs_input: bool = False  # experts take what the router's weight has multiplied (`MoeBlock`)
+    latent_experts: tuple[str, str] | None = None  # of the projections before and behind the experts, in the block
     window: str = "none"  # 'all' layers have a sliding window, each 'layer' as config.layer_types says, or 'chunk'
     latent: bool = False  # attention is `LatentAttention`
+    kimi_delta: bool = False  # linear attention is Kimi's
     rope: str = "halves"  # of `rotary.ROPES`
     unrotated: Callable[[Any, int], bool] | None = None  # config, layer → its queries and keys have no position
     temperature: Callable[[Any], Temperature | None] | None = None  # of the unrotated layers where there are such
@@ -43,10 +47,16 @@ class Architecture:
     gated: bool = False  # of `GroupedAttention`, as the next four
     gate_apart: bool = False
     norm_all_heads: bool = False
-    mamba: tuple[str, ...] = ()  # the config's names of the fields of `MambaSizes`
+    mamba: tuple[str, ...] = ()  # the config's names of the fields of `MambaSizes`, or
+    mamba_1: bool = False  # of `Mamba1Sizes` (Jamba)
+    mamba_least_step: str | None = None  # the config's name of the least time step in prompts (`Mamba`)
     norms_rotated: bool = False
+    narrow_values: bool = False  # a head's values have config.v_head_dim columns (MiMo), as the next
+    value_scale: str | None = None  # the config's name of what values are multiplied by
+    kv_heads: Callable[[Any, int], int] | None = None  # config, layer → its heads of keys, where layers differ
     plain_norms: bool = False  # in layers with a window, where config.use_qk_norm (Llama 4)
     index_rope: str | None = None  # of the `Indexer` of latent attention; None: there is no indexer
+    without_first_norms: bool = False  # nothing norms what attention and the feed-forward part take (FlexOlmo)
     norm_attended: str | None = None  # of the norm of attention's output before it is added
     norm_fed: str | None = None  # of the norm of the feed-forward part's output, relative to the layer
     names: Mapping[str, str] = field(default_factory=dict)  # usual name of a weight → the family's
@@ -56,9 +66,16 @@ class Architecture:
     scaled_embedding: bool = False  # by the root of the hidden size
     embedding_scale: Callable[[Any], float] | None = None  # config → what embeddings are multiplied by
     streams: bool = False  # layers are `StreamLayer`
+    one_part: bool = False  # layers are `AttentionLayer` or `FeedForwardLayer` (Nemotron-H)
     side_by_side: bool = False  # dense blocks beside experts (`gemma4.SideBySide`)
     lacks: Callable[[Any], str] | None = None  # config → what no block computes, in words; empty: nothing
+    dense_gate: Callable[[Any], Callable[[Tensor], Tensor]] | None = None
+    """config → what is between the matrices of dense blocks whose gate and up are one (`DenseBlock.joined`)."""
     scales: tuple[str, ...] = ()  # the config's names of the multipliers that are in use (Granite)
+
+    def attends(self, config: Any, layer: int) -> bool:
+        """Whether a layer has attention, or what stands in its place; else it is a feed-forward part alone."""
+        return not self.one_part or config.layer_types[layer] not in ("moe", "mlp")
 
     def named(self, name: str) -> str:
         """The family's name of a module that is usually called `name`."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -98,6 +100,25 @@ class AttentionSizes(ABC):
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class NoAttention(AttentionSizes):
+    """The description of a layer without attention, which keeps nothing (Nemotron-H)."""
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(0, 0, 0)
+
+    @property
+    def token_columns(self) -> int:
+        return 0
+
+    def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
+        return 0
+
+    def block(self, weights: FamilyWeights, layer: str) -> NoReturn:
+        raise TypeError(f"{layer} has no attention")
+
+
 def tempered(query: Tensor, temperatures: Tensor | None) -> Tensor:
     """query (T, heads, columns) by the tokens' temperatures (T); None: 1."""
     return query if temperatures is None else (query * temperatures[:, None, None]).to(query.dtype)
@@ -118,7 +139,7 @@ def attend(
     if sinks is not None:
         return _with_sinks(query, keys, values, scale, mask, sinks)
     if keys.shape[-1] != values.shape[-1]:
-        return _by_heads(query, keys, values, scale, mask)
+        return _by_heads(query, keys, values, scale, mask, window)
     grouped = query.shape[1] != keys.shape[0]
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
@@ -132,18 +153,22 @@ def attend(
     return attended[0].transpose(0, 1)
 
 
-def _by_heads(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+def _by_heads(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, window: int | None
+) -> Tensor:
     """`attend` a few heads at a time: torch has no kernel that holds no scores for values narrower than keys."""
     tokens, heads, _ = query.shape
-    triangle = mask is not None and _is_triangle(query, keys, None)
+    triangle = mask is not None and _is_triangle(query, keys, window)
+    group = heads // len(keys)
     heads_at_once = max(1, SCORES_AT_ONCE // (tokens * keys.shape[1]))
     result = query.new_empty((tokens, heads, values.shape[-1]))
     for begin in range(0, heads, heads_at_once):
         some = slice(begin, begin + heads_at_once)
+        own = some if group == 1 else torch.arange(heads)[some] // group
         attended = F.scaled_dot_product_attention(
             query[:, some].transpose(0, 1)[None],
-            keys[None, some],
-            values[None, some],
+            keys[own][None],
+            values[own][None],
             attn_mask=None if triangle else mask,
             is_causal=triangle,
             scale=scale,

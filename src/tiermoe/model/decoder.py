@@ -16,18 +16,20 @@ from torch.nn.functional import embedding
 
 from tiermoe.batch import Batch
 from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.attention import AttentionSizes
+from tiermoe.model.attention import AttentionSizes, NoAttention
 from tiermoe.model.families.gemma4 import SideBySide
 from tiermoe.model.families.table import ARCHITECTURES, activation_of, decodes
 from tiermoe.model.feed_forward import Experts, MoeBlock, feed_forward
+from tiermoe.model.group_indexer import GroupIndexer
 from tiermoe.model.grouped_attention import GroupedSizes, head_columns
 from tiermoe.model.hyper_connections import StreamLayer, StreamMixer, in_streams, streams_of
+from tiermoe.model.kimi_delta import KimiDeltaSizes
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent_attention import Indexer, LatentSizes
-from tiermoe.model.layer import Layer
+from tiermoe.model.layer import AttentionLayer, DecoderLayer, FeedForwardLayer, Layer
 from tiermoe.model.linear import Linear
 from tiermoe.model.linear_attention import LinearSizes, is_linear
-from tiermoe.model.mamba import MambaSizes
+from tiermoe.model.mamba_1 import mamba_sizes_of
 from tiermoe.model.model_config import reads_mtp_head
 from tiermoe.model.mtp_head import MtpHead
 from tiermoe.model.rotary import Rotary, is_rotated, layer_kinds, parameters_of, rotary_of, unrotated
@@ -51,7 +53,7 @@ def require_finite(name: str, *values: Tensor) -> None:
 class FiniteLayer:
     """A decoder's layer that requires its outputs to be finite."""
 
-    def __init__(self, layer: Layer | StreamLayer) -> None:
+    def __init__(self, layer: DecoderLayer) -> None:
         self._layer = layer
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
@@ -83,10 +85,10 @@ class Passing:
 class Decoder:
     """A model's `layers` with the embedding before and the output layer behind them.
 
-    norm: of the last layer's output; a `StreamMixer` where layers have streams. rotaries: of the steps' angles. dtype:
-    of the hidden states. kv_bits: of keys and values in its caches. softcap: logits are softcap * tanh(logits /
-    softcap) (Gemma 4). mtp: a layer behind the last one, which drafts (`MtpHead`); None: there is none, or nobody asks
-    for drafts."""
+    shapes: of each layer's cache, an MTP head's behind the others'. norm: of the last layer's output; a `StreamMixer`
+    where layers have streams. rotaries: of the steps' angles. dtype: of the hidden states. kv_bits: of keys and values
+    in its caches. softcap: logits are softcap * tanh(logits / softcap) (Gemma 4). mtp: a layer behind the last one,
+    which drafts (`MtpHead`); None: there is none, or nobody asks for drafts."""
 
     rows_together = True  # several rows run in one step
     can_rollback = True  # a sequence's last step can be taken back
@@ -94,7 +96,8 @@ class Decoder:
     def __init__(
         self,
         embedding: Callable[[Tensor], Tensor],
-        layers: Sequence[Layer | StreamLayer],
+        layers: Sequence[DecoderLayer],
+        shapes: Sequence[LayerShape],
         norm: Callable[[Tensor], Tensor],
         head: Linear,
         rotaries: Sequence[Rotary],
@@ -107,6 +110,7 @@ class Decoder:
     ) -> None:
         self._embedding = embedding
         self.layers = list(layers)
+        self.shapes = list(shapes)
         self._norm = norm
         self._head = head
         self._rotaries = list(rotaries)
@@ -121,12 +125,6 @@ class Decoder:
     def can_verify_draft(self) -> bool:
         """Whether the tokens of a draft, verified in one step, get the bits of decoding one by one."""
         return self._head.batch_invariant and all(layer.batch_invariant for layer in self.layers)
-
-    @property
-    def shapes(self) -> list[LayerShape]:
-        """Sizes of each layer's cache, an MTP head's behind the others'."""
-        head = [] if self.mtp is None else [self.mtp.layer]
-        return [layer.attention.sizes.shape for layer in (*self.layers, *head)]
 
     @property
     def routers(self) -> list[Router]:
@@ -148,7 +146,7 @@ class Decoder:
     def require_finite(self) -> Callable[[], None]:
         """Layers raise NotFiniteError where they give what is not finite, until the result is called."""
         layers = self.layers
-        self.layers = [cast(Layer, FiniteLayer(layer)) for layer in layers]
+        self.layers = [cast(DecoderLayer, FiniteLayer(layer)) for layer in layers]
 
         def undo() -> None:
             self.layers = layers
@@ -157,7 +155,7 @@ class Decoder:
 
     def attach(self, experts: Sequence[Experts]) -> None:
         """Gives each MoE layer its experts, an MTP head's behind the others'."""
-        head = None if self.mtp is None else self.mtp.layer.feed_forward.moe
+        head = None if self.mtp is None else self.mtp.layer.moe
         for block, own in zip([*self._moe_blocks(), *filter(None, [head])], experts, strict=True):
             block.experts = own
 
@@ -243,7 +241,7 @@ class Decoder:
         return len(self._moe_blocks(layer))
 
     def _moe_blocks(self, end: int | None = None) -> list[MoeBlock]:
-        return [block for layer in self.layers[:end] if (block := layer.feed_forward.moe) is not None]
+        return [block for layer in self.layers[:end] if (block := layer.moe) is not None]
 
 
 # building: sizes from a config, blocks from sizes and weights
@@ -259,12 +257,14 @@ def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[AttentionSi
 
 
 def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable[[str], bool]) -> AttentionSizes:
+    if not architecture.attends(config, index):
+        return NoAttention()
+    if is_linear(config, index):
+        if architecture.mamba:
+            return mamba_sizes_of(architecture, config)
+        return (KimiDeltaSizes if architecture.kimi_delta else LinearSizes).of(config, index)
     if architecture.latent:
         return LatentSizes.of(architecture, config, index)
-    if is_linear(config, index) and architecture.mamba:
-        return MambaSizes.of(config, architecture.mamba)
-    if is_linear(config, index):
-        return LinearSizes.of(config, index)
     if is_convolution(config, index):
         return ConvolutionSizes.of(config)
     return GroupedSizes.of(architecture, config, index, has)
@@ -293,6 +293,7 @@ def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int 
     return Decoder(
         embedding=table,
         layers=layers,
+        shapes=[each.shape for each in sizes],
         norm=norm,
         head=head,
         rotaries=rotaries,
@@ -322,25 +323,32 @@ def _mtp_head(
     return MtpHead(index, table, embedding_norm, hidden_norm, projection, layer, norm, output, rotaries)
 
 
-def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_columns: int) -> Layer | StreamLayer:
+def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_columns: int) -> DecoderLayer:
     of, activation = weights.architecture, activation_of(weights.config)
+    if of.one_part:
+        norm = weights.norm(f"{path}.{of.named('input_layernorm')}")
+        if isinstance(sizes, NoAttention):
+            return FeedForwardLayer(norm, feed_forward(weights, path, activation))
+        return AttentionLayer(norm, sizes.block(weights, path))
     names = (of.named(name) for name in ("input_layernorm", "post_attention_layernorm"))
     if of.streams:
         return StreamLayer.of(weights, path, sizes, activation)
     attention = sizes.block(weights, path)
-    before, after = (weights.norm(f"{path}.{name}") for name in names)
+    before, after = (None if of.without_first_norms else weights.norm(f"{path}.{name}") for name in names)
     attended = weights.norm(f"{path}.{of.norm_attended}") if of.norm_attended else None
-    multiplier = weights.scale("residual_multiplier")
-    kernel = None if attended else attention.decode_kernel(before, after, rotary_columns, multiplier)
+    multiplier, kernel = weights.scale("residual_multiplier"), None
+    if before is not None and after is not None and attended is None:
+        kernel = attention.decode_kernel(before, after, rotary_columns, multiplier)
     indexer = sizes.indexer_block(weights, path)
-    assert indexer is None or isinstance(indexer, Indexer)
+    assert indexer is None or isinstance(indexer, Indexer | GroupIndexer)
     part = SideBySide.of(weights, path, activation) if of.side_by_side else feed_forward(weights, path, activation)
     return Layer(before, attention, after, part, multiplier, kernel, indexer, attended)
 
 
 def _embedding(weights: FamilyWeights) -> tuple[Callable[[Tensor], Tensor], float]:
     """The input embedding without its scale, which in transformers' model may be its own, and the scale."""
-    path, of = "model.embed_tokens", weights.architecture
+    of = weights.architecture
+    path = f"model.{of.named('embed_tokens')}"
     if not of.scaled_embedding:
         scale = 1.0 if of.embedding_scale is None else of.embedding_scale(weights.config)
         return weights.embedding(path), scale * weights.scale("embedding_multiplier")

@@ -9,8 +9,9 @@ experts are packed at."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import IO, Any
 
 import torch
@@ -41,10 +42,10 @@ for them. Of what packing all dense layers to 4 bits costs, the output layer is 
 of that (`python -m benchmarks.dense_kinds`)."""
 
 
-def packable(blueprint: Blueprint) -> dict[str, str]:
-    """Linear layers that `--dense-bits` packs: module path → checkpoint key of its weight."""
+def packable(blueprint: Blueprint) -> dict[str, tuple[str, ...]]:
+    """Linear layers that `--dense-bits` packs: module path → checkpoint keys of its weight (`keys_of`)."""
     outline = blueprint.outline
-    return {name: str(outline.tensors[f"{name}.weight"].key) for name in outline.packable}
+    return {name: outline.keys_of(f"{name}.weight") for name in outline.packable}
 
 
 def kind_of(name: str) -> str:
@@ -140,8 +141,8 @@ def _pack_layers(
     formats = {name: dense_format(blueprint, name, bits, layout) for name in packable(blueprint)}
     extents = [ExtentWriter(handle, form.stored) for form in formats.values()]
     matrices = [
-        _matrix(blueprint, source, form, extent.write)
-        for source, form, extent in zip(packable(blueprint).values(), formats.values(), extents, strict=True)
+        _matrix(blueprint, sources, form, extent.write)
+        for sources, form, extent in zip(packable(blueprint).values(), formats.values(), extents, strict=True)
     ]
     total = sum(len(matrix.blocks()) for matrix in matrices)
 
@@ -162,10 +163,18 @@ def _pack_layers(
 
 
 def _matrix(
-    blueprint: Blueprint, source: str, form: ExpertFormat, write: encode_matrix.WriteField
+    blueprint: Blueprint, sources: Sequence[str], form: ExpertFormat, write: encode_matrix.WriteField
 ) -> encode_matrix.Matrix:
+    checkpoint = blueprint.checkpoint
+    ends = list(accumulate(checkpoint.tensors[source].shape[0] for source in sources))
+
     def read(first: int, last: int) -> torch.Tensor:
-        return blueprint.checkpoint.read_rows(source, first, last).to(blueprint.dtype)
+        parts = [
+            checkpoint.read_rows(source, max(first - begin, 0), min(last, end) - begin).to(blueprint.dtype)
+            for source, begin, end in zip(sources, [0, *ends], ends, strict=False)
+            if begin < last and first < end
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     encoding = form.encodings["weight"]
     return encode_matrix.Matrix(encoding, QUANTIZERS["hqq"], form.layer.parts[0].out_in, form.dtype, read, write)
@@ -174,9 +183,9 @@ def _matrix(
 def packing_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
     """Largest memory of each worker of `pack_dense`, in bytes; 0 where it packs nothing."""
     quantizer, most = QUANTIZERS["hqq"], 0
-    for name, source in packable(blueprint).items():
+    for name, sources in packable(blueprint).items():
         form = dense_format(blueprint, name, bits, layout)
-        stored = blueprint.checkpoint.tensors[source].dtype
+        stored = blueprint.checkpoint.tensors[sources[0]].dtype
         converted = stored.itemsize if stored != blueprint.dtype else 0
         encoding, shape = form.encodings["weight"], form.layer.parts[0].out_in
         most = max(most, encode_matrix.workspace_bytes(encoding, quantizer, *shape, blueprint.dtype, converted))

@@ -129,7 +129,7 @@ class StoredWeights:
 
     def _read(self, path: str) -> Tensor:
         tensor = self._outline.tensors[path]
-        keys = self._outline.tables[path] if tensor.key is None else (tensor.key,)
+        keys = self._outline.keys_of(path)
         values = [LazyTensor(self._blueprint.checkpoint, key, tensor.read_as)[...] for key in keys]
         return (values[0] if len(values) == 1 else torch.cat(values)).to(tensor.dtype)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tiermoe.errors import ModelError
 from tiermoe.formats.outline import Outline
 from tiermoe.kernels.experts import Activation as FirstToSecond
-from tiermoe.kernels.gates import gate_named, gelu_tanh
+from tiermoe.kernels.gates import gate_named, gelu_tanh, relu_squared
 from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
@@ -29,6 +29,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": F.relu,
+    "relu2": relu_squared,
 }
 """By the name that configs use."""
 
@@ -122,21 +123,21 @@ class DenseBlock:
 
     @classmethod
     def of(cls, weights: FamilyWeights, part: str, activation: str, norm: Norm | None = None) -> DenseBlock:
-        """The block at the path `part`, with one of `ACTIVATIONS`."""
+        """The block at the path `part`, with one of `ACTIVATIONS`, or the family's own gate."""
+        if (gate_of := weights.architecture.dense_gate) is not None:
+            return cls.joined(weights, part, ("gate_up_proj", "down_proj"), gate_of(weights.config))
         names = (weights.architecture.named(name) for name in ("gate_proj", "up_proj", "down_proj"))
-        gate, up, down = (weights.linear(f"{part}.{name}") for name in names)
-        return cls(gate, up, down, ACTIVATIONS[activation], norm)
+        gate, up, down = (f"{part}.{name}" for name in names)
+        if weights.architecture.gateless:
+            return cls(weights.linear(up), None, weights.linear(down), ACTIVATIONS[activation], norm)
+        return cls(weights.linear(gate), weights.linear(up), weights.linear(down), ACTIVATIONS[activation], norm)
 
     @classmethod
-    def joined(cls, weights: FamilyWeights, part: str, activation: str) -> DenseBlock:
-        """The block at the path `part`, its gate and up one matrix, with one of `ACTIVATIONS` (Granite)."""
-        act = ACTIVATIONS[activation]
-
-        def gated(gate_up: Tensor) -> Tensor:
-            gate, up = gate_up.chunk(2, dim=-1)
-            return act(gate) * up
-
-        return cls(weights.linear(f"{part}.input_linear"), None, weights.linear(f"{part}.output_linear"), gated)
+    def joined(cls, weights: FamilyWeights, part: str, names: tuple[str, str], gate: Activation) -> DenseBlock:
+        """The block at the path `part` with the two matrices of these names, of which the first is gate and up; gate:
+        between them."""
+        first, second = (weights.linear(f"{part}.{name}") for name in names)
+        return cls(first, None, second, gate)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, H) → (T, H)."""
@@ -176,6 +177,7 @@ class MoeBlock:
     shared_gate: Linear | None = None  # hidden → (T, 1), by whose sigmoid the shared expert is scaled (Qwen2-MoE)
     weighs_input: bool = False  # the router's weight multiplies what an expert takes, not what it gives (Llama 4)
     norm: Norm | None = None  # of what the block gives
+    latent: tuple[Linear, Linear] | None = None  # hidden → the experts' columns, and back (Nemotron 3)
     experts: Experts = field(default_factory=NoExperts)
 
     @property
@@ -186,17 +188,19 @@ class MoeBlock:
     @property
     def batch_invariant(self) -> bool:
         """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
-        always = [part for part in (self.shared, self.shared_gate) if part is not None]
+        always = [part for part in (self.shared, self.shared_gate, *(self.latent or ())) if part is not None]
         kernels = self.router.native is not None and self.experts.batch_invariant
         return kernels and all(part.batch_invariant for part in always)
 
     def watched(self, wrap: Callable[[Any], Any]) -> MoeBlock:
-        """The block with its shared expert watched."""
-        return self if self.shared is None else replace(self, shared=self.shared.watched(wrap))
+        """The block with its shared expert watched, and the projections around its experts."""
+        shared = None if self.shared is None else self.shared.watched(wrap)
+        latent = None if self.latent is None else (wrap(self.latent[0]), wrap(self.latent[1]))
+        return replace(self, shared=shared, latent=latent)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, H) → (T, H), valid until the next call."""
-        result = None if self.weighs_input else self.experts.block(self.router, x, None)
+        result = None if self.weighs_input or self.latent else self.experts.block(self.router, x, None)
         if result is None:
             ((weights, index),) = self.experts.route(self.router, x)
             result = self.experts(*self._given(x, index, weights))
@@ -212,7 +216,8 @@ class MoeBlock:
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x, (T, H) each."""
-        if self.shared is None and self.norm is None and multiplier == 1 and not self.weighs_input:
+        adds_more = self.shared or self.norm or self.latent or self.weighs_input
+        if not adds_more and multiplier == 1:
             result = self.experts.block(self.router, x, residual)
             if result is not None:
                 return result
@@ -225,10 +230,14 @@ class MoeBlock:
 
     def _given(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the experts are called with; weights of inputs are those of a token's only expert."""
-        return (x * weights, index, torch.ones_like(weights)) if self.weighs_input else (x, index, weights)
+        if self.weighs_input:
+            return x * weights, index, torch.ones_like(weights)
+        return x if self.latent is None else self.latent[0](x), index, weights
 
     def _whole(self, x: Tensor, routed: Tensor) -> Tensor:
         """What the block gives of x, whose routed experts gave `routed`."""
+        if self.latent is not None:
+            routed = self.latent[1](routed)
         if self.shared is not None:
             always = self.shared(x)
             if self.shared_gate is not None:
@@ -256,7 +265,8 @@ def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBloc
     )
     shared = None
     if of.shared_beside and weights.has(f"{layer}.{of.shared_beside}"):
-        shared = DenseBlock.joined(weights, f"{layer}.{of.shared_beside}", activation)
+        names = ("input_linear", "output_linear")
+        shared = DenseBlock.joined(weights, f"{layer}.{of.shared_beside}", names, _gated(ACTIVATIONS[activation]))
     elif of.shared and weights.has(f"{part}.{of.shared}"):
         shared = DenseBlock.of(weights, f"{part}.{of.shared}", activation)
     return MoeBlock(
@@ -265,7 +275,26 @@ def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBloc
         weights.linear(f"{part}.{of.shared_gate}") if of.shared_gate else None,
         of.weighs_input,
         norm,
+        _latent(weights, part),
     )
+
+
+def _latent(weights: FamilyWeights, part: str) -> tuple[Linear, Linear] | None:
+    """The projections before and behind the experts of the block at the path `part`; None where it has none."""
+    before, behind = weights.architecture.latent_experts or ("", "")
+    if not before or not weights.has(f"{part}.{before}.weight"):
+        return None
+    return weights.linear(f"{part}.{before}"), weights.linear(f"{part}.{behind}")
+
+
+def _gated(activation: Activation) -> Activation:
+    """Of gate and up side by side: activation(gate) * up."""
+
+    def gated(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return gated
 
 
 def add_to(residual: Tensor, value: Tensor, multiplier: float) -> Tensor:

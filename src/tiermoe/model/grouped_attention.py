@@ -24,6 +24,7 @@ from tiermoe.kernels.attention import (
 from tiermoe.model.architecture import Architecture, FamilyWeights
 from tiermoe.model.attention import SPARSE_TOKENS, Attention, AttentionSizes, attend, scores_at_once, tempered
 from tiermoe.model.block_indexer import BlockIndexer, BlockIndexerSizes
+from tiermoe.model.group_indexer import GroupIndexer, GroupIndexerSizes
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
@@ -46,14 +47,15 @@ class GroupedSizes(AttentionSizes):
 
     heads: int  # of queries
     kv_heads: int  # of keys and values, each for heads / kv_heads heads of queries
-    columns: int  # of a head
+    columns: int  # of a head's query and key
+    value_columns: int  # of its value
     window: int | None = None  # the last positions that a token attends to; None: all
     chunked: bool = False  # a token attends from a multiple of the window on (Llama 4)
     sinks: bool = False  # logits that join each softmax and have no value (gpt-oss)
     gated: bool = False  # each head has a gate behind its query, by whose sigmoid its output is multiplied (Qwen3-Next)
     gate_apart: bool = False  # the gates are a projection of their own (AFMoE)
     rotary: int = 0
-    indexer: BlockIndexerSizes | None = None  # of sparse attention
+    indexer: BlockIndexerSizes | GroupIndexerSizes | None = None  # of sparse attention
     by_decode_kernel: bool = True  # whether the native kernel could compute it with its norms and residual
 
     @classmethod
@@ -63,22 +65,23 @@ class GroupedSizes(AttentionSizes):
         layer_config = config.of_layer(index)
         return cls(
             layer_config.num_attention_heads,
-            layer_config.num_key_value_heads,
+            layer_config.num_key_value_heads if architecture.kv_heads is None else architecture.kv_heads(config, index),
             head_columns(layer_config),
+            int(config.v_head_dim) if architecture.narrow_values else head_columns(layer_config),
             window=_window(architecture, config, index),
             chunked=architecture.window == "chunk",
-            sinks=has(f"model.layers.{index}.self_attn.sinks"),
+            sinks=has(f"model.layers.{index}.{architecture.named('self_attn')}.sinks"),
             gated=architecture.gated,
             gate_apart=architecture.gate_apart,
             rotary=_rotary(architecture, config, index),
-            indexer=BlockIndexerSizes.of(config, index),
-            by_decode_kernel=not (architecture.norm_attended or architecture.streams),
+            indexer=BlockIndexerSizes.of(config, index) or GroupIndexerSizes.of(config, index),
+            by_decode_kernel=not (architecture.norm_attended or architecture.streams or architecture.one_part),
         )
 
     @property
     def shape(self) -> LayerShape:
         index = 0 if self.indexer is None else self.indexer.columns
-        return LayerShape(self.kv_heads, self.columns, self.columns, self.window, index_columns=index)
+        return LayerShape(self.kv_heads, self.columns, self.value_columns, self.window, index_columns=index)
 
     @property
     def token_columns(self) -> int:
@@ -97,8 +100,8 @@ class GroupedSizes(AttentionSizes):
             kept = self.kv_heads * self.columns * (2 * load.itemsize + _FLOAT_BYTES * (load.kv_bits == 8))
             chosen = SPARSE_TOKENS * self.indexer.most * (2 * kept + self.heads * 3 * _FLOAT_BYTES)
             return self.indexer.nbytes(load) + chosen + replace(self, indexer=None).prompt_bytes(load, dtype)
-        if takes_prompts(dtype, self.columns, self.columns):
-            return prompt_workspace(load.threads, self.columns, self.columns)
+        if takes_prompts(dtype, self.columns, self.value_columns):
+            return prompt_workspace(load.threads, self.columns, self.value_columns)
         tokens = min(load.chunk, load.context)
         masks = tokens * load.context * (3 + load.itemsize)
         scores = scores_at_once(self.heads, tokens, load.context) * _SCORE_BYTES if self.sinks else 0
@@ -113,28 +116,28 @@ class GroupedSizes(AttentionSizes):
             return 0
         gates = 2 * min(tokens, FEW_TOKENS) * self.heads * self.columns if self.gated else 0
         return gates + decode_attention_workspace(
-            tokens, self.window or positions, threads, (self.heads, self.kv_heads, self.columns, self.columns),
+            tokens, self.window or positions, threads, (self.heads, self.kv_heads, self.columns, self.value_columns),
             hidden, 0,
         )  # fmt: skip
 
     def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Path in a layer → shape of the weights that every `GroupedAttention` has: no biases and norms."""
-        key_columns, columns = self.kv_heads * self.columns, self.heads * self.columns
+        """Path in the block → shape of the weights that every `GroupedAttention` has: no biases and norms."""
+        columns = self.heads * self.columns
         shapes: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj.weight": (2 * columns if self.gated else columns, hidden),
-            "self_attn.k_proj.weight": (key_columns, hidden),
-            "self_attn.v_proj.weight": (key_columns, hidden),
-            "self_attn.o_proj.weight": (hidden, columns),
+            "q_proj.weight": (2 * columns if self.gated else columns, hidden),
+            "k_proj.weight": (self.kv_heads * self.columns, hidden),
+            "v_proj.weight": (self.kv_heads * self.value_columns, hidden),
+            "o_proj.weight": (hidden, self.heads * self.value_columns),
         }
         if self.gate_apart:
-            shapes["self_attn.gate_proj.weight"] = (columns, hidden)
-        return shapes | ({"self_attn.sinks": (self.heads,)} if self.sinks else {})
+            shapes["gate_proj.weight"] = (columns, hidden)
+        return shapes | ({"sinks": (self.heads,)} if self.sinks else {})
 
-    def indexer_block(self, weights: FamilyWeights, layer: str) -> BlockIndexer | None:
+    def indexer_block(self, weights: FamilyWeights, layer: str) -> BlockIndexer | GroupIndexer | None:
         return None if self.indexer is None else self.indexer.block_of(weights, layer)
 
     def block(self, weights: FamilyWeights, layer: str) -> GroupedAttention:
-        of, config, part = weights.architecture, weights.config, f"{layer}.self_attn"
+        of, config, part = weights.architecture, weights.config, f"{layer}.{weights.architecture.named('self_attn')}"
         query_norm, key_norm = (f"{part}.{of.named(name)}" for name in ("q_norm", "k_norm"))
         normed = weights.has(query_norm)
         norms = [weights.norm(each) if normed else None for each in (query_norm, key_norm)]
@@ -158,6 +161,7 @@ class GroupedSizes(AttentionSizes):
             sinks=weights.tensor(f"{part}.sinks") if self.sinks else None,
             clip=None if clip is None else float(clip),
             gate=weights.linear(f"{part}.gate_proj") if self.gate_apart else None,
+            value_scale=float(getattr(config, of.value_scale) or 1) if of.value_scale else 1.0,
         )
 
 
@@ -186,7 +190,7 @@ class GroupedAttention(Attention):
     query: Linear  # hidden → heads * columns, each head's gate behind its query
     key: Linear  # hidden → kv_heads * columns
     value: Linear | None  # None: values are the outputs of `key` before norm and rotary embedding (Gemma 4)
-    output: Linear  # heads * columns → hidden
+    output: Linear  # heads * value columns → hidden
     scale: float  # of the scores
     apply_rope: ApplyRope
     query_norm: Norm | None = None
@@ -197,6 +201,7 @@ class GroupedAttention(Attention):
     sinks: Tensor | None = None  # (heads)
     clip: float | None = None  # bound of the projections' outputs (OLMoE)
     gate: Linear | None = None  # hidden → heads * columns, where the gates are apart
+    value_scale: float = 1.0  # of what is attended to: the cache has values as they are
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Writes the tokens' keys and values into the step's cache."""
@@ -204,11 +209,12 @@ class GroupedAttention(Attention):
         query, gates = self._gates(x)
         query = self._heads(query, sizes.heads, self.query_norm, step)
         keys = self.key(x)
-        value = self._clipped(keys if self.value is None else self.value(x)).view(-1, sizes.kv_heads, sizes.columns)
+        value = self._clipped(keys if self.value is None else self.value(x))
+        value = value.view(-1, sizes.kv_heads, sizes.value_columns)
         value = value if self.value_norm is None else self.value_norm(value)
         key = self._heads(keys, sizes.kv_heads, self.key_norm, step)
         query = tempered(query, step.temperatures[sizes.rotary])
-        attended = torch.empty_like(query)
+        attended = query.new_empty((len(query), sizes.heads, sizes.value_columns))
         for span in step.spans:
             tokens = slice(span.begin, span.end)
             step.cache.write(layer, span.row, key[tokens], value[tokens])
@@ -216,7 +222,7 @@ class GroupedAttention(Attention):
                 attended[tokens] = self._attended(query[tokens], layer, span, step.cache)
             else:
                 attended[tokens] = self._sparsely(query[tokens], layer, span, step.cache, step.chosen[tokens])
-        attended = attended.flatten(1)
+        attended = attended.flatten(1) if self.value_scale == 1 else attended.flatten(1) * self.value_scale
         return self.output(attended if gates is None else attended * torch.sigmoid(gates))
 
     def decode_kernel(
@@ -233,6 +239,7 @@ class GroupedAttention(Attention):
                 norm_before=before.native,
                 norm_after=after.native,
                 head_columns=self.sizes.columns,
+                value_columns=self.sizes.value_columns,
                 rotary_columns=rotary_columns,
                 scale=self.scale,
                 norm_query=None if self.query_norm is None else self.query_norm.native,
@@ -242,7 +249,7 @@ class GroupedAttention(Attention):
                 chunked=self.sizes.chunked,
                 sinks=self.sinks,
                 gated=self.sizes.gated,
-                residual_multiplier=multiplier,
+                residual_multiplier=multiplier * self.value_scale,
                 norms_rotated=self.norms_rotated,
             )
         )
@@ -258,7 +265,7 @@ class GroupedAttention(Attention):
     def _attended(self, query: Tensor, layer: int, span: Span, cache: KVCache) -> Tensor:
         """A sequence's queries over its cache, by the native kernel where there is one."""
         sizes, row = self.sizes, span.row
-        if takes_prompts(query.dtype, sizes.columns, sizes.columns):
+        if takes_prompts(query.dtype, sizes.columns, sizes.value_columns):
             return prompt_attention(
                 query, cache.native[layer], row.slab, row.first, self.scale, sizes.window, self.sinks,
                 chunked=sizes.chunked,
@@ -269,17 +276,19 @@ class GroupedAttention(Attention):
         return attend(query, keys, values, self.scale, sizes.window, self.sinks)
 
     def _sparsely(self, query: Tensor, layer: int, span: Span, cache: KVCache, chosen: Tensor) -> Tensor:
-        """A sequence's queries (T, heads, columns) over the positions that are chosen (T, most) for each token, -1:
-        none."""
+        """A sequence's queries (T, heads, columns) over the positions that are chosen (T, most), or (T, groups, most),
+        for each token, -1: none."""
         result = torch.empty_like(query)
+        groups = chosen if chosen.dim() == 3 else chosen[:, None]
         for begin in range(0, len(query), SPARSE_TOKENS):
             some = slice(begin, begin + SPARSE_TOKENS)
-            keys, values = cache.read_chosen(layer, span.row.slab, chosen[some].clamp_min(0))
+            keys, values = cache.read_chosen(layer, span.row.slab, groups[some].clamp_min(0))
+            mask = (groups[some] >= 0)[:, :, None]
             attended = F.scaled_dot_product_attention(
                 query[some, :, None],
-                keys.transpose(0, 1),
-                values.transpose(0, 1),
-                attn_mask=(chosen[some] >= 0)[:, None, None],
+                keys,
+                values,
+                attn_mask=mask if mask.shape[1] == 1 else mask.repeat_interleave(query.shape[1] // mask.shape[1], 1),
                 scale=self.scale,
                 enable_gqa=self.sizes.heads != self.sizes.kv_heads,
             )

@@ -90,6 +90,10 @@ class StreamLayer:
 
     batch_invariant = False
 
+    @property
+    def moe(self) -> MoeBlock | None:
+        return self.feed_forward.moe
+
     @classmethod
     def of(cls, weights: FamilyWeights, path: str, sizes: AttentionSizes, activation: str) -> StreamLayer:
         """The layer at a path. activation: of dense blocks."""

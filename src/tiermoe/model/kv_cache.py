@@ -249,13 +249,13 @@ class KVCache:
         return decode_kv(keys, key_scales, self.dtype), decode_kv(values, value_scales, self.dtype)
 
     def read_chosen(self, layer: int, slab: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (heads, ..., columns) of positions (...) of a sequence, in the cache's dtype, of a layer
-        without a window."""
-        places = positions.long()
-        keys, values = (each[layer][slab][:, places] for each in (self.keys, self.values))
+        """Keys and values (T, heads, n, columns) of positions (T, heads, n), or (T, 1, n) for all heads, of a sequence,
+        in the cache's dtype, of a layer without a window."""
+        heads, places = torch.arange(self.shapes[layer].heads)[:, None], positions.long()
+        keys, values = (each[layer][slab][heads, places] for each in (self.keys, self.values))
         if self.bits == 16:
             return keys, values
-        key_scales, value_scales = (each[layer][slab][:, places] for each in (self.key_scales, self.value_scales))
+        key_scales, value_scales = (each[layer][slab][heads, places] for each in (self.key_scales, self.value_scales))
         return decode_kv(keys, key_scales, self.dtype), decode_kv(values, value_scales, self.dtype)
 
     def can_crop(self, slab: int, length: int, ahead: int = 0) -> bool:

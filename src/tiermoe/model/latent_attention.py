@@ -30,7 +30,7 @@ from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.kv_memory import read_rows, write_rows
 from tiermoe.model.linear import Linear, PlainLinear
 from tiermoe.model.norms import LayerNorm, Norm
-from tiermoe.model.rotary import ROPES, ApplyRope, rope_halves, yarn_scale
+from tiermoe.model.rotary import ROPES, ApplyRope, is_rotated, rope_halves, yarn_scale
 from tiermoe.model.step import Span, Step
 from tiermoe.types import Workload
 
@@ -171,6 +171,7 @@ class LatentSizes(AttentionSizes):
         narrow = config.q_lora_rank is not None
         asks = of.rope == "pairs" and of.index_rope is None
         interleaved = getattr(config, "rope_interleave", True) if asks else True
+        rope = config.rope_parameters if is_rotated(config) else {}
         return LatentAttention(
             sizes=self,
             query=weights.linear(f"{part}.q_b_proj" if narrow else f"{part}.q_proj"),
@@ -180,7 +181,7 @@ class LatentSizes(AttentionSizes):
             latent_norm=weights.norm(f"{part}.kv_a_layernorm", _NARROW_EPSILON),
             expand=weights.linear(f"{part}.kv_b_proj"),
             output=weights.linear(f"{part}.o_proj"),
-            scale=yarn_scale(config.rope_parameters, (self.plain_columns + self.rotary_columns) ** -0.5),
+            scale=yarn_scale(rope, (self.plain_columns + self.rotary_columns) ** -0.5),
             apply_rope=ROPES[of.rope if interleaved else "halves"],
         )
 

@@ -1,10 +1,10 @@
-"""Layer of a decoder: attention and a feed-forward part with their norms and residuals."""
+"""Layers of a decoder: attention and a feed-forward part with their norms and residuals, or one of both."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -12,22 +12,46 @@ from tiermoe.kernels.attention import DecodeAttention
 from tiermoe.model.attention import Attention
 from tiermoe.model.families.gemma4 import SideBySide
 from tiermoe.model.feed_forward import DenseBlock, MoeBlock
+from tiermoe.model.group_indexer import GroupIndexer
 from tiermoe.model.latent_attention import Indexer
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Step
+
+
+class DecoderLayer(Protocol):
+    """What a decoder asks of its layers. moe: the MoE block, None where there is none. batch_invariant: whether a
+    token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
+
+    @property
+    def moe(self) -> MoeBlock | None: ...
+
+    @property
+    def batch_invariant(self) -> bool: ...
+
+    def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
+        """x, the hidden states or streams of a step's tokens, behind layer `index`."""
+        ...
+
+    def forward_ragged(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
+        """A call with each x and its step, bit for bit; each expert is read once for all of them."""
+        ...
+
+    def watched(self, wrap: Callable[[Any], Any]) -> DecoderLayer:
+        """The layer with wrap(part) in the place of its dense parts."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Norm, attention, residual, norm, feed-forward part, residual."""
 
-    norm_before: Norm
+    norm_before: Norm | None  # None: attention takes what comes in (FlexOlmo)
     attention: Attention
-    norm_after: Norm
+    norm_after: Norm | None
     feed_forward: MoeBlock | DenseBlock | SideBySide
     multiplier: float = 1.0  # of what is added to the residual (Granite)
     decode_attention: DecodeAttention | None = None  # up to the second norm in one native call, for few tokens
-    indexer: Indexer | None = None  # chooses before what tokens attend to
+    indexer: Indexer | GroupIndexer | None = None  # chooses before what tokens attend to
     norm_attended: Norm | None = None  # of attention's output before it is added
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
@@ -35,25 +59,23 @@ class Layer:
         return self.feed_forward.add(*self.attended(x, index, step), self.multiplier)
 
     def forward_ragged(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
-        """A call with each x and its step, bit for bit; each expert is read once for all of them."""
         attended = [self.attended(x, index, step) for x, step in zip(xs, steps, strict=True)]
         return self.feed_forward.add_ragged(attended, self.multiplier)
 
     def attended(self, x: Tensor, index: int, step: Step) -> tuple[Tensor, Tensor]:
         """The second norm of x with attention's output added, and that sum itself, (T, H) each."""
         if self.indexer is not None:
-            self.indexer(self.norm_before(x), index, step)
+            self.indexer(_normed(self.norm_before, x), index, step)
         if self.decode_attention is not None and step.native:
             native = step.native[self.attention.sizes.rotary]
             x, normed = self.decode_attention(x, native, step.cache.native[index])
             return normed, x
-        attended = self.attention(self.norm_before(x), index, step)
+        attended = self.attention(_normed(self.norm_before, x), index, step)
         attended = attended if self.norm_attended is None else self.norm_attended(attended)
         x = x + (attended if self.multiplier == 1 else attended * self.multiplier)
-        return self.norm_after(x), x
+        return _normed(self.norm_after, x), x
 
     def watched(self, wrap: Callable[[Any], Any]) -> Layer:
-        """The layer with wrap(part) in the place of its dense parts."""
         return replace(
             self,
             attention=wrap(self.attention),
@@ -63,7 +85,61 @@ class Layer:
         )
 
     @property
+    def moe(self) -> MoeBlock | None:
+        return self.feed_forward.moe
+
+    @property
     def batch_invariant(self) -> bool:
-        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
         indexes = self.indexer is None or self.indexer.batch_invariant
         return self.decode_attention is not None and self.feed_forward.batch_invariant and indexes
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """Norm, attention, residual (Nemotron-H)."""
+
+    norm: Norm
+    attention: Attention
+
+    moe: ClassVar[None] = None
+    batch_invariant: ClassVar[bool] = False
+
+    def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
+        """x (T, H) → (T, H)."""
+        return x + self.attention(self.norm(x), index, step)
+
+    def forward_ragged(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
+        return [self(x, index, step) for x, step in zip(xs, steps, strict=True)]
+
+    def watched(self, wrap: Callable[[Any], Any]) -> AttentionLayer:
+        return replace(self, attention=wrap(self.attention))
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardLayer:
+    """Norm, feed-forward part, residual (Nemotron-H)."""
+
+    norm: Norm
+    feed_forward: MoeBlock | DenseBlock
+
+    def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
+        """x (T, H) → (T, H)."""
+        return self.feed_forward.add(self.norm(x), x, 1.0)
+
+    def forward_ragged(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
+        return self.feed_forward.add_ragged([(self.norm(x), x) for x in xs], 1.0)
+
+    def watched(self, wrap: Callable[[Any], Any]) -> FeedForwardLayer:
+        return replace(self, feed_forward=self.feed_forward.watched(wrap))
+
+    @property
+    def moe(self) -> MoeBlock | None:
+        return self.feed_forward.moe
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.feed_forward.batch_invariant
+
+
+def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)

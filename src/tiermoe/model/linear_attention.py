@@ -1,5 +1,5 @@
 """Linear attention by the gated delta rule (Qwen3-Next, Qwen3.5; arXiv:2412.06464): a state of fixed size in the place
-of keys and values."""
+of keys and values. `kimi_delta` describes layers whose key columns decay each by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe.kernels.delta import DeltaKernel, DeltaSizes
+from tiermoe.kernels.delta import DeltaGate, DeltaKernel, DeltaSizes
 from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention import Attention, AttentionSizes
 from tiermoe.model.feed_forward import ACTIVATIONS
@@ -29,11 +29,14 @@ _CONVOLVED = 5  # a prompt's inputs of the convolution that live at once, in the
 _WIDE = 3  # and in float32
 CHUNK = 64
 """Tokens of `delta_rule` that are computed at once."""
+CHANNEL_CHUNK = 16
+"""The same where each key column decays by itself: a pair of tokens has as many numbers."""
 _CHUNK_TENSORS = 12  # of a chunk's keys or values that live at once, at the most
-_CHUNK_PAIRS = 6  # of its pairs of tokens
+_CHUNK_PAIRS = 8  # of its pairs of tokens, of which differences of decays are float64
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of T tokens: queries, keys and values (T, channels), gates (T, values), betas (T, heads), decays (T, heads)."""
+"""Of T tokens: queries, keys and values (T, channels), gates (T, values), betas (T, heads), decays (T, heads * decay
+columns)."""
 
 
 def is_linear(config: Any, index: int) -> bool:
@@ -96,7 +99,7 @@ class LinearSizes(AttentionSizes):
             return ngrams + sizes.workspace
         tokens = min(load.chunk, load.context)
         copies = tokens * (sizes.channels + sizes.values) * (_CONVOLVED * load.itemsize + 4 * _WIDE)
-        return ngrams + copies + delta_rule_bytes(sizes.heads, sizes.key_columns, sizes.value_columns)
+        return ngrams + copies + delta_rule_bytes(sizes)
 
     def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Path in a layer → shape of the weights, with a matrix for each part of the projection."""
@@ -191,13 +194,14 @@ class GatedDelta(Attention):
     projection.
 
     convolution (channels, 1, taps). decay_rates (heads): logarithms of the rates by which a head forgets (transformers'
-    `A_log`); decay_biases (heads). activation: of the convolution, gate_activation: of the
-    norm's gate; both `silu` where the native kernel is to compute them."""
+    `A_log`); decay_biases (heads * decay columns). activation: of the convolution, gate_activation: of the norm's gate;
+    both `silu` where the native kernel is to compute them, or the gate's `sigmoid` with `rounded_once`. rounded_once:
+    the gated norm is float32 up to its end (Kimi)."""
 
     def __init__(
         self,
         sizes: LinearSizes,
-        projection: JoinedProjection | SplitProjection,
+        projection: Callable[[Tensor], Projected],
         output: Linear,
         convolution: Tensor,
         decay_rates: Tensor,
@@ -205,17 +209,19 @@ class GatedDelta(Attention):
         norm: RootMeanSquare,
         activation: Callable[[Tensor], Tensor],
         gate_activation: Callable[[Tensor], Tensor] = F.silu,
+        rounded_once: bool = False,
     ) -> None:
-        self.sizes = sizes
+        self.sizes, self._rounded_once = sizes, rounded_once
         self._gate_activation = gate_activation
         self._projection, self._output, self._heads = projection, output, sizes.heads
         self._convolution, self._norm, self._activation = convolution, norm, activation
         self._rates = decay_rates.float().exp()
         self._biases = decay_biases.float()
         self._kernel: DeltaKernel | None = None
-        if self._heads.suit(convolution.dtype) and activation is gate_activation is F.silu:
+        gate = _GATES.get((gate_activation, rounded_once))
+        if self._heads.suit(convolution.dtype) and activation is F.silu and gate is not None:
             taps = convolution[:, 0].t().contiguous()
-            self._kernel = DeltaKernel(self._heads, taps, self._rates, self._biases, norm.weight, norm.epsilon)
+            self._kernel = DeltaKernel(self._heads, taps, self._rates, self._biases, norm.weight, norm.epsilon, gate)
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Leaves each sequence's state after its tokens in the step's cache."""
@@ -260,7 +266,7 @@ class GatedDelta(Attention):
             )
             for each in (query, key)
         )
-        decay = -self._rates * F.softplus(decays.float() + self._biases)
+        decay = -self._rates[:, None] * F.softplus(decays.float() + self._biases).view(len(mixed), sizes.heads, -1)
         states = recurrent.states[layer].flatten(0, 1)
         state = states[places[1]]
         state.copy_(states[places[0]])
@@ -269,8 +275,12 @@ class GatedDelta(Attention):
 
     def _gated(self, attended: Tensor, gates: Tensor) -> Tensor:
         """(T, heads, value columns), normed and multiplied with the activation of gates (T, values) → (T, values)."""
-        normed = self._norm(attended.contiguous()).flatten(1)
-        return (normed * self._gate_activation(gates.float())).to(normed.dtype)
+        normed = self._norm(attended.float() if self._rounded_once else attended.contiguous()).flatten(1)
+        return (normed * self._gate_activation(gates.float())).to(gates.dtype)
+
+
+_GATES = {(F.silu, False): DeltaGate.SILU, (torch.sigmoid, True): DeltaGate.SIGMOID}
+"""Gate's activation, whether it is rounded once → the native kernel's."""
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -278,46 +288,56 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The gated delta rule by torch's operations (the recurrence of native/delta.h), `CHUNK` tokens at a time. Within a
-    chunk all tokens are computed at once: what each adds to the state follows from those before it by a triangular
-    system (arXiv:2412.06464, section 3.3), so that the state is read and written once a chunk.
+    """The gated delta rule by torch's operations (the recurrence of native/delta.h), a chunk of tokens at a time.
+    Within a chunk all tokens are computed at once: what each adds to the state follows from those before it by a
+    triangular system (arXiv:2412.06464, section 3.3; arXiv:2510.26692, section 3.1), so that the state is read and
+    written once a chunk.
 
     query, key (T, heads, key columns), of length one but for query's scale; value (T, heads, value columns); decay
-    (T, heads), its logarithm; beta (T, heads); state (heads, key columns, value columns), which is replaced by the one
-    after the tokens; all float32 → (T, heads, value columns)."""
+    (T, heads, 1 or key columns), its logarithm; beta (T, heads); state (heads, key columns, value columns), which is
+    replaced by the one after the tokens; all float32 → (T, heads, value columns)."""
     result = torch.empty_like(value)
-    for begin in range(0, len(value), CHUNK):
-        some = slice(begin, begin + CHUNK)
+    size = CHUNK if decay.shape[-1] == 1 else CHANNEL_CHUNK
+    for begin in range(0, len(value), size):
+        some = slice(begin, begin + size)
         chunk = [each[some].transpose(0, 1) for each in (query, key, value, decay, beta)]
         result[some] = _chunk(chunk, state).transpose(0, 1)
     return result
 
 
-def delta_rule_bytes(heads: int, key_columns: int, value_columns: int) -> int:
+def delta_rule_bytes(sizes: DeltaSizes) -> int:
     """The most bytes that `delta_rule` takes beside its arguments and its result."""
-    columns = key_columns + value_columns
-    return 4 * heads * (CHUNK * (_CHUNK_TENSORS * columns + _CHUNK_PAIRS * CHUNK) + 2 * key_columns * value_columns)
+    tokens = CHANNEL_CHUNK if sizes.by_channel else CHUNK
+    columns, state = sizes.key_columns + sizes.value_columns, sizes.key_columns * sizes.value_columns
+    pairs = _CHUNK_PAIRS * tokens * sizes.decay_columns
+    return 4 * sizes.heads * (tokens * (_CHUNK_TENSORS * columns + pairs) + 2 * state)
 
 
 def _chunk(chunk: list[Tensor], state: Tensor) -> Tensor:
-    """`delta_rule` of a chunk's query, key, value, decay and beta, (heads, T, ..) each."""
+    """`delta_rule` of a chunk's query, key, value, decay and beta, (heads, T, ..) each. Sums of decays are float64:
+    what is computed of them is their differences, of which float32 leaves few digits where a token has made a head
+    forget."""
     query, key, value, decay, beta = chunk
-    gone = decay.cumsum(1)[..., None]  # logarithm of what has decayed since the chunk began
-    pairs = (gone - gone.transpose(1, 2)).masked_fill(_later(gone), float("-inf")).exp()
+    gone = decay.double().cumsum(1)  # logarithm of what has decayed since the chunk began
     weighed = key * beta[..., None]
-    system = (weighed @ key.transpose(1, 2)) * pairs
-    since = gone.exp()
+    system, scores = _decayed_products(weighed, query, key, gone)
+    since = gone.float().exp()
     known = torch.cat((value * beta[..., None], weighed * since), dim=-1)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     added, read = solved[..., : value.shape[-1]], solved[..., value.shape[-1] :]
     added = added - read @ state
-    result: Tensor = (query * since) @ state + ((query @ key.transpose(1, 2)) * pairs) @ added
-    last = gone[:, -1:]
-    state.mul_(last.exp()).add_((key * (last - gone).exp()).transpose(1, 2) @ added)
+    result: Tensor = (query * since) @ state + scores @ added
+    left = (gone[:, -1:] - gone).float().exp()
+    state.mul_(since[:, -1:].transpose(1, 2)).add_((key * left).transpose(1, 2) @ added)
     return result
 
 
-def _later(gone: Tensor) -> Tensor:
-    """(T, T), true where the second token comes after the first."""
-    tokens = gone.shape[1]
-    return torch.ones(tokens, tokens, dtype=torch.bool, device=gone.device).triu(1)
+def _decayed_products(weighed: Tensor, query: Tensor, key: Tensor, gone: Tensor) -> tuple[Tensor, Tensor]:
+    """Products of `weighed` and of `query` with the keys (heads, T, key columns) of the tokens up to their own, as far
+    as these have not decayed since: (heads, T, T) each; gone as in `_chunk`."""
+    later = torch.ones(gone.shape[1], gone.shape[1], dtype=torch.bool, device=gone.device).triu(1)
+    pairs = (gone[:, :, None] - gone[:, None]).float().masked_fill_(later[..., None], float("-inf")).exp_()
+    if pairs.shape[-1] == 1:
+        return (weighed @ key.transpose(1, 2)) * pairs[..., 0], (query @ key.transpose(1, 2)) * pairs[..., 0]
+    system, scores = (pairs.mul_(key[:, None]) @ torch.stack((weighed, query), dim=-1)).unbind(-1)
+    return system, scores

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tiermoe.batch import Kind
 from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention import Attention, AttentionSizes
 from tiermoe.model.convolution import CausalConvolution
@@ -30,11 +31,11 @@ _CHUNK_VALUES = 5  # its values
 
 
 def mamba_lacks(config: Any) -> str:
-    """The parts of a config with layers of Mamba-2 that `Mamba` does not compute; empty: none."""
+    """The parts of a config with layers of Mamba that neither `Mamba` nor `Mamba1` computes; empty: none."""
     activation = getattr(config, "mamba_hidden_act", None) or config.hidden_act
     if activation != "silu":
-        return f"{activation} in layers of Mamba-2"
-    limits = tuple(config.time_step_limit or (0.0, math.inf))
+        return f"{activation} in layers of Mamba"
+    limits = tuple(getattr(config, "time_step_limit", None) or (0.0, math.inf))
     return "" if limits == (0.0, math.inf) else f"time steps within {limits[0]:g} and {limits[1]:g}"
 
 
@@ -104,7 +105,7 @@ class MambaSizes(AttentionSizes):
         }
 
     def block(self, weights: FamilyWeights, layer: str) -> Mamba:
-        part = f"{layer}.{weights.architecture.named('mamba')}"
+        part, least_step = f"{layer}.{weights.architecture.named('mamba')}", weights.architecture.mamba_least_step
         return Mamba(
             self,
             weights.linear(f"{part}.in_proj"),
@@ -115,6 +116,7 @@ class MambaSizes(AttentionSizes):
             weights.tensor(f"{part}.D"),
             weights.tensor(f"{part}.norm.weight"),
             weights.epsilon,
+            float(getattr(weights.config, least_step)) if least_step else 0.0,
         )
 
 
@@ -124,7 +126,7 @@ class Mamba(Attention):
 
     input: hidden → gates, values, keys, queries and time steps (T, projected). rates (heads): logarithms of the rates
     by which a head forgets (transformers' `A_log`); time_biases (heads); skips (heads): of a token's own values
-    (transformers' `D`); norm (values)."""
+    (transformers' `D`); norm (values). least_step: of time, in prompts: transformers bounds no generated token's."""
 
     def __init__(
         self,
@@ -137,11 +139,13 @@ class Mamba(Attention):
         skips: Tensor,
         norm: Tensor,
         epsilon: float,
+        least_step: float = 0.0,
     ) -> None:
         self.sizes, self._sizes = sizes, sizes
         self._input, self._output, self._convolution = input_, output, convolution
         self._rates, self._biases, self._skips = rates.float().exp(), time_biases.float(), skips.float()[:, None]
         self._norm = RootMeanSquare(norm.view(sizes.groups, -1), epsilon, by_kernel=False)
+        self._least_step = least_step
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Leaves each sequence's state after its tokens in the step's cache."""
@@ -154,17 +158,18 @@ class Mamba(Attention):
         scanned = x.new_empty((len(x), sizes.values))
         for span, (before, after) in zip(step.spans, step.states, strict=True):
             own = slice(span.begin, span.end)
-            found = self._scanned(mixed[own], times[own], states[before], states[after])
+            least_step = self._least_step if span.row.kind is Kind.PROMPT else 0.0
+            found = self._scanned(mixed[own], times[own], least_step, states[before], states[after])
             scanned[own] = self._gated(found, gates[own])
         return self._output(scanned)
 
-    def _scanned(self, mixed: Tensor, times: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    def _scanned(self, mixed: Tensor, times: Tensor, least_step: float, before: Tensor, after: Tensor) -> Tensor:
         """A row's outputs, float32 (T, heads, columns); the state after them is left in `after`."""
         sizes, shared = self._sizes, self._sizes.groups * self._sizes.state
         value, key, query = torch.split(F.silu(mixed).float(), [sizes.values, shared, shared], dim=1)
         value = value.view(-1, sizes.heads, sizes.columns)
         key, query = (each.reshape(-1, sizes.groups, sizes.state) for each in (key, query))
-        times = F.softplus(times.float() + self._biases)
+        times = F.softplus(times.float() + self._biases).clamp_min_(least_step)
         found = selective_scan(query, key, value * times[..., None], times * -self._rates, before, after)
         return found.addcmul_(value, self._skips)
 

@@ -34,6 +34,7 @@ class RouterRule:
     groups: int = 1  # of the experts, of which a token can choose from
     kept_groups: int = 1  # so many, by the sum of a group's two best scores
     best_of_group: bool = False  # by a group's best score
+    corrects_logits: bool = False  # the correction is added to logits, not to scores (Kolibri)
     scale: float = 1.0  # of the weights
     jitter: float = 0.0  # sparsemixer's distance
 
@@ -101,7 +102,7 @@ class Router:
         their gate weights before they are scaled to a sum: float32 (T, E) each."""
         logits = self._all_logits(self._input(hidden)).float()
         shares = logits.sigmoid() if self.rule.scores == "sigmoid" else torch.softmax(logits, -1)
-        ranked = shares if self.correction is None else shares + self.correction
+        ranked = self._corrected(logits, shares)
         if self.rule.groups > 1:
             ranked = self._within_groups(ranked, float("-inf"))
         if self.rule.scores != "sigmoid" and self.correction is None:  # the same order, and spread as the router has it
@@ -130,7 +131,7 @@ class Router:
 
     def _native_form(self) -> native.Router | None:
         rule = self.rule
-        if rule.scores not in _SCORINGS:
+        if rule.scores not in _SCORINGS or rule.corrects_logits:
             return None
         form = native.Router(
             self.weight,
@@ -162,7 +163,7 @@ class Router:
             best, experts = torch.topk(logits, rule.top_k, dim=-1)
             return torch.softmax(best, dim=-1), experts
         scores = logits.float().sigmoid() if rule.scores == "sigmoid" else torch.softmax(logits, -1, dtype=torch.float)
-        ranked = scores if self.correction is None else scores + self.correction
+        ranked = self._corrected(logits, scores)
         if rule.scores == "sigmoid" and self.correction is None and rule.groups == 1:
             ranked = logits  # in the same order, and apart where scores round to 1
         if rule.groups > 1:
@@ -173,6 +174,12 @@ class Router:
             total = weights.sum(dim=-1, keepdim=True)
             weights = weights / (total + rule.epsilon)
         return weights, experts
+
+    def _corrected(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """What experts are ranked by, (T, E)."""
+        if self.correction is None:
+            return scores
+        return (logits.float() if self.rule.corrects_logits else scores) + self.correction
 
     def _within_groups(self, ranked: Tensor, out_of_reach: float) -> Tensor:
         """Scores (T, E) with `out_of_reach` for those outside of the kept groups."""

@@ -31,10 +31,9 @@ class Step:
     spans: the tokens of each row. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with
     the step's. rotary: the first rotary embedding. angles: of each of them cos and sin, (T, columns) in the model's
     dtype; cos, sin: the first ones.
-    temperatures: of each rotary embedding the factors of queries, float32 (T), or None. native: of each rotary
-    embedding the step for the attention kernel of up to FEW_TOKENS; empty where no kernel runs. states: of each row
-    (place of the recurrent state before the step, place of the state after it), empty in a cache without them; pieces:
-    the same for the kernel of linear attention. chosen: positions that an indexer chose (`choose`)."""
+    temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row (place of
+    the recurrent state before the step, place of the state after it), empty in a cache without them; pieces: the same
+    for the kernel of linear attention. chosen: positions that an indexer chose (`choose`)."""
 
     def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary) -> None:
         self.cache = cache
@@ -53,9 +52,9 @@ class Step:
             None if rotary.temperature is None else rotary.temperature(self.positions) for rotary in rotaries
         ]
         self.chosen: Tensor | None = None
-        self.native: list[NativeStep] = []
+        self._native: list[NativeStep] = []
         if len(batch.tokens) <= FEW_TOKENS and available() and cache.dtype == torch.bfloat16:
-            self.native = [
+            self._native = [
                 NativeStep(self.slabs, self.positions, cos.bfloat16(), sin.bfloat16(), temperatures=factors)
                 for (cos, sin), factors in zip(self.angles, self.temperatures, strict=True)
             ]
@@ -64,11 +63,19 @@ class Step:
         lengths = [len(row.tokens) for row in batch.rows]
         self.pieces = list(delta_rows([(length, *of) for length, of in zip(lengths, self.states, strict=False)]))
 
+    @property
+    def native(self) -> list[NativeStep]:
+        """Of each rotary embedding the step for the attention kernel of up to FEW_TOKENS; empty where no kernel runs,
+        or groups of heads attend to positions of their own."""
+        return [] if self.chosen is not None and self.chosen.dim() == 3 else self._native
+
     def choose(self, chosen: Tensor | None) -> None:
         """The next layers' tokens attend to these positions of their sequences alone: int32 (T, most), ascending, of a
-        token with fewer positions the first so many; -1, of blocks: none. None: to all positions."""
-        if chosen is not None or self.chosen is not None:
-            self.native = [each.choosing(chosen) for each in self.native]
+        token with fewer positions the first so many; -1, of blocks: none; (T, groups, most): of each group of heads.
+        None: to all positions."""
+        changed = chosen is not None or self.chosen is not None
+        if changed and (chosen is None or chosen.dim() == 2):
+            self._native = [each.choosing(chosen) for each in self._native]
         self.chosen = chosen
 
     def _angles_of(self, rotary: Rotary) -> tuple[Tensor, Tensor]:

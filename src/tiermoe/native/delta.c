@@ -15,7 +15,8 @@ typedef struct {
     const Delta *layer;
     const DeltaStep *step;
     float *mixed;    /* (tokens, channels): after the convolution */
-    float *factors;  /* (tokens, heads, 2): decay and beta */
+    float *decays;   /* (tokens, heads, decay_columns) */
+    float *betas;    /* (tokens, heads) */
     float *attended; /* (tokens, heads, value_columns) */
 } Job;
 
@@ -25,7 +26,9 @@ static size_t values_of(const Delta *layer) { return layer->heads * layer->value
 
 size_t delta_channels(const Delta *layer) { return 2 * layer->key_heads * layer->key_columns + values_of(layer); }
 
-static size_t floats_of_token(const Delta *layer) { return delta_channels(layer) + 2 * layer->heads + values_of(layer); }
+static size_t floats_of_token(const Delta *layer) {
+    return delta_channels(layer) + layer->heads * (layer->decay_columns + 1) + values_of(layer);
+}
 
 size_t delta_workspace(const Delta *layer, size_t tokens) { return tokens * floats_of_token(layer) * sizeof(float); }
 
@@ -59,24 +62,24 @@ static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 
 static float rounded(float x) { return from_bf16(to_bf16(x)); }
 
-/* A token's queries, keys and factors. */
-static void prepare(void *data, size_t thread, size_t token) {
+/* A key head's query and key of a token, and the factors of the heads that share them. */
+static void prepare(void *data, size_t thread, size_t task) {
     const Job *job = data;
     const Delta *layer = job->layer;
     const DeltaStep *step = job->step;
-    const size_t keys = layer->key_heads * layer->key_columns;
-    float *queries = job->mixed + token * delta_channels(layer), *factors = job->factors + token * 2 * layer->heads;
+    const size_t keys = layer->key_heads * layer->key_columns, width = layer->decay_columns;
+    const size_t token = task / layer->key_heads, key_head = task % layer->key_heads, shared = layer->heads / layer->key_heads;
+    float *query = job->mixed + token * delta_channels(layer) + key_head * layer->key_columns;
     (void)thread;
-    for (size_t head = 0; head < layer->key_heads; head++) {
-        float *query = queries + head * layer->key_columns;
-        kernels->delta_unit(query, layer->key_columns, 1 / sqrtf((float)layer->key_columns));
-        kernels->delta_unit(query + keys, layer->key_columns, 1);
-    }
-    for (size_t head = 0; head < layer->heads; head++) {
-        const float a = from_bf16(step->decays[token * step->decays_stride + head]);
+    kernels->delta_unit(query, layer->key_columns, 1 / sqrtf((float)layer->key_columns));
+    kernels->delta_unit(query + keys, layer->key_columns, 1);
+    for (size_t head = key_head * shared; head < (key_head + 1) * shared; head++) {
+        for (size_t at = head * width; at < (head + 1) * width; at++) {
+            const float a = from_bf16(step->decays[token * step->decays_stride + at]);
+            job->decays[token * layer->heads * width + at] = expf(-layer->rates[head] * softplus(a + layer->biases[at]));
+        }
         const float b = from_bf16(step->betas[token * step->betas_stride + head]);
-        factors[2 * head] = expf(-layer->rates[head] * softplus(a + layer->biases[head]));
-        factors[2 * head + 1] = rounded(1 / (1 + expf(-b)));
+        job->betas[token * layer->heads + head] = rounded(1 / (1 + expf(-b)));
     }
 }
 
@@ -94,9 +97,10 @@ static void recur(void *data, size_t thread, size_t task) {
     for (size_t t = begin_of(job->step, row); t < (size_t)job->step->ends[row]; t++, before = after) {
         const float *query = job->mixed + t * channels + key_head * layer->key_columns;
         const float *value = job->mixed + t * channels + 2 * keys + head * width + from;
-        const float *factors = job->factors + (t * layer->heads + head) * 2;
-        kernels->delta_rule(before, after, layer->key_columns, width, columns, query + keys, query, value, factors[0],
-                            factors[1], job->attended + (t * layer->heads + head) * width + from);
+        const size_t at = t * layer->heads + head;
+        kernels->delta_rule(before, after, layer->key_columns, width, columns, query + keys, query, value,
+                            job->decays + at * layer->decay_columns, layer->decay_columns, job->betas[at],
+                            job->attended + at * width + from);
     }
 }
 
@@ -106,18 +110,19 @@ static void gate(void *data, size_t thread, size_t token) {
     const size_t width = layer->value_columns;
     (void)thread;
     for (size_t head = 0; head < layer->heads; head++)
-        kernels->delta_gate(job->attended + (token * layer->heads + head) * width, layer->norm, layer->epsilon,
+        kernels->delta_gate(job->attended + (token * layer->heads + head) * width, layer->norm, layer->epsilon, layer->gate,
                             job->step->gates + token * job->step->gates_stride + head * width, width,
                             job->step->out + (token * layer->heads + head) * width);
 }
 
 void delta_run(const Delta *layer, const DeltaStep *step, void *workspace, size_t threads) {
     const size_t tokens = step->tokens, channels = delta_channels(layer);
-    float *mixed = workspace, *factors = mixed + tokens * channels, *attended = factors + tokens * 2 * layer->heads;
-    Job job = {layer, step, mixed, factors, attended};
+    float *mixed = workspace, *decays = mixed + tokens * channels;
+    float *betas = decays + tokens * layer->heads * layer->decay_columns, *attended = betas + tokens * layer->heads;
+    Job job = {layer, step, mixed, decays, betas, attended};
     const Phase phases[] = {
         {NULL, mix, step->rows * ((channels + MIXED - 1) / MIXED)},
-        {NULL, prepare, tokens},
+        {NULL, prepare, tokens * layer->key_heads},
         {NULL, recur, step->rows * layer->heads * ((layer->value_columns + STRIP - 1) / STRIP)},
         {NULL, gate, tokens},
     };

@@ -1,8 +1,11 @@
-/* The gated delta rule of linear attention layers (Qwen3-Next, after arXiv:2412.06464), for tokens of several sequences,
- * between the projections of their hidden states and the output projection: a convolution over a token's last inputs,
- * queries and keys of length one, the recurrence, a norm with a gate. A head's state S (key_columns, value_columns) becomes
+/* The gated delta rule of linear attention layers (Qwen3-Next, after arXiv:2412.06464, and Kimi Delta Attention,
+ * arXiv:2510.26692), for tokens of several sequences, between the projections of their hidden states and the output
+ * projection: a convolution over a token's last inputs, queries and keys of length one, the recurrence, a norm with a gate. A
+ * head's state S (key_columns, value_columns) becomes
  *
- *   S' = decay S + key (x) beta (value - decay S^T key)      and gives      S'^T query.
+ *   S' = D S + key (x) beta (value - (D S)^T key)      and gives      S'^T query,
+ *
+ * where D multiplies all of S by a head's decay, or each of its rows by a decay of its own (Kimi).
  *
  * Rounded to bfloat16 where the separate operations round; states are float32. A token's values depend on its sequence's
  * state alone: neither the other tokens of a call nor the threads change a bit. */
@@ -16,22 +19,27 @@ enum {
     MOST_TAPS = 8,
 };
 
+/* What multiplies a norm: silu of the gate, rounded after each product, or its sigmoid, rounded once (Kimi). */
+enum { DELTA_SILU, DELTA_SIGMOID };
+
 typedef struct {
     const bf16 *taps;    /* (kept + 1, channels): the convolution's weights, those of the oldest input first */
     const float *rates;  /* (heads): the logarithm of a decay is -rate * softplus(a + bias) */
-    const float *biases; /* (heads) */
+    const float *biases; /* (heads, decay_columns) */
     const bf16 *norm;    /* (value_columns) */
     float epsilon;
+    int gate;
     size_t kept; /* inputs before a token's own */
     size_t key_heads, heads; /* heads / key_heads heads share a query and a key */
     size_t key_columns, value_columns;
+    size_t decay_columns; /* 1: a decay for each head; key_columns: for each row of its state */
 } Delta;
 
 /* Which tokens: those of a row one after the other, `ends` (rows) says behind which one each row ends. Inputs and states of a
  * row begin as those at place `before` and are left at `after`, which may be the same.
  *
  * mixed (tokens, channels): queries of all key heads, their keys, values of all heads; gates (tokens, heads * value_columns);
- * betas and decays (tokens, heads); rows are as far apart as the strides say. inputs (places, kept, channels); states (places,
+ * betas (tokens, heads), decays (tokens, heads * decay_columns); rows are as far apart as the strides say. inputs (places, kept, channels); states (places,
  * heads, key_columns, value_columns). */
 typedef struct {
     size_t tokens, rows;

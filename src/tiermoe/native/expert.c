@@ -41,7 +41,8 @@ static void first(void *data, size_t thread, size_t task) {
         const bf16 *x = job->x.x + row * matrix->columns, *bias = share->expert.first_bias;
         const float *prepared = prepared_of(&job->x, thread) + row * each;
         block_of(matrix, bias, one, x, prepared, tokens, values[0], 2 * BLOCK);
-        block_of(matrix, bias, other, x, prepared, tokens, values[0] + BLOCK, 2 * BLOCK);
+        if (share->expert.gate != RELU_SQUARED)
+            block_of(matrix, bias, other, x, prepared, tokens, values[0] + BLOCK, 2 * BLOCK);
         kernels->gate(values, &share->expert, tokens, (bf16 *)job->inner.x + (share->to + m) * inner + block * BLOCK, inner);
     }
 }
@@ -73,7 +74,7 @@ void experts_run(const Share *shares, size_t count, const bf16 *x, size_t rows, 
     Job job = {shares, {up, x, rows, room}, {down, inner, results, room + prepared_room(up, rows, threads)}, out};
     const Phase phases[] = {
         {NULL, prepare_x, prepare_tasks(&job.x)},
-        {begin_first, first, count * (up->rows / 2 / BLOCK)},
+        {begin_first, first, count * (down->columns / BLOCK)},
         {NULL, prepare_inner, prepare_tasks(&job.inner)},
         {begin_second, second, count * (down->rows / BLOCK)},
     };

@@ -1,4 +1,4 @@
-/* Gated experts on packed weights: second(a gate of first(x)), where first(x) holds the values of gate and up. */
+/* Experts on packed weights: second(a gate of first(x)), where first(x) holds the values of gate and up, or of up alone. */
 #ifndef TIERMOE_EXPERT_H
 #define TIERMOE_EXPERT_H
 
@@ -12,11 +12,12 @@ typedef enum {
     CLAMPED, /* (up + 1) * gate * sigmoid(alpha * gate); gate and up take turns. gate at most limit, up -limit .. limit */
     CLAMPED_HALVES, /* the same; gate and up are the halves */
     GELU_TANH,      /* gelu(gate) * up, where gelu is that of tanh; gate and up are the halves */
+    RELU_SQUARED,   /* relu(up)^2: there is no gate */
     GATES
 } Gate;
 
 typedef struct {
-    Matrix first;                          /* (2 I, H); I a multiple of 64 */
+    Matrix first;                         /* (2 I, H), of RELU_SQUARED (I, H); I a multiple of 64 */
     Matrix second;                         /* (H, I) */
     const bf16 *first_bias, *second_bias; /* NULL: none */
     Gate gate;

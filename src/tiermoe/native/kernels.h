@@ -56,13 +56,13 @@ typedef struct {
 
     /* Parts of delta.h; columns are multiples of 16. out (columns) = silu of the sum of taps[i] (rows `stride` apart) times
      * inputs[i], rounded before and after. x becomes `scale` times x of length one. A state's columns `from` (keys, columns), rows
-     * `stride` apart, become `to`, which may be the same, by one token; out (columns): what it gives. out = the norm of x, rounded,
-     * times weight times silu of gate. */
+     * `stride` apart, become `to`, which may be the same, by one token; out (columns): what it gives. `decays` is one number, or a
+     * number for each row of the state. out = the norm of x, rounded, times weight times the gate of a kind. */
     void (*delta_mix)(const bf16 *const *inputs, size_t count, const bf16 *taps, size_t stride, size_t columns, float *out);
     void (*delta_unit)(float *x, size_t columns, float scale);
     void (*delta_rule)(const float *from, float *to, size_t keys, size_t stride, size_t columns, const float *key,
-                       const float *query, const float *value, float decay, float beta, float *out);
-    void (*delta_gate)(const float *x, const bf16 *weight, float epsilon, const bf16 *gate, size_t columns, bf16 *out);
+                       const float *query, const float *value, const float *decays, size_t count, float beta, float *out);
+    void (*delta_gate)(const float *x, const bf16 *weight, float epsilon, int kind, const bf16 *gate, size_t columns, bf16 *out);
 
     /* Packing: a store has the same bytes whichever table made it. A block of Hqq, 0 where it is not solved, and a block of 64
      * rows of Codes. */

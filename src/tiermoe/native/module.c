@@ -47,10 +47,12 @@ static int check_delta(void *packed) {
     const Delta *layer = packed;
     if (layer->kept < MOST_TAPS && layer->key_heads && layer->heads && layer->heads % layer->key_heads == 0 &&
         layer->key_columns && layer->key_columns % DELTA_COLUMNS == 0 && layer->value_columns &&
-        layer->value_columns % DELTA_COLUMNS == 0)
+        layer->value_columns % DELTA_COLUMNS == 0 && (layer->gate == DELTA_SILU || layer->gate == DELTA_SIGMOID) &&
+        (layer->decay_columns == 1 || layer->decay_columns == layer->key_columns))
         return 1;
-    PyErr_Format(PyExc_ValueError, "no linear attention: %zu of %zu heads, %zu and %zu columns, %zu taps", layer->key_heads,
-                 layer->heads, layer->key_columns, layer->value_columns, layer->kept + 1);
+    PyErr_Format(PyExc_ValueError, "no linear attention: %zu of %zu heads, %zu and %zu columns, %zu taps, %zu decays, gate %d",
+                 layer->key_heads, layer->heads, layer->key_columns, layer->value_columns, layer->kept + 1, layer->decay_columns,
+                 layer->gate);
     return 0;
 }
 

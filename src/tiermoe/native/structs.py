@@ -196,11 +196,13 @@ class Delta(Struct):
         ("biases", c_void_p),
         ("norm", c_void_p),
         ("epsilon", c_float),
+        ("gate", c_int),
         ("kept", c_size_t),
         ("key_heads", c_size_t),
         ("heads", c_size_t),
         ("key_columns", c_size_t),
         ("value_columns", c_size_t),
+        ("decay_columns", c_size_t),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tiermoe.errors import ModelError
+from tiermoe.kernels.gates import ClampedGate
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.gemma4 import GEMMA4
 from tiermoe.model.families.llama4 import LLAMA4
@@ -62,6 +63,8 @@ _TABLE = (
     Family("Qwen3.5-MoE", "qwen3_5_moe_text", normalised=True, plain_router=True),
     Family("Qwen3.8", "qwen4_exp_text", plain_router=True),
     Family("OLMoE", "olmoe", plain_router=True),
+    Family("FlexOlmo", "flex_olmo", plain_router=True),
+    Family("Kolibri 1", "kolibri1"),
     Family("DeepSeekMoE", "deepseek", plain_router=True),
     Family("DeepSeek-V2", "deepseek_v2", latent_kv=True, normalised=False),
     Family("DeepSeek-V3", "deepseek_v3", latent_kv=True),
@@ -82,14 +85,18 @@ _TABLE = (
     Family("GraniteMoE with a shared expert", "granitemoeshared", normalised=True),
     Family("GraniteMoE with sliding windows", "granitemoe_swa", normalised=True),
     Family("Granite 4 (hybrid)", "granitemoehybrid", normalised=True),
+    Family("Kimi Linear", "kimi_linear"),
     Family("Hunyuan (A13B)", "hunyuan_v1_moe", normalised=True),
     Family("Hunyuan 3", "hy_v3", normalised=True),
     Family("Mellum 2", "mellum", plain_router=True),
     Family("MiniMax-M2", "minimax_m2", normalised=True),
+    Family("MiMo-V2-Flash", "mimo_v2_flash"),
+    Family("MiniMax-M3", "minimax_m3_vl_text", normalised=True),
     Family("Mistral 4", "mistral4", latent_kv=True),
     Family("Solar Open", "solar_open"),
     Family("DBRX", "dbrx", adapter="dbrx", forecasts=False, normalised=True),
     Family("Jamba", "jamba", continues=False, normalised=False),
+    Family("Nemotron-H (Nemotron 3)", "nemotron_h"),
     Family("JetMoE", "jetmoe", adapter="jetmoe", forecasts=False, normalised=True),
     Family("Llama 4", "llama4", adapter="llama4", normalised=False),
     Family("LongCat-Flash", "longcat_flash", adapter="longcat", normalised=False),
@@ -167,6 +174,21 @@ def minimax_router(config: Any) -> RouterRule:
     return RouterRule(config.num_experts_per_tok, scores="sigmoid", normalise=True, rounded=False)
 
 
+def minimax_m3_router(config: Any) -> RouterRule:
+    return replace(minimax_router(config), scale=float(config.routed_scaling_factor))
+
+
+def minimax_m3_gate(config: Any) -> ClampedGate:
+    return ClampedGate(float(config.swiglu_limit), float(config.swiglu_alpha), halves=True)
+
+
+def minimax_m3_lacks(config: Any) -> str:
+    """The parts of a config that cannot be computed; empty: none."""
+    sparse = "minimax_m3_sparse" in config.layer_types
+    apart = sparse and config.index_n_heads != config.num_key_value_heads
+    return "an indexer of other groups of heads than share keys and values" if apart else ""
+
+
 def deepseek_v2_router(config: Any) -> RouterRule:
     grouped = config.topk_method == "group_limited_greedy"
     return RouterRule(
@@ -235,6 +257,17 @@ def ernie_router(config: Any) -> RouterRule:
     return RouterRule(config.num_experts_per_tok, normalise=True, epsilon=1e-20, wide=True)
 
 
+def kolibri_router(config: Any) -> RouterRule:
+    return RouterRule(
+        config.num_experts_per_tok,
+        scores="sigmoid",
+        normalise=bool(config.norm_topk_prob),
+        corrects_logits=True,
+        wide=True,
+        rounded=False,
+    )
+
+
 def lfm2_router(config: Any) -> RouterRule:
     return RouterRule(
         config.num_experts_per_tok,
@@ -275,8 +308,13 @@ def is_full(config: Any, layer: int) -> bool:
     return bool(config.layer_types[layer] == "full_attention")
 
 
+def mimo_kv_heads(config: Any, layer: int) -> int:
+    """Twice as many in layers with a window."""
+    return int(config.num_key_value_heads) * (1 if is_full(config, layer) else 2)
+
+
 def full_exaone(config: Any, layer: int) -> bool:
-    """EXAONE's layers without a window, where others have one."""
+    """EXAONE's and Kolibri's layers without a window, where others have one."""
     return config.sliding_window is not None and is_full(config, layer)
 
 
@@ -303,6 +341,10 @@ _LFM2_NAMES = {
     "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2",
 }  # fmt: skip
 
+_NEMOTRON_NAMES = {
+    "embed_tokens": "embeddings", "norm": "norm_f", "input_layernorm": "norm", "self_attn": "mixer", "mamba": "mixer",
+}  # fmt: skip
+
 _QWEN2 = Architecture(softmax_router, shared="shared_expert", shared_gate="shared_expert_gate", window="layer")
 _QWEN3_NEXT = replace(_QWEN2, window="none", centred_norm=True, gated=True)
 _GLM4 = Architecture(deepseek_v3_router, shared="shared_experts", correction="gate.e_score_correction_bias")
@@ -323,6 +365,23 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_5_moe_text": replace(_QWEN3_NEXT, router=normalising_router),
     "qwen4_exp_text": replace(_QWEN3_NEXT, streams=True),
     "olmoe": Architecture(softmax_router, norm_all_heads=True),
+    "flex_olmo": Architecture(
+        softmax_router,
+        late_norm=True,
+        norm_all_heads=True,
+        without_first_norms=True,
+        norm_attended="post_attention_layernorm",
+        norm_fed="post_feedforward_layernorm",
+    ),
+    "kolibri1": Architecture(
+        kolibri_router,
+        shared="shared_experts",
+        correction="gate.e_score_correction_bias",
+        window="layer",
+        unrotated=full_exaone,
+        norm_attended="post_self_attn_layernorm",
+        norm_fed="post_mlp_layernorm",
+    ),
     "phimoe": Architecture(phi_router, gate="router", layer_norm=True, window="all"),
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE_SHARED,
@@ -330,6 +389,30 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitemoehybrid": replace(
         _GRANITE_SHARED,
         mamba=("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+        lacks=mamba_lacks,
+    ),
+    "nemotron_h": Architecture(
+        deepseek_v3_router,
+        block="mixer",
+        shared="shared_experts",
+        gateless=True,
+        correction="gate.e_score_correction_bias",
+        latent_experts=("fc1_latent_proj", "fc2_latent_proj"),
+        late_norm=True,
+        mamba=("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+        mamba_least_step="time_step_min",
+        names=_NEMOTRON_NAMES,
+        epsilon="layer_norm_epsilon",
+        one_part=True,
+        lacks=mamba_lacks,
+    ),
+    "jamba": Architecture(
+        softmax_router,
+        block="feed_forward",
+        gate="router",
+        mamba=("mamba_expand", "mamba_d_state", "mamba_d_conv", "mamba_dt_rank"),
+        mamba_1=True,
+        names={"norm": "final_layernorm", "post_attention_layernorm": "pre_ff_layernorm"},
         lacks=mamba_lacks,
     ),
     "glm4_moe": _GLM4,
@@ -368,6 +451,22 @@ ARCHITECTURES: dict[str, Architecture] = {
         embedding_scale=afmoe_scale,
     ),
     "minimax_m2": Architecture(minimax_router, correction="e_score_correction_bias", norm_all_heads=True),
+    "minimax_m3_vl_text": Architecture(
+        minimax_m3_router,
+        shared="shared_experts",
+        correction="gate.e_score_correction_bias",
+        centred_norm=True,
+        dense_gate=minimax_m3_gate,
+        lacks=minimax_m3_lacks,
+    ),
+    "mimo_v2_flash": Architecture(
+        deepseek_v3_router,
+        correction="gate.e_score_correction_bias",
+        window="layer",
+        narrow_values=True,
+        value_scale="attention_value_scale",
+        kv_heads=mimo_kv_heads,
+    ),
     "gemma4_text": GEMMA4,
     "gpt_oss": Architecture(chosen_router, gate="router", window="layer", late_norm=True, norm_by_kernel=False),
     "solar_open": _GLM4,
@@ -383,6 +482,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek": Architecture(softmax_router, shared="shared_experts"),
     "deepseek_v2": Architecture(deepseek_v2_router, shared="shared_experts", latent=True, rope="complex"),
     "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_linear": replace(_DEEPSEEK_V3, rope="halves", kimi_delta=True),
     "axk1": replace(_DEEPSEEK_V3, norm_fed="mlp.post_mlp_layernorm"),
     "mistral4": replace(_DEEPSEEK_V3, router=mistral4_router, correction=None, temperature=mistral4_temperature),
     "deepseek_v32": replace(_DEEPSEEK_V3, index_rope="halves", lacks=indexer_lacks),
@@ -408,4 +508,8 @@ def not_computed(config: Any) -> str:
 def activation_of(config: Any) -> str:
     """The name of the activation between a dense block's matrices."""
     stated = ARCHITECTURES[config.model_type].activation
-    return stated or str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None))
+    return stated or str(next(filter(None, (getattr(config, name, None) for name in _ACTIVATIONS)), None))
+
+
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
+"""What configs call the activation."""

@@ -8,7 +8,6 @@ from typing import Any
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile, Strings, rounded
 from tiermoe.model.gguf.linear_attention import linear_config
-from tiermoe.model.gguf.mamba import mamba_layers, mamba_sizes
 from tiermoe.model.gguf.shapes import (
     AGAIN,
     blocks,
@@ -35,7 +34,8 @@ _ENDS = (
 """Tokens that end an answer whatever else the file says (`special_eog_ids` of src/llama-vocab.cpp)."""
 
 
-def _common(file: GgufFile) -> Config:
+def common(file: GgufFile) -> Config:
+    """The fields that all families have."""
     return {
         "vocab_size": shape(file, "token_embd.weight", 2)[0],
         "hidden_size": file.count("embedding_length"),
@@ -56,7 +56,7 @@ def _grouped(file: GgufFile) -> Config:
     """A model with grouped-query attention."""
     heads = file.uniform_count("attention.head_count")
     return {
-        **_common(file),
+        **common(file),
         "num_key_value_heads": file.uniform_count("attention.head_count_kv", heads),
         "head_dim": file.count("attention.key_length", file.count("embedding_length") // heads, least=1),
     }
@@ -145,7 +145,7 @@ def _latent(file: GgufFile) -> Config:
     rotary = file.count("rope.dimension_count")
     key = file.count("attention.key_length_mla", file.count("attention.key_length"))
     return {
-        **_common(file),
+        **common(file),
         "num_key_value_heads": file.uniform_count("attention.head_count"),
         "q_lora_rank": file.count("attention.q_lora_rank", 0) or None,
         "kv_lora_rank": file.count("attention.kv_lora_rank"),
@@ -176,6 +176,26 @@ def deepseek2(file: GgufFile) -> Config:
         **config,
         "model_type": "deepseek_v2",
         "topk_method": "group_limited_greedy" if config["n_group"] > 1 else "greedy",
+    }
+
+
+def kimi_linear(file: GgufFile) -> Config:
+    config = _latent(file)
+    del config["rope_parameters"]  # no layer has positions
+    linear = [f"blk.{layer}.ssm_a" in file.tensors for layer in range(blocks(file))]
+    if True not in linear:
+        raise ModelError(f"{file.path} has no layer of linear attention, which every Kimi Linear has; {AGAIN}")
+    first, dense = linear.index(True), config.pop("first_k_dense_replace")
+    return {
+        **config,
+        "model_type": "kimi_linear",
+        "num_local_experts": config.pop("n_routed_experts"),
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (len(linear) - dense),
+        "norm_topk_prob": True,  # models/kimi-linear.cpp
+        "layer_types": ["linear_attention" if each else "full_attention" for each in linear],
+        "linear_head_dim": file.count("kda.head_dim"),
+        "linear_num_heads": shape(file, f"blk.{first}.ssm_beta.weight", 2)[0],
+        "linear_conv_kernel_dim": file.count("ssm.conv_kernel"),
     }
 
 
@@ -274,7 +294,7 @@ def hunyuan_moe(file: GgufFile) -> Config:
 def lfm2moe(file: GgufFile) -> Config:
     convolution = [f"blk.{layer}.shortconv.conv.weight" in file.tensors for layer in range(blocks(file))]
     first = leading_dense(file)
-    config = _common(file)
+    config = common(file)
     return {
         **config,
         "model_type": "lfm2_moe",
@@ -292,40 +312,19 @@ def lfm2moe(file: GgufFile) -> Config:
 
 
 def granitemoe(file: GgufFile) -> Config:
-    if not _rotates(file):
+    if not rotates(file):
         raise ModelError(f"{file.path} has no rotary embedding, which every GraniteMoE has; {AGAIN}")
     shared = "blk.0.ffn_gate_shexp.weight"
     return {
-        **_granite(file),
+        **granite(file),
         "model_type": "granitemoeshared",
         "shared_intermediate_size": shape(file, shared, 2)[0] if shared in file.tensors else 0,
     }
 
 
-def granitehybrid(file: GgufFile) -> Config:
-    sizes, hidden = mamba_sizes(file), file.count("embedding_length", least=1)
-    if sizes.values % hidden:
-        raise ModelError(
-            f"{file.path} says that layers of Mamba-2 widen {hidden} columns to {sizes.values}; "
-            f"Granite widens them a whole number of times; {AGAIN}"
-        )
-    return {
-        **_granite(file),
-        "model_type": "granitemoehybrid",
-        "shared_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
-        "position_embedding_type": "rope" if _rotates(file) else None,
-        "layer_types": mamba_layers(file),
-        "mamba_n_heads": sizes.heads,
-        "mamba_d_head": sizes.columns,
-        "mamba_n_groups": sizes.groups,
-        "mamba_d_state": sizes.state,
-        "mamba_d_conv": sizes.kept + 1,
-        "mamba_expand": sizes.values // hidden,
-    }
-
-
-def _granite(file: GgufFile) -> Config:
-    config = _common(file)
+def granite(file: GgufFile) -> Config:
+    """Fields of Granite models."""
+    config = common(file)
     return {
         **config,
         "num_key_value_heads": file.largest("attention.head_count_kv"),  # layers of Mamba-2 have none
@@ -340,7 +339,7 @@ def _granite(file: GgufFile) -> Config:
     }
 
 
-def _rotates(file: GgufFile) -> bool:
+def rotates(file: GgufFile) -> bool:
     """Whether a Granite model's queries and keys are rotated (models/granite.cpp)."""
     return bool(file.of_model("rope.scaling.finetuned", True))
 

@@ -15,8 +15,8 @@ from tiermoe.formats.gguf_file import GgufFile, GgufTensor
 from tiermoe.model.gguf.shapes import AGAIN
 from tiermoe.types import MoeLayer, Part, Segment
 
-FIRST, SECOND = "gate_up_proj", "down_proj"
-"""The names of a layer's stacked expert matrices in all families."""
+FIRST, UNGATED, SECOND = "gate_up_proj", "up_proj", "down_proj"
+"""The names of a layer's stacked expert matrices in all families; the first has no gate in some."""
 _CONVERTED = 12  # bytes a weight: blocks, float32, and joined in the compute dtype
 
 
@@ -32,7 +32,7 @@ def expert_parameters(file: GgufFile, layer: int, block: str) -> dict[str, Param
         if suffix == "bias" and not there:
             continue
         first = [there[matrix] for matrix in ("gate_up", "gate", "up") if matrix in there]
-        if "down" not in there or there.keys() - {"down"} not in ({"gate_up"}, {"gate", "up"}):
+        if "down" not in there or there.keys() - {"down"} not in ({"gate_up"}, {"gate", "up"}, {"up"}):
             raise ModelError(
                 f"{file.path} holds of layer {layer}'s experts {_named(there)} ({suffix}), not gate, up and down; "
                 f"download it again, or convert the model with a current llama.cpp"
@@ -43,8 +43,8 @@ def expert_parameters(file: GgufFile, layer: int, block: str) -> dict[str, Param
                 raise ModelError(
                     f"{file.path}: the {suffix} {matrix} of layer {layer}'s experts has shape {tensor.shape}; {AGAIN}"
                 )
-        prefix = f"model.layers.{layer}.{block}"
-        found |= {f"{prefix}.{FIRST}{end}": Stacked(tuple(first)), f"{prefix}.{SECOND}{end}": Stacked((there["down"],))}
+        prefix, name = f"model.layers.{layer}.{block}", UNGATED if first == [there.get("up")] else FIRST
+        found |= {f"{prefix}.{name}{end}": Stacked(tuple(first)), f"{prefix}.{SECOND}{end}": Stacked((there["down"],))}
     return found
 
 

@@ -14,17 +14,22 @@ from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.outline import DenseTensor, Outline
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.table import ARCHITECTURES
+from tiermoe.model.gguf.experts import FIRST, SECOND, UNGATED
 from tiermoe.model.grouped_attention import GroupedSizes
+from tiermoe.model.kimi_delta import KimiDeltaSizes
 from tiermoe.model.latent_attention import LatentSizes
-from tiermoe.model.linear_attention import LinearSizes, delta_sizes, is_linear
-from tiermoe.model.mamba import MambaSizes
+from tiermoe.model.linear_attention import LinearSizes, is_linear
+from tiermoe.model.mamba_1 import mamba_sizes_of
 from tiermoe.types import MoeLayer, Part
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 _SMALLEST = 4096  # elements of a linear layer that is packed
-_TABLE, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_OUTPUT = "lm_head.weight"
+_COMPUTED_WITH = ("mamba.dt_proj.weight",)
+"""Ends of matrices that transformers' code takes as they are (`skeleton.takes_weight`)."""
 _CORRECTION = "e_score_correction_bias"
+_FORGETTING = ".forget_gate."  # of Kimi's layers: what is called a gate is not packed (`Skeleton`)
 _ALPHA = 1.702  # GptOssExperts
 
 
@@ -38,8 +43,14 @@ def outline_of(checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype) -> O
     found = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     if found != _experts_of(layers) | dense or not layers:
         return None
-    tied = {_OUTPUT: _TABLE} if config.tie_word_embeddings else {}
-    return _outline(checkpoint, config, dtype, layers, dense, tied, None if tied else _TABLE)
+    table = _table(config)
+    tied = {_OUTPUT: table} if config.tie_word_embeddings else {}
+    return _outline(checkpoint, config, dtype, layers, dense, tied, None if tied else table)
+
+
+def _table(config: Any) -> str:
+    """The path of the input embedding's weight."""
+    return f"model.{ARCHITECTURES[config.model_type].named('embed_tokens')}.weight"
 
 
 def outline_of_head(
@@ -74,7 +85,8 @@ def _outline(
     table: str | None,
 ) -> Outline:
     """dense: path → shape of the tensors that are no expert's."""
-    router, experts = f"{_router(ARCHITECTURES[config.model_type])}.weight", _experts_of(layers)
+    unpacked = _table(config), f"{_router(ARCHITECTURES[config.model_type])}.weight", *_COMPUTED_WITH
+    experts = _experts_of(layers)
     wide = _wide(config)
     tensors = {
         path: _tensor(path, shape, torch.float32 if path.endswith(wide) else dtype) for path, shape in dense.items()
@@ -86,10 +98,11 @@ def _outline(
         tensors=tensors,
         tied=tied,
         packable=tuple(
-            path.removesuffix(".weight") for path, shape in dense.items() if _is_packable(path, shape, router)
+            path.removesuffix(".weight") for path, shape in dense.items() if _is_packable(path, shape, unpacked)
         ),
         table=table,
         tables={},
+        joined={},
         dense_bytes=sum(math.prod(shape) * tensors[path].dtype.itemsize for path, shape in dense.items()),
         dense_keys=tuple(name for name in checkpoint.tensors if name not in experts),
         gate=_gate(config),
@@ -100,24 +113,33 @@ def _outline(
 def _gate(config: Any) -> tuple[Any, ...] | None:
     if config.model_type == "gpt_oss":
         return ("clamped in halves", float(config.swiglu_limit), _ALPHA)
-    return ("silu",) if getattr(config, "hidden_act", None) == "silu" else None
+    if getattr(config, "hidden_act", None) == "silu":
+        return ("silu",)
+    return ("relu2",) if getattr(config, "mlp_hidden_act", None) == "relu2" else None
 
 
 def _wide(config: Any) -> tuple[str, ...]:
     """Ends of the parameters that transformers keeps in float32."""
-    return {"ernie4_5_moe": (_CORRECTION, "mlp.gate.weight"), "minimax_m2": ()}.get(config.model_type, (_CORRECTION,))
+    return {"ernie4_5_moe": (_CORRECTION, "mlp.gate.weight"), "minimax_m2": (), "kimi_linear": ()}.get(
+        config.model_type, (_CORRECTION,)
+    )
 
 
 def _tensor(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> DenseTensor:
     return DenseTensor(path, shape, dtype, dtype)
 
 
-def _is_packable(path: str, shape: tuple[int, ...], router: str) -> bool:
-    linear = len(shape) == 2 and path != _TABLE and not path.endswith(router)
-    return linear and math.prod(shape) >= _SMALLEST
+def _is_packable(path: str, shape: tuple[int, ...], unpacked: tuple[str, ...]) -> bool:
+    """unpacked: ends of matrices that stay as they are."""
+    named = path.endswith(unpacked) or _FORGETTING in path
+    return len(shape) == 2 and math.prod(shape) >= _SMALLEST and not named
 
 
 def _is_dense(config: Any, layer: int) -> bool:
+    if ARCHITECTURES[config.model_type].one_part:
+        return bool(config.layer_types[layer] != "moe")
+    if config.model_type == "jamba":
+        return bool(layer % config.expert_layer_period != config.expert_layer_offset)
     first = getattr(config, "first_k_dense_replace", 0) or getattr(config, "moe_layer_start_index", 0)
     kinds = getattr(config, "mlp_layer_types", None)
     return layer < first or layer in getattr(config, "mlp_only_layers", []) or bool(kinds and kinds[layer] == "dense")
@@ -137,19 +159,21 @@ def _inner(config: Any) -> int:
 
 
 def _layer(config: Any, index: int) -> MoeLayer:
-    hidden, inner = config.hidden_size, _inner(config)
-    parts = [Part("gate_up_proj", (2 * inner, hidden)), Part("down_proj", (hidden, inner))]
+    of, hidden, inner = ARCHITECTURES[config.model_type], config.hidden_size, _inner(config)
+    columns = getattr(config, "moe_latent_size", None) or hidden
+    first = Part(UNGATED, (inner, columns)) if of.gateless else Part(FIRST, (2 * inner, columns))
+    parts = [first, Part(SECOND, (columns, inner))]
     if config.model_type == "gpt_oss":
         parts = [each for part in parts for each in (part, Part(f"{part.name}_bias", part.shape[:1]))]
-    name = f"model.layers.{index}.{ARCHITECTURES[config.model_type].block}.experts"
+    name = f"model.layers.{index}.{of.block}.experts"
     return MoeLayer(name, _experts(config), int(config.num_experts_per_tok), tuple(parts))
 
 
 def _dense(config: Any) -> Shapes:
     """All parameters that are no expert's, with their shapes."""
     hidden = config.hidden_size
-    yield _TABLE, (config.vocab_size, hidden)
-    yield "model.norm.weight", (hidden,)
+    yield _table(config), (config.vocab_size, hidden)
+    yield f"model.{ARCHITECTURES[config.model_type].named('norm')}.weight", (hidden,)
     for index in range(config.num_hidden_layers):
         for name, shape in _of_layer(config, index):
             yield f"model.layers.{index}.{name}", shape
@@ -159,11 +183,15 @@ def _dense(config: Any) -> Shapes:
 
 def _of_layer(config: Any, index: int) -> Shapes:
     of, hidden, kind = ARCHITECTURES[config.model_type], config.hidden_size, config.model_type
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    yield from _attention(config, index)
+    yield f"{of.named('input_layernorm')}.weight", (hidden,)
+    if not of.one_part:
+        yield f"{of.named('post_attention_layernorm')}.weight", (hidden,)
+    if of.attends(config, index):
+        yield from _attention(config, index)
+        if of.one_part:
+            return
     if _is_dense(config, index):
-        yield from _three(of.block, hidden, config.intermediate_size)
+        yield from _matrices(of, of.block, hidden, config.intermediate_size)
         return
     router = _router(of)
     yield f"{router}.weight", (_experts(config), hidden)
@@ -171,6 +199,10 @@ def _of_layer(config: Any, index: int) -> Shapes:
         yield f"{router}.bias", (_experts(config),)
     if of.correction:
         yield f"{of.block}.{of.correction}", (1, _experts(config)) if kind == "ernie4_5_moe" else (_experts(config),)
+    if of.latent_experts and config.moe_latent_size:
+        before, behind = of.latent_experts
+        yield f"{of.block}.{before}.weight", (config.moe_latent_size, hidden)
+        yield f"{of.block}.{behind}.weight", (hidden, config.moe_latent_size)
     yield from _shared(of, config)
 
 
@@ -187,16 +219,19 @@ def _shared(of: Architecture, config: Any) -> Shapes:
             yield f"{of.shared_beside}.output_linear.weight", (hidden, columns)
         return
     if of.shared_gate:
-        yield from _three(shared, hidden, config.shared_expert_intermediate_size)
+        yield from _matrices(of, shared, hidden, config.shared_expert_intermediate_size)
         yield f"{of.block}.{of.shared_gate}.weight", (1, hidden)
         return
     count = max(getattr(config, name, 0) for name in _SHARED)
     if of.shared and count:
-        yield from _three(shared, hidden, count * _inner(config))
+        own = getattr(config, "moe_shared_expert_intermediate_size", None)
+        yield from _matrices(of, shared, hidden, count * _inner(config) if own is None else own)
 
 
-def _three(prefix: str, hidden: int, inner: int) -> Shapes:
-    yield f"{prefix}.gate_proj.weight", (inner, hidden)
+def _matrices(of: Architecture, prefix: str, hidden: int, inner: int) -> Shapes:
+    """Of a dense block."""
+    if not of.gateless:
+        yield f"{prefix}.gate_proj.weight", (inner, hidden)
     yield f"{prefix}.up_proj.weight", (inner, hidden)
     yield f"{prefix}.down_proj.weight", (hidden, inner)
 
@@ -204,31 +239,31 @@ def _three(prefix: str, hidden: int, inner: int) -> Shapes:
 def _attention(config: Any, index: int) -> Shapes:
     of, hidden = ARCHITECTURES[config.model_type], config.hidden_size
     if is_linear(config, index) and of.mamba:
-        for name, shape in MambaSizes.of(config, of.mamba).weight_shapes(hidden).items():
+        for name, shape in mamba_sizes_of(of, config).weight_shapes(hidden).items():
             yield f"{of.named('mamba')}.{name}", shape
     elif is_linear(config, index):
-        yield from LinearSizes(delta_sizes(config)).weight_shapes(hidden).items()
+        yield from (KimiDeltaSizes if of.kimi_delta else LinearSizes).of(config, index).weight_shapes(hidden).items()
     elif of.latent:
         yield from LatentSizes.of(of, config, index).weight_shapes(hidden, config.q_lora_rank).items()
     else:
         sizes = GroupedSizes.of(of, config, index, lambda _: config.model_type == "gpt_oss")  # which has sinks
-        yield from sizes.weight_shapes(hidden).items()
-        yield from _biases_and_norms(of, config, sizes)
+        for name, shape in (*sizes.weight_shapes(hidden).items(), *_biases_and_norms(of, config, sizes)):
+            yield f"{of.named('self_attn')}.{name}", shape
 
 
 def _biases_and_norms(of: Architecture, config: Any, sizes: GroupedSizes) -> Shapes:
-    """Of grouped attention, as transformers' code of the family has them."""
+    """In the block of grouped attention, as transformers' code of the family has them."""
     kind, columns = config.model_type, {"q": sizes.heads * sizes.columns, "k": sizes.kv_heads * sizes.columns}
     all_projections = bool(getattr(config, "attention_bias", False))
     if all_projections or getattr(config, "qkv_bias", False):
         for name in "qkv":
-            yield f"self_attn.{name}_proj.bias", (columns["q" if name == "q" else "k"],)
+            yield f"{name}_proj.bias", (columns["q" if name == "q" else "k"],)
     if all_projections and kind != "glm4_moe":
-        yield "self_attn.o_proj.bias", (config.hidden_size,)
+        yield "o_proj.bias", (config.hidden_size,)
     if (
         of.norm_all_heads
         or kind in ("qwen3_moe", "qwen3_5_moe_text", "exaone_moe")
         or getattr(config, "use_qk_norm", False)
     ):
         for name in "qk":
-            yield f"self_attn.{name}_norm.weight", (columns[name] if of.norm_all_heads else sizes.columns,)
+            yield f"{name}_norm.weight", (columns[name] if of.norm_all_heads else sizes.columns,)

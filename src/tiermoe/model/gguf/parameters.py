@@ -3,9 +3,10 @@ tensors that each parameter is made of. The converter is llama.cpp's `conversion
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -17,19 +18,15 @@ from tiermoe.formats.gguf_file import GgufFile, GgufTensor
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.table import ARCHITECTURES as FAMILIES
 from tiermoe.model.gguf import config as configs
+from tiermoe.model.gguf import mamba_configs
 from tiermoe.model.gguf.config import Config
 from tiermoe.model.gguf.experts import expert_parameters
-from tiermoe.model.gguf.linear_attention import linear_rows
-from tiermoe.model.gguf.mamba import mamba_rows
+from tiermoe.model.gguf.linear_attention import linear_rows, rates
+from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
 
-TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "token_embd_norm": "model.embedding_norm",
-}
-"""Tensors outside of blocks → modules."""
+_TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "token_embd_norm": "norm"}
+"""Tensors outside of blocks → modules of transformers' `model`, by their usual names; the output layer is beside it."""
 
 _LATENT = {
     "attn_q_a": "self_attn.q_a_proj",
@@ -43,14 +40,15 @@ _LATENT = {
 
 def block_names(of: Architecture) -> dict[str, str]:
     """Tensors of a block → modules of a layer, for a family of transformers."""
+    attention = of.named("self_attn")
     names = {
         "attn_norm": of.named("input_layernorm"),
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": f"self_attn.{of.named('o_proj')}",
-        "attn_q_norm": f"self_attn.{of.named('q_norm')}",
-        "attn_k_norm": f"self_attn.{of.named('k_norm')}",
+        "attn_q": f"{attention}.q_proj",
+        "attn_k": f"{attention}.k_proj",
+        "attn_v": f"{attention}.v_proj",
+        "attn_output": f"{attention}.{of.named('o_proj')}",
+        "attn_q_norm": f"{attention}.{of.named('q_norm')}",
+        "attn_k_norm": f"{attention}.{of.named('k_norm')}",
         "ffn_norm": of.named("post_attention_layernorm"),
         "ffn_gate_inp": f"{of.block}.{of.gate}",
     }
@@ -62,6 +60,9 @@ def block_names(of: Architecture) -> dict[str, str]:
         names["ffn_down_shexp"] = f"{of.shared_beside}.output_linear"
     if of.shared_gate:
         names["ffn_gate_inp_shexp"] = f"{of.block}.{of.shared_gate}"
+    if of.latent_experts:
+        for tensor, name in zip(("ffn_latent_down", "ffn_latent_up"), of.latent_experts, strict=True):
+            names[tensor] = f"{of.block}.{name}"
     if of.correction:
         names["exp_probs_b"] = f"{of.block}.{of.correction}"
     return names | (_LATENT if of.latent else {})
@@ -76,7 +77,7 @@ class GgufArchitecture:
     more: Mapping[str, str] = field(default_factory=dict)  # tensors of a block → modules, beside `block_names`
     turned: bool = False  # the halves of each head's queries and keys take turns (`_turned_rows`)
     linear: Callable[[GgufFile, str, GgufTensor], dict[str, Rows]] | None = None
-    """Tensor → the parameters of linear attention, or of Mamba-2, that it holds, by their names in the block; none of
+    """Tensor → the parameters of linear attention, or of Mamba, that it holds, by their names in the block; none of
     other tensors."""
 
     @property
@@ -87,6 +88,16 @@ class GgufArchitecture:
 
 _LATE_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _AFMOE = _LATE_NORM | {"post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj"}
+_KIMI = {
+    "ssm_f_a": "self_attn.forget_gate.f_a_proj",
+    "ssm_f_b": "self_attn.forget_gate.f_b_proj",
+    "ssm_dt": "self_attn.forget_gate.dt_bias",
+    "ssm_a": "self_attn.forget_gate.A_log",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_norm": "self_attn.o_norm",
+}
 _CONVOLUTION = {f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}
 _QWEN35 = GgufArchitecture(configs.qwen35moe, "qwen3_5_moe_text", _LATE_NORM, linear=linear_rows)
 
@@ -101,6 +112,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen35moe": _QWEN35,
     # Qwen3-Next's layers, with their projection's matrices apart, as the file has them, are Qwen3.5's
     "qwen3next": _QWEN35,
+    "kimi-linear": GgufArchitecture(configs.kimi_linear, "kimi_linear", _KIMI),
     "mistral4": GgufArchitecture(configs.mistral4, "mistral4"),
     "exaone-moe": GgufArchitecture(configs.exaone_moe, "exaone_moe"),
     "afmoe": GgufArchitecture(configs.afmoe, "afmoe", _AFMOE),
@@ -110,7 +122,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "minimax-m2": GgufArchitecture(configs.minimaxm2, "minimax_m2"),
     "ernie4_5-moe": GgufArchitecture(configs.ernie45moe, "ernie4_5_moe"),
     "granitemoe": GgufArchitecture(configs.granitemoe, "granitemoeshared", turned=True),
-    "granitehybrid": GgufArchitecture(configs.granitehybrid, "granitemoehybrid", turned=True, linear=mamba_rows),
+    "nemotron_h_moe": GgufArchitecture(mamba_configs.nemotron_h_moe, "nemotron_h", turned=True, linear=mamba_rows),
+    "jamba": GgufArchitecture(mamba_configs.jamba, "jamba", linear=mamba_1_rows),
+    "granitehybrid": GgufArchitecture(mamba_configs.granitehybrid, "granitemoehybrid", turned=True, linear=mamba_rows),
 }
 
 _NEXTN = {
@@ -125,8 +139,10 @@ _IN_BLOCK = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate_up|gate|up|down)_exps")
 _TURNED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
-_BARE = ("sinks", "e_score_correction_bias", "expert_bias")
+_BARE = ("sinks", "e_score_correction_bias", "expert_bias", "dt_bias", "A_log")
 """Parameters whose path has no 'weight' or 'bias' at its end."""
+_CONVOLVED = tuple(f"ssm_conv1d_{part}" for part in "qkv")
+"""Tensors of a block whose rows are those of Kimi's convolution."""
 _OF_ONE = ("shared_expert_gate", "moe_statics.e_score_correction_bias")
 """Parameters of one row, which the file has as a vector."""
 
@@ -165,7 +181,7 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     names = block_names(of) | dict(architecture.more)
     parameters: dict[str, Parameter] = {}
     for name, tensor in file.tensors.items():
-        if (path := _outside(name)) is not None:
+        if (path := _outside(of, name)) is not None:
             parameters[path] = Rows(tensor, tensor.shape, change=_change(of, path))
         elif (found := _IN_BLOCK.fullmatch(name)) and int(found[1]) < blocks(file):
             parameters |= _in_block(file, architecture, names, tensor, int(found[1]), found[2], found[3])
@@ -173,7 +189,7 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
             raise _unknown(file, name)
     dense = set(dense_layers(file))
     for layer in range(blocks(file)):
-        parameters |= _expanding(file, layer)
+        parameters |= _expanding(file, layer) | _convolution(file, layer)
         if of.shared_beside:
             parameters |= _joined(file, layer, f"{of.shared_beside}.input_linear")
         if layer not in dense:
@@ -209,9 +225,11 @@ def compute_dtype(checkpoint: GgufCheckpoint) -> torch.dtype:
     return only or torch.bfloat16
 
 
-def _outside(name: str) -> str | None:
+def _outside(of: Architecture, name: str) -> str | None:
     found = _OUTSIDE.fullmatch(name)
-    return f"{TOP[found[1]]}.{found[2]}" if found and found[1] in TOP else None
+    if found and found[1] == "output":
+        return f"lm_head.{found[2]}"
+    return f"model.{of.named(_TOP[found[1]])}.{found[2]}" if found and found[1] in _TOP else None
 
 
 def _in_block(
@@ -226,7 +244,7 @@ def _in_block(
     """Path → parameter of a tensor of a layer. names: tensors of a block → modules."""
     of = architecture.layers
     joined = of.shared_beside and stem in ("ffn_gate_shexp", "ffn_up_shexp")
-    if joined or _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b"):
+    if joined or _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b", *_CONVOLVED):
         return {}  # of several tensors each
     prefix = f"model.layers.{layer}"
     if architecture.linear is not None and (found := architecture.linear(file, stem, tensor)):
@@ -251,10 +269,14 @@ def _shape(path: str, tensor: GgufTensor) -> tuple[int, ...]:
         return (1, *tensor.shape)
     if path.endswith("conv.conv") and len(tensor.shape) == 2:
         return (tensor.shape[0], 1, tensor.shape[1])
+    if path.endswith("A_log"):
+        return (1, 1, math.prod(tensor.shape), 1)
     return tensor.shape
 
 
 def _change(of: Architecture, path: str) -> Change | None:
+    if path.endswith("A_log"):
+        return rates
     return _centred if of.centred_norm and path.endswith("norm.weight") else None
 
 
@@ -273,6 +295,20 @@ def _expanding(file: GgufFile, layer: int) -> dict[str, Parameter]:
             f"together; {AGAIN}"
         )
     return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": Expanding(keys, values)}
+
+
+def _convolution(file: GgufFile, layer: int) -> dict[str, Parameter]:
+    """The convolution of a layer of Kimi's linear attention, of which the file has three parts."""
+    found = [file.tensors.get(f"blk.{layer}.{stem}.weight") for stem in _CONVOLVED]
+    parts = [tensor for tensor in found if tensor is not None]
+    if not parts:
+        return {}
+    if len(parts) != len(found) or any(len(part.shape) < 2 for part in parts):
+        raise ModelError(
+            f"{file.path}: layer {layer} lacks a part of its convolution ({', '.join(_CONVOLVED)}); {AGAIN}"
+        )
+    taps = [replace(part, shape=(math.prod(part.shape[:-1]), 1, part.shape[-1])) for part in parts]
+    return {f"model.layers.{layer}.self_attn.conv1d.weight": Joined(tuple(taps))}
 
 
 def _joined(file: GgufFile, layer: int, path: str) -> dict[str, Parameter]:

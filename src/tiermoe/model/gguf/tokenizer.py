@@ -150,6 +150,12 @@ _QWEN35 = (
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 _GPT4O = (rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}{_CASED_REST}",)
+_NOT_HAN = r"(?!\p{Han})"
+_KIMI_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_NOT_HAN}{_UPPER})*(?:{_NOT_HAN}{_LOWER})+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_NOT_HAN}{_UPPER})+(?:{_NOT_HAN}{_LOWER})*",
+)
+_KIMI = (rf"\p{{Han}}+|{_KIMI_CASED[0]}{_SHORT}?|{_KIMI_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}{_REST}",)
 _TEKKEN = (rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}{_CASED_REST}",)
 _STARCODER = (r"\p{N}", _WORDS)
 _DEEPSEEK = (
@@ -176,6 +182,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"), _QWEN2),
     "qwen35": _QWEN35,
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
+    "kimi-k2": _KIMI,
     "tekken": _TEKKEN,
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _STARCODER),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_3),

@@ -42,6 +42,8 @@ _GENERATION: dict[Any, tuple[str, ...]] = {
 }
 """Kinds of values → fields of generation_config.json."""
 _NUMBERED = re.compile(r"\.(\d{1,9})\.")
+_COMPUTED = ("num_hidden_layers", "layer_types")
+"""What some families' configs compute of other fields, and do not write."""
 _TEXT_KEYS = (
     ("model.language_model.model.", "model."),
     ("model.language_model.lm_head.", "lm_head."),
@@ -97,6 +99,7 @@ class Configs(NamedTuple):
         text = self.text
         fields = text.to_dict()
         fields |= {name: fields[own] for name, own in text.attribute_map.items() if own in fields}
+        fields |= {name: getattr(text, name) for name in _COMPUTED if hasattr(text, name)}
         return ModelConfig(fields, rope_frequencies(text), self.has_text_class, unread(self.whole))
 
 

@@ -8,6 +8,7 @@ layout is known here. Tensors that come quantised are read by what they stand fo
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ class CheckpointExperts:
         self.expert_keys: set[str] = set()
         self.dense_keys: set[str] = set()
         self._direct: dict[str, str] = {}
-        self._in_parts: dict[str, list[str]] = {}
+        self._in_parts: dict[str, list[tuple[int, str]]] = {}
         self._resolve()
 
     def read(self, layer: int, expert: int) -> Mapping[str, torch.Tensor]:
@@ -80,7 +81,10 @@ class CheckpointExperts:
         """The checkpoint keys that hold a dense parameter's rows, one after another; none where they are converted
         otherwise."""
         direct = self.direct_key(parameter)
-        return tuple(self._in_parts.get(parameter, ())) if direct is None else (direct,)
+        if direct is not None:
+            return (direct,)
+        in_order = sorted(self._in_parts.get(parameter, ()), key=operator.itemgetter(0))
+        return tuple(key for _, key in in_order)
 
     def sources(self, layer: int) -> dict[str, tuple[str, ...]]:
         """Part name → the keys that its rows are made of, one after the other (`formats.source`); without parts that
@@ -121,8 +125,8 @@ class CheckpointExperts:
                 self.dense_keys.add(key)
             if pattern is None:
                 self._direct[name] = key
-            elif _joins_rows(self._by_pattern[pattern]):
-                self._in_parts.setdefault(name, []).append(key)
+            elif _joins_rows(converter := self._by_pattern[pattern]):
+                self._in_parts.setdefault(name, []).append((converter.source_patterns.index(pattern), key))
         missing = sorted(targets - set(self._sources))
         if missing:
             raise ModelError(
@@ -296,10 +300,9 @@ def _only_stacks_rows(converter: WeightConverter, patterns: int) -> bool:
 
 
 def _joins_rows(converter: WeightConverter) -> bool:
-    """True where one pattern's tensors are the rows of one, in the order of their names."""
+    """True where tensors are the rows of one, in the order of the patterns and of their names."""
     operations = converter.operations
-    alone = len(operations) == len(converter.source_patterns) == 1
-    return alone and isinstance(operations[0], Concatenate) and operations[0].dim == 0
+    return len(operations) == 1 and isinstance(operations[0], Concatenate) and operations[0].dim == 0
 
 
 def _each_of(sources: Sequence[Sequence[str]]) -> tuple[str, ...]:

@@ -125,6 +125,7 @@ class MtpBlueprint(Blueprint):
             packable=tuple(path for path in packable if path.startswith(prefix)),
             table=None,
             tables={},
+            joined={},
             dense_bytes=sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors.values()),
             dense_keys=tuple(key for key in self.checkpoint.tensors if key in keys),
             whole=whole.gate is not None,

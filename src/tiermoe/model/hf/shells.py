@@ -15,12 +15,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from transformers.activations import ACT2FN, GELUTanh, SiLUActivation
+from transformers.activations import ACT2FN, GELUTanh, ReLUSquaredActivation, SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from tiermoe.errors import ModelError
 from tiermoe.kernels.experts import Activation
-from tiermoe.kernels.gates import ClampedGate, gelu_gate, silu_gate
+from tiermoe.kernels.gates import ClampedGate, gelu_gate, relu_squared, silu_gate
 from tiermoe.model.families.table import Family
 from tiermoe.model.feed_forward import ExpertGate
 from tiermoe.model.hf.adapters import ADAPTERS, drop_parameters
@@ -28,6 +28,7 @@ from tiermoe.model.hf.adapters import ADAPTERS, drop_parameters
 IMPLEMENTATION = "tiermoe"
 _ROUTERS = ("gate", "router")
 _CLAMPED = "GptOssExperts._apply_gate"
+_CLAMPED_HALVES = "MiniMaxM3VLExperts._apply_gate"
 _SILU = (torch.nn.SiLU, SiLUActivation)
 
 # modelling modules are global to the process
@@ -137,10 +138,12 @@ def activation_of(module: Any) -> Activation:
                 return gelu_gate
         if type(module)._apply_gate.__qualname__ == _CLAMPED:
             return ClampedGate(float(module.limit), float(module.alpha))
+        if type(module)._apply_gate.__qualname__ == _CLAMPED_HALVES:
+            return ClampedGate(float(module.swiglu_limit), float(module.swiglu_alpha), halves=True)
         gate: Activation = module._apply_gate
         return gate
     plain: Activation = getattr(module, "act_fn", None) or ACT2FN[module.config.hidden_act]
-    return plain
+    return relu_squared if isinstance(plain, ReLUSquaredActivation) else plain
 
 
 def gate_of(module: Any) -> ExpertGate:

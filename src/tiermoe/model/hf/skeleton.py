@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -85,19 +85,22 @@ class Skeleton:
             dense_keys = [key for key in dense_keys if key in known or key not in left_out]
         tensors = self._tensors(checkpoint)
         tied, tables = self._tied(tensors), self._tables()
+        joined = self._joined(tensors, {*tied, *tables})
+        as_they_are = _taken_as_they_are(tensors, tied, {*tables, *joined})
         gate = self._gate()
         return Outline(
             layers=self.experts.layers,
             sources=tuple(self.experts.sources(layer) for layer in range(len(self.experts.layers))),
             tensors=tensors,
             tied=tied,
-            packable=tuple(self._packable(set(dense_keys), tensors)),
+            packable=tuple(self._packable(set(dense_keys), tensors, joined)),
             table=self._table(tensors),
             tables=tables,
+            joined=joined,
             dense_bytes=self._dense_bytes(),
             dense_keys=tuple(dense_keys),
             gate=gate,
-            whole=gate is not None and self._known_embedding() and _taken_as_they_are(tensors, tied, tables),
+            whole=gate is not None and self._known_embedding() and as_they_are,
         )
 
     def _tensors(self, checkpoint: TensorSource) -> dict[str, DenseTensor]:
@@ -127,7 +130,7 @@ class Skeleton:
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         return {path: source for path, source in tied.items() if path in tensors and source in tensors}
 
-    def _packable(self, dense_keys: set[str], tensors: dict[str, DenseTensor]) -> list[str]:
+    def _packable(self, dense_keys: set[str], tensors: dict[str, DenseTensor], joined: Container[str]) -> list[str]:
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         modules = list(self.model.named_modules())
         routers = self._router_names()
@@ -138,7 +141,8 @@ class Skeleton:
                 continue
             weight = f"{name}.weight"
             routed = any(name == prefix or name.startswith(f"{prefix}.") for prefix in inside)
-            if tensors[weight].key not in dense_keys or weight in tied or routed:
+            taken = weight in joined or tensors[weight].key in dense_keys
+            if not taken or weight in tied or routed:
                 continue
             parent, _, child = name.rpartition(".")
             if not takes_weight(self.model.get_submodule(parent), child):
@@ -178,6 +182,18 @@ class Skeleton:
             if keys and not shared and not takes_weight(self.model.get_submodule(parent), child):
                 found[path] = keys
                 self._check_rows(path, keys, module.weight.shape)
+        return found
+
+    def _joined(self, tensors: Mapping[str, DenseTensor], known: Container[str]) -> dict[str, tuple[str, ...]]:
+        """`Outline.joined`, of tensors that are not known otherwise and whose rows fit."""
+        if isinstance(self.experts, GgufExperts):
+            return {}
+        found = {}
+        for path, tensor in tensors.items():
+            keys = self.experts.row_keys(path) if tensor.key is None and path not in known else ()
+            shapes = [self.experts.checkpoint.tensors[key].shape for key in keys]
+            if keys and (sum(shape[0] for shape in shapes), *shapes[0][1:]) == tensor.shape:
+                found[path] = keys
         return found
 
     def _check_rows(self, path: str, keys: tuple[str, ...], shape: torch.Size) -> None:
@@ -224,10 +240,10 @@ class Skeleton:
         return name
 
 
-def _taken_as_they_are(tensors: dict[str, DenseTensor], tied: dict[str, str], tables: Container[str]) -> bool:
-    """Whether every tensor is one of the checkpoint's, or of several that have its rows (`tables`). One that is tied
+def _taken_as_they_are(tensors: dict[str, DenseTensor], tied: dict[str, str], joined: Container[str]) -> bool:
+    """Whether every tensor is one of the checkpoint's, or of several that have its rows (`joined`). One that is tied
     must not be there beside its source: which of both counts is transformers' to say."""
-    known = all(path in tables or (tensor.key is None) == (path in tied) for path, tensor in tensors.items())
+    known = all(path in joined or (tensor.key is None) == (path in tied) for path, tensor in tensors.items())
     return known and all(source not in tied for source in tied.values())
 
 

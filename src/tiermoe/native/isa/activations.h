@@ -5,6 +5,7 @@
 
 #include <math.h>
 
+#include "../delta.h"
 #include "../expert.h"
 #include "../norm.h"
 #include "simd.h"
@@ -41,10 +42,16 @@ static inline Vector clamped_gate(Vector gate, Vector up, const Expert *expert) 
     return times(as_bf16(plus(up, one)), opening);
 }
 
+static inline Vector relu_squared(const bf16 *up) {
+    const Vector x = larger_of(zeros(), load_bf16(up)); /* the second operand where it is undefined */
+    return times(x, x);
+}
+
 /* Of 16 columns of a block from column i on. */
 static inline Vector gate_of(const bf16 values[2 * BLOCK], int i, const Expert *expert) {
     if (expert->gate == SILU) return silu_gate(values + i, values + BLOCK + i);
     if (expert->gate == GELU_TANH) return gelu_gate(values + i, values + BLOCK + i);
+    if (expert->gate == RELU_SQUARED) return relu_squared(values + i);
     Vector gate = load_bf16(values + i), up = load_bf16(values + BLOCK + i);
     if (expert->gate == CLAMPED) load_pairs(values + 2 * i, LANES, &gate, &up);
     return clamped_gate(gate, up, expert);
@@ -175,21 +182,23 @@ static void delta_unit(float *x, size_t columns, float scale) {
     for (size_t c = 0; c < columns; c += LANES) store(x + c, times(times(load(x + c), factor), all(scale)));
 }
 
-/* `count` vectors of columns: a number that is known where this is written into its caller, so that sums stay in registers. */
-INLINE void delta_vectors(const size_t count, const float *from, float *to, size_t keys, size_t stride, const float *key,
-                          const float *query, const float *value, float decay, float beta, float *out) {
+/* `count` vectors of columns, by one decay or, where `rows`, by one for each row of the state: numbers that are known where this
+ * is written into its caller, so that sums stay in registers. */
+INLINE void delta_vectors(const size_t count, const int rows, const float *from, float *to, size_t keys, size_t stride,
+                          const float *key, const float *query, const float *value, const float *decays, float beta, float *out) {
     Vector sums[4], changes[4];
+    const Vector one = all(rows ? 1 : decays[0]);
     for (size_t v = 0; v < count; v++) sums[v] = zeros();
     for (size_t k = 0; k < keys; k++)
         for (size_t v = 0; v < count; v++)
-            sums[v] = times_plus(all(key[k]), load(from + k * stride + v * LANES), sums[v]);
+            sums[v] = times_plus(all(rows ? key[k] * decays[k] : key[k]), load(from + k * stride + v * LANES), sums[v]);
     for (size_t v = 0; v < count; v++) {
-        changes[v] = times(minus_times(load(value + v * LANES), all(decay), sums[v]), all(beta));
+        changes[v] = times(minus_times(load(value + v * LANES), one, sums[v]), all(beta));
         sums[v] = zeros();
     }
     for (size_t k = 0; k < keys; k++)
         for (size_t v = 0; v < count; v++) {
-            const Vector kept = times(load(from + k * stride + v * LANES), all(decay));
+            const Vector kept = times(load(from + k * stride + v * LANES), rows ? all(decays[k]) : one);
             const Vector state = times_plus(all(key[k]), changes[v], kept);
             store(to + k * stride + v * LANES, state);
             sums[v] = times_plus(all(query[k]), state, sums[v]);
@@ -197,16 +206,24 @@ INLINE void delta_vectors(const size_t count, const float *from, float *to, size
     for (size_t v = 0; v < count; v++) store(out + v * LANES, sums[v]);
 }
 
-static void delta_rule(const float *from, float *to, size_t keys, size_t stride, size_t columns, const float *key,
-                       const float *query, const float *value, float decay, float beta, float *out) {
+INLINE void delta_columns(const int rows, const float *from, float *to, size_t keys, size_t stride, size_t columns,
+                          const float *key, const float *query, const float *value, const float *decays, float beta, float *out) {
     size_t c = 0;
     for (; c + 4 * LANES <= columns; c += 4 * LANES)
-        delta_vectors(4, from + c, to + c, keys, stride, key, query, value + c, decay, beta, out + c);
+        delta_vectors(4, rows, from + c, to + c, keys, stride, key, query, value + c, decays, beta, out + c);
     for (; c < columns; c += LANES)
-        delta_vectors(1, from + c, to + c, keys, stride, key, query, value + c, decay, beta, out + c);
+        delta_vectors(1, rows, from + c, to + c, keys, stride, key, query, value + c, decays, beta, out + c);
 }
 
-static void delta_gate(const float *x, const bf16 *weight, float epsilon, const bf16 *gate, size_t columns, bf16 *out) {
+static void delta_rule(const float *from, float *to, size_t keys, size_t stride, size_t columns, const float *key,
+                       const float *query, const float *value, const float *decays, size_t count, float beta, float *out) {
+    if (count > 1)
+        delta_columns(1, from, to, keys, stride, columns, key, query, value, decays, beta, out);
+    else
+        delta_columns(0, from, to, keys, stride, columns, key, query, value, decays, beta, out);
+}
+
+static void delta_gate(const float *x, const bf16 *weight, float epsilon, int kind, const bf16 *gate, size_t columns, bf16 *out) {
     Vector squares = zeros();
     for (size_t c = 0; c < columns; c += LANES) {
         const Vector values = as_bf16(load(x + c));
@@ -214,9 +231,14 @@ static void delta_gate(const float *x, const bf16 *weight, float epsilon, const 
     }
     const Vector factor = all(1.0f / sqrtf(sum_of(squares) / (float)columns + epsilon));
     for (size_t c = 0; c < columns; c += LANES) {
-        const Vector normed = as_bf16(times(as_bf16(load(x + c)), factor));
+        const Vector wide = times(as_bf16(load(x + c)), factor), opening = load_bf16(gate + c);
+        if (kind == DELTA_SIGMOID) {
+            store_bf16(out + c, over(times(load_bf16(weight + c), wide), one_and_exponential(opening)));
+            continue;
+        }
+        const Vector normed = as_bf16(wide);
         const Vector weighted = as_bf16(times(load_bf16(weight + c), normed));
-        store_bf16(out + c, times(weighted, silu_of(load_bf16(gate + c))));
+        store_bf16(out + c, times(weighted, silu_of(opening)));
     }
 }
 
