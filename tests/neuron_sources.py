@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from sources import RandomExperts
@@ -29,6 +30,30 @@ class GatedExperts(RandomExperts):
         return {
             part.name: torch.randn(part.shape, generator=generator).to(self._dtype) for part in self.layers[layer].parts
         }
+
+
+def by_the_page(records: torch.Tensor, bits: int, group: int, width: int, two_level: bool) -> torch.Tensor:
+    """Records uint8 (n, R) in bfloat16 of halves of `width` weights, taken apart as docs/store-format.md has them:
+    float64 (n, 2, width)."""
+    found = np.empty((len(records), 2, width))
+    size, groups, columns = width * bits // 8, width // group, np.arange(width)
+    for record, weights in zip(records.numpy(), found, strict=True):
+        for half in (0, 1):
+            codes = record[half * size :][:size][columns % size] >> columns // size * bits & (1 << bits) - 1
+            if two_level:
+                parameters = record[2 * size + half * (2 + 2 * groups) :]
+                unit, steps, offsets = np.split(parameters[: 2 + 2 * groups], [2, 2 + groups])
+                scale, zero = _bfloat16(unit) * steps, _bfloat16(unit) * offsets.view(np.int8)
+            else:
+                parameters = record[2 * size + half * 4 * groups :]
+                scale, zero = np.split(_bfloat16(parameters[: 4 * groups]), 2)
+            middle = 8 if bits == 4 else 0
+            weights[half] = (codes.astype(int) - middle) * scale[columns // group] + zero[columns // group]
+    return torch.from_numpy(found)
+
+
+def _bfloat16(stored: np.ndarray) -> np.ndarray:
+    return (stored.copy().view("<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def gated_store(root: Path, source: GatedExperts, dtype: str = "bfloat16") -> Store:

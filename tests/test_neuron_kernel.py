@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from measures import relative_error
+from neuron_sources import by_the_page
 from tiermoe import native
 from tiermoe.formats.expert_format import ExpertFormat, PartViews
 from tiermoe.formats.int4 import CPU_LAYOUT
@@ -18,6 +19,7 @@ from tiermoe.types import MoeLayer, Part
 # relative error allowed: a few roundings of the dtype
 ALLOWED = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 SHAPES = [(128, 48), (64, 96), (256, 512)]
+CODES = [(4, "hqq"), (4, "hqq-double"), (2, "hqq")]
 
 
 def packed(
@@ -56,11 +58,13 @@ def inputs(tokens: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize(("bits", "quantizer"), CODES)
 @pytest.mark.parametrize(("hidden", "neurons"), SHAPES)
 @pytest.mark.parametrize("tokens", [1, 5, 12])
-def test_theta_zero_is_dense_swiglu(tokens: int, hidden: int, neurons: int, bits: int, dtype: torch.dtype) -> None:
-    form, views = packed(hidden, neurons, bits, dtype)
+def test_theta_zero_is_dense_swiglu(
+    tokens: int, hidden: int, neurons: int, bits: int, quantizer: str, dtype: torch.dtype
+) -> None:
+    form, views = packed(hidden, neurons, bits, dtype, quantizer)
     kernel = NeuronKernel(form, F.silu, theta=0.0)
     x = inputs(tokens, hidden, dtype)
     gate, up, down = dense(form, views)
@@ -75,10 +79,10 @@ def test_theta_zero_is_dense_swiglu(tokens: int, hidden: int, neurons: int, bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize(("bits", "quantizer"), CODES)
 @pytest.mark.parametrize("theta", [0.05, 0.25, 0.6, 1e9])
-def test_inactive_neurons_count_as_zero(theta: float, bits: int, dtype: torch.dtype) -> None:
-    form, views = packed(256, 512, bits, dtype)
+def test_inactive_neurons_count_as_zero(theta: float, bits: int, quantizer: str, dtype: torch.dtype) -> None:
+    form, views = packed(256, 512, bits, dtype, quantizer)
     kernel = NeuronKernel(form, F.silu, theta)
     x = inputs(3, 256, dtype)
     weights = dense(form, views)
@@ -136,36 +140,28 @@ def test_linear_codes_serve_too(bits: int) -> None:
 
 
 @pytest.mark.skipif(not native.available(), reason="needs the native kernels")
-@pytest.mark.parametrize("bits", [4, 2])
+@pytest.mark.parametrize(("bits", "quantizer"), CODES)
 @pytest.mark.parametrize(("hidden", "neurons"), [*SHAPES, (1088, 40), (2048, 32)])
-def test_native_kernels_sum_the_used_neurons(hidden: int, neurons: int, bits: int, instruction_set: str) -> None:
+def test_native_kernels_sum_the_used_neurons(
+    hidden: int, neurons: int, bits: int, quantizer: str, instruction_set: str
+) -> None:
     """To the rounding of the result alone: weights and sums are float32. Tasks of 256 bytes end within a strip."""
-    form, views = packed(hidden, neurons, bits, torch.bfloat16)
+    form, views = packed(hidden, neurons, bits, torch.bfloat16, quantizer)
     kernel = NeuronKernel(form, F.silu, 0.25)
     x = inputs(1, hidden, torch.bfloat16)
     a = kernel.activations(x, views)
-    up, down = decoded32(form, views)
+    records = form.encodings["neurons"]
+    assert isinstance(records, Records)
+    assert records.two_level is ((bits, quantizer) != (4, "hqq"))
+    weights = by_the_page(views["neurons"]["records"], bits, records.group, hidden, records.two_level)
+    up, down = weights[:, 0], weights[:, 1].t()
     for used in (list(range(neurons)), list(range(0, neurons, 3)), [neurons - 1], []):
         rows = torch.tensor(used, dtype=torch.int64)
         found = kernel.combine(x, a, rows, views)
         gates = a[0, rows].double()
-        expected = (gates * (x[0].double() @ up[rows].double().t())) @ down[:, rows].double().t()
+        expected = (gates * (x[0].double() @ up[rows].t())) @ down[:, rows].t()
         assert found.shape == x.shape
         assert (found[0].double() - expected).abs().max() <= 2**-8 * max(float(expected.abs().max()), 1e-30)
-
-
-def decoded32(form: ExpertFormat, views: dict[str, PartViews]) -> tuple[torch.Tensor, torch.Tensor]:
-    """W3 and W2 as `dense` gives them, but for the rounding of a decoded weight."""
-    neurons, hidden = form.layer.parts[0].shape
-    records = form.encodings["neurons"]
-    assert isinstance(records, Records)
-    halves = []
-    for half in (0, 1):
-        rows = views["neurons"]["records"]
-        scale, zero = records.parameters(rows, half, hidden, form.dtype)
-        codes = records.codes(rows, half, hidden).permute(1, 0, 2).reshape(neurons, -1, records.group).float()
-        halves.append((codes * scale[..., None] + zero[..., None]).reshape(neurons, hidden))
-    return halves[0], halves[1].t()
 
 
 @pytest.mark.skipif(not native.available(), reason="needs the native kernels")

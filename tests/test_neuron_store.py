@@ -11,17 +11,28 @@ from safetensors import safe_open
 
 import tiny
 from measures import relative_error
-from neuron_sources import EXPERTS, HIDDEN, NEURONS, GatedExperts, gated_store
+from neuron_sources import EXPERTS, HIDDEN, NEURONS, GatedExperts, by_the_page, gated_store
 from sources import contents
 from tiermoe.errors import ConfigError, ModelError, PackError
 from tiermoe.formats.int4 import CPU_LAYOUT
-from tiermoe.formats.neurons import Records, Records2, Records4, checksum, neuron_format, neuron_layer, records_for
+from tiermoe.formats.neurons import (
+    Records,
+    Records2,
+    Records4,
+    TwoLevelRecords4,
+    checksum,
+    neuron_format,
+    neuron_layer,
+    records_for,
+)
 from tiermoe.formats.pack import NeuronSource, forget, pack_experts
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.store import Store, check_files, open_store, precision_key
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey, MoeLayer, Part
+
+ENCODINGS = [Records4(64), Records4(32), TwoLevelRecords4(64), TwoLevelRecords4(32), Records2(16)]
 
 
 def stored(store: Store, key: str, layer: int, expert: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -34,13 +45,15 @@ def stored(store: Store, key: str, layer: int, expert: int) -> dict[str, dict[st
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("bits", "worst"), [(4, 0.12), (2, 0.45)])
-def test_every_neuron_decodes_near_its_weights(bits: int, worst: float, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bits", "quantizer", "worst"), [(4, "hqq", 0.12), (4, "hqq-double", 0.12), (2, "hqq", 0.45)])
+def test_every_neuron_decodes_near_its_weights(
+    bits: int, quantizer: str, worst: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
     source = GatedExperts(dtype)
     store = gated_store(tmp_path / "store", source, str(dtype).removeprefix("torch."))
-    precision = pack_experts(store, source, bits, "hqq", unit="neuron")
-    key = precision_key(bits, "hqq", CPU_LAYOUT, "neuron")
-    assert key == f"{bits}-hqq-neuron"
+    precision = pack_experts(store, source, bits, quantizer, unit="neuron")
+    key = precision_key(bits, quantizer, CPU_LAYOUT, "neuron")
+    assert key == f"{bits}-{quantizer}-neuron"
     store = open_store(store.root)
     check_files(store, key)
     for layer in range(2):
@@ -71,14 +84,16 @@ def _buffer(store: Store, key: str, layer: int, expert: int) -> torch.Tensor:
         return torch.frombuffer(bytearray(handle.read(segment.nbytes)), dtype=torch.uint8)
 
 
-def test_the_parts_lie_at_pages_and_the_records_side_by_side() -> None:
-    form = neuron_format(MoeLayer("l", 8, 2, _parts(2048, 1024)), 4, torch.bfloat16, CPU_LAYOUT, "hqq")
+# codes 2 x 1024, of a half 32 scales and 32 zeros, of 2 bytes each or of 1 with a unit of 2; checksum 8, zeros to a
+# multiple of 16
+@pytest.mark.parametrize(("quantizer", "record_bytes"), [("hqq", 2320), ("hqq-double", 2192)])
+def test_the_parts_lie_at_pages_and_the_records_side_by_side(quantizer: str, record_bytes: int) -> None:
+    form = neuron_format(MoeLayer("l", 8, 2, _parts(2048, 1024)), 4, torch.bfloat16, CPU_LAYOUT, quantizer)
     offsets = {placed.field.name: placed.offset for placed in form.stored.fields}
     assert offsets["codes"] == 0
     assert offsets["records"] % 4096 == form.stored.nbytes % 4096 == 0
     (records,) = (placed.field for placed in form.stored.fields if placed.field.name == "records")
-    # codes 2 x 1024, scales and zeros 2 x 2 x 32 x 2 bytes, checksum 8, zeros to a multiple of 16
-    assert records.shape == (1024, 2320)
+    assert records.shape == (1024, record_bytes)
     assert Records2(16).record_bytes(2048, torch.bfloat16) * 8 / (2 * 2048) <= 3.05
 
 
@@ -86,7 +101,29 @@ def _parts(hidden: int, neurons: int) -> tuple[Part, ...]:
     return Part("gate_up_proj", (2 * neurons, hidden)), Part("down_proj", (hidden, neurons))
 
 
-@pytest.mark.parametrize("encoding", [Records4(64), Records4(32), Records2(16)])
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_record_is_what_the_page_of_the_format_says(encoding: Records) -> None:
+    weight = torch.randn(5, 2 * HIDDEN, generator=torch.Generator().manual_seed(3)) + 0.3
+    records = encoding.encode(weight, QUANTIZERS["hqq"], torch.bfloat16)["records"]
+    expected = by_the_page(records, encoding.bits, encoding.group, HIDDEN, encoding.two_level)
+    assert relative_error(weight.view(5, 2, HIDDEN), expected.float()) < {4: 0.12, 2: 0.45}[encoding.bits]
+    for half in (0, 1):
+        found = encoding.decode_half(records, half, HIDDEN, torch.bfloat16)
+        assert torch.equal(found, expected[:, half].float().bfloat16())
+
+
+def test_a_second_level_costs_next_to_nothing() -> None:
+    """Codes are the nearest under the scales as they are stored."""
+    weight = torch.randn(32, 2 * HIDDEN, generator=torch.Generator().manual_seed(4))
+    lost = [
+        relative_error(weight, encoding.decode(fields, 32, 2 * HIDDEN, torch.float32))
+        for encoding in (Records4(64), TwoLevelRecords4(64))
+        for fields in [encoding.encode(weight, QUANTIZERS["hqq"], torch.float32)]
+    ]
+    assert lost[1] < 1.005 * lost[0]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_record_is_the_neurons_own(encoding: Records) -> None:
     """Another neuron's weights change no byte of it, its own half changes that half alone."""
     generator = torch.Generator().manual_seed(0)
@@ -108,7 +145,7 @@ def test_a_record_is_the_neurons_own(encoding: Records) -> None:
     assert checksum(bytes_of[4, :end].data, 5) != bytes(bytes_of[4, end : end + 8])
 
 
-@pytest.mark.parametrize("encoding", [Records4(64), Records2(16)])
+@pytest.mark.parametrize("encoding", [Records4(64), TwoLevelRecords4(64), Records2(16)])
 def test_weights_on_the_grid_are_kept(encoding: Records) -> None:
     """Codes, strips and parameters come back in their places: weights that are the grid's own decode exactly."""
     generator = torch.Generator().manual_seed(1)
@@ -117,8 +154,9 @@ def test_weights_on_the_grid_are_kept(encoding: Records) -> None:
     codes[..., :: encoding.group] = 0
     codes[..., 1 :: encoding.group] = levels - 1  # so that every group spans the whole grid
     step = torch.randint(1, 4, (5, 2, HIDDEN // encoding.group), generator=generator)
-    step[..., 0] = 255 if encoding.bits == 2 else 3  # makes the unit of the 8-bit parameters 1
+    step[..., 0] = 255 if encoding.two_level else 3  # makes the unit of the 8-bit parameters 1
     lowest = torch.randint(-9, 9, (5, 2, HIDDEN // encoding.group), generator=generator)
+    lowest -= encoding.middle * step if encoding.two_level else 0  # zeros are kept, of the middle code
     grouped = codes.view(5, 2, -1, encoding.group) * step[..., None] + lowest[..., None]
     weight = grouped.view(5, 2 * HIDDEN).float()
     fields = encoding.encode(weight, QUANTIZERS["hqq"], torch.float32)
@@ -183,10 +221,11 @@ def test_gated_families_are_taken(family: str, tmp_path: Path) -> None:
 def test_other_bits_and_sizes_are_refused() -> None:
     for bits in (16, 8):
         with pytest.raises(ConfigError, match=rf"packed at 4 or 2 bits, not at {bits}"):
-            records_for(bits, 128)
+            records_for(bits, 128, "hqq")
     with pytest.raises(ConfigError, match="a hidden size of 96 cannot be packed at 4 bits: it is not a multiple of 64"):
-        records_for(4, 96)
-    assert [records_for(4, width).group for width in (64, 128, 192)] == [32, 64, 32]
+        records_for(4, 96, "hqq")
+    for quantizer in ("hqq", "hqq-double"):
+        assert [records_for(4, width, quantizer).group for width in (64, 128, 192)] == [32, 64, 32]
     transposed = (Part("gate_up_proj", (64, 128), True), Part("down_proj", (64, 64), True))
     with pytest.raises(ModelError, match=r"stored as \(out, in\)"):
         neuron_layer(MoeLayer("l", 4, 2, transposed))

@@ -207,8 +207,12 @@ def test_a_store_calls_what_hqq_makes_by_its_name() -> None:
     assert precision_key(2, "nonlinear", cpu_) == "2-nonlinear"
     assert precision_key(4, "nonlinear", ROW_MAJOR) == "4-hqq-rowmajor"
     assert precision_key(4, "nonlinear", cpu_, "neuron") == "4-hqq-neuron"
+    assert precision_key(4, "hqq-double", cpu_, "neuron") == "4-hqq-double-neuron"
+    assert precision_key(2, "hqq-double", cpu_, "neuron") == "2-hqq-neuron"
+    assert precision_key(4, "hqq-double", ROW_MAJOR) == "4-hqq-rowmajor"
     for bits in (4, 2):
-        assert [quantizer_used(name, bits, cpu_) for name in QUANTIZERS] == list(QUANTIZERS)
+        used = [quantizer_used(name, bits, cpu_) for name in QUANTIZERS]
+        assert used == ["hqq" if name == "hqq-double" else name for name in QUANTIZERS]
 
 
 def test_3_bits_are_uneven_whatever_the_quantizer() -> None:

@@ -126,10 +126,11 @@ def test_the_header_has_the_neuron_units_bytes(traced: Path, mixtral: Path) -> N
     assert "neurons" in header.holds
     assert header.made_from["theta"] == THETA
     model, _ = tiermoe.load(
-        mixtral, preset="lru", set={"unit": "neuron", "theta": 0.1}, store=traced.parent / "store", cache="30%"
-    )
+        mixtral, preset="lru", set={"unit": "neuron", "theta": 0.1}, quantizer="hqq-double",
+        store=traced.parent / "store", cache="30%",
+    )  # fmt: skip
     model.tiermoe.close()
-    form = open_store(traced.parent / "store").expert_format("4-hqq-neuron", 0)
+    form = open_store(traced.parent / "store").expert_format("4-hqq-double-neuron", 0)
     place = record_place(form)
     assert (header.head_bytes, header.neuron_bytes, header.neurons) == (place.stored_at, place.record_bytes, NEURONS)
 

@@ -12,6 +12,7 @@ import torch
 
 import tiermoe
 from tiermoe.errors import ProfileError
+from tiermoe.formats.store import open_store
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.prepare_store import store_root
 from tiermoe.offload.policies.prediction import count_paths, paths_to_json
@@ -102,6 +103,14 @@ def test_runs_from_a_profile_and_without_its_lossy_parts_exactly(preset: str, ca
     found = answer(calibrated, preset, off)
     assert found[2]["lossy"] == ""
     assert torch.equal(found[1], expected[1])
+
+
+def test_corm_quantises_scales_again_unless_the_user_asks_for_hqq(calibrated: Path, answer: Any) -> None:
+    root = store_root(inspect_model(calibrated, str(calibrated)), None)
+    for options in {"quantizer": "hqq"}, {}:
+        assert torch.isfinite(answer(calibrated, "corm", **options)[1]).all()
+    found = {key for key in open_store(root).precisions if key.endswith("-neuron")}
+    assert found == {"4-hqq-neuron", "4-hqq-double-neuron", "2-hqq-neuron"}
 
 
 def test_a_preset_brings_options_of_its_own_and_what_the_user_gives_comes_first(calibrated: Path, answer: Any) -> None:

@@ -29,7 +29,7 @@ BITS = (16, 8, 4, 3, 2)
 DENSE_BITS = (16, 8, 4)
 KV_BITS = (16, 8, 4)
 DEFAULT_BITS = 4
-QUANTIZERS = ("nonlinear", "hqq", "linear", "gptq", "gptq-nonlinear")
+QUANTIZERS = ("nonlinear", "hqq", "hqq-double", "linear", "gptq", "gptq-nonlinear")
 DEFAULT_QUANTIZER = "hqq"
 
 
@@ -96,7 +96,7 @@ class Settings:
     None: that of the experts, but at least 4; layers that come quantised stay as the checkpoint has them."""
     quantizer: str | None = None
     """One of `QUANTIZERS`, for 4 and 2 bits; None: hqq. 3 bits are 'nonlinear', or 'gptq-nonlinear' where one of the
-    two 'gptq' is named. Both 'gptq' need a calibration (`tiermoe pack`)."""
+    two 'gptq' is named. Both 'gptq' need a calibration (`tiermoe pack`). 'hqq-double' is hqq but in the neuron unit."""
     cache: CacheSize | None = None
     """Size of the expert cache alone, for experiments; None: what `memory` leaves."""
     chunk: int = 512

@@ -74,6 +74,7 @@ ENGINE: dict[str, Any] = {
         typer.Option(
             help=f"Quantiser of 4 and 2 bits: {', '.join(QUANTIZERS)}. gptq and gptq-nonlinear lose least; tiermoe "
             "pack calibrates them on a text. 3 bits are always nonlinear, or gptq-nonlinear where a gptq is named. "
+            "hqq-double is hqq with scales of 8 bits in 4-bit neurons that are read alone (corm), else hqq. "
             f"Default: {DEFAULT_QUANTIZER}.",
             show_default=False,
         ),

@@ -21,7 +21,7 @@ from torch import Tensor
 from tiermoe.errors import ConfigError, ModelError, StoreError
 from tiermoe.formats.encoding import Encoding, Field, SameInSlot
 from tiermoe.formats.expert_format import PAGE, ExpertFormat, expert_format
-from tiermoe.formats.quantizers import Quantizer, nearest_codes, uniform_codes, uniform_parameters
+from tiermoe.formats.quantizers import HQQ_DOUBLE, Quantizer, nearest_codes, uniform_codes, uniform_parameters
 from tiermoe.formats.registry import encoding_for, encoding_named, quantizer_used
 from tiermoe.formats.scratch import scratch
 from tiermoe.types import MoeLayer, Part
@@ -93,6 +93,7 @@ class Records(SameInSlot):
     middle) * scale + zero, with a scale and a zero for every `group` columns."""
 
     group: int
+    two_level: ClassVar[bool] = False
     bits: ClassVar[int]
     middle: ClassVar[int]
 
@@ -206,12 +207,14 @@ class Records4(Records):
 
 
 @dataclass(frozen=True)
-class Records2(Records):
-    """2 bits, codes 0..3. Parameters of a half: `unit` (1) in the compute dtype, `step` uint8 and `offset` int8
-    (H / group): scale = unit * step, zero = unit * offset. 3 bits a weight in all (CORM quantises scales as well)."""
+class TwoLevelRecords(Records):
+    """Scales and zeros are quantised again, to 8 bits. Parameters of a half: `unit` (1) in the compute dtype, `step`
+    uint8 and `offset` int8 (H / group): scale = unit * step, zero = unit * offset.
 
-    bits: ClassVar[int] = 2
-    middle: ClassVar[int] = 0
+    CORM (section 7) gives up to 256 scales of 4 bits, 128 of 2 bits, such a second scale, as HQQ's `quant_scale` and
+    the double quantisation of QLoRA do. Here a half has its own, so that a neuron needs no other's."""
+
+    two_level: ClassVar[bool] = True
 
     def parameters(self, records: Tensor, half: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         at, groups = self._parameters_at(half, width, dtype), width // self.group
@@ -226,15 +229,37 @@ class Records2(Records):
 
     def _encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         scale, zero = quantizer.parameters(weight, self.bits, self.group)
+        zero += self.middle * scale
         # the largest step fits 8 bits without a sign, the largest offset 8 bits with one
         largest = torch.maximum(scale / 255, zero.abs() / 127)
         unit = largest.amax(dim=1, keepdim=True).to(dtype)
         exact = torch.where(unit == 0, torch.inf, unit.float())
         step = (scale / exact).round_().clamp_(1, 255)
         offset = (zero / exact).round_().clamp_(-128, 127)
-        codes = nearest_codes(weight, step * unit.float(), offset * unit.float(), 0, 3, torch.uint8)
+        low, high = -self.middle, (1 << self.bits) - 1 - self.middle
+        codes = nearest_codes(weight, step * unit.float(), offset * unit.float(), low, high, torch.int8)
         fields = (unit.view(torch.uint8), step.to(torch.uint8), offset.to(torch.int8).view(torch.uint8))
-        return codes, torch.cat(fields, dim=1)
+        return codes.add_(self.middle).view(torch.uint8), torch.cat(fields, dim=1)
+
+
+@dataclass(frozen=True)
+class TwoLevelRecords4(TwoLevelRecords):
+    """4 bits, codes 0..15 about 8; 4.25 bits a weight in all."""
+
+    bits: ClassVar[int] = 4
+    middle: ClassVar[int] = 8
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}/two-level"
+
+
+@dataclass(frozen=True)
+class Records2(TwoLevelRecords):
+    """2 bits, codes 0..3; 3 bits a weight in all."""
+
+    bits: ClassVar[int] = 2
+    middle: ClassVar[int] = 0
 
 
 def checksum(record: memoryview, neuron: int) -> bytes:
@@ -248,13 +273,19 @@ def holds(record: memoryview, neuron: int, check_at: int) -> bool:
     return checksum(record[:check_at], neuron) == record[check_at : check_at + CHECK_BYTES]
 
 
-def records_for(bits: int, width: int) -> Records:
+_ALL: tuple[Records, ...] = (
+    Records4(64), Records4(32), TwoLevelRecords4(64), TwoLevelRecords4(32), Records2(16),
+)  # fmt: skip
+
+
+def records_for(bits: int, width: int, quantizer: str) -> Records:
     """The encoding of neurons with halves of `width` weights. ConfigError where there is none."""
     if bits not in (4, 2):
         raise ConfigError(f"neurons are packed at 4 or 2 bits, not at {bits}; use --bits 4, or the unit 'expert'")
-    candidates: tuple[Records, ...] = (Records4(64), Records4(32)) if bits == 4 else (Records2(16),)
-    for records in candidates:
-        if width % (records.strips * records.group) == 0:
+    two_level = bits == 2 or quantizer == HQQ_DOUBLE
+    for records in _ALL:
+        fits = width % (records.strips * records.group) == 0
+        if fits and (records.bits, records.two_level) == (bits, two_level):
             return records
     raise ConfigError(
         f"neurons of a hidden size of {width} cannot be packed at {bits} bits: it is not a multiple of 64; "
@@ -264,7 +295,7 @@ def records_for(bits: int, width: int) -> Records:
 
 def records_named(name: str) -> Records:
     """The encoding that a store names. StoreError for an unknown name."""
-    for records in (Records4(64), Records4(32), Records2(16)):
+    for records in _ALL:
         if records.name == name:
             return records
     raise StoreError(f"unknown encoding {name!r}: the store was written by another version; pack it again")
@@ -296,7 +327,7 @@ def neuron_format(layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, 
     neurons, hidden = layer.parts[0].shape
     quantizer = quantizer_used(quantizer, bits, machine, "neuron")
     gate = Sealed(encoding_for(bits, neurons, hidden, dtype, machine, quantizer))
-    return ExpertFormat(layer, bits, dtype, {GATE: gate, NEURONS: records_for(bits, hidden)}, PAGE)
+    return ExpertFormat(layer, bits, dtype, {GATE: gate, NEURONS: records_for(bits, hidden, quantizer)}, PAGE)
 
 
 def neuron_format_from_names(layer: MoeLayer, bits: int, dtype: torch.dtype, names: Mapping[str, str]) -> ExpertFormat:

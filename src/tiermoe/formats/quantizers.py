@@ -29,6 +29,8 @@ KAPPA = 1.01
 STEPS = 20
 
 NONLINEAR = "nonlinear"
+HQQ_DOUBLE = "hqq-double"
+"""HQQ whose scales and zeros are quantised again, in the neuron unit (`formats.neurons`)."""
 GPTQ, GPTQ_NONLINEAR = "gptq", "gptq-nonlinear"
 CALIBRATED = (GPTQ, GPTQ_NONLINEAR)
 """Quantizers that need to know the inputs of the matrices (`formats.gptq`)."""
@@ -119,6 +121,7 @@ QUANTIZERS: dict[str, Quantizer] = {
     # HQQ stands in for shapes and layouts that non-uniform levels, or GPTQ, do not take
     NONLINEAR: _HQQ,
     "hqq": _HQQ,
+    HQQ_DOUBLE: _HQQ,
     "linear": LinearQuantizer(),
     GPTQ: _HQQ,
     GPTQ_NONLINEAR: _HQQ,

@@ -18,7 +18,7 @@ from tiermoe.formats.int6 import Int6
 from tiermoe.formats.int8 import Int8
 from tiermoe.formats.nonuniform import NonUniform
 from tiermoe.formats.plain import HALVES, VALUES, Plain, halves_encoding, values_encoding
-from tiermoe.formats.quantizers import CALIBRATED, GPTQ, GPTQ_NONLINEAR, NONLINEAR
+from tiermoe.formats.quantizers import CALIBRATED, GPTQ, GPTQ_NONLINEAR, HQQ_DOUBLE, NONLINEAR
 from tiermoe.formats.trellis import Trellis
 
 FIXED: dict[int, Encoding] = {16: Plain(), 8: Int8()}
@@ -31,7 +31,7 @@ _PACKED: dict[int, tuple[Callable[[str, int], Encoding], Callable[[int], Encodin
 """Bits → the encoding of a CPU (layout, group), that of a GPU (group)."""
 
 INT4_GROUPS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("nonlinear", "hqq", "gptq", "gptq-nonlinear"), (64, 32)),
+    **dict.fromkeys(("nonlinear", "hqq", "hqq-double", "gptq", "gptq-nonlinear"), (64, 32)),
     "linear": (256, 128, 64, 32),
 }
 """Quantizer → groups of 4 and 2 bits in order of choice. 64 is HQQ's published one; linear has a scale for each row, so
@@ -63,7 +63,9 @@ def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str,
 def quantizer_used(quantizer: str, bits: int, layout: str, unit: str = "expert") -> str:
     """The quantizer that makes the codes under the option `quantizer`. Non-uniform levels are for whole experts on a
     CPU; a GPU and the neuron unit have uniform ones. 3 bits have non-uniform levels alone. Neurons that are read alone
-    have HQQ's codes in the place of GPTQ's."""
+    have HQQ's codes in the place of GPTQ's. The 4 bits of the neuron unit alone have scales with a second level."""
+    if quantizer == HQQ_DOUBLE and not (unit == "neuron" and bits == 4):
+        quantizer = "hqq"
     if layout != ROW_MAJOR and unit == "expert":
         if bits in _PACKED:
             return quantizer

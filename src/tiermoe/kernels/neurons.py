@@ -131,7 +131,7 @@ def combined(x: Tensor, activations: Tensor, used: Tensor, rows: Tensor, records
     workspace = scratch.take("neurons", (floats,), torch.float32)
     neurons = structs.Neurons(
         records=rows.data_ptr(), record_bytes=rows.stride(0), width=width, group=records.group, bits=records.bits,
-        used=used.data_ptr(), count=len(used), gates=activations.data_ptr(),
+        two_level=records.two_level, used=used.data_ptr(), count=len(used), gates=activations.data_ptr(),
     )  # fmt: skip
     packed, threads = _native.pack(neurons), torch.get_num_threads()
     _native.neurons(packed, x.data_ptr(), workspace.data_ptr(), floats, out.data_ptr(), threads)

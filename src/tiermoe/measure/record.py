@@ -29,6 +29,7 @@ from tiermoe.measure.times import measure_times
 from tiermoe.model.families.table import family_of
 from tiermoe.model.prepare_store import Progress
 from tiermoe.offload.policies.routing import require_little
+from tiermoe.systems import corm
 from tiermoe.trace.file import Header, LayerTrace, Little, Pass, Times, TraceWriter
 from tiermoe.types import Ready, Routed
 
@@ -249,11 +250,10 @@ def header_of(
 
 def neuron_sizes(store: Store, settings: Settings, dtype: torch.dtype) -> dict[str, Any]:
     """`head_bytes`, `neuron_bytes`, `neurons` and `neuron_slot_bytes` of a header, of the first MoE layer (all have one
-    shape), as the neuron unit stores it in the settings' bits, or in 4 where the unit does not have those bits."""
-    forms = {
-        bits: neuron_format(store.layers[0], bits, dtype, machine_layout("cpu"), settings.quantizer_used)
-        for bits in (4, 2)
-    }
+    shape), as the neuron unit stores it in the settings' bits, or in 4 where the unit does not have those bits, and by
+    their quantiser, or CORM's where they name none."""
+    quantizer = settings.quantizer or corm.QUANTIZER
+    forms = {bits: neuron_format(store.layers[0], bits, dtype, machine_layout("cpu"), quantizer) for bits in (4, 2)}
     place = record_place(forms.get(settings.bits_used, forms[4]))
     return {
         "head_bytes": place.stored_at,

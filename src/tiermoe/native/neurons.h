@@ -12,8 +12,9 @@ typedef struct {
     const uint8_t *records;
     size_t record_bytes;
     size_t width;        /* columns of W3 and rows of W2: a multiple of 16 * 8 / bits */
-    size_t group;        /* weights that share a scale: a multiple of 16 that divides a strip, width * bits / 8 */
+    size_t group;        /* weights that share a scale: a multiple of 16 that divides a strip, width * bits / 8, and a task */
     int bits;            /* 4 or 2 */
+    int two_level;       /* whether scales and zeros are bytes, multiples of one unit; so they are at 2 bits */
     const int64_t *used; /* the neurons, ascending */
     size_t count;
     const bf16 *gates; /* act(W1 x) of every neuron */

@@ -240,6 +240,7 @@ class Neurons(Struct):
         ("width", c_size_t),
         ("group", c_size_t),
         ("bits", c_int),
+        ("two_level", c_int),
         ("used", c_void_p),
         ("count", c_size_t),
         ("gates", c_void_p),

@@ -13,12 +13,15 @@ from tiermoe.systems.routings import decode_passes, frequencies
 if TYPE_CHECKING:
     from tiermoe.trace.file import Trace
 
+QUANTIZER = "hqq-double"
+"""HQQ in groups of 64 with scales that are quantised again (section 7)."""
+
 PRESET = Composition(
     "corm",
     "active neurons alone, two-level prediction and cache, rarely used experts in low precision",
     "CORM (2025)",
     precision="table", prefetch="neurons", cache="lru", allotment="even", unit="neuron", store="memory",
-    on_mispredict="proceed", profile="corm",
+    on_mispredict="proceed", profile="corm", quantizer=QUANTIZER,
 )  # fmt: skip
 
 LADDER = Ladder(

@@ -18,25 +18,27 @@ typedef struct {
     const uint8_t *codes;
     const uint8_t *parameters;
     size_t groups;
-    int bits;
+    int bits, two_level;
 } Half;
 
-INLINE Half half_of(const Neurons *neurons, const uint8_t *record, size_t half, int bits) {
+INLINE Half half_of(const Neurons *neurons, const uint8_t *record, size_t half, int bits, int two_level) {
     const size_t bytes = neurons->width * (size_t)bits / 8, groups = neurons->width / neurons->group;
-    const size_t parameters = bits == 4 ? 2 * groups * sizeof(bf16) : 2 * groups + sizeof(bf16);
-    return (Half){record + half * bytes, record + 2 * bytes + half * parameters, groups, bits};
+    const size_t parameters = two_level ? sizeof(bf16) + 2 * groups : 2 * groups * sizeof(bf16);
+    return (Half){record + half * bytes, record + 2 * bytes + half * parameters, groups, bits, two_level};
 }
 
 INLINE float scale_of(const Half *half, size_t group) {
     const bf16 *first = (const bf16 *)half->parameters;
-    return half->bits == 4 ? from_bf16(first[group]) : from_bf16(first[0]) * (float)half->parameters[sizeof(bf16) + group];
+    return half->two_level ? from_bf16(first[0]) * (float)half->parameters[sizeof(bf16) + group] : from_bf16(first[group]);
 }
 
 /* 4 bits count from -8 on. */
 INLINE float zero_of(const Half *half, size_t group, float scale) {
     const bf16 *first = (const bf16 *)half->parameters;
-    if (half->bits == 4) return from_bf16(first[half->groups + group]) - 8 * scale;
-    return from_bf16(first[0]) * (float)(int8_t)half->parameters[sizeof(bf16) + half->groups + group];
+    const float zero = half->two_level
+                           ? from_bf16(first[0]) * (float)(int8_t)half->parameters[sizeof(bf16) + half->groups + group]
+                           : from_bf16(first[half->groups + group]);
+    return half->bits == 4 ? zero - 8 * scale : zero;
 }
 
 INLINE void codes_at(const uint8_t *from, int strip, int bits, Sixteen *to) {
@@ -68,36 +70,41 @@ INLINE float up_of(const Neurons *neurons, const Half *half, int bits, const flo
     return total[0] + rest;
 }
 
-INLINE void ups(const Neurons *neurons, int bits, const float *x, const float *sums, size_t begin, size_t end,
+INLINE void ups(const Neurons *neurons, int bits, int two_level, const float *x, const float *sums, size_t begin, size_t end,
                 float *products) {
     for (size_t i = begin; i < end; i++) {
         const size_t neuron = (size_t)neurons->used[i];
-        const Half row = half_of(neurons, neurons->records + neuron * neurons->record_bytes, 0, bits);
+        const Half row = half_of(neurons, neurons->records + neuron * neurons->record_bytes, 0, bits, two_level);
         products[i] = from_bf16(neurons->gates[neuron]) * up_of(neurons, &row, bits, x, sums);
     }
 }
 
 static void neurons_up(const Neurons *neurons, const float *x, const float *sums, size_t begin, size_t end, float *products) {
-    if (neurons->bits == 4)
-        ups(neurons, 4, x, sums, begin, end, products);
+    if (neurons->bits == 2)
+        ups(neurons, 2, 1, x, sums, begin, end, products);
+    else if (neurons->two_level)
+        ups(neurons, 4, 1, x, sums, begin, end, products);
     else
-        ups(neurons, 2, x, sums, begin, end, products);
+        ups(neurons, 4, 0, x, sums, begin, end, products);
 }
 
-INLINE void downs(const Neurons *neurons, int bits, const float *products, size_t begin, size_t end, bf16 *out) {
-    const size_t bytes = neurons->width * (size_t)bits / 8;
+INLINE void downs(const Neurons *neurons, int bits, int two_level, const float *products, size_t begin, size_t end,
+                  bf16 *out) {
+    const size_t bytes = neurons->width * (size_t)bits / 8, group = neurons->group;
     Sixteen total[8 / 2][BYTES_TASK / CODES];
     memset(total, 0, sizeof total);
     for (size_t i = 0; i < neurons->count; i++) {
         const uint8_t *record = neurons->records + (size_t)neurons->used[i] * neurons->record_bytes;
-        const Half column = half_of(neurons, record, 1, bits);
+        const Half column = half_of(neurons, record, 1, bits, two_level);
         for (int strip = 0; strip < 8 / bits; strip++)
-            for (size_t b = begin; b < end; b += CODES) {
-                const size_t g = ((size_t)strip * bytes + b) / neurons->group;
+            for (size_t b = begin; b < end; b += group) {
+                const size_t g = ((size_t)strip * bytes + b) / group;
                 const float scale = scale_of(&column, g), zero = zero_of(&column, g, scale);
-                Sixteen codes;
-                codes_at(column.codes + b, strip, bits, &codes);
-                total[strip][(b - begin) / CODES] += codes * (products[i] * scale) + products[i] * zero;
+                Sixteen codes, *sums = total[strip] + (b - begin) / CODES;
+                for (size_t c = 0; c < group; c += CODES) {
+                    codes_at(column.codes + b + c, strip, bits, &codes);
+                    *sums++ += codes * (products[i] * scale) + products[i] * zero;
+                }
             }
     }
     for (int strip = 0; strip < 8 / bits; strip++)
@@ -106,10 +113,12 @@ INLINE void downs(const Neurons *neurons, int bits, const float *products, size_
 }
 
 static void neurons_down(const Neurons *neurons, const float *products, size_t begin, size_t end, bf16 *out) {
-    if (neurons->bits == 4)
-        downs(neurons, 4, products, begin, end, out);
+    if (neurons->bits == 2)
+        downs(neurons, 2, 1, products, begin, end, out);
+    else if (neurons->two_level)
+        downs(neurons, 4, 1, products, begin, end, out);
     else
-        downs(neurons, 2, products, begin, end, out);
+        downs(neurons, 4, 0, products, begin, end, out);
 }
 
 #endif
