@@ -23,7 +23,7 @@ from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import load_blueprint, resolve_for, start, starts_lean
 from tiermoe.errors import StoreError
 from tiermoe.formats.outline import NAME, Origin, read_outline, write_outline
-from tiermoe.kernels.gates import ClampedGate, gate_name, gate_named, gelu_gate, silu_gate
+from tiermoe.kernels.gates import ClampedGate, LimitedSilu, gate_name, gate_named, gelu_gate, silu_gate
 from tiermoe.model import prepare_store
 from tiermoe.model.dense_weights import EmbeddingOnDisk, StoredWeights
 from tiermoe.model.families.table import ARCHITECTURES
@@ -318,7 +318,7 @@ def test_checkpoints_that_were_moved_are_not_started_so(case: Callable[..., Case
 
 
 def test_gates_have_names() -> None:
-    for gate in (ClampedGate(7.0, 1.7), ClampedGate(7.0, 1.7, halves=True)):
+    for gate in (ClampedGate(7.0, 1.7), ClampedGate(7.0, 1.7, halves=True), LimitedSilu(7.0)):
         assert gate_named(json.loads(json.dumps(gate_name(gate)))) == gate
     for gate in (silu_gate, gelu_gate):
         assert gate_named(gate_name(gate) or ()) is gate

@@ -14,7 +14,7 @@ from torch import Tensor
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.plain import Plain
 from tiermoe.formats.scratch import scratch
-from tiermoe.kernels.gates import ClampedGate, gelu_gate, silu_gate
+from tiermoe.kernels.gates import ClampedGate, LimitedSilu, gelu_gate, silu_gate
 from tiermoe.kernels.gpu import GroupedExperts, grouped_experts
 from tiermoe.kernels.linear import linear_for, native_tokens
 from tiermoe.kernels.matrix import MatrixForm, matrix_form
@@ -213,6 +213,7 @@ class Gate(IntEnum):
     CLAMPED = 1
     CLAMPED_HALVES = 2
     GELU_TANH = 3
+    LIMITED_SILU = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +300,8 @@ def gated_experts(form: ExpertFormat, activation: Callable[[Tensor], Tensor]) ->
 def _gate(activation: Callable[[Tensor], Tensor]) -> tuple[Gate, float, float] | None:
     if isinstance(activation, ClampedGate):
         return Gate.CLAMPED_HALVES if activation.halves else Gate.CLAMPED, activation.limit, activation.alpha
+    if isinstance(activation, LimitedSilu):
+        return Gate.LIMITED_SILU, activation.limit, 0.0
     if activation is silu_gate:
         return Gate.SILU, 0.0, 0.0
     return (Gate.GELU_TANH, 0.0, 0.0) if activation is gelu_gate else None
