@@ -30,9 +30,11 @@ class Architecture:
     shared_gate: str | None = None  # of the gate of the shared expert
     shared_beside: str | None = None  # of a shared expert beside the block, its gate and up one matrix (Granite)
     correction: str | None = None  # of the bias by which the router chooses, relative to the block
+    table: str | None = None  # of the table of tokens' experts, relative to the block, of layers that have one
     weighs_input: bool = False  # experts take what the router's weight has multiplied (`MoeBlock`)
     window: str = "none"  # 'all' layers have a sliding window, each 'layer' as config.layer_types says, or 'chunk'
     latent: bool = False  # attention is `LatentAttention`
+    compressed: bool = False  # attention is `CompressedAttention`
     rope: str = "halves"  # of `rotary.ROPES`
     unrotated: Callable[[Any, int], bool] | None = None  # config, layer → its queries and keys have no position
     temperature: Callable[[Any], Temperature | None] | None = None  # of the unrotated layers where there are such
@@ -55,7 +57,7 @@ class Architecture:
     attention_scale: float | None = None  # where it does not follow from a head's columns
     scaled_embedding: bool = False  # by the root of the hidden size
     embedding_scale: Callable[[Any], float] | None = None  # config → what embeddings are multiplied by
-    streams: bool = False  # layers are `StreamLayer`
+    streams: str = ""  # layers are `StreamLayer`, with connections of this name in `hyper_connections.CONNECTIONS`
     side_by_side: bool = False  # dense blocks beside experts (`gemma4.SideBySide`)
     lacks: Callable[[Any], str] | None = None  # config → what no block computes, in words; empty: nothing
     scales: tuple[str, ...] = ()  # the config's names of the multipliers that are in use (Granite)

@@ -113,7 +113,7 @@ class Router:
         ranked = shares if self.correction is None else shares + self.correction
         if self.rule.groups > 1:
             ranked = self._within_groups(ranked, float("-inf"))
-        if self.rule.scores not in _ALONE and self.correction is None:  # the same order, and spread as the router has it
+        if self.rule.scores not in _ALONE and self.correction is None:  # the same order, spread as the router has it
             ranked = logits.float().masked_fill(ranked.isneginf(), float("-inf"))
         return ranked, shares
 
@@ -123,6 +123,11 @@ class Router:
         if self.rule.normalise or self.rule.scores == "chosen":
             weights = weights / (weights.sum(dim=-1, keepdim=True) + max(1e-20, self.rule.epsilon))
         return self._scaled(weights * self.rule.scale, experts)
+
+    def weigh(self, hidden: Tensor, experts: Tensor) -> Tensor:
+        """The weights (T, K) of experts (T, K) for hidden (T, H), whoever has chosen them."""
+        weights = self.weights_of(self.scores(hidden)[1], experts)
+        return weights.to(hidden.dtype) if self.rule.rounded else weights
 
     def _input(self, hidden: Tensor) -> Tensor:
         return hidden if self._prepared is None else self._prepared(hidden)
