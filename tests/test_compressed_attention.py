@@ -1,5 +1,5 @@
-"""Attention over compressed positions, residual streams and hash-routed layers (DeepSeek-V4), against transformers' eager
-code: prompts in chunks, tokens one by one, ragged batches, and sequences that are cut, forked, saved and found again."""
+"""Attention over compressed positions, residual streams and hash-routed layers (DeepSeek-V4), against transformers'
+eager code: prompts in chunks, tokens one by one, ragged batches, and sequences that are cut, forked and saved."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tiermoe.model.step import Step
 from tiermoe.types import Workload
 
 _FLOAT_BYTES = 4
-_COPIES = 5  # of the values and gates of tokens, as float32, while their entries are made; measured
+_COPIES = 5  # of the values and gates of tokens, as float32, while their entries are made; counted
 
 
 @dataclass(frozen=True, slots=True)
