@@ -30,7 +30,8 @@ from tiermoe.engine.request_loop import scored_tokens
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.measure.harness import begins, hosted, results_of
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.model.hf.hub import load_tokenizer, resolve_model
+from tiermoe.model.hf.hub import resolve_model
+from tiermoe.model.hf.tokenizers import load_tokenizer
 
 TASKS = ("piqa", "winogrande", "wikitext")
 LOADING_S = 3600  # packing included

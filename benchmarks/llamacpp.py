@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.perplexity import Ids, Perplexity
 from tiermoe.bench.child import CaseFailed, last_object
 from tiermoe.errors import TiermoeError
 
@@ -58,7 +57,7 @@ class Peer:
         self.run("quantise", gguf.resolve(), "--ftype", ftype, "--out", out.resolve(), *(["--pure"] if pure else []))
 
     def surprisals(
-        self, gguf: Path, ids: Ids, context: int, stride: int, attention: str
+        self, gguf: Path, ids: npt.NDArray[np.int64], context: int, stride: int, attention: str
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
         """Of each window of `benchmarks.perplexity`: the sum of its surprisals in nats, and how many they are."""
         with tempfile.TemporaryDirectory() as folder:
@@ -68,11 +67,6 @@ class Peer:
             self.run(*words, "--stride", stride, "--attention", attention)
             with np.load(out) as found:
                 return found["sums"], found["counts"]
-
-    def perplexity(self, gguf: Path, ids: Ids, context: int, stride: int, attention: str) -> Perplexity:
-        """That of `ids` (N,)."""
-        sums, counts = self.surprisals(gguf, ids, context, stride, attention)
-        return Perplexity(float(np.exp(sums.sum() / counts.sum())), int(counts.sum()), context, stride)
 
 
 def convert(model: Path, converter: Path, kind: str, out: Path, peer: Peer) -> None:

@@ -140,7 +140,8 @@ def of_llama(args: argparse.Namespace) -> dict[str, Any]:
 
     peer = Peer(args.peer_python, args.threads)
     ids = token_ids(args.model, args.text)
-    result = peer.perplexity(args.gguf, ids, args.context, args.stride, args.attention)
+    sums, counts = peer.surprisals(args.gguf, ids, args.context, args.stride, args.attention)
+    result = Perplexity(float(np.exp(sums.sum() / counts.sum())), int(counts.sum()), args.context, args.stride)
     return {"gguf": args.gguf.name, "bytes": args.gguf.stat().st_size, "attention": args.attention, **asdict(result)}
 
 

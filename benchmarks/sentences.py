@@ -24,7 +24,7 @@ from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import start
 from tiermoe.measure.scoring import log_probabilities
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.model.hf.hub import load_tokenizer
+from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.systems import PRESETS
 
 EXACT = "default"

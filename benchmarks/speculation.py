@@ -26,7 +26,8 @@ from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Grammar, Sampling
 from tiermoe.engine.speculation import Speculation
-from tiermoe.model.hf.hub import load_tokenizer, resolve_model
+from tiermoe.model.hf.hub import resolve_model
+from tiermoe.model.hf.tokenizers import load_tokenizer
 
 _PROGRAM = Path(__file__)
 _NEW, _QUOTED = 30, 60  # tokens of a sentence of one's own, and of the quotation behind it

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_link import lru_of, pools
-from tiermoe.offload.cache import ExpertCache, most_used_slots
+from tiermoe.offload.cache import ExpertCache
 from tiermoe.offload.policies.allotment import Pool, Share, by_use
 from tiermoe.offload.policies.eviction import EVICTIONS, Clock, EvictionContext
+from tiermoe.offload.slot_pools import most_used_slots
 from tiermoe.types import Demand, ExpertKey
 
 

@@ -20,7 +20,7 @@ from tiermoe.measure.gamma import GAMMAS, find_gamma, find_gamma_for, scored_at,
 from tiermoe.measure.profiles import MadeProfile, make_profiles
 from tiermoe.measure.texts import Feed, SequenceShape
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.model.hf.hub import load_tokenizer
+from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.offload.profiles import Profile, profile_path, read_profile, to_json
 
 PROMPT, LENGTH, SEQUENCES = 8, 24, 6

@@ -290,6 +290,20 @@ def test_a_head_of_a_gguf_file(tmp_path: Path, own: bool) -> None:
     engine.close()
 
 
+def test_plan_says_what_a_run_with_a_head_takes(checkpoint: Path, engine: Any, tiermoe_: Command) -> None:
+    words = ("plan", checkpoint, "--memory", "4GiB", "--context", PACKED["context"])
+    found = tiermoe_(*words, "--bits", 4, "--dense-bits", 4, "--draft", "mtp", "--json")
+    assert found.code == 0, found.err
+    plan = json.loads(found.out)
+    assert plan["all_slots"] == engine.plan.all_slots
+    assert plan["dense"] == engine.plan.dense
+    assert plan["kv_cache"] * PACKED["batch"] == engine.plan.kv_cache
+    for draft in ("lookup", "none", checkpoint):
+        refused = tiermoe_(*words, "--draft", draft)
+        assert refused.code == 2
+        assert "plan has --draft mtp alone" in refused.err
+
+
 def test_the_command_says_the_same_with_a_head(checkpoint: Path, tiermoe_: Command) -> None:
     words = ("run", checkpoint, "abcabcab", "--raw", "--max-tokens", 12, "--memory", "4GiB", "--temperature", 0)
     plain, drafted = (tiermoe_(*words, "--json", "--draft", draft) for draft in ("none", "mtp"))

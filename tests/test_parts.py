@@ -18,7 +18,7 @@ from tiermoe.engine.observer import Observer
 from tiermoe.measure.record import Recorder
 from tiermoe.measure.texts import Feed
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
-from tiermoe.model.hf.hub import load_tokenizer
+from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.offload.policies.eviction import EVICTIONS, EvictionContext
 from tiermoe.offload.policies.eviction.edgemoe import DistanceByFrequency
 from tiermoe.offload.policies.eviction.hobbit import Weighted

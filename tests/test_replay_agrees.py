@@ -20,7 +20,7 @@ from tiermoe.measure.record import Recorder, header_of
 from tiermoe.measure.texts import Feed
 from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
-from tiermoe.model.hf.hub import load_tokenizer
+from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.offload.assembly import PrecisionSlots
 from tiermoe.offload.policies.prediction import count_paths, paths_to_json
 from tiermoe.offload.profiles import Profile, profile_path, read_profile, to_json

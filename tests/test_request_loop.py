@@ -127,6 +127,20 @@ def test_a_step_asks_no_more_than_memory_is_planned_for(loaded: Any) -> None:
     assert max(len(step.tokens) for step, every in engine.seen if every) == use.scored == 8
 
 
+def test_a_prompt_amid_the_layers_says_how_far_it_is(loaded: Any) -> None:
+    batch, most = batcher(loaded), loaded.plan.prompt_chunks * loaded.settings.chunk
+    number = batch.add(Request(ids(60), Sampling(max_tokens=2), progress=True))
+    said: list[int | None] = [0]
+    while not said[-1] or said[-1] < 60:
+        said += [piece.read for piece in batch.step() if piece.number == number and piece.read is not None]
+        (row,) = batch.at_work().values()
+        assert row.read == said[-1]
+    assert said == sorted(said)
+    groups, missing = -(-60 // most), loaded.plan.prompt_chunks > 1
+    assert (len(set(said)) - 1 > groups) is missing
+    assert row.length == 60
+
+
 class Sharing(WrappedEngine):
     """An engine whose requests of up to `context` tokens share memory for keys and values: that of one of these, or
     of one and the beginning of another."""

@@ -20,7 +20,7 @@ from benchmarks.several_models import Memory
 from commands import Command
 from serving import until
 from tiermoe.config import parse_size
-from tiermoe.model.hf.hub import load_tokenizer
+from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiny import oracle
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")

@@ -18,7 +18,7 @@ from tiermoe.measure.pairs import Pair
 from tiermoe.measure.scoring import mean_over_windows
 from tiermoe.measure.summaries import METRICS, prepare
 from tiermoe.measure.texts import WindowShape
-from tiermoe.model.hf.hub import load_tokenizer
+from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiny import oracle, write
 
 PAIRS: list[Pair] = [

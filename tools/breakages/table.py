@@ -287,7 +287,7 @@ BREAKAGES = (
     ),
     Breakage(
         "a slot that moves to another layer stays in its own",
-        "_Pool.give",
+        "SlotPool.give",
         "self.spare -= self.unit",
         "pass",
         ("tests/test_expert_cache.py",),

@@ -44,7 +44,8 @@ from tiermoe.errors import ConfigError, ModelError, ProfileError, TiermoeError
 from tiermoe.formats.store import precision_key
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.model.hf.hub import load_tokenizer, resolve_model
+from tiermoe.model.hf.hub import resolve_model
+from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.prepare_store import ensure_packed, open_or_create, store_root
 
 _TITLES = {ACCELERATE: "transformers + accelerate"}  # of engines whose name says too little

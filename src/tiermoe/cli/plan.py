@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from tiermoe.cli import options as opt
+from tiermoe.cli.drafts import MTP
 from tiermoe.cli.output import note, starting
 from tiermoe.cli.session import beyond_this_machine
 from tiermoe.cli.terminal import Terminal
@@ -39,17 +40,26 @@ def plan(
     model: opt.Model,
     options: dict[str, Any],
     machine: Machine = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="mtp: plan with the model's own MTP head, as `run --draft mtp` does.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
     """Show how a memory budget would be divided, and the speed to expect. Nothing is loaded or packed, and of a model
     on the hub only the config and the headers are read."""
+    if draft not in (None, MTP):
+        raise ConfigError(
+            f"plan has --draft mtp alone, not --draft {draft}: looking up takes no memory, and `tiermoe plan` of a "
+            f"draft model says what that takes"
+        )
     named = _rates_of_named(machine, options)
     with starting("reading headers and measuring this machine"):
         from tiermoe.cli.preview import preview
 
         settings = make_settings(**options)
         here, learns = named is None, machine is None
-        found = preview(model, settings, _rates(settings, machine, named), here, learns)
+        found = preview(model, settings, _rates(settings, machine, named), here, learns, head=draft == MTP)
     if as_json:
         print(json.dumps(_document(found)))
         return

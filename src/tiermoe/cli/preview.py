@@ -38,6 +38,7 @@ from tiermoe.measure.packing_time import RandomExperts, packing_seconds
 from tiermoe.model.dense import kind_of, own_bytes, packable, packed_bytes
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.hub import Download, inspect_without_download
+from tiermoe.model.hf.mtp_blueprint import with_mtp
 from tiermoe.model.prepare_store import found_store, missing, store_root
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.cuda import resolve_device
@@ -80,12 +81,16 @@ def preview(
     rates: Callable[[ExpertFormat | None], Rates],
     here: bool = True,
     learns: bool = True,
+    head: bool = False,
 ) -> Preview:
     """The preview of a model with `settings`. rates: called once, after everything else is known, with the format of
     experts that torch's operators compute (None: compiled kernels compute them); gives the rates of the machine. here:
     the model is to run on this machine, where the time of packing can be measured. learns: and with this machine's own
-    drive, so that earlier runs count. ModelError as `inspect_without_download`, BudgetError as `plan_memory`."""
+    drive, so that earlier runs count. head: with the model's own MTP head. ModelError as `inspect_without_download` and
+    `with_mtp`, BudgetError as `plan_memory`."""
     blueprint, download = inspect_without_download(model, settings.store)
+    if head:
+        blueprint = with_mtp(blueprint, settings.store)
     return preview_of(blueprint, download, settings, rates, here, learns)
 
 

@@ -43,7 +43,8 @@ def _answer(models: list[str], options: dict[str, Any], kv_memory: str | None) -
 
 
 def _range(model: str, asked: Any, batch_named: bool, kv_bytes: int | None) -> dict[str, Any]:
-    from tiermoe.model.hf.hub import inspect_without_download, load_tokenizer
+    from tiermoe.model.hf.hub import inspect_without_download
+    from tiermoe.model.hf.tokenizers import load_tokenizer
     from tiermoe.serve.batch_limits import budget_range, require_decoder
 
     blueprint, download = inspect_without_download(model, asked.store)

@@ -6,10 +6,11 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tiermoe.cli.drafts import MTP, names_model, planned_draft, speculation_of, with_head
 from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.config import Settings, format_size, settings
 from tiermoe.platform import file_io
@@ -77,17 +78,16 @@ def open_session(
         from tiermoe.engine.load import start
         from tiermoe.model.gguf.parameters import open_checkpoint
         from tiermoe.model.hf.blueprint import inspect_model
-        from tiermoe.model.hf.hub import kept_tokenizer, leave_tokenizer, load_tokenizer, resolve_model
+        from tiermoe.model.hf.hub import resolve_model
+        from tiermoe.model.hf.tokenizers import kept_tokenizer, leave_tokenizer, load_tokenizer
         from tiermoe.model.prepare_store import store_root
         from tiermoe.types import USUAL
 
         asked = settings(**options)
         directory = resolve_model(model)
         blueprint = inspect_model(directory, model, asked.store, None if headers is None else open_checkpoint(headers))
-        if draft == "mtp":
-            from tiermoe.model.hf.mtp_blueprint import with_mtp
-
-            blueprint = with_mtp(blueprint, asked.store)
+        if draft == MTP:
+            blueprint = with_head(blueprint, asked.store)
         root = store_root(blueprint, asked.store)
         kept = None if served else kept_tokenizer(blueprint, root)  # a server's grammars need transformers'
         tokenizer = kept or load_tokenizer(directory)
@@ -112,10 +112,10 @@ def open_session(
 
             asked, use = as_served(blueprint, asked, "batch" in options, kv_memory, note)
         drafting = None
-        if draft not in ("lookup", "mtp", "none"):
-            drafting, asked = _planned_draft(draft, tokenizer, blueprint, asked)
+        if names_model(draft):
+            drafting, asked = planned_draft(draft, tokenizer, blueprint, asked)
         engine = start(blueprint, asked, packing, use)
-        speculation = _speculation(draft, drafting, engine, packing)
+        speculation = speculation_of(draft, drafting, engine, packing)
     if kept is None and template is None:
         leave_tokenizer(blueprint, root, tokenizer)
     if times and (packed := _packed_bytes(root) - packed_before) > 0:
@@ -133,52 +133,6 @@ def open_session(
 def _packed_bytes(root: Path) -> int:
     """Bytes of the packed experts and dense layers in the folder of a store, which may not be there yet."""
     return sum(file.stat().st_size for kind in ("experts-*", "dense-*") for file in root.glob(kind))
-
-
-def _planned_draft(
-    draft: str, tokenizer: Any, blueprint: Any, asked: Settings
-) -> tuple[tuple[Any, Settings], Settings]:
-    """((blueprint, settings) of a draft model, settings of the model with the memory that it leaves). ModelError where
-    its tokenizer is another, BudgetError where it does not fit whole."""
-    from tiermoe.engine.budget import context_of
-    from tiermoe.engine.draft_model import check_vocabulary, plan_draft
-    from tiermoe.model.hf.blueprint import inspect_model
-    from tiermoe.model.hf.hub import load_tokenizer, resolve_model
-
-    directory = resolve_model(draft)
-    check_vocabulary(tokenizer.get_vocab(), load_tokenizer(directory).get_vocab(), draft)
-    small = inspect_model(directory, draft, asked.store)
-    longest = min(filter(None, (context_of(blueprint, asked), small.max_context())))
-    own = Settings(
-        memory=asked.memory, context=longest, batch=asked.batch, threads=asked.threads, store=asked.store,
-        device=asked.device,
-    )  # fmt: skip
-    plan = plan_draft(small, own, draft)
-    return (small, own), replace(asked, memory=plan.budget - (plan.total - plan.interpreter))
-
-
-def _speculation(draft: str, drafting: Any, engine: Any, progress: Callable[[str, int, int], None]) -> Any:
-    """The `Speculation` of request loops over an engine; None: no guesses."""
-    if draft == "none":
-        return None
-    from tiermoe.engine.prompt_lookup import Lookup
-    from tiermoe.engine.speculation import Speculation
-
-    if draft == "mtp":
-        from tiermoe.engine.mtp_draft import MtpDrafts, require_verification
-
-        require_verification(engine)
-        return Speculation(MtpDrafts(engine, Lookup()))
-    if drafting is None:
-        return Speculation(Lookup())
-    from tiermoe.engine.draft_model import DraftModel
-    from tiermoe.engine.load import start
-
-    blueprint, settings = drafting
-    small = start(blueprint, settings, progress)
-    engine.before_closing(small.close)
-    vocabulary = min(small.config.vocab_size, engine.config.vocab_size)
-    return Speculation(DraftModel(small, vocabulary, settings.batch, settings.context))
 
 
 def beyond_this_machine(asked: Settings) -> Iterator[str]:

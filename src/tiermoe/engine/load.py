@@ -30,7 +30,8 @@ from tiermoe.model.dense_weights import StoredWeights
 from tiermoe.model.families.table import decodes
 from tiermoe.model.feed_forward import named_gates
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
-from tiermoe.model.hf.hub import inspect_without_download, load_tokenizer, resolve_model
+from tiermoe.model.hf.hub import inspect_without_download, resolve_model
+from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.prepare_store import Progress, ensure_packed, found_store, is_packed, open_or_create, store_root
 from tiermoe.offload.cuda import resolve_device
 from tiermoe.platform import process_memory

@@ -79,9 +79,7 @@ class Piece:
     prompt: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens, in the first piece, where they are asked for
     timings: Timings = Timings()
     embedding: tuple[float, ...] = ()  # of the prompt, in the last piece, where it is asked for
-    read: int | None = None
-    """Tokens of the prompt that have run, with those that did not have to be read; None: the piece is of the answer. Of
-    chunks that go through the layers together, as many as take as much computing."""
+    read: int | None = None  # `RequestState.read` of its prompt; None: the piece is of the answer
 
 
 class RequestState:
@@ -103,6 +101,7 @@ class RequestState:
         self.stored: StoredPrefix | None = None  # a prefix that is being read into the slab from disk
         self.answer: list[int] = []  # chosen tokens; the last one has not run
         self.cached = 0  # tokens of the prompt that did not have to be read
+        self.under_way = 0  # tokens that take as much computing as chunks have taken that are amid the layers
         self.drafter: Drafter | None = None
         self.drafted = self.accepted = 0  # draft tokens that were verified, and those that were right
         self.began_at = self.first_at = time.perf_counter()  # when its prompt and its answer began
@@ -118,6 +117,11 @@ class RequestState:
     def length(self) -> int:
         """Tokens in the slab."""
         return len(self.contents.tokens)
+
+    @property
+    def read(self) -> int:
+        """Tokens that have run; of chunks that are amid the layers, as many as take as much computing."""
+        return self.length + self.under_way
 
     @property
     def is_read(self) -> bool:
@@ -176,6 +180,7 @@ class RequestState:
     def has_read(self, row: Row, logits: Tensor) -> None:
         """Records that `next_prompt` has run. logits (n, vocabulary): of its last token, or of all where they are
         scored; hidden states (n, H) of all for an embedding."""
+        self.under_way = 0
         if self.scored:
             self._score(logits)
         if self.request.embeds:
@@ -196,7 +201,7 @@ class RequestState:
             self.scores, self.states = [], None
         elif self.length > len(self.before.tokens):
             self.before = self.contents
-        self.slab, self.room, self.stored, self.contents = -1, 0, None, SlabContents()
+        self.slab, self.room, self.stored, self.contents, self.under_way = -1, 0, None, SlabContents(), 0
 
     def choose(self, logits: Tensor, ends: set[int], context: int) -> Piece:
         """Chooses the next token of the answer, from the logits (vocabulary) of the one before.

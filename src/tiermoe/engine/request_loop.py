@@ -342,9 +342,9 @@ class RequestLoop:
             return
         layered.done += layered.layers
         self._layered = layered
+        row.under_way = (chunks[-1].end - row.length) * layered.done // len(self._engine.decoder.layers)
         if row.request.progress:
-            computed = (chunks[-1].end - row.length) * layered.done // len(self._engine.decoder.layers)
-            pieces.append(Piece(row.number, read=row.length + computed, cached=row.cached))
+            pieces.append(Piece(row.number, read=row.read, cached=row.cached))
 
     def _forget_layers(self, row: RequestState) -> None:
         """A row that goes layer by layer leaves."""
@@ -442,7 +442,7 @@ class RequestLoop:
         if row.replaying:
             return
         if row.request.progress:
-            pieces.append(Piece(row.number, read=row.length, cached=row.cached))
+            pieces.append(Piece(row.number, read=row.read, cached=row.cached))
         if row.is_read:
             self.counts.cached_tokens += row.cached
             self.counts.prompt_tokens += row.length - row.cached

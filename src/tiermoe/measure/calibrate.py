@@ -22,7 +22,8 @@ from tiermoe.measure.record import MadeFrom, made_from, write_trace
 from tiermoe.measure.texts import SequenceShape, cut_sequences
 from tiermoe.model.families.table import Family
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
-from tiermoe.model.hf.hub import load_tokenizer, resolve_model
+from tiermoe.model.hf.hub import resolve_model
+from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.prepare_store import Progress, store_root
 from tiermoe.offload.profiles import FOLDER
 from tiermoe.systems.corm import LOW_SHARE

@@ -38,7 +38,8 @@ from tiermoe.measure.scoring import (
 from tiermoe.measure.texts import Feed, Windows, WindowShape, cut_pairs, cut_windows
 from tiermoe.metrics import Metrics, named
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
-from tiermoe.model.hf.hub import load_tokenizer, resolve_model
+from tiermoe.model.hf.hub import resolve_model
+from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.prepare_store import Progress, store_root
 
 SCORING = "scoring"

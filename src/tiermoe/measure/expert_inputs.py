@@ -31,7 +31,7 @@ from tiermoe.kernels.experts import Activation, UnfusedExperts
 from tiermoe.measure.texts import SequenceShape, beginning, cut_sequences
 from tiermoe.model.feed_forward import named_gates
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.hf.hub import load_tokenizer
+from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.prepare_store import Progress
 from tiermoe.platform.json_files import read_json
 from tiermoe.types import MoeLayer, Routed

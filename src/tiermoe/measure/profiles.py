@@ -25,7 +25,7 @@ from tiermoe.measure.prior import Prior, find_prior
 from tiermoe.measure.scoring import total_nll
 from tiermoe.measure.tasks import Perplexity, Rouge2, Task
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.hf.hub import load_tokenizer
+from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.prepare_store import Progress
 from tiermoe.offload.policies.precision import Popularity, PrecisionContext
 from tiermoe.offload.policies.prediction import count_paths, paths_to_json

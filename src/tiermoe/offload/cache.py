@@ -16,13 +16,13 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from tiermoe.offload.policies.allotment import Pool
 from tiermoe.offload.policies.eviction import Eviction
+from tiermoe.offload.slot_pools import SlotPool, SlotShares, slot_numbers
 from tiermoe.types import Demand, ExpertKey
 
 SHARE_EVERY = 16
@@ -32,36 +32,13 @@ _NOBODY: AbstractSet[ExpertKey] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
-class _Pool:
-    """Room for `slots` of the largest copies under one eviction policy, each of size `unit`. `spare`: how much of it
-    nobody has. `free`: slots in which nothing lies, one list for all pools of the same precisions. `evictable`: whether
-    a key of this pool may leave now. `borrowed`: slots beyond `slots` until its layer has run."""
-
-    number: int
-    eviction: Eviction
-    slots: int
-    unit: int
-    spare: int
-    free: list[int]
-    evictable: Callable[[ExpertKey], bool]
-    borrowed: int = 0
-
-    def give(self, other: _Pool) -> None:
-        """Room for one of the largest copies, which this pool has to spare."""
-        self.slots -= 1
-        self.spare -= self.unit
-        other.slots += 1
-        other.spare += self.unit
-
-
-@dataclass(slots=True, eq=False)
 class _Run:
     """The slots that pools of the same precisions share, `numbers`; together they have room for `slots` of the largest
     copies."""
 
     numbers: range
     slots: int
-    pools: list[_Pool]
+    pools: list[SlotPool]
 
 
 class ExpertCache:
@@ -107,12 +84,12 @@ class ExpertCache:
         self._pins: dict[ExpertKey, int] = {}
         self._uncommitted: dict[ExpertKey, ExpertKey | None] = {}  # in flight → who leaves for it, if somebody must
         self._leaving: set[ExpertKey] = set()
-        self._lent: list[tuple[_Pool, int]] = []  # slots whose memory others have for a while
+        self._lent: list[tuple[SlotPool, int]] = []  # slots whose memory others have for a while
         self.protected: set[ExpertKey] = set()
         self._fresh_evictions = functools.partial(evictions, pools)
         self._runs: list[_Run] = []
         self._pools = self._made(pools)
-        self._pool_of: dict[tuple[int, int], _Pool] = {}
+        self._pool_of: dict[tuple[int, int], SlotPool] = {}
         for pool, made in zip(pools, self._pools, strict=True):
             places = ((layer, bits) for layer in pool.layers for bits in pool.bits or self._precisions)
             self._pool_of.update(dict.fromkeys(places, made))
@@ -373,9 +350,9 @@ class ExpertCache:
             for pool in run.pools:
                 pool.spare = (pool.slots + pool.borrowed) * pool.unit - taken.get(pool.number, 0)
 
-    def _made(self, pools: Sequence[Pool]) -> list[_Pool]:
+    def _made(self, pools: Sequence[Pool]) -> list[SlotPool]:
         policies = self._fresh_evictions()
-        made: list[_Pool] = []
+        made: list[SlotPool] = []
         begin = 0
         for bits, alike in itertools.groupby(pools, operator.attrgetter("bits")):
             slots = [pool.slots for pool in alike]
@@ -388,7 +365,7 @@ class ExpertCache:
                 number, policy = len(made), policies[len(made)]
                 alone = sum(other is policy for other in policies) == 1
                 evictable = self._evictable if alone else functools.partial(self._evictable_of, number)
-                made.append(_Pool(number, policy, count, unit, count * unit, free, evictable))
+                made.append(SlotPool(number, policy, count, unit, count * unit, free, evictable))
                 run.pools.append(made[-1])
             self._runs.append(run)
             begin = numbers.stop
@@ -399,7 +376,7 @@ class ExpertCache:
         return (bits,) if exact else [each for each in self._precisions if each >= bits]
 
     def _victim(
-        self, pool: _Pool, incoming: ExpertKey, protected: AbstractSet[ExpertKey], least: int = 1
+        self, pool: SlotPool, incoming: ExpertKey, protected: AbstractSet[ExpertKey], least: int = 1
     ) -> ExpertKey | None:
         """least: of its size."""
         evictable = pool.evictable
@@ -417,7 +394,7 @@ class ExpertCache:
     def _evictable_of(self, pool: int, key: ExpertKey) -> bool:
         return self._evictable(key) and self._pool_of[key.layer, key.bits].number == pool
 
-    def _make_room(self, pool: _Pool, key: ExpertKey, size: int) -> bool:
+    def _make_room(self, pool: SlotPool, key: ExpertKey, size: int) -> bool:
         """Evicts until a pool has `size` to spare for `key`; False where that cannot be had."""
         self._borrow(pool, size)
         if self._shares and pool.spare < size:
@@ -431,19 +408,19 @@ class ExpertCache:
             self._vacate(pool, victim)
         return True
 
-    def _borrow(self, pool: _Pool, size: int) -> None:
+    def _borrow(self, pool: SlotPool, size: int) -> None:
         """A slot of the room beside all pools, where a pool has less than `size` to spare."""
         if pool.spare < size and self._unborrowed and pool in self._runs[0].pools:
             self._unborrowed -= 1
             pool.borrowed += 1
             pool.spare += pool.unit
 
-    def _pay_back(self, pool: _Pool) -> None:
+    def _pay_back(self, pool: SlotPool) -> None:
         pool.spare -= pool.unit
         pool.borrowed -= 1
         self._unborrowed += 1
 
-    def _vacate(self, pool: _Pool, victim: ExpertKey) -> None:
+    def _vacate(self, pool: SlotPool, victim: ExpertKey) -> None:
         """Evicts; the slot is free."""
         pool.free.append(self._evict(pool, victim))
         pool.spare += self.size(victim)
@@ -452,7 +429,7 @@ class ExpertCache:
         if self.on_shrink is not None:
             self.on_shrink(slot, nbytes)
 
-    def _evict(self, pool: _Pool, victim: ExpertKey) -> int:
+    def _evict(self, pool: SlotPool, victim: ExpertKey) -> int:
         """The slot in which it lay."""
         self.evictions += 1
         if self.on_leave is not None:
@@ -460,7 +437,7 @@ class ExpertCache:
         pool.eviction.removed(victim)
         return self._resident.pop(victim)
 
-    def _enlarge(self, pool: _Pool, key: ExpertKey) -> None:
+    def _enlarge(self, pool: SlotPool, key: ExpertKey) -> None:
         """A slot more for the pool of `key`, of a pool that has one to give (`SlotShares.givers`)."""
         for other in self._shares[key.bits].givers(pool):
             while other.spare < other.unit:
@@ -473,70 +450,11 @@ class ExpertCache:
                 return
 
 
-class _Everywhere(dict[tuple[int, int], _Pool]):
+class _Everywhere(dict[tuple[int, int], SlotPool]):
     """One pool for every layer and precision."""
 
-    def __init__(self, pool: _Pool) -> None:
+    def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
 
-    def __missing__(self, place: tuple[int, int]) -> _Pool:
+    def __missing__(self, place: tuple[int, int]) -> SlotPool:
         return self._pool
-
-
-class SlotShares:
-    """Slots that move between the pools of one precision, one pool a layer, to where experts are used most. minimum:
-    slots that each layer keeps.
-
-    Routing is more even in some layers than in others. With as many slots in each, layers that keep to few experts hold
-    some that nobody asks for while others miss. One pool for all would hold the most used experts of the model, but
-    then what a layer has just read is first to leave when the next layers miss: before its own layer runs again. So a
-    layer evicts its own, and how many slots it has follows from the uses of all layers' experts."""
-
-    def __init__(self, pools: Sequence[_Pool], minimum: int) -> None:
-        self._pools = pools
-        self._minimum = minimum
-        self._wanted = {pool.number: pool.slots for pool in pools}
-
-    def follow(self, uses: Sequence[Sequence[float]]) -> None:
-        """The shares are those of `uses` from now on. Free slots move at once, others when a layer misses."""
-        sizes = most_used_slots(sum(pool.slots for pool in self._pools), uses, self._minimum)
-        self._wanted = {pool.number: size for pool, size in zip(self._pools, sizes, strict=True)}
-        givers = [pool for pool in self._pools for _ in range(min(pool.spare // pool.unit, self._over(pool)))]
-        for pool in self._pools:
-            while givers and self._over(pool) < 0:
-                givers.pop().give(pool)
-
-    def givers(self, taker: _Pool) -> list[_Pool]:
-        """Who gives a slot to `taker`: the pool with most free slots beyond its minimum, before anybody leaves;
-        where none is and `taker` is below its share, pools above theirs, the furthest above first."""
-        if spare := [pool for pool in self._pools if pool.spare >= pool.unit and pool.slots > self._minimum]:
-            return [max(spare, key=lambda pool: min(pool.spare // pool.unit, pool.slots - self._minimum))]
-        if self._over(taker) >= 0:
-            return []
-        return sorted((other for other in self._pools if self._over(other) > 0), key=self._over, reverse=True)
-
-    def _over(self, pool: _Pool) -> int:
-        return pool.slots - self._wanted[pool.number]
-
-
-def slot_numbers(slots: int, sizes: Sequence[int]) -> int:
-    """How many copies of `sizes` bytes can lie in the bytes of `slots` of the largest."""
-    return slots * max(sizes) // min(sizes)
-
-
-def most_used_slots(slots: int, uses: Sequence[Sequence[float]], minimum: int) -> list[int]:
-    """Slots of each layer: `minimum`, and one for each of its other experts that is among the most used of all layers,
-    as far as `slots` go; of equally used ones those of all layers in turn. uses: a row of at least `minimum` experts a
-    layer. The sum is less than `slots` only where every expert has one."""
-    others = [sorted(row, reverse=True)[minimum:] for row in uses]
-    ranked = sorted((count for row in others for count in row), reverse=True)
-    left = slots - minimum * len(uses)
-    if left >= len(ranked):
-        return [minimum + len(row) for row in others]
-    threshold = ranked[left]  # of the first that has none
-    sizes = [minimum + bisect_left(row, -threshold, key=operator.neg) for row in others]
-    equal = [row.count(threshold) for row in others]
-    turns = [layer for turn in range(max(equal)) for layer, count in enumerate(equal) if count > turn]
-    for layer in turns[: slots - sum(sizes)]:
-        sizes[layer] += 1
-    return sizes

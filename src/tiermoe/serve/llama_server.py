@@ -68,12 +68,12 @@ def _slot(index: int, row: RequestState | None, context: int) -> dict[str, Any]:
     slot: dict[str, Any] = {"id": index, "id_task": -1, "n_ctx": context, "is_processing": row is not None}
     if row is None:
         return slot
-    request, decoded, length = row.request, len(row.answer), row.length
+    request, decoded, read = row.request, len(row.answer), row.read
     return slot | {
         "id_task": row.number,
-        "n_past": length,
+        "n_past": read,
         "n_prompt_tokens": len(request.ids) + decoded,  # it grows there too
-        "n_prompt_tokens_processed": max(0, min(length, len(request.ids)) - row.cached),
+        "n_prompt_tokens_processed": max(0, min(read, len(request.ids)) - row.cached),
         "n_prompt_tokens_cache": row.cached,
         "params": _params(request.sampling, request.sampling.max_tokens),
         "next_token": [
