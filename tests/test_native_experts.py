@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Config, DeepseekV4Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 
 from tiermoe import native
@@ -22,7 +23,7 @@ from tiermoe.kernels.experts import (
     gated_experts,
     weighted_sum,
 )
-from tiermoe.kernels.gates import ClampedGate, gelu_gate, relu_squared, silu_gate
+from tiermoe.kernels.gates import ClampedGate, LimitedSilu, gelu_gate, relu_squared, silu_gate
 from tiermoe.kernels.moe_block import MoeBlock
 from tiermoe.kernels.router import Router, Scoring, route
 from tiermoe.types import MoeLayer, Part
@@ -40,6 +41,7 @@ GATES = {
     "clamped halves": ClampedGate(7.0, 1.702, halves=True),
     "gelu": gelu_gate,
     "relu squared": relu_squared,
+    "limited": LimitedSilu(7.0),
 }
 
 
@@ -128,6 +130,14 @@ def test_the_clamped_gate_is_transformers_bit_for_bit() -> None:
     features = random(9, 128, seed=1) * 6
     for dtype in (torch.bfloat16, torch.float32):
         got = ClampedGate(theirs.limit, theirs.alpha)(features.to(dtype))
+        assert torch.equal(got, theirs._apply_gate(features.to(dtype)))
+
+
+def test_the_limited_gate_is_transformers_bit_for_bit() -> None:
+    theirs = DeepseekV4Experts(DeepseekV4Config(hidden_size=64, moe_intermediate_size=64, n_routed_experts=1))
+    features = random(9, 128, seed=1) * 9
+    for dtype in (torch.bfloat16, torch.float32):
+        got = LimitedSilu(theirs.limit)(features.to(dtype))
         assert torch.equal(got, theirs._apply_gate(features.to(dtype)))
 
 

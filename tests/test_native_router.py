@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Config, DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3TopkRouter
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Config, DeepseekV4TopKRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssTopKRouter
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeConfig, GraniteMoeTopKRouter
@@ -129,11 +130,22 @@ def mistral4() -> Case:
     return module, fast, ()
 
 
+def deepseek_v4() -> Case:
+    config = DeepseekV4Config(hidden_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=4)
+    module = made(DeepseekV4TopKRouter(config))
+    fast = Router(
+        module.weight, 4, Scoring.SQRT_SOFTPLUS, correction=module.e_score_correction_bias.float(), normalise=True,
+        epsilon=1e-20, scale=1.5, dtype=torch.bfloat16,
+    )  # fmt: skip
+    return module, fast, ()
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "Qwen2-MoE": qwen2, "Qwen3-MoE": qwen3, "Mixtral": mixtral, "GraniteMoE": granite, "gpt-oss": gpt_oss,
     "DeepSeek-V2": lambda: deepseek_v2(1), "DeepSeek-V2, groups": lambda: deepseek_v2(8),
     "DeepSeek-V3": lambda: deepseek_v3(True), "DeepSeek-V3, not normalised": lambda: deepseek_v3(False),
     "GLM4-MoE": glm4, "MiniMax-M2": minimax, "Mistral 4": mistral4,
+    "DeepSeek-V4": deepseek_v4,
 }  # fmt: skip
 
 

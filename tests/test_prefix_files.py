@@ -32,6 +32,7 @@ from tiny import write
 NATIVE = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
 GIB = 1 << 30
 WHOLE, LATENT, SLIDING = LayerShape(2, 4, 6), LayerShape(1, 12, 0), LayerShape(2, 4, 4, window=20)
+COMPRESSED = LayerShape(1, 8, 0, window=20, beside=(LayerShape(1, 16, 0, window=12), LayerShape(1, 8, 0, stride=6)))
 INDEXED = LayerShape(1, 12, 0, index_columns=8)
 DELTA = LayerShape(0, 0, 0, state=StateShape(3, 8, 2, 4, 6))
 CONVOLUTION = LayerShape(0, 0, 0, state=StateShape(2, 8, 0, 0, 0))
@@ -277,6 +278,7 @@ def on(cache: KVCache, root: Path, warned: list[str] | None = None, size: int = 
         ((WHOLE, SLIDING), 16),
         ((SLIDING, WHOLE), 8),
         ((DELTA, WHOLE, CONVOLUTION), 16),
+        ((COMPRESSED, WHOLE, COMPRESSED), 16),
     ],
 )
 @pytest.mark.parametrize("length", [10, BLOCK, 150])
@@ -294,8 +296,9 @@ def test_every_kind_of_cache_comes_back(shapes: tuple[LayerShape, ...], bits: in
     assert fresh.length(slab) == length
     for name in ("keys", "values", "key_scales", "value_scales", "index_keys"):
         for layer, tensor in enumerate(getattr(cache, name)):
-            window, room = cache.shapes[layer].window, tensor.shape[2]
-            needed = torch.arange(max(0, length - (window or length)), length) % room
+            shape, room = cache.shapes[layer], tensor.shape[2]
+            needed = torch.arange(max(0, length - (shape.window or length)), length) % room
+            needed = needed if shape.stride == 1 else torch.arange(length // shape.stride)
             assert torch.equal(getattr(fresh, name)[layer][slab, :, needed], tensor[0, :, needed])
     for mine, its in zip(states(fresh), states(cache), strict=True):
         assert torch.equal(mine[slab, 0], its[0, 1])

@@ -81,7 +81,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v4": {
         "n_routed_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16,
-        "num_key_value_heads": 1, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 2,
+        "num_key_value_heads": 1, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 16,
         "index_head_dim": 16, "index_topk": 4, "hc_mult": 2, "hc_sinkhorn_iters": 3, "partial_rotary_factor": 0.5,
         "sliding_window": 32, "mlp_layer_types": ["hash_moe", "hash_moe", "moe"],
         "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],

@@ -1107,7 +1107,7 @@ BREAKAGES = (
     ),
     Breakage(
         "a second signal waits for the batch",
-        "wait_for_a_signal.end",
+        "wait_for_a_signal",
         "signal.SIG_DFL",
         "lambda *_: None",
         ("tests/test_serve_command.py",),
@@ -1219,8 +1219,8 @@ BREAKAGES = (
     Breakage(
         "an assistant's message at the end is followed by a new turn",
         "Served.chat_ids",
-        "continued(messages) and not new_turn",
-        "False",
+        "None if new_turn else continued(messages)",
+        "None",
         ("tests/test_serve.py",),
     ),
     Breakage(

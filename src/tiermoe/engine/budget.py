@@ -21,6 +21,7 @@ from tiermoe.engine.needs import (
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.formats.store import Store
 from tiermoe.kernels.linear import machine_layout
+from tiermoe.model.compressed_attention import CompressedSizes
 from tiermoe.model.dense import own_linears, recipe, types_of
 from tiermoe.model.dense_weights import embedding_bytes
 from tiermoe.model.hf.blueprint import Blueprint
@@ -126,7 +127,7 @@ def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> Non
         return
     option = f"kv_bits={settings.kv_bits}"
     sizes = sizes_for(option, "--kv-bits", "has 16 bits", blueprint, settings, device)
-    if any(isinstance(each, LatentSizes) for each in sizes):
+    if any(isinstance(each, LatentSizes | CompressedSizes) for each in sizes):
         raise ConfigError(
             f"{option} does not apply to {blueprint.family.name}: its cache holds latents, which are compressed "
             f"already; leave --kv-bits out"

@@ -98,7 +98,7 @@ def routes(context: ForwardContext, decoder: Any, layers: int) -> list[Route | N
     moves = scheduler.moves_choices
     if not moves:
         return [None] * layers
-    if not isinstance(decoder, Decoder) or not all(router.ranks for router in decoder.routers):
+    if not isinstance(decoder, Decoder) or not all(router.ranks for router in filter(None, decoder.routers)):
         raise ConfigError(
             f"{moves} needs the scores of all experts, which this model's decoder does not give; use --set "
             f"{INSTEAD[moves]}, or a preset without it"

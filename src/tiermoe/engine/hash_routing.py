@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from tiermoe.model.decoder import Decoder
 from tiermoe.model.families.table import Family
-from tiermoe.model.hf.shells import routers_of
 
 
 class TokenTable:
@@ -22,9 +22,14 @@ class TokenTable:
         return experts
 
 
-def token_tables(model: Any, family: Family) -> dict[int, TokenTable]:
-    """MoE layer → the table of its router, of the layers that have one."""
+def decoder_tables(decoder: Decoder) -> dict[int, TokenTable]:
+    """MoE layer → its table, of the layers of a decoder of ours that have one."""
+    return {layer: TokenTable(table) for layer, table in decoder.tables.items()}
+
+
+def router_tables(routers: Sequence[Any], family: Family) -> dict[int, TokenTable]:
+    """MoE layer → the table of its router of transformers', of the layers that have one."""
     if family.hash_table is None:
         return {}
-    tables = {layer: getattr(router, family.hash_table, None) for layer, (_, router) in enumerate(routers_of(model))}
+    tables = {layer: getattr(router, family.hash_table, None) for layer, router in enumerate(routers)}
     return {layer: TokenTable(table) for layer, table in tables.items() if table is not None}

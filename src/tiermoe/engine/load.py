@@ -16,6 +16,7 @@ from tiermoe.config import Settings
 from tiermoe.config import settings as make_settings
 from tiermoe.engine.budget import plan_memory
 from tiermoe.engine.engine import Engine, Model
+from tiermoe.engine.hash_routing import decoder_tables
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.reading import Reading, open_reading, rows_stay_on_disk
 from tiermoe.engine.service import ExpertService
@@ -23,7 +24,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.formats.in_place import OWN_BITS
 from tiermoe.formats.store import Store, joined
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.model.decoder import decoder_for
+from tiermoe.model.decoder import Decoder, decoder_for
 from tiermoe.model.dense import recipe_key, with_own_dense
 from tiermoe.model.dense_weights import StoredWeights
 from tiermoe.model.families.table import decodes
@@ -112,8 +113,10 @@ def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = 
         return engine
     store, plan = _prepared(blueprint, resolved, found, progress, use, lean)
     with open_reading(plan, store, resolved, blueprint, "cpu") as reading:
-        service = ExpertService(store, plan, resolved, reading, {})
-        engine = Engine(service, _lean_model(blueprint, store, plan, resolved, reading))
+        model = _lean_model(blueprint, store, plan, resolved, reading)
+        assert isinstance(model.decoder, Decoder)
+        service = ExpertService(store, plan, resolved, reading, decoder_tables(model.decoder))
+        engine = Engine(service, model)
     process_memory.keep_activations(plan.activations, plan.idle_activations)
     return engine
 

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from tiermoe.engine.attachment import attach
 from tiermoe.engine.engine import Engine, Model
-from tiermoe.engine.hash_routing import token_tables
+from tiermoe.engine.hash_routing import router_tables
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.reading import Reading, rows_stay_on_disk
 from tiermoe.engine.service import ExpertService
@@ -54,16 +54,17 @@ def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: R
     model = load_dense(blueprint, store, settings.dense_bits_used, device, rows_on_disk, reading)
     model.eval().requires_grad_(False)
     process_memory.settle()
-    hash_tables = token_tables(model, family)
+    beside = [router for _, router in routers_of(model)]
+    hash_tables = router_tables(beside, family)
     own: Any = None
     if settings.decoder != "generic" and not family.encodes and device == "cpu":
-        own = decoder_for(blueprint.config, ModuleWeights(model), model.dtype, settings.kv_bits)
+        own = decoder_for(blueprint.config, ModuleWeights(model), blueprint.dtype, settings.kv_bits)
     shells, base = list(shells_of(model).values()), face_base(type(model))
     if own is not None:
         routers = list(own.routers)
     else:
-        beside = enumerate(routers_of(model))
-        routers = [router if family.forecasts and at not in hash_tables else None for at, (_, router) in beside]
+        asked = (family.forecasts and at not in hash_tables for at in range(len(beside)))
+        routers = [router if each else None for router, each in zip(beside, asked, strict=True)]
     numbered = blueprint.configs.built is not blueprint.configs.text
     decoder = own or GenericDecoder(model, functools.partial(base.forward, model), family.continues, numbered)
     gates: Sequence[ExpertGate] = [gate_of(shell) for shell in shells]

@@ -22,7 +22,6 @@ from tiermoe.model.attention import AttentionSizes
 from tiermoe.model.decoder import attention_sizes
 from tiermoe.model.dense import dense_bytes
 from tiermoe.model.dense_weights import loading_needs, table_keys
-from tiermoe.model.grouped_attention import GroupedSizes
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hyper_connections import streams_of
 from tiermoe.model.latent_attention import LatentSizes
@@ -252,8 +251,7 @@ def _attention_needs(blueprint: Blueprint, sizes: Sequence[AttentionSizes], load
     few = max(each.decode_bytes(load.tokens, load.context, load.threads, widest) for each in sizes)
     rotary_columns: dict[int, int] = {}  # by kind of rotary embedding, each of which has a table
     for each in sizes:
-        kind = each.rotary if isinstance(each, GroupedSizes) else 0
-        rotary_columns[kind] = max(rotary_columns.get(kind, 0), each.rotated_columns)
+        rotary_columns[each.rotary] = max(rotary_columns.get(each.rotary, 0), each.rotated_columns)
     tables = sum(table_bytes(load.context, columns, load.itemsize) for columns in rotary_columns.values())
     return [
         Need("activations", tables, Phase.RUNNING, "angles of positions"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.plain import Plain
 from tiermoe.formats.scratch import scratch
-from tiermoe.kernels.gates import ClampedGate, gelu_gate, relu_squared, silu_gate
+from tiermoe.kernels.gates import ClampedGate, LimitedSilu, gelu_gate, relu_squared, silu_gate
 from tiermoe.kernels.gpu import GroupedExperts, grouped_experts
 from tiermoe.kernels.linear import linear_for, native_tokens
 from tiermoe.kernels.matrix import MatrixForm, matrix_form
@@ -214,6 +214,7 @@ class Gate(IntEnum):
     CLAMPED_HALVES = 2
     GELU_TANH = 3
     RELU_SQUARED = 4
+    LIMITED_SILU = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +302,8 @@ def gated_experts(form: ExpertFormat, activation: Callable[[Tensor], Tensor]) ->
 def _gate(activation: Callable[[Tensor], Tensor]) -> tuple[Gate, float, float] | None:
     if isinstance(activation, ClampedGate):
         return Gate.CLAMPED_HALVES if activation.halves else Gate.CLAMPED, activation.limit, activation.alpha
+    if isinstance(activation, LimitedSilu):
+        return Gate.LIMITED_SILU, activation.limit, 0.0
     if activation is silu_gate:
         return Gate.SILU, 0.0, 0.0
     if activation is relu_squared:

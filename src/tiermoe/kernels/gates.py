@@ -49,6 +49,18 @@ class ClampedGate:
         return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
+@dataclass(frozen=True, slots=True)
+class LimitedSilu:
+    """DeepSeek-V4's gate: `silu_gate` of a gate that is at most `limit`, and an up between -limit and limit."""
+
+    limit: float
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """(M, 2 I) → (M, I), by the operations of transformers' `DeepseekV4Experts`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(min=-self.limit, max=self.limit)
+
+
 Gate = Callable[[Tensor], Tensor]
 
 
@@ -62,7 +74,7 @@ def gate_name(gate: Gate) -> tuple[Any, ...] | None:
         return ("relu2",)
     if isinstance(gate, ClampedGate):
         return ("clamped in halves" if gate.halves else "clamped", gate.limit, gate.alpha)
-    return None
+    return ("limited silu", gate.limit) if isinstance(gate, LimitedSilu) else None
 
 
 def in_halves(name: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -83,4 +95,6 @@ def gate_named(name: Sequence[Any]) -> Gate:
             return ClampedGate(float(limit), float(alpha))
         case ("clamped in halves", limit, alpha):
             return ClampedGate(float(limit), float(alpha), halves=True)
+        case ("limited silu", limit):
+            return LimitedSilu(float(limit))
     raise ValueError(f"no gate is called {name!r}")

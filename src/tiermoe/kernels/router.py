@@ -23,6 +23,8 @@ class Scoring(IntEnum):
     """The logits; the weights are the softmax of the chosen ones."""
     SIGMOID = 2
     """The sigmoid of each logit."""
+    SQRT_SOFTPLUS = 3
+    """The root of log(1 + e^logit) of each, each step rounded as the logits are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,11 +32,13 @@ class Architecture:
     shared_beside: str | None = None  # of a shared expert beside the block, its gate and up one matrix (Granite)
     gateless: bool = False  # experts and dense blocks are down(activation(up x)) (Nemotron-H)
     correction: str | None = None  # of the bias by which the router chooses, relative to the block
+    table: str | None = None  # of the table of tokens' experts, relative to the block, of layers that have one
     weighs_input: bool = False  # experts take what the router's weight has multiplied (`MoeBlock`)
     latent_experts: tuple[str, str] | None = None  # of the projections before and behind the experts, in the block
     window: str = "none"  # 'all' layers have a sliding window, each 'layer' as config.layer_types says, or 'chunk'
     latent: bool = False  # attention is `LatentAttention`
     kimi_delta: bool = False  # linear attention is Kimi's
+    compressed: bool = False  # attention is `CompressedAttention`
     rope: str = "halves"  # of `rotary.ROPES`
     unrotated: Callable[[Any, int], bool] | None = None  # config, layer → its queries and keys have no position
     temperature: Callable[[Any], Temperature | None] | None = None  # of the unrotated layers where there are such
@@ -65,8 +67,8 @@ class Architecture:
     attention_scale: float | None = None  # where it does not follow from a head's columns
     scaled_embedding: bool = False  # by the root of the hidden size
     embedding_scale: Callable[[Any], float] | None = None  # config → what embeddings are multiplied by
-    streams: bool = False  # layers are `StreamLayer`
     one_part: bool = False  # layers are `AttentionLayer` or `FeedForwardLayer` (Nemotron-H)
+    streams: str = ""  # layers are `StreamLayer`, with connections of this name in `hyper_connections.CONNECTIONS`
     side_by_side: bool = False  # dense blocks beside experts (`gemma4.SideBySide`)
     lacks: Callable[[Any], str] | None = None  # config → what no block computes, in words; empty: nothing
     dense_gate: Callable[[Any], Callable[[Tensor], Tensor]] | None = None

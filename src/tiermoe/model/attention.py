@@ -25,6 +25,9 @@ from tiermoe.types import Workload
 SCORES_AT_ONCE = 1 << 22
 """Scores that are held at a time where torch has no kernel that holds none."""
 
+SINK_SCORE_BYTES = 20
+"""Of each score where there are sinks: in the model's dtype four times, as float32 twice, and masks; measured."""
+
 SPARSE_TOKENS = 8
 """Tokens of a prompt that attend to chosen positions at a time."""
 
@@ -135,9 +138,9 @@ def attend(
     """query (T, heads, columns) over keys and values (kv heads, n, columns), the last T of which are the tokens' own →
     (T, heads, value columns). window: the last positions that a token attends to; None: all. sinks (heads): logits that
     join each softmax and have no value."""
-    mask = _mask(query.shape[0], keys.shape[1], window, query.device)
+    mask = mask_of(query.shape[0], keys.shape[1], window, query.device)
     if sinks is not None:
-        return _with_sinks(query, keys, values, scale, mask, sinks)
+        return attend_with_sinks(query, keys, values, scale, mask, sinks)
     if keys.shape[-1] != values.shape[-1]:
         return _by_heads(query, keys, values, scale, mask, window)
     grouped = query.shape[1] != keys.shape[0]
@@ -182,8 +185,8 @@ def _is_triangle(query: Tensor, keys: Tensor, window: int | None) -> bool:
     return query.shape[0] == keys.shape[1] and (window is None or window >= keys.shape[1])
 
 
-def _mask(tokens: int, positions: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(T, n), true where a token attends; None where each attends to all."""
+def mask_of(tokens: int, positions: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(T, n), true where one of the last T of n positions attends to another; None where each attends to all."""
     if tokens == 1 and (window is None or positions <= window):
         return None
     own = torch.arange(positions - tokens, positions, device=device)[:, None]
@@ -192,10 +195,11 @@ def _mask(tokens: int, positions: int, window: int | None, device: torch.device)
     return mask if window is None else mask & (other > own - window)
 
 
-def _with_sinks(
+def attend_with_sinks(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, sinks: Tensor
 ) -> Tensor:
-    """`attend` with sinks, a few tokens at a time, so that the scores of all heads take little memory."""
+    """`attend` with sinks and a mask (T, n), None: all, a few tokens at a time, so that the scores of all heads take
+    little memory."""
     tokens, heads, _ = query.shape
     kv_heads, positions, _ = keys.shape
     group = heads // kv_heads

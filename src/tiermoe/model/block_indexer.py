@@ -95,7 +95,7 @@ class BlockIndexer:
         if begin == end:
             return
         means = kept[begin:end].view(-1, block, self.sizes.columns).float().mean(dim=1).to(kept.dtype)
-        cos, sin = step.rotary.at(torch.arange(begin, end, block), row.end)
+        cos, sin = step.rotaries[0].at(torch.arange(begin, end, block), row.end)
         kept[begin + block - 1 : end : block] = rope_halves(self.key_norm(means)[:, None], cos, sin)[:, 0]
 
     def _search(self, queries: Tensor, kept: Tensor, span: Span, chosen: Tensor) -> None:

@@ -17,12 +17,13 @@ from torch.nn.functional import embedding
 from tiermoe.batch import Batch
 from tiermoe.model.architecture import Architecture, FamilyWeights
 from tiermoe.model.attention import AttentionSizes, NoAttention
+from tiermoe.model.compressed_attention import CompressedSizes
 from tiermoe.model.families.gemma4 import SideBySide
 from tiermoe.model.families.table import ARCHITECTURES, activation_of, decodes
 from tiermoe.model.feed_forward import Experts, MoeBlock, feed_forward
 from tiermoe.model.group_indexer import GroupIndexer
 from tiermoe.model.grouped_attention import GroupedSizes, head_columns
-from tiermoe.model.hyper_connections import StreamLayer, StreamMixer, in_streams, streams_of
+from tiermoe.model.hyper_connections import CONNECTIONS, StreamLayer, in_streams, streams_of
 from tiermoe.model.kimi_delta import KimiDeltaSizes
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent_attention import Indexer, LatentSizes
@@ -85,10 +86,10 @@ class Passing:
 class Decoder:
     """A model's `layers` with the embedding before and the output layer behind them.
 
-    shapes: of each layer's cache, an MTP head's behind the others'. norm: of the last layer's output; a `StreamMixer`
-    where layers have streams. rotaries: of the steps' angles. dtype: of the hidden states. kv_bits: of keys and values
-    in its caches. softcap: logits are softcap * tanh(logits / softcap) (Gemma 4). mtp: a layer behind the last one,
-    which drafts (`MtpHead`); None: there is none, or nobody asks for drafts."""
+    shapes: of each layer's cache, an MTP head's behind the others'. norm: of the last layer's output; where layers have
+    streams it makes one of them first. rotaries: of the steps' angles. dtype: of the hidden states. kv_bits: of keys
+    and values in its caches. softcap: logits are softcap * tanh(logits / softcap) (Gemma 4). mtp: a layer behind the
+    last one, which drafts (`MtpHead`); None: there is none, or nobody asks for drafts."""
 
     rows_together = True  # several rows run in one step
     can_rollback = True  # a sequence's last step can be taken back
@@ -127,9 +128,14 @@ class Decoder:
         return self._head.batch_invariant and all(layer.batch_invariant for layer in self.layers)
 
     @property
-    def routers(self) -> list[Router]:
-        """Routers of the MoE layers, in the order they run."""
-        return [block.router for block in self._moe_blocks()]
+    def routers(self) -> list[Router | None]:
+        """Routers of the MoE layers, in the order they run; None where experts follow from the token alone."""
+        return [block.router if block.table is None else None for block in self._moe_blocks()]
+
+    @property
+    def tables(self) -> dict[int, Tensor]:
+        """MoE layer → its table (vocabulary, K), of the layers whose experts follow from the token alone."""
+        return {layer: block.table for layer, block in enumerate(self._moe_blocks()) if block.table is not None}
 
     def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
         """Puts wrap(part), which is called as the part is, in the place of everything that computes with dense weights:
@@ -265,6 +271,8 @@ def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable
         return (KimiDeltaSizes if architecture.kimi_delta else LinearSizes).of(config, index)
     if architecture.latent:
         return LatentSizes.of(architecture, config, index)
+    if architecture.compressed:
+        return CompressedSizes.of(config, index)
     if is_convolution(config, index):
         return ConvolutionSizes.of(config)
     return GroupedSizes.of(architecture, config, index, has)
@@ -286,7 +294,7 @@ def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int 
     table, embedding_scale = _embedding(parts)
     if parts.architecture.streams:
         table = in_streams(table, streams_of(config))
-        norm: Callable[[Tensor], Tensor] = StreamMixer.of(parts, "model.hyper_connection_mixer")
+        norm: Callable[[Tensor], Tensor] = CONNECTIONS[parts.architecture.streams].end(parts)
     else:
         norm = parts.norm(f"model.{parts.architecture.named('norm')}")
     head, softcap = parts.linear("lm_head"), getattr(config, "final_logit_softcapping", None)
@@ -372,7 +380,7 @@ def _rotaries(config: Any, dtype: torch.dtype) -> list[Rotary]:
 
 def _rotary_columns(config: Any, kind: str | None) -> int:
     """Columns of a head that are rotated, in layers of one of `layer_kinds`."""
-    if ARCHITECTURES[config.model_type].latent:
+    if ARCHITECTURES[config.model_type].latent or ARCHITECTURES[config.model_type].compressed:
         return int(config.qk_rope_head_dim)
     own = config if kind is None else config.of_layer(kind)
     share = parameters_of(config, kind).get("partial_rotary_factor", 1.0) if is_rotated(config) else 1.0

@@ -110,13 +110,15 @@ class NoExperts:
 
 @dataclass(frozen=True, slots=True)
 class DenseBlock:
-    """Dense gated block: down(activation(gate x) * up x), or down(activation(gate x)) without `up`."""
+    """Dense gated block: down(activation(gate x) * up x), or down(activation(gate x)) without `up`. limit: gate x is at
+    most so much, up x between -limit and limit (DeepSeek-V4)."""
 
     gate: Linear
     up: Linear | None
     down: Linear
     activation: Activation
     norm: Norm | None = None  # of what it gives
+    limit: float | None = None
 
     moe: ClassVar[None] = None
     """Its MoE block: none."""
@@ -128,9 +130,12 @@ class DenseBlock:
             return cls.joined(weights, part, ("gate_up_proj", "down_proj"), gate_of(weights.config))
         names = (weights.architecture.named(name) for name in ("gate_proj", "up_proj", "down_proj"))
         gate, up, down = (f"{part}.{name}" for name in names)
+        act = ACTIVATIONS[activation]
         if weights.architecture.gateless:
-            return cls(weights.linear(up), None, weights.linear(down), ACTIVATIONS[activation], norm)
-        return cls(weights.linear(gate), weights.linear(up), weights.linear(down), ACTIVATIONS[activation], norm)
+            return cls(weights.linear(up), None, weights.linear(down), act, norm)
+        limit = getattr(weights.config, "swiglu_limit", None)
+        bound = None if limit is None else float(limit)
+        return cls(weights.linear(gate), weights.linear(up), weights.linear(down), act, norm, bound)
 
     @classmethod
     def joined(cls, weights: FamilyWeights, part: str, names: tuple[str, str], gate: Activation) -> DenseBlock:
@@ -139,13 +144,16 @@ class DenseBlock:
         first, second = (weights.linear(f"{part}.{name}") for name in names)
         return cls(first, None, second, gate)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(T, H) → (T, H)."""
-        inner = self.activation(self.gate(x))
-        result = self.down(inner if self.up is None else inner * self.up(x))
+    def __call__(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """(T, H) → (T, H). tokens: as of a `MoeBlock`; they change nothing."""
+        gate, up = self.gate(x), None if self.up is None else self.up(x)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), None if up is None else up.clamp(-self.limit, self.limit)
+        inner = self.activation(gate)
+        result = self.down(inner if up is None else inner * up)
         return result if self.norm is None else self.norm(result)
 
-    def forward_ragged(self, xs: Sequence[Tensor]) -> list[Tensor]:
+    def forward_ragged(self, xs: Sequence[Tensor], tokens: Sequence[Tensor] | None = None) -> list[Tensor]:
         """A call with each x."""
         return [self(x) for x in xs]
 
@@ -172,12 +180,13 @@ class DenseBlock:
 class MoeBlock:
     """MoE block: a token's routed experts and, for every token, a shared expert."""
 
-    router: Router
+    router: Router  # where there is a table it weighs what that names
     shared: DenseBlock | None = None
     shared_gate: Linear | None = None  # hidden → (T, 1), by whose sigmoid the shared expert is scaled (Qwen2-MoE)
     weighs_input: bool = False  # the router's weight multiplies what an expert takes, not what it gives (Llama 4)
     norm: Norm | None = None  # of what the block gives
     latent: tuple[Linear, Linear] | None = None  # hidden → the experts' columns, and back (Nemotron 3)
+    table: Tensor | None = None  # int64 (vocabulary, K): the experts of each token, where they follow from it alone
     experts: Experts = field(default_factory=NoExperts)
 
     @property
@@ -189,7 +198,7 @@ class MoeBlock:
     def batch_invariant(self) -> bool:
         """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
         always = [part for part in (self.shared, self.shared_gate, *(self.latent or ())) if part is not None]
-        kernels = self.router.native is not None and self.experts.batch_invariant
+        kernels = self.router.native is not None and self.table is None and self.experts.batch_invariant
         return kernels and all(part.batch_invariant for part in always)
 
     def watched(self, wrap: Callable[[Any], Any]) -> MoeBlock:
@@ -198,17 +207,18 @@ class MoeBlock:
         latent = None if self.latent is None else (wrap(self.latent[0]), wrap(self.latent[1]))
         return replace(self, shared=shared, latent=latent)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """(T, H) → (T, H), valid until the next call."""
-        result = None if self.weighs_input or self.latent else self.experts.block(self.router, x, None)
+    def __call__(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """(T, H) → (T, H), valid until the next call. tokens: ids int64 (T), which a block with a table needs."""
+        parts = self.weighs_input or self.latent is not None or self.table is not None
+        result = None if parts else self.experts.block(self.router, x, None)
         if result is None:
-            ((weights, index),) = self.experts.route(self.router, x)
+            ((weights, index),) = self._routed([x], None if tokens is None else [tokens])
             result = self.experts(*self._given(x, index, weights))
         return self._whole(x, result)
 
-    def forward_ragged(self, xs: Sequence[Tensor]) -> list[Tensor]:
+    def forward_ragged(self, xs: Sequence[Tensor], tokens: Sequence[Tensor] | None = None) -> list[Tensor]:
         """A call with each x, bit for bit; each expert is read once for all of them."""
-        chosen = self.experts.route(self.router, *xs)
+        chosen = self._routed(xs, tokens)
         routed = self.experts.forward_ragged(
             [self._given(x, index, weights) for x, (weights, index) in zip(xs, chosen, strict=True)]
         )
@@ -227,6 +237,14 @@ class MoeBlock:
         """`add` of each (x, residual), bit for bit; each expert is read once for all of them."""
         results = self.forward_ragged([x for x, _ in parts])
         return [add_to(residual, result, multiplier) for (_, residual), result in zip(parts, results, strict=True)]
+
+    def _routed(self, xs: Sequence[Tensor], tokens: Sequence[Tensor] | None) -> list[tuple[Tensor, Tensor]]:
+        """Each part's weights and experts, (T, K) each."""
+        if self.table is None:
+            return self.experts.route(self.router, *xs)
+        assert tokens is not None
+        named = [self.table[each] for each in tokens]
+        return [(self.router.weigh(x, experts), experts) for x, experts in zip(xs, named, strict=True)]
 
     def _given(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the experts are called with; weights of inputs are those of a token's only expert."""
@@ -263,6 +281,9 @@ def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBloc
         weights.optional_tensor(f"{gate}.bias"),
         None if bias is None else bias.flatten(),
     )
+    table = weights.optional_tensor(f"{part}.{of.table}") if of.table else None
+    if table is not None:
+        check_table(table, router.weight.shape[0], f"{part}.{of.table}")
     shared = None
     if of.shared_beside and weights.has(f"{layer}.{of.shared_beside}"):
         names = ("input_linear", "output_linear")
@@ -276,6 +297,7 @@ def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBloc
         of.weighs_input,
         norm,
         _latent(weights, part),
+        table,
     )
 
 
@@ -295,6 +317,15 @@ def _gated(activation: Activation) -> Activation:
         return activation(gate) * up
 
     return gated
+
+
+def check_table(table: Tensor, experts: int, path: str) -> None:
+    """ModelError where a table of tokens' experts names one that a layer of so many does not have."""
+    least, most = (int(each) for each in torch.aminmax(table))
+    if least < 0 or most >= experts:
+        raise ModelError(
+            f"{path} names experts from {least} to {most}, and the layer has {experts}; download the model again"
+        )
 
 
 def add_to(residual: Tensor, value: Tensor, multiplier: float) -> Tensor:

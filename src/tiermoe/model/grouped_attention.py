@@ -22,7 +22,15 @@ from tiermoe.kernels.attention import (
     takes_prompts,
 )
 from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.attention import SPARSE_TOKENS, Attention, AttentionSizes, attend, scores_at_once, tempered
+from tiermoe.model.attention import (
+    SINK_SCORE_BYTES,
+    SPARSE_TOKENS,
+    Attention,
+    AttentionSizes,
+    attend,
+    scores_at_once,
+    tempered,
+)
 from tiermoe.model.block_indexer import BlockIndexer, BlockIndexerSizes
 from tiermoe.model.group_indexer import GroupIndexer, GroupIndexerSizes
 from tiermoe.model.kv_cache import KVCache, LayerShape
@@ -33,7 +41,6 @@ from tiermoe.model.step import Span, Step
 from tiermoe.types import FEW_TOKENS, Workload
 
 _FLOAT_BYTES = 4
-_SCORE_BYTES = 20  # of each score, with sinks: in the model's dtype four times, as float32 twice, and masks; measured
 
 
 def head_columns(config: Any) -> int:
@@ -104,7 +111,7 @@ class GroupedSizes(AttentionSizes):
             return prompt_workspace(load.threads, self.columns, self.value_columns)
         tokens = min(load.chunk, load.context)
         masks = tokens * load.context * (3 + load.itemsize)
-        scores = scores_at_once(self.heads, tokens, load.context) * _SCORE_BYTES if self.sinks else 0
+        scores = scores_at_once(self.heads, tokens, load.context) * SINK_SCORE_BYTES if self.sinks else 0
         room = self.shape.room(load.context, tokens)
         unrolled = 2 * room * self.shape.row_bytes(load.itemsize) if room < load.context else 0
         floats = {8: 1, 4: 3}.get(load.kv_bits)  # 4 bits: with the halves of a Hadamard transform

@@ -22,12 +22,17 @@ from tiermoe.model.step import Step
 
 def streams_of(config: Any) -> int:
     """Residual streams of a model; 1 where it has no hyper-connections."""
-    return int(getattr(config, "hc_count", 1))
+    return next((int(getattr(config, name)) for name in ("hc_count", "hc_mult") if hasattr(config, name)), 1)
 
 
 def in_streams(embedding: Callable[[Tensor], Tensor], streams: int) -> Callable[[Tensor], Tensor]:
     """The embedding with the same values in each stream: int64 (T) → (T, streams, H)."""
     return lambda tokens: embedding(tokens)[:, None].repeat(1, streams, 1)
+
+
+Connected = tuple[Tensor, Tensor, Tensor]
+"""A part's input (T, H), the streams' shares of its output (T, streams), and the streams (T, streams, H) that take
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,119 @@ class Connection:
         """The connection at a path."""
         return cls(StreamMixer.of(weights, path), weights.linear(f"{path}.block_inject_weight"))
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Streams (T, streams, H) → a part's input (T, H) and the streams' shares of its output (T, streams)."""
+    @classmethod
+    def of_layer(cls, weights: FamilyWeights, path: str) -> tuple[Connection, Connection]:
+        """Those of attention and of the feed-forward part of the layer at a path."""
+        return cls.of(weights, f"{path}.attn_hyper_connection"), cls.of(weights, f"{path}.mlp_hyper_connection")
+
+    @staticmethod
+    def end(weights: FamilyWeights) -> StreamMixer:
+        """What makes one of the streams behind the last layer."""
+        return StreamMixer.of(weights, "model.hyper_connection_mixer")
+
+    def __call__(self, x: Tensor) -> Connected:
+        """Streams (T, streams, H) → a part's input, the streams' shares of its output, and the streams themselves."""
         normed = self.mixer.norm(x)
-        return self.mixer.mixed(normed), 2 * torch.sigmoid(self.inject(normed.flatten(1)) / x.shape[1])
+        return self.mixer.mixed(normed), 2 * torch.sigmoid(self.inject(normed.flatten(1)) / x.shape[1]), x
+
+
+@dataclass(frozen=True, slots=True)
+class BalancedMixer:
+    """The sum of the streams, each weighed by a sigmoid of what all of them hold, normed."""
+
+    weight: Tensor  # float32 (streams, streams * H)
+    bias: Tensor  # (streams)
+    scale: Tensor  # (1), of the product
+    epsilon: float  # of the streams' norm, which has no weight
+    floor: float  # of the weights
+    norm: Norm  # of the sum
+
+    @classmethod
+    def of(cls, weights: FamilyWeights) -> BalancedMixer:
+        """The mixer behind the last layer."""
+        weight, bias, scale = (weights.tensor(f"model.hc_head.hc_{name}") for name in ("fn", "base", "scale"))
+        return cls(weight, bias, scale, weights.epsilon, float(weights.config.hc_eps), weights.norm("model.norm"))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, streams, H) → (T, H)."""
+        logits = F.linear(_normed(x, self.epsilon), self.weight.float())
+        return self.norm(_summed(x, logits * self.scale + self.bias, self.floor))
+
+
+@dataclass(frozen=True, slots=True)
+class BalancedConnection:
+    """Manifold-constrained hyper-connections (DeepSeek-V4, section 2.2): a part reads a weighed sum of the streams, and
+    its output is added to mixtures of them, by a matrix whose rows and columns sum to 1 (Sinkhorn and Knopp's
+    iterations). All weights follow from what the streams hold."""
+
+    weight: Tensor  # float32 ((2 + streams) * streams, streams * H): of the sum, the shares, the mixtures
+    bias: Tensor  # ((2 + streams) * streams)
+    scales: Tensor  # (3), of each one's products
+    epsilon: float  # of the streams' norm, which has no weight
+    floor: float  # of the sum's weights and of the mixtures'
+    iterations: int
+    norm: Norm  # of the sum
+
+    @classmethod
+    def of(cls, weights: FamilyWeights, path: str, norm: str) -> BalancedConnection:
+        """The connection at a path; norm: the path of the part's norm."""
+        config = weights.config
+        weight, bias, scales = (weights.tensor(f"{path}.{name}") for name in ("fn", "base", "scale"))
+        return cls(
+            weight, bias, scales, weights.epsilon, float(config.hc_eps), config.hc_sinkhorn_iters, weights.norm(norm)
+        )
+
+    @classmethod
+    def of_layer(cls, weights: FamilyWeights, path: str) -> tuple[BalancedConnection, BalancedConnection]:
+        """Those of attention and of the feed-forward part of the layer at a path."""
+        return (
+            cls.of(weights, f"{path}.attn_hc", f"{path}.input_layernorm"),
+            cls.of(weights, f"{path}.ffn_hc", f"{path}.post_attention_layernorm"),
+        )
+
+    @staticmethod
+    def end(weights: FamilyWeights) -> BalancedMixer:
+        """What makes one of the streams behind the last layer."""
+        return BalancedMixer.of(weights)
+
+    def __call__(self, x: Tensor) -> Connected:
+        """Streams (T, streams, H) → a part's input, the streams' shares of its output, and their mixtures."""
+        streams = x.shape[1]
+        sizes = [streams, streams, streams * streams]
+        products = torch.split(F.linear(_normed(x, self.epsilon), self.weight.float()), sizes, dim=-1)
+        read, write, mix = (
+            product * scale + bias
+            for product, scale, bias in zip(products, self.scales, torch.split(self.bias, sizes), strict=True)
+        )
+        mixture = self._balanced(mix.view(-1, streams, streams)).to(x.dtype)
+        shares = (2 * torch.sigmoid(write)).to(x.dtype)
+        return self.norm(_summed(x, read, self.floor)), shares, torch.matmul(mixture.transpose(1, 2), x)
+
+    def _balanced(self, logits: Tensor) -> Tensor:
+        """Matrices (T, streams, streams) whose columns sum to 1, and whose rows all but do."""
+        matrix = torch.softmax(logits, dim=-1) + self.floor
+        matrix = matrix / (matrix.sum(dim=-2, keepdim=True) + self.floor)
+        for _ in range(self.iterations - 1):
+            matrix = matrix / (matrix.sum(dim=-1, keepdim=True) + self.floor)
+            matrix = matrix / (matrix.sum(dim=-2, keepdim=True) + self.floor)
+        return matrix
+
+
+def _normed(x: Tensor, epsilon: float) -> Tensor:
+    """Streams (T, streams, H) as rows of float32 (T, streams * H), normed together."""
+    wide = x.flatten(1).float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+
+
+def _summed(x: Tensor, logits: Tensor, floor: float) -> Tensor:
+    """The sum (T, H) of streams x (T, streams, H), weighed by the sigmoid of logits (T, streams) and a floor."""
+    return ((torch.sigmoid(logits) + floor)[..., None] * x).sum(dim=1).to(x.dtype)
+
+
+CONNECTIONS: dict[str, type[Connection] | type[BalancedConnection]] = {
+    "mixed": Connection, "balanced": BalancedConnection,
+}  # fmt: skip
+"""Name in `Architecture.streams` → connections of a layer's parts to its streams."""
 
 
 def injected(x: Tensor, output: Tensor, shares: Tensor) -> Tensor:
@@ -81,9 +195,9 @@ def injected(x: Tensor, output: Tensor, shares: Tensor) -> Tensor:
 class StreamLayer:
     """A layer of residual streams: n-gram features, attention and a feed-forward part, each added to all streams."""
 
-    before_attention: Connection
+    before_attention: Connection | BalancedConnection
     attention: Attention
-    before_feed_forward: Connection
+    before_feed_forward: Connection | BalancedConnection
     feed_forward: MoeBlock | DenseBlock
     indexer: Callable[[Tensor, int, Step], None] | None = None  # chooses before what tokens attend to
     ngrams: NgramFeatures | None = None
@@ -98,10 +212,11 @@ class StreamLayer:
     def of(cls, weights: FamilyWeights, path: str, sizes: AttentionSizes, activation: str) -> StreamLayer:
         """The layer at a path. activation: of dense blocks."""
         ngrams = sizes.ngrams if isinstance(sizes, LinearSizes) else None
+        before_attention, before_feed_forward = CONNECTIONS[weights.architecture.streams].of_layer(weights, path)
         return cls(
-            Connection.of(weights, f"{path}.attn_hyper_connection"),
+            before_attention,
             sizes.block(weights, path),
-            Connection.of(weights, f"{path}.mlp_hyper_connection"),
+            before_feed_forward,
             feed_forward(weights, path, activation),
             sizes.indexer_block(weights, path),
             None if ngrams is None else ngrams.block(weights, path),
@@ -109,24 +224,23 @@ class StreamLayer:
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         """x (T, streams, H) → (T, streams, H)."""
-        x, mixed, shares = self._attended(x, index, step)
-        return injected(x, self.feed_forward(mixed), shares)
+        mixed, shares, x = self._attended(x, index, step)
+        return injected(x, self.feed_forward(mixed, step.tokens), shares)
 
     def forward_ragged(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
         """A call with each x and its step, bit for bit; each expert is read once for all of them."""
         attended = [self._attended(x, index, step) for x, step in zip(xs, steps, strict=True)]
-        outputs = self.feed_forward.forward_ragged([mixed for _, mixed, _ in attended])
-        return [injected(x, output, shares) for (x, _, shares), output in zip(attended, outputs, strict=True)]
+        outputs = self.feed_forward.forward_ragged([mixed for mixed, _, _ in attended], [each.tokens for each in steps])
+        return [injected(x, output, shares) for (_, shares, x), output in zip(attended, outputs, strict=True)]
 
-    def _attended(self, x: Tensor, index: int, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Streams (T, streams, H) with attention's output, and what the feed-forward part's connection makes of it."""
+    def _attended(self, x: Tensor, index: int, step: Step) -> Connected:
+        """What the feed-forward part's connection makes of streams (T, streams, H) with attention's output."""
         if self.ngrams is not None:
             x = x + self.ngrams(x, index, step)
-        mixed, shares = self.before_attention(x)
+        mixed, shares, x = self.before_attention(x)
         if self.indexer is not None:
             self.indexer(mixed, index, step)
-        x = injected(x, self.attention(mixed, index, step), shares)
-        return x, *self.before_feed_forward(x)
+        return self.before_feed_forward(injected(x, self.attention(mixed, index, step), shares))
 
     def watched(self, wrap: Callable[[Any], Any]) -> StreamLayer:
         """The layer with wrap(part) in the place of its dense parts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -41,6 +42,8 @@ class LayerShape:
     window: int | None = None  # the last positions that a token attends to; None: all
     state: StateShape | None = None  # the state of a whole sequence, of a layer without keys and values
     index_columns: int = 0  # of the key that an indexer keeps of every position; such a layer has no window
+    stride: int = 1  # positions of a row, which is written with the last of them; such a layer has no window
+    beside: tuple[LayerShape, ...] = ()  # what the layer keeps in rows of other kinds
 
     def row_bytes(self, itemsize: int, bits: int = 16) -> int:
         """Bytes of a position: numbers of `itemsize` bytes, or codes of 8 or 4 bits with a scale for each row."""
@@ -56,12 +59,18 @@ class LayerShape:
         return [(self.heads, key), (self.heads, value), (1, index)]
 
     def room(self, context: int, step: int) -> int:
-        """Positions that a slab has room for: all of the context, or the window and the tokens of a step."""
-        return context if self.window is None else min(context, self.window + step)
+        """Rows that a slab has room for: of all of the context, or of the window and the tokens of a step."""
+        return context // self.stride if self.window is None else min(context, self.window + step)
+
+
+def with_beside(shapes: Sequence[LayerShape]) -> list[LayerShape]:
+    """The shapes of layers, and behind all of them those of what the layers keep in rows of other kinds."""
+    return [*shapes, *(each for shape in shapes for each in shape.beside)]
 
 
 def cache_bytes(shapes: Sequence[LayerShape], context: int, step: int, itemsize: int, bits: int = 16) -> int:
     """Bytes of one sequence of `context` tokens in layers of these shapes, of which `step` tokens run at once."""
+    shapes = with_beside(shapes)
     states = sum(shape.state.nbytes(itemsize) for shape in shapes if shape.state is not None)
     return states + sum(shape.room(context, step) * shape.row_bytes(itemsize, bits) for shape in shapes)
 
@@ -70,10 +79,11 @@ def sequence_bytes(
     shapes: Sequence[LayerShape], positions: int, context: int, step: int, itemsize: int, bits: int = 16
 ) -> int:
     """Bytes of pages that a sequence of so many tokens takes of the memory for one of `context` tokens."""
+    shapes = with_beside(shapes)
     nbytes = sum(page_bytes(1, 1, each, 1) for each in _state_parts(shapes, itemsize))
     for shape in shapes:
         for heads, each in shape.parts(itemsize, bits):
-            nbytes += page_bytes(positions, shape.room(context, step), each, heads)
+            nbytes += page_bytes(positions // shape.stride, shape.room(context, step), each, heads)
     return nbytes
 
 
@@ -89,7 +99,11 @@ def needs(shapes: Sequence[LayerShape], load: Workload) -> list[Need]:
         nbytes = load.sequences * cache_bytes(shapes, context, step, item, bits)
         return [Need("kv cache", nbytes, Phase.RUNNING, f"{context} tokens of context")]
     longest = load.sequences * sequence_bytes(shapes, context, context, step, item, bits)
-    slabs = [shape.room(context, step) * heads * each for shape in shapes for heads, each in shape.parts(item, bits)]
+    slabs = [
+        shape.room(context, step) * heads * each
+        for shape in with_beside(shapes)
+        for heads, each in shape.parts(item, bits)
+    ]
     between = sum(shared_page_bytes(load.sequences, each) for each in [*slabs, *_state_parts(shapes, item)])
     return [
         Need("kv cache", min(load.use.kv_memory, longest), Phase.RUNNING, "shared by all sequences"),
@@ -111,8 +125,9 @@ class KVCache:
     when a slab is closed.
 
     keys[layer] (slabs, heads, room, key columns), values[layer] (slabs, heads, room, value columns): position p lies at
-    p % room; a layer whose room is smaller than the context is a ring that keeps a window alone. In `dtype`, or with
-    `bits` 8 as codes, int8; with 4 uint8, of two columns each.
+    p % room; a layer whose room is smaller than the context is a ring that keeps a window alone; with a stride a row
+    stands for so many positions. In `dtype`, or with `bits` 8 as codes, int8; with 4 uint8, of two columns each.
+    beside[layer]: where among all of them lies what the layer keeps in rows of other kinds.
     key_scales[layer], value_scales[layer] (slabs, heads, room, 1): scales of the codes; empty lists at 16 bits.
     index_keys[layer] (slabs, 1, room, index columns): keys of indexers; an empty list where no layer has an indexer.
     recurrent: states of the layers that have no keys and values; None where there is no such layer.
@@ -128,7 +143,10 @@ class KVCache:
         dtype: torch.dtype,
         bits: int = 16,
     ) -> None:
-        self.shapes, self.slabs, self.context, self.step, self.bits = tuple(shapes), slabs, context, step, bits
+        self.slabs, self.context, self.step, self.bits = slabs, context, step, bits
+        ends = accumulate((len(shape.beside) for shape in shapes), initial=len(shapes))
+        self.beside = [range(*pair) for pair in pairwise(ends)]
+        self.shapes = tuple(with_beside(shapes))
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.key_scales: list[Tensor] = []
@@ -142,7 +160,7 @@ class KVCache:
         states = {layer: shape.state for layer, shape in enumerate(shapes) if shape.state is not None}
         self.recurrent = RecurrentStates(states, slabs, dtype) if states else None
         indexed = any(shape.index_columns for shape in shapes)
-        for shape in shapes:
+        for shape in self.shapes:
             rows = slabs, shape.heads, shape.room(context, step)
             stored, in_one = CODED.get(bits, dtype), 2 if bits == 4 else 1
             self.keys.append(empty_pages((*rows, shape.key_columns // in_one), stored))
@@ -286,7 +304,7 @@ class KVCache:
         self._check_crop(slab, length)
         other = self.open()
         for tensor, shape in self._each_tensor():
-            places: slice | Tensor = slice(length)
+            places: slice | Tensor = slice(length // shape.stride)
             if shape.window is not None:
                 places = torch.arange(max(0, length - shape.window), length) % tensor.shape[2]
             tensor[other][:, places] = tensor[slab][:, places]
@@ -299,10 +317,9 @@ class KVCache:
     def copy(self, slab: int, other: int) -> None:
         """Copies the sequence in `slab` to slab `other`."""
         length = self._lengths[slab]
-        for tensors in self._kept.values():
-            for tensor in tensors:
-                kept = min(self._furthest[slab], tensor.shape[2])
-                tensor[other, :, :kept] = tensor[slab, :, :kept]
+        for tensor, shape in self._each_tensor():
+            kept = min(self._furthest[slab] // shape.stride, tensor.shape[2])
+            tensor[other, :, :kept] = tensor[slab, :, :kept]
         if self.recurrent is not None:
             self.recurrent.copy(slab, other)
         self._lengths[other], self._furthest[other] = length, self._furthest[slab]
@@ -328,7 +345,7 @@ class KVCache:
         follows from the shapes alone."""
         for tensor, shape in self._each_tensor():
             if shape.window is None:
-                yield from _memory(tensor, slab, first, end)
+                yield from _memory(tensor, slab, first // shape.stride, end // shape.stride)
 
     def end_memory(self, slab: int, end: int) -> Iterator[memoryview]:
         """The memory that layers with a window or a state need of a sequence of `end` positions to go on; no state
@@ -358,7 +375,8 @@ class KVCache:
         kept = {}
         for name, tensors in self._kept.items():
             for layer, tensor in enumerate(tensors):
-                kept[f"{name}.{layer}"] = tensor[slab, :, : min(self._furthest[slab], tensor.shape[2])].contiguous()
+                rows = min(self._furthest[slab] // self.shapes[layer].stride, tensor.shape[2])
+                kept[f"{name}.{layer}"] = tensor[slab, :, :rows].contiguous()
         lengths = [self._lengths[slab], self._furthest[slab]]
         if self.recurrent is not None:
             for name, layers in self.recurrent.tensors.items():
@@ -428,7 +446,7 @@ class KVCache:
 
 
 def _memory(tensor: Tensor, slab: int, first: int, end: int) -> Iterator[memoryview]:
-    """The bytes of positions of a slab, head by head, in a tensor (slabs, heads, room, columns) without empty ones."""
+    """The bytes of rows of a slab, head by head, in a tensor (slabs, heads, room, columns) without empty ones."""
     if first >= end or not tensor.shape[3]:
         return
     room = tensor.shape[2]

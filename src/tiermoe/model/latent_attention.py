@@ -344,6 +344,13 @@ def _plain(weight: Tensor) -> PackedMatrix:
     return PackedMatrix(Plain(), {"weight": weight}, *weight.shape)
 
 
+def best_keys(query: Tensor, weights: Tensor, keys: Tensor, most: int) -> Tensor:
+    """The places of the `most` largest scores of keys (n, columns), ascending. A score is the sum over heads of
+    weight * relu(query · key), by the root of the columns; query (heads, columns), weights (heads)."""
+    scores = torch.matmul(query, keys.T).mul_(keys.shape[1] ** -0.5).relu_()
+    return torch.matmul(weights, scores).topk(most).indices.sort().values
+
+
 @dataclass(frozen=True, slots=True)
 class Indexer:
     """Chooses the `sizes.most` positions of the largest scores, of those up to a token's own.
@@ -399,9 +406,7 @@ class Indexer:
             positions = span.row.first + token - span.begin + 1
             if positions <= self.sizes.most:
                 continue
-            scores = torch.matmul(queries[token], keys[:positions].T).mul_(self.sizes.columns**-0.5).relu_()
-            ranked = torch.matmul(weights[token], scores)
-            chosen[token] = ranked.topk(self.sizes.most).indices.sort().values
+            chosen[token] = best_keys(queries[token], weights[token], keys[:positions], self.sizes.most)
 
     def _rotated(self, x: Tensor, step: Step) -> Tensor:
         """x (T, heads, columns) with its first columns rotated."""

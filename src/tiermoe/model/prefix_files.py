@@ -26,7 +26,7 @@ import xxhash
 
 from tiermoe.config import MIB, format_size
 from tiermoe.errors import ConfigError
-from tiermoe.model.kv_cache import KVCache, LayerShape
+from tiermoe.model.kv_cache import KVCache, LayerShape, with_beside
 from tiermoe.platform.file_io import read_ahead
 
 BLOCK = 64
@@ -57,9 +57,10 @@ def check_size(size: int, shapes: Sequence[LayerShape], context: int, step: int,
     step: tokens that run at once. itemsize, bits: of keys and values."""
     blocks = -(-context // BLOCK)
     needed = 2 * HEAD_BYTES * blocks
-    for shape in shapes:
-        positions = context if shape.window is None else min(blocks, step // BLOCK + 2) * min(shape.window, context)
-        needed += positions * shape.row_bytes(itemsize, bits)
+    for shape in with_beside(shapes):
+        window = shape.window
+        rows = context // shape.stride if window is None else min(blocks, step // BLOCK + 2) * min(window, context)
+        needed += rows * shape.row_bytes(itemsize, bits)
         needed += shape.state.nbytes(itemsize) if shape.state is not None else 0
     if size < needed:
         raise ConfigError(

@@ -65,10 +65,12 @@ def is_rotated(config: Any) -> bool:
 
 
 def layer_kinds(config: Any) -> list[str | None]:
-    """The kinds of layers with a rotary embedding of their own; [None] where all layers share one."""
-    return (
-        [None] if not is_rotated(config) or "rope_type" in config.rope_parameters else sorted(set(config.layer_types))
-    )
+    """The kinds of layers with a rotary embedding of their own, or what the config calls these (DeepSeek-V4); [None]
+    where all layers share one."""
+    if not is_rotated(config) or "rope_type" in config.rope_parameters:
+        return [None]
+    kinds = set(config.layer_types)
+    return sorted(kinds if kinds <= set(config.rope_parameters) else config.rope_parameters)
 
 
 def rotary_at(config: Any, index: int) -> int:
@@ -154,6 +156,17 @@ def rope_complex(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float()
     even, odd = x[..., 0::2].float(), x[..., 1::2].float()
     return torch.cat((even * cos - odd * sin, even * sin + odd * cos), dim=-1).to(x.dtype)
+
+
+def rope_last(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (T, heads, columns), whose last columns are rotated in float32 by cos and sin (T, rotary columns): of these,
+    columns 2 i and 2 i + 1 by angle i, and they stay where they are (DeepSeek-V4)."""
+    rotary = cos.shape[-1]
+    cos, sin = (each[:, None, : rotary // 2].float() for each in (cos, sin))
+    part = x[..., -rotary:].float()
+    even, odd = part[..., 0::2], part[..., 1::2]
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return torch.cat((x[..., :-rotary], turned.to(x.dtype)), dim=-1)
 
 
 def yarn_scale(parameters: Any, scale: float) -> float:

@@ -16,7 +16,15 @@ from tiermoe.types import FEW_TOKENS
 Routing = tuple[Tensor, Tensor, Tensor]
 """logits (T, E), weights (T, K) and experts (T, K) of T tokens."""
 
-_SCORINGS = {"softmax": native.Scoring.SOFTMAX, "chosen": native.Scoring.CHOSEN, "sigmoid": native.Scoring.SIGMOID}
+_SCORINGS = {
+    "softmax": native.Scoring.SOFTMAX, "chosen": native.Scoring.CHOSEN, "sigmoid": native.Scoring.SIGMOID,
+    "sqrtsoftplus": native.Scoring.SQRT_SOFTPLUS,
+}  # fmt: skip
+_ALONE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": lambda logits: logits.float().sigmoid(),
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt().float(),
+}
+"""Scorings by which a logit's score, float32, depends on no other logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +33,9 @@ class RouterRule:
 
     top_k: int  # experts that a token uses
     scores: str = "softmax"
-    """'softmax' over all experts, 'chosen' (softmax over the chosen experts alone), 'sigmoid', or 'sparsemixer' (two
-    experts, each with its share among the experts close to it: Phi-MoE)."""
+    """'softmax' over all experts, 'chosen' (softmax over the chosen experts alone), 'sigmoid', 'sqrtsoftplus' (the root
+    of softplus: DeepSeek-V4), or 'sparsemixer' (two experts, each with its share among the experts close to it:
+    Phi-MoE)."""
     normalise: bool = False  # a token's weights sum to 1
     epsilon: float = 0.0  # is added to the sum that they are divided by
     wide: bool = False  # logits are float32
@@ -100,13 +109,13 @@ class Router:
     def scores(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (T, H) → the scores by which experts are ranked, minus infinity for experts that cannot be chosen, and
         their gate weights before they are scaled to a sum: float32 (T, E) each."""
-        logits = self._all_logits(self._input(hidden)).float()
-        shares = logits.sigmoid() if self.rule.scores == "sigmoid" else torch.softmax(logits, -1)
+        logits = self._all_logits(self._input(hidden))
+        shares = self._shares(logits)
         ranked = self._corrected(logits, shares)
         if self.rule.groups > 1:
             ranked = self._within_groups(ranked, float("-inf"))
-        if self.rule.scores != "sigmoid" and self.correction is None:  # the same order, and spread as the router has it
-            ranked = logits.masked_fill(ranked.isneginf(), float("-inf"))
+        if self.rule.scores not in _ALONE and self.correction is None:  # the same order, spread as the router has it
+            ranked = logits.float().masked_fill(ranked.isneginf(), float("-inf"))
         return ranked, shares
 
     def weights_of(self, shares: Tensor, experts: Tensor) -> Tensor:
@@ -115,6 +124,11 @@ class Router:
         if self.rule.normalise or self.rule.scores == "chosen":
             weights = weights / (weights.sum(dim=-1, keepdim=True) + max(1e-20, self.rule.epsilon))
         return self._scaled(weights * self.rule.scale, experts)
+
+    def weigh(self, hidden: Tensor, experts: Tensor) -> Tensor:
+        """The weights (T, K) of experts (T, K) for hidden (T, H), whoever has chosen them."""
+        weights = self.weights_of(self.scores(hidden)[1], experts)
+        return weights.to(hidden.dtype) if self.rule.rounded else weights
 
     def _input(self, hidden: Tensor) -> Tensor:
         return hidden if self._prepared is None else self._prepared(hidden)
@@ -162,9 +176,9 @@ class Router:
         if rule.scores == "chosen":
             best, experts = torch.topk(logits, rule.top_k, dim=-1)
             return torch.softmax(best, dim=-1), experts
-        scores = logits.float().sigmoid() if rule.scores == "sigmoid" else torch.softmax(logits, -1, dtype=torch.float)
+        scores = self._shares(logits)
         ranked = self._corrected(logits, scores)
-        if rule.scores == "sigmoid" and self.correction is None and rule.groups == 1:
+        if rule.scores in _ALONE and self.correction is None and rule.groups == 1:
             ranked = logits  # in the same order, and apart where scores round to 1
         if rule.groups > 1:
             ranked = self._within_groups(ranked, 0.0 if rule.best_of_group else float("-inf"))
@@ -174,6 +188,11 @@ class Router:
             total = weights.sum(dim=-1, keepdim=True)
             weights = weights / (total + rule.epsilon)
         return weights, experts
+
+    def _shares(self, logits: Tensor) -> Tensor:
+        """The scores of logits (T, E), float32."""
+        alone = _ALONE.get(self.rule.scores)
+        return torch.softmax(logits, -1, dtype=torch.float) if alone is None else alone(logits)
 
     def _corrected(self, logits: Tensor, scores: Tensor) -> Tensor:
         """What experts are ranked by, (T, E)."""

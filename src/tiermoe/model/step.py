@@ -29,7 +29,7 @@ class Step:
     """A batch's tensors, for T tokens and a cache.
 
     spans: the tokens of each row. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with
-    the step's. rotary: the first rotary embedding. angles: of each of them cos and sin, (T, columns) in the model's
+    the step's. rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's
     dtype; cos, sin: the first ones.
     temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row (place of
     the recurrent state before the step, place of the state after it), empty in a cache without them; pieces: the same
@@ -45,7 +45,7 @@ class Step:
         self.positions = torch.tensor(batch.positions)
         self.slabs = torch.tensor(batch.slabs)
         self.longest = max(row.end for row in batch.rows)
-        self.rotary = rotaries[0]
+        self.rotaries = rotaries
         self.angles = [self._angles_of(rotary) for rotary in rotaries]
         self.cos, self.sin = self.angles[0]
         self.temperatures = [

@@ -13,6 +13,7 @@ typedef enum {
     CLAMPED_HALVES, /* the same; gate and up are the halves */
     GELU_TANH,      /* gelu(gate) * up, where gelu is that of tanh; gate and up are the halves */
     RELU_SQUARED,   /* relu(up)^2: there is no gate */
+    LIMITED_SILU,   /* silu(gate) * up; gate and up are the halves, within the limits of CLAMPED */
     GATES
 } Gate;
 
@@ -21,7 +22,7 @@ typedef struct {
     Matrix second;                         /* (H, I) */
     const bf16 *first_bias, *second_bias; /* NULL: none */
     Gate gate;
-    float limit, alpha; /* CLAMPED, CLAMPED_HALVES */
+    float limit, alpha; /* CLAMPED, CLAMPED_HALVES; LIMITED_SILU has a limit alone */
 } Expert;
 
 /* An expert and the tokens that it computes: `tokens` rows of x from row `from` on, whose results are rows of out from

@@ -46,6 +46,16 @@ static float sum_of_powers(const float *logits, size_t count, float largest) {
     return sum;
 }
 
+/* Whether a logit's score depends on no other logit. */
+static int scores_alone(const Router *router) { return router->scoring == SIGMOID || router->scoring == SQRT_SOFTPLUS; }
+
+static float score_alone(const Router *router, float logit) {
+    if (router->scoring == SIGMOID) return 1 / (1 + expf(-logit));
+    const float wide = logit > 20 ? logit : log1pf(expf(logit)); /* from 20 on as torch has it */
+    if (router->exact_logits) return sqrtf(wide);
+    return from_bf16(to_bf16(sqrtf(from_bf16(to_bf16(wide)))));
+}
+
 void route_choose(const Router *router, float *logits, int64_t *chosen, float *weights) {
     const size_t experts = router->experts, k = router->k;
     const float most = logits[largest(logits, NULL, experts)];
@@ -55,7 +65,7 @@ void route_choose(const Router *router, float *logits, int64_t *chosen, float *w
     uint8_t out[experts]; /* chosen, or of a group that is not kept */
     memset(out, 0, experts);
     for (size_t e = 0; e < experts; e++) {
-        if (router->scoring == SIGMOID && !in_order) logits[e] = 1 / (1 + expf(-logits[e]));
+        if (scores_alone(router) && !in_order) logits[e] = score_alone(router, logits[e]);
         if (router->scoring == SOFTMAX && !in_order) logits[e] = expf(logits[e] - most) / sum;
         scores[e] = logits[e] + (router->correction ? router->correction[e] : 0);
     }
@@ -66,8 +76,8 @@ void route_choose(const Router *router, float *logits, int64_t *chosen, float *w
         weights[i] = logits[best];
         out[best] = 1;
     }
-    if (router->scoring == SIGMOID && in_order)
-        for (size_t i = 0; i < k; i++) weights[i] = 1 / (1 + expf(-weights[i]));
+    if (scores_alone(router) && in_order)
+        for (size_t i = 0; i < k; i++) weights[i] = score_alone(router, weights[i]);
     if (router->scoring == CHOSEN || (router->scoring == SOFTMAX && in_order)) {
         const float all = router->scoring == CHOSEN ? sum_of_powers(weights, k, most) : sum;
         for (size_t i = 0; i < k; i++) weights[i] = expf(weights[i] - most) / all;

@@ -8,6 +8,7 @@ typedef enum {
     SOFTMAX, /* scores: the softmax of all logits */
     CHOSEN,  /* scores: the logits; the weights are the softmax of the chosen ones */
     SIGMOID, /* scores: the sigmoid of each logit */
+    SQRT_SOFTPLUS, /* scores: the root of log(1 + e^logit), each rounded to bfloat16 where logits are (DeepSeek-V4) */
     SCORINGS
 } Scoring;
 

@@ -120,9 +120,7 @@ class Served:
                 refused = refused or error
             else:
                 return self.text_ids(text, special=False)
-        why = str(refused).partition("\n")[
-            0
-        ]  # transformers adds the whole conversation where it cannot continue a message
+        why = str(refused).partition("\n")[0]  # behind it transformers has the conversation that it cannot continue
         raise Refused(400, f"the model's chat template does not take these messages: {why}", "messages") from refused
 
 

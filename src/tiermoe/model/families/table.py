@@ -216,6 +216,22 @@ def deepseek_v3_router(config: Any) -> RouterRule:
     )
 
 
+def deepseek_v4_router(config: Any) -> RouterRule:
+    return RouterRule(
+        config.num_experts_per_tok,
+        scores=config.scoring_func,
+        normalise=True,
+        epsilon=1e-20,
+        scale=float(config.routed_scaling_factor),
+    )
+
+
+def deepseek_v4_lacks(config: Any) -> str:
+    """The parts of a config of DeepSeek-V4 that cannot be computed; empty: none."""
+    known = config.scoring_func in ("sqrtsoftplus", "sigmoid")
+    return "" if known else f"routers that score by '{config.scoring_func}'"
+
+
 def hunyuan_router(config: Any) -> RouterRule:
     return RouterRule(_topk(config)[0], normalise=True, wide=True, rounded=False)
 
@@ -363,7 +379,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_moe": Architecture(softmax_router, window="all"),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_moe_text": replace(_QWEN3_NEXT, router=normalising_router),
-    "qwen4_exp_text": replace(_QWEN3_NEXT, streams=True),
+    "qwen4_exp_text": replace(_QWEN3_NEXT, streams="mixed"),
     "olmoe": Architecture(softmax_router, norm_all_heads=True),
     "flex_olmo": Architecture(
         softmax_router,
@@ -486,6 +502,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "axk1": replace(_DEEPSEEK_V3, norm_fed="mlp.post_mlp_layernorm"),
     "mistral4": replace(_DEEPSEEK_V3, router=mistral4_router, correction=None, temperature=mistral4_temperature),
     "deepseek_v32": replace(_DEEPSEEK_V3, index_rope="halves", lacks=indexer_lacks),
+    "deepseek_v4": Architecture(
+        deepseek_v4_router,
+        shared="shared_experts",
+        correction="gate.e_score_correction_bias",
+        table="gate.tid2eid",
+        compressed=True,
+        late_norm=True,
+        streams="balanced",
+        lacks=deepseek_v4_lacks,
+    ),
     "glm_moe_dsa": replace(_DEEPSEEK_V3, index_rope="pairs", lacks=indexer_lacks),
 }
 """model_type → blocks of the families whose decoders are tiermoe's own."""

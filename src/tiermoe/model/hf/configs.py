@@ -94,8 +94,8 @@ def rope_frequencies(config: Any) -> dict[str, tuple[list[float], float]]:
         named: Any = getattr(config, "rope_parameters", None)
         kind = ((named if layers is None else named[layers]) or {}).get("rope_type")
         if kind in ROPE_INIT_FUNCTIONS and kind not in UNSUPPORTED:
-            of, named = (config, {}) if layers is None else (config.per_layer_config[layers], {"layer_type": layers})
-            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](of, **named)
+            of = config.per_layer_config[layers] if layers in (getattr(config, "layer_types", None) or ()) else config
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](of, **({} if layers is None else {"layer_type": layers}))
             found[layers or ""] = (frequencies.float().tolist(), float(factor))
     return found
 

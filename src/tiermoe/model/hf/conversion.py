@@ -117,6 +117,8 @@ class CheckpointExperts:
             name, pattern = rename_source_key(
                 key, self._renamings, self._converters, self._model.base_model_prefix, known
             )
+            if name not in known and key in known:  # as transformers' loader has it: some renamings take too much
+                name = key
             if name in targets:
                 self._sources.setdefault(name, {}).setdefault(pattern, []).append(key)
                 self.expert_keys.add(key)

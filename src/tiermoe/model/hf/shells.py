@@ -20,14 +20,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from tiermoe.errors import ModelError
 from tiermoe.kernels.experts import Activation
-from tiermoe.kernels.gates import ClampedGate, gelu_gate, relu_squared, silu_gate
+from tiermoe.kernels.gates import ClampedGate, LimitedSilu, gelu_gate, relu_squared, silu_gate
 from tiermoe.model.families.table import Family
 from tiermoe.model.feed_forward import ExpertGate
 from tiermoe.model.hf.adapters import ADAPTERS, drop_parameters
 
 IMPLEMENTATION = "tiermoe"
 _ROUTERS = ("gate", "router")
-_CLAMPED = "GptOssExperts._apply_gate"
+_CLAMPED, _LIMITED = "GptOssExperts._apply_gate", "DeepseekV4Experts._apply_gate"
 _CLAMPED_HALVES = "MiniMaxM3VLExperts._apply_gate"
 _SILU = (torch.nn.SiLU, SiLUActivation)
 
@@ -140,6 +140,8 @@ def activation_of(module: Any) -> Activation:
             return ClampedGate(float(module.limit), float(module.alpha))
         if type(module)._apply_gate.__qualname__ == _CLAMPED_HALVES:
             return ClampedGate(float(module.swiglu_limit), float(module.swiglu_alpha), halves=True)
+        if type(module)._apply_gate.__qualname__ == _LIMITED and type(module.act_fn) in _SILU:
+            return LimitedSilu(float(module.limit))
         gate: Activation = module._apply_gate
         return gate
     plain: Activation = getattr(module, "act_fn", None) or ACT2FN[module.config.hidden_act]

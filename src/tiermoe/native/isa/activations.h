@@ -22,22 +22,16 @@ static inline Vector sigmoid_of(Vector x, Vector slope) {
     return over(x, plus(all(1), exponential(minus(zeros(), slope))));
 }
 
-static inline Vector silu_gate(const bf16 *gate, const bf16 *up) {
-    const Vector x = load_bf16(gate);
-    return times(as_bf16(sigmoid_of(x, x)), load_bf16(up));
-}
+static inline Vector silu_gate(Vector gate, Vector up) { return times(as_bf16(sigmoid_of(gate, gate)), up); }
 
 /* x * (1 + tanh u) / 2, which is x * sigmoid(2 u), with u = sqrt(2 / pi) * (x + .044715 x^3) */
-static inline Vector gelu_gate(const bf16 *gate, const bf16 *up) {
-    const Vector x = load_bf16(gate), cubic = times_plus(times(x, x), all(0.07135481627f), all(1.595769122f));
-    return times(as_bf16(sigmoid_of(x, times(x, cubic))), load_bf16(up));
+static inline Vector gelu_gate(Vector gate, Vector up) {
+    const Vector cubic = times_plus(times(gate, gate), all(0.07135481627f), all(1.595769122f));
+    return times(as_bf16(sigmoid_of(gate, times(gate, cubic))), up);
 }
 
-static inline Vector clamped_gate(Vector gate, Vector up, const Expert *expert) {
-    const Vector limit = all(expert->limit), one = all(1);
-    gate = as_bf16(smaller(limit, gate)); /* the second operand where one is undefined */
-    up = as_bf16(larger_of(minus(zeros(), limit), smaller(limit, up)));
-    const Vector slope = as_bf16(times(gate, all(expert->alpha)));
+static inline Vector clamped_gate(Vector gate, Vector up, float alpha) {
+    const Vector one = all(1), slope = as_bf16(times(gate, all(alpha)));
     const Vector opening = as_bf16(times(gate, as_bf16(sigmoid_of(one, slope))));
     return times(as_bf16(plus(up, one)), opening);
 }
@@ -49,12 +43,15 @@ static inline Vector relu_squared(const bf16 *up) {
 
 /* Of 16 columns of a block from column i on. */
 static inline Vector gate_of(const bf16 values[2 * BLOCK], int i, const Expert *expert) {
-    if (expert->gate == SILU) return silu_gate(values + i, values + BLOCK + i);
-    if (expert->gate == GELU_TANH) return gelu_gate(values + i, values + BLOCK + i);
     if (expert->gate == RELU_SQUARED) return relu_squared(values + i);
     Vector gate = load_bf16(values + i), up = load_bf16(values + BLOCK + i);
+    if (expert->gate == SILU) return silu_gate(gate, up);
+    if (expert->gate == GELU_TANH) return gelu_gate(gate, up);
     if (expert->gate == CLAMPED) load_pairs(values + 2 * i, LANES, &gate, &up);
-    return clamped_gate(gate, up, expert);
+    const Vector limit = all(expert->limit);
+    gate = as_bf16(smaller(limit, gate)); /* the second operand where one is undefined */
+    up = as_bf16(larger_of(minus(zeros(), limit), smaller(limit, up)));
+    return expert->gate == LIMITED_SILU ? silu_gate(gate, up) : clamped_gate(gate, up, expert->alpha);
 }
 
 static void gate_rows(const bf16 (*values)[2 * BLOCK], const Expert *expert, size_t tokens, bf16 *out, size_t stride) {
