@@ -229,7 +229,7 @@ static void gates(const Kernels *set) {
             for (int i = 0; i < BLOCK; i++) {
                 const int pairs = gate == CLAMPED;
                 double g = from_bf16(values[m][pairs ? 2 * i : i]), up = from_bf16(values[m][pairs ? 2 * i + 1 : BLOCK + i]);
-                if (gate != SILU && gate != GELU_TANH) g = fmin(g, 2), up = fmax(-2, fmin(up, 2));
+                if (gate == CLAMPED || gate == CLAMPED_HALVES || gate == LIMITED_SILU) g = fmin(g, 2), up = fmax(-2, fmin(up, 2));
                 double want = (up + 1) * g / (1 + exp(-expert.alpha * g));
                 if (gate == SILU || gate == LIMITED_SILU) want = g / (1 + exp(-g)) * up;
                 if (gate == GELU_TANH) want = g / 2 * (1 + tanh(sqrt(2 / acos(-1)) * (g + 0.044715 * g * g * g))) * up;

@@ -3,6 +3,7 @@ usual small sizes."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,8 @@ _SPEAKING: dict[str, dict[str, Any]] = {
 def config_of(model_type: str, **changes: Any) -> Any:
     """A small config of a family."""
     usual, its = _known(CONFIG_MAPPING[model_type], _SMALL), FAMILIES.get(model_type) or CONFIGS.get(model_type, {})
-    return AutoConfig.for_model(model_type, **{**usual, **its, **changes})
+    values = copy.deepcopy({**usual, **its, **changes})  # configs write into what they are given
+    return AutoConfig.for_model(model_type, **values)
 
 
 def larger_config(model_type: str) -> Any:

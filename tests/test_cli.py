@@ -501,7 +501,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("words", [("run", "nowhere", "hi"), ("pack", "nowhere"), ("bench", "nowhere")])
+@pytest.mark.parametrize("words", [("run", "stories-7m", "hi"), ("pack", "nowhere"), ("bench", "nowhere")])
 def test_an_interruption_while_libraries_are_imported(words: tuple[str, ...]) -> None:
     """What torch and numpy import of each other swallows it: the command went on, or ended in half a library."""
     ended = subprocess.run([sys.executable, "-c", SWALLOWED, *words], capture_output=True, text=True, timeout=100)

@@ -180,7 +180,7 @@ def test_too_little_memory(tiermoe_: Command, tiny: Path) -> None:
         (("--bits", "3", "--quantizer", "linear"), r"linear makes no codes of 3 bits"),
         (("--bits", "four"), r"invalid value for '--bits': .*integer.*; see --help"),
         (("--dense-bits", "2"), r"dense_bits must be one of \(16, 8, 4\), got 2"),
-        (("--quantizer", "awq"), r"quantizer must be one of nonlinear, hqq, linear, gptq, gptq-nonlinear, got 'awq'"),
+        (("--quantizer", "awq"), r"quantizer must be one of nonlinear, hqq, .*, gptq, gptq-nonlinear, got 'awq'"),
         (("--temperature", "-1"), r"temperature must be 0 \(greedy\) or more, got -1"),
         (("--temperature", "nan"), r"temperature must be .*, got nan"),
         (("--top-p", "2"), r"top-p must be above 0 and at most 1, got 2"),

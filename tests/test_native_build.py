@@ -195,7 +195,7 @@ def test_a_struct_with_values_that_no_kernel_takes_is_refused() -> None:
             "6 is no kind of scales",
         ),
         (structs.Matrix(coding=0), "a scale of no weights"),
-        (structs.Expert(gate=5), "5 is not a gate"),
+        (structs.Expert(gate=6), "6 is not a gate"),
         (structs.Router(experts=8, columns=64, k=9, groups=1, kept=1, judges=1), "no router: 9 of 8 experts"),
         (structs.Delta(heads=3, key_heads=2, key_columns=16, value_columns=16), "no linear attention: 2 of 3 heads"),
         (structs.Neurons(bits=3, group=16, width=64), "no neurons of 64 weights of 3 bits"),
