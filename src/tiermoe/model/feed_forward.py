@@ -226,8 +226,8 @@ class MoeBlock:
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x, (T, H) each."""
-        adds_more = self.shared or self.norm or self.latent or self.weighs_input
-        if not adds_more and multiplier == 1:
+        in_parts = self.shared or self.norm or self.latent or self.weighs_input or self.table is not None
+        if not in_parts and multiplier == 1:
             result = self.experts.block(self.router, x, residual)
             if result is not None:
                 return result
