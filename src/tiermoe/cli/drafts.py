@@ -5,13 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiermoe.config import Settings
-
-if TYPE_CHECKING:
-    from tiermoe.model.hf.blueprint import Blueprint
 
 LOOKUP, MTP, NONE = "lookup", "mtp", "none"
 
@@ -19,14 +15,6 @@ LOOKUP, MTP, NONE = "lookup", "mtp", "none"
 def names_model(draft: str) -> bool:
     """Whether guesses come from a model of their own."""
     return draft not in (LOOKUP, MTP, NONE)
-
-
-def with_head(blueprint: Blueprint, store: Path | None) -> Blueprint:
-    """The model with its MTP head, whose layer is planned, packed and cached as the others. ModelError where there is
-    none that runs."""
-    from tiermoe.model.hf.mtp_blueprint import with_mtp
-
-    return with_mtp(blueprint, store)
 
 
 def planned_draft(draft: str, tokenizer: Any, blueprint: Any, asked: Settings) -> tuple[tuple[Any, Settings], Settings]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiermoe.cli.drafts import MTP, names_model, planned_draft, speculation_of, with_head
+from tiermoe.cli.drafts import MTP, names_model, planned_draft, speculation_of
 from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.config import Settings, format_size, settings
 from tiermoe.platform import file_io
@@ -90,7 +90,9 @@ def open_session(
         directory = resolve_model(model)
         blueprint = inspect_model(directory, model, asked.store, None if headers is None else open_checkpoint(headers))
         if draft == MTP:
-            blueprint = with_head(blueprint, asked.store)
+            from tiermoe.model.hf.mtp_blueprint import with_mtp
+
+            blueprint = with_mtp(blueprint, asked.store)
         root = store_root(blueprint, asked.store)
         kept = None if served else kept_tokenizer(blueprint, root)  # a server's grammars need transformers'
         tokenizer = kept or load_tokenizer(directory)

@@ -63,8 +63,7 @@ def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: R
     if own is not None:
         routers = list(own.routers)
     else:
-        asked = (family.forecasts and at not in hash_tables for at in range(len(beside)))
-        routers = [router if each else None for router, each in zip(beside, asked, strict=True)]
+        routers = [router if family.forecasts and at not in hash_tables else None for at, router in enumerate(beside)]
     numbered = blueprint.configs.built is not blueprint.configs.text
     decoder = own or GenericDecoder(model, functools.partial(base.forward, model), family.continues, numbered)
     gates: Sequence[ExpertGate] = [gate_of(shell) for shell in shells]

@@ -209,8 +209,7 @@ class MoeBlock:
 
     def __call__(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         """(T, H) → (T, H), valid until the next call. tokens: ids int64 (T), which a block with a table needs."""
-        parts = self.weighs_input or self.latent is not None or self.table is not None
-        result = None if parts else self.experts.block(self.router, x, None)
+        result = self.experts.block(self.router, x, None) if self._fused else None
         if result is None:
             ((weights, index),) = self._routed([x], None if tokens is None else [tokens])
             result = self.experts(*self._given(x, index, weights))
@@ -226,8 +225,7 @@ class MoeBlock:
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x, (T, H) each."""
-        in_parts = self.shared or self.norm or self.latent or self.weighs_input or self.table is not None
-        if not in_parts and multiplier == 1:
+        if self._fused and self.shared is None and self.norm is None and multiplier == 1:
             result = self.experts.block(self.router, x, residual)
             if result is not None:
                 return result
@@ -237,6 +235,11 @@ class MoeBlock:
         """`add` of each (x, residual), bit for bit; each expert is read once for all of them."""
         results = self.forward_ragged([x for x, _ in parts])
         return [add_to(residual, result, multiplier) for (_, residual), result in zip(parts, results, strict=True)]
+
+    @property
+    def _fused(self) -> bool:
+        """Whether one native call can route tokens by the router and compute their experts."""
+        return not self.weighs_input and self.latent is None and self.table is None
 
     def _routed(self, xs: Sequence[Tensor], tokens: Sequence[Tensor] | None) -> list[tuple[Tensor, Tensor]]:
         """Each part's weights and experts, (T, K) each."""

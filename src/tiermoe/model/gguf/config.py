@@ -17,6 +17,7 @@ from tiermoe.model.gguf.shapes import (
     in_first_block,
     inner,
     leading_dense,
+    linear_layers,
     shape,
 )
 
@@ -182,7 +183,7 @@ def deepseek2(file: GgufFile) -> Config:
 def kimi_linear(file: GgufFile) -> Config:
     config = _latent(file)
     del config["rope_parameters"]  # no layer has positions
-    linear = [f"blk.{layer}.ssm_a" in file.tensors for layer in range(blocks(file))]
+    linear = linear_layers(file)
     if True not in linear:
         raise ModelError(f"{file.path} has no layer of linear attention, which every Kimi Linear has; {AGAIN}")
     first, dense = linear.index(True), config.pop("first_k_dense_replace")

@@ -13,7 +13,7 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import Rows
 from tiermoe.formats.gguf_file import GgufFile, GgufTensor
 from tiermoe.kernels.delta import DeltaSizes
-from tiermoe.model.gguf.shapes import blocks
+from tiermoe.model.gguf.shapes import linear_layers
 
 _TILED = "qwen35moe"
 """The architecture whose heads of values are in another order (`tiled_rows`)."""
@@ -22,7 +22,7 @@ _TILED = "qwen35moe"
 def linear_config(file: GgufFile) -> dict[str, Any]:
     """Fields of the config: layers with linear attention, and its sizes. ModelError where an entry is missing."""
     sizes = _sizes(file)
-    linear = [f"blk.{layer}.ssm_a" in file.tensors for layer in range(blocks(file))]
+    linear = linear_layers(file)
     return {
         "layer_types": ["linear_attention" if each else "full_attention" for each in linear],
         "linear_num_key_heads": sizes.key_heads,

@@ -17,6 +17,11 @@ def blocks(file: GgufFile) -> int:
     return layers
 
 
+def linear_layers(file: GgufFile) -> list[bool]:
+    """Which layers have linear attention."""
+    return [f"blk.{layer}.ssm_a" in file.tensors for layer in range(blocks(file))]
+
+
 def experts(file: GgufFile) -> int:
     """Experts of a layer."""
     return file.count("expert_count")
