@@ -2,7 +2,7 @@
 starts, asks and ends such servers.
 
 It is loaded once the file is there. With a fault it ends then, and says it. A request's `hold` names a file without
-which it is not answered; `crash` ends the process."""
+which it is not answered, and whose name with `.arrived` is there once the request is; `crash` ends the process."""
 
 import asyncio
 import json
@@ -54,6 +54,8 @@ def send(writer: asyncio.StreamWriter, status: int, value: object) -> None:
 async def held(asked: dict, reader: asyncio.StreamReader) -> None:
     if asked.get("crash"):
         os._exit(3)
+    if "hold" in asked:
+        open(asked["hold"] + ".arrived", "w").close()
     while "hold" in asked and not os.path.exists(asked["hold"]):
         if reader.at_eof():  # the client has left
             raise ConnectionResetError
