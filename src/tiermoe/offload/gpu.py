@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from tiermoe.offload.io_threads import IOThreads
-from tiermoe.offload.link import Finished
+from tiermoe.offload.link import Finished, LinkCounters
 from tiermoe.offload.policies.cpu_fallback import averaged
 from tiermoe.offload.second_level import SecondLevelCache
 from tiermoe.offload.slots import HostSlots, Slots
@@ -262,7 +262,7 @@ class GpuLink:
     """Implements `tiermoe.offload.link.Link` with I/O threads that read experts into `host` slots and copies from there
     to `device` slots. host: as `HostCache`. bytes_of: bytes of an expert in its slot.
 
-    `wait_s` adds up the time that the caller spent in `wait`, which does not wait for copies.
+    Waiting is what the caller spent in `wait`, which does not wait for copies.
     """
 
     now = staticmethod(time.perf_counter)
@@ -276,7 +276,7 @@ class GpuLink:
         copier: Copier,
         threads: int,
     ) -> None:
-        self.wait_s = 0.0
+        self._wait_s = 0.0
         self._filler = filler
         self._device = device
         self._bytes_of = bytes_of
@@ -299,15 +299,8 @@ class GpuLink:
         read = host.misses / max(1, host.hits + host.misses)
         return self._copies.seconds + read * host.read_s / self._thread_count
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which at least one thread was reading."""
-        return self._filler.busy_s
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from the drive so far."""
-        return self._filler.bytes_read
+    def counters(self) -> LinkCounters:
+        return LinkCounters(self._filler.bytes_read, self._filler.busy_s, self._wait_s)
 
     @property
     def bytes_copied(self) -> int:
@@ -332,7 +325,7 @@ class GpuLink:
         arrival = min(self._arrivals, key=lambda a: (not self._copies.is_over(a.ticket), not a.load.urgent))
         self._arrivals.remove(arrival)
         finished = self._hand_out(arrival)
-        self.wait_s += time.perf_counter() - started
+        self._wait_s += time.perf_counter() - started
         return finished
 
     def poll(self) -> Finished | None:
