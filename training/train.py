@@ -28,7 +28,7 @@ from training.checkpoint import OtherSettings, load_state, save_state
 from training.data import Tokens, batch, documents, encode
 from training.export import export
 from training.model import build_model, losses
-from training.settings import HELP, RECIPES, Settings
+from training.settings import RECIPES, Settings
 from training.tokenizer import load_tokenizer, train_tokenizer
 
 HELD_OUT_SHARE = 0.01
@@ -135,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
     for field in fields(Settings):
         name = "--" + field.name.replace("_", "-")
         values = ", ".join(str(getattr(settings, field.name)) for settings in RECIPES.values())
-        told: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{HELP[field.name]} ({values})"}
+        told: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.metadata['help']} ({values})"}
         if isinstance(field.default, bool):
             top.add_argument(name, action=argparse.BooleanOptionalAction, **told)
         else:
