@@ -668,7 +668,7 @@ def test_the_disk_fills_slots_while_nobody_asks(tmp_path: Path, lanes: int) -> N
     controller = ExpertLoader(cache, link)
     controller.fill(ExpertKey(0, expert, 16) for expert in range(EXPERTS))
     assert link.is_idle()  # the background does not count
-    wait_for(lambda: link.bytes_read == EXPERTS * SIZE)
+    wait_for(lambda: link.counters().bytes_read == EXPERTS * SIZE)
     wait_for(lambda: controller.collect() or not controller.filling)
     assert controller.counts.warmed == EXPERTS
     for expert in range(EXPERTS):

@@ -30,7 +30,7 @@ def test_every_computation_sees_its_expert(seed: int, device_slots: int, host_sl
     within(20, one.end)
     assert one.link.host.hits + one.link.host.misses == loads
     assert one.link.bytes_copied == loads * BYTES
-    assert one.link.bytes_read == one.link.host.misses * BYTES
+    assert one.link.counters().bytes_read == one.link.host.misses * BYTES
 
 
 def test_main_memory_is_a_second_cache(rig: Callable[..., Rig]) -> None:

@@ -96,7 +96,7 @@ def test_any_pieces_come_to_their_places_and_are_checked(
     for segment, part in zip(segments, parts, strict=True):
         expected[segment.at : segment.at + segment.nbytes] = part
     assert found == bytes(expected)  # and nothing beside them
-    assert link.bytes_read == sum(map(len, parts))
+    assert link.counters().bytes_read == sum(map(len, parts))
     link.close()
 
 
@@ -114,7 +114,7 @@ def test_every_load_arrives_once_with_its_bytes(tmp_path: Path, linked: Linked, 
     assert all(content(link, expert)[:SIZE] == bytes_of(path, extents[expert]) for expert in order)
     assert link.is_idle()
     assert link.poll() is None
-    assert link.bytes_read == EXPERTS * SIZE
+    assert link.counters().bytes_read == EXPERTS * SIZE
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -211,8 +211,8 @@ def test_waiting_is_counted(tmp_path: Path, linked: Linked) -> None:
     link.submit(load(0))
     began = time.perf_counter()
     within(10, link.wait)
-    assert 0 < link.wait_s <= time.perf_counter() - began
-    assert link.busy_s > 0
+    assert 0 < link.counters().wait_s <= time.perf_counter() - began
+    assert link.counters().busy_s > 0
 
 
 def test_a_start_that_comes_too_late_counts_with_the_time_until_it_was_not_needed(
@@ -221,13 +221,13 @@ def test_a_start_that_comes_too_late_counts_with_the_time_until_it_was_not_neede
     """Taken back before a thread had begun."""
     link = linked(write_experts(tmp_path / "experts"), threads=1)
     for _ in range(200):
-        starts, start_s = link.starts, link.start_s
+        starts, start_s = link.counters().starts, link.counters().start_s
         link.submit(load(0, urgent=False))
-        if link.recall() and link.starts == starts:
+        if link.recall() and link.counters().starts == starts:
             break
         within(10, link.wait)
-    assert link.starts == starts
-    assert link.start_s > start_s
+    assert link.counters().starts == starts
+    assert link.counters().start_s > start_s
 
 
 def test_closed_threads_refuse() -> None:

@@ -165,7 +165,7 @@ def test_each_drive_takes_what_it_ends_sooner(copied: Copied, ratio: float, firs
     for gate in (drives.first, drives.also):
         gate.go_on.release(8)
     assert [within(10, drives.link.wait).error for _ in range(8)] == [None] * 8
-    assert (drives.link.bytes_read, drives.second.bytes_read) == (8 * SIZE, second * SIZE)
+    assert (drives.link.counters().bytes_read, drives.second.bytes_read) == (8 * SIZE, second * SIZE)
     drives.link.close()
 
 
@@ -190,7 +190,7 @@ def test_alone_a_read_goes_to_the_faster_drive(copied: Copied, linked: Linked, r
     assert brought(link, list(range(EXPERTS))) == [None] * EXPERTS
     for expert in range(EXPERTS):
         assert link._slots.buffer(expert)[:SIZE].numpy().tobytes() == bytes_of(copied.file, copied.extents[expert])
-    assert (link.bytes_read, second.bytes_read) == (EXPERTS * SIZE, share * EXPERTS * SIZE)
+    assert (link.counters().bytes_read, second.bytes_read) == (EXPERTS * SIZE, share * EXPERTS * SIZE)
     link.close()
 
 
@@ -227,7 +227,7 @@ def test_an_expert_without_a_copy_comes_from_the_first_drive(copied: Copied, lin
     for expert in range(EXPERTS):
         link.submit(load(expert))
     assert [within(10, link.wait).error for _ in range(EXPERTS)] == [None] * EXPERTS
-    assert (link.bytes_read, second.bytes_read) == (EXPERTS * SIZE, EXPERTS // 2 * SIZE)
+    assert (link.counters().bytes_read, second.bytes_read) == (EXPERTS * SIZE, EXPERTS // 2 * SIZE)
     link.close()
 
 
@@ -249,7 +249,7 @@ def test_what_the_copy_fails_to_give_the_first_drive_gives(copied: Copied, linke
     assert brought(link, list(range(EXPERTS))) == [None] * EXPERTS
     for expert in range(EXPERTS):
         assert link._slots.buffer(expert)[:SIZE].numpy().tobytes() == bytes_of(copied.file, copied.extents[expert])
-    assert (link.bytes_read, second.bytes_read) == (EXPERTS * SIZE, (EXPERTS - len(failed)) * SIZE)
+    assert (link.counters().bytes_read, second.bytes_read) == (EXPERTS * SIZE, (EXPERTS - len(failed)) * SIZE)
     assert second.warning.startswith(f"{len(failed)} reads failed")
     assert f"expert {failed[0]} (4 bits)" in second.warning
     assert str(copied.copy) in second.warning
