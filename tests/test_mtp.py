@@ -34,6 +34,7 @@ from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.speculation import Place
 from tiermoe.errors import ConfigError, LoadError, ModelError, StoreError
+from tiermoe.formats.store import open_store
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload.assembly import PrecisionSlots, assemble
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
@@ -234,6 +235,43 @@ def test_a_head_is_packed_beside_a_store_that_stays(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"mtp, and the next run with --draft mtp packs the head anew"):
         start(blueprint_with_head(directory, root), settings(**options))
     start(inspect_model(directory, "tiny", root), settings(**options)).close()
+
+
+def test_the_command_packs_a_head(tmp_path: Path, tiermoe_: Command) -> None:
+    """Model and head at once, after which a run packs nothing; what is damaged or cut short is said and not run."""
+    directory, root = tmp_path / "model", tmp_path / "store"
+    mtp_models.write(directory, "glm4_moe", torch.bfloat16, **SIZES["glm4_moe"])
+    bits, store = ("--bits", 4, "--dense-bits", 4), ("--store", root)
+    assert "pack has --draft mtp alone" in tiermoe_("pack", directory, *bits, *store, "--draft", "lookup").cause
+    calibrated = tiermoe_("pack", directory, *bits, *store, "--draft", "mtp", "--quantizer", "gptq").cause
+    assert "does not apply to --quantizer gptq" in calibrated
+    assert not root.exists()
+    packed = tiermoe_("pack", directory, *bits, *store, "--draft", "mtp")
+    assert packed.code == 0, packed.err
+    assert packed.out.strip() == str(root)
+    assert "the MTP head at 4 bits" in packed.err
+    words = ("run", directory, "abcabcab", "--raw", "--max-tokens", 4, "--memory", "4GiB", *bits, *store)
+    run = tiermoe_(*words, "--draft", "mtp")
+    assert run.code == 0, run.err
+    assert "packed" not in run.err
+    shown = tiermoe_("show", root, "--verify", "--json")
+    assert shown.code == 0, shown.err
+    document = json.loads(shown.out)
+    packed_layers = [each["layers"] for part in (root, root / "mtp") for each in open_store(part).dense.values()]
+    assert document["checked"] == 3 * 8 + sum(map(len, packed_layers))
+    names = [each["precision"] for each in document["precisions"]]
+    assert names == [*names[:2], *(f"MTP head: {name}" for name in names[:2])]
+    for kind in ("experts-*", "dense-*"):
+        file = next((root / "mtp").glob(kind))
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-5000])
+        assert f"{file.name}" in (cause := tiermoe_(*words, "--draft", "mtp").cause)
+        assert "the next run with --draft mtp packs the head anew" in cause
+        assert tiermoe_(*words, "--draft", "none").code == 0
+        file.write_bytes(bytes([whole[0]]) + bytes(len(whole) - 1))
+        damaged = tiermoe_("show", root, "--verify")
+        assert "extents are damaged" in damaged.cause
+        file.write_bytes(whole)
 
 
 def test_the_plan_counts_a_head(checkpoint: Path, plain: Any, engine: Any) -> None:
