@@ -106,7 +106,8 @@ def pack(
                 )
         calibrated.forget()
         for precision, key in experts.items():
-            found = packed.precisions[key]
+            if (found := packed.precisions.get(key)) is None:  # a head without experts
+                continue
             nbytes = sum(extent.nbytes for layer in found.layers for extent in layer.extents)
             of = "" if part.trunk is None else "the MTP head at "
             note(f"{of}{precision} bits: {format_size(nbytes)}{_IN_PLACE * found.in_place}")
