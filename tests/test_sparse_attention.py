@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+import tiermoe
 from native_experts import checkpoint
+from parity import tokens as rows_of
 from small_engines import alone, engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
@@ -31,10 +33,12 @@ NATIVE = {
 
 
 GROUPS = "minimax_m3_vl_text"
-CHOICES: list[tuple[str, dict[str, int]]] = [
+CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v32", {"index_topk": 6}),
     ("deepseek_v32", {"index_topk": 64}),
     ("glm_moe_dsa", {"index_topk": 6}),
+    ("glm5_next_text", {"index_topk": 6, "index_kpool": 3}),
+    ("glm5_next_text", {"index_topk": 64, "linear_lower_bound": None}),
     (GROUPS, {}),
     (GROUPS, {"index_block_size": 3, "index_topk_blocks": 3, "index_local_blocks": 2}),
     (GROUPS, {"index_topk_blocks": 64}),
@@ -42,7 +46,7 @@ CHOICES: list[tuple[str, dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(("family", "changes"), CHOICES)
-def test_chunks_and_tokens_alone_agree_with_transformers(family: str, changes: dict[str, int], tmp_path: Path) -> None:
+def test_chunks_and_tokens_alone_agree_with_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """A prompt in chunks of 5, tokens that are verified and decoded after it; in a context that is longer than what is
     chosen, and in one that is not."""
     directory = write(tmp_path, family, torch.float32, **changes)
@@ -56,6 +60,15 @@ def test_chunks_and_tokens_alone_agree_with_transformers(family: str, changes: d
     with torch.no_grad():
         theirs = oracle(tmp_path, family, torch.float32)(torch.tensor([ids])).logits[0]
     assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("family", ["glm5_next_text"])
+def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    directory, ids = write(tmp_path, family, torch.float32), rows_of(2, 21, seed=3)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)
+    options = {"max_new_tokens": 64, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(ours.generate(ids, **options), oracle(directory, family, torch.float32).generate(ids, **options))
+    ours.tiermoe.close()
 
 
 @pytest.mark.parametrize("chunk", [5, 32])

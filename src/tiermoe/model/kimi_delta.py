@@ -1,5 +1,5 @@
-"""Kimi Delta Attention (Kimi Linear; arXiv:2510.26692): linear attention whose key columns decay each by itself, at a
-rate that each token chooses."""
+"""Kimi Delta Attention (Kimi Linear, GLM-5 Next; arXiv:2510.26692): linear attention whose key columns decay each by
+itself, at a rate that each token chooses."""
 
 from __future__ import annotations
 
@@ -60,13 +60,14 @@ class KimiDeltaSizes(LinearSizes):
             self,
             KimiProjection((query, key, value), (gates, gates_up), betas, (decays, decays_up)),
             weights.linear(f"{part}.o_proj"),
-            weights.tensor(f"{part}.conv1d.weight"),
+            weights.tensor(f"{part}.conv1d.weight").to(weights.dtype),  # transformers widens that of GLM-5 Next
             weights.tensor(f"{forget}.A_log").flatten(),
             weights.tensor(f"{forget}.dt_bias"),
             RootMeanSquare(weights.tensor(f"{part}.o_norm.weight"), weights.epsilon),
             ACTIVATIONS[weights.config.hidden_act],
             torch.sigmoid,
             rounded_once=True,
+            least_decay=getattr(weights.config, "linear_lower_bound", None),
         )
 
 
