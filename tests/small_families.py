@@ -33,7 +33,6 @@ _SPARSE = ["dense", "sparse", "sparse"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_experts": 8, "moe_topk": 3},
     "axk2": {**_LATENT, "gated_norm_rank": 8},
-    "bailing_hybrid": {**_LATENT, "layer_types": _THREE, "mlp_layer_types": _SPARSE},
     "beam": {"mlp_layer_types": _SPARSE},
     "cohere2_moe": {},
     "dbrx": {

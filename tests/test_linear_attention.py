@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+import tiermoe
 import tiny
+from parity import tokens as rows_of
 from small_engines import engine_of
 from tiermoe import native
 from tiermoe.batch import Batch, Row, decode, prompt
@@ -34,14 +36,16 @@ from tiermoe.model.short_convolution import ConvolutionSizes
 from tiermoe.model.step import Step
 from tiermoe.model.weights import ModuleWeights, text_part
 
-FAMILIES = ["qwen3_next", "qwen3_5_moe_text", "kimi_linear", "glm5_next_text"]
+KIMI = ("kimi_linear", "glm5_next_text", "bailing_hybrid")
+FAMILIES = ["qwen3_next", "qwen3_5_moe_text", *KIMI]
 MAMBA, MAMBA_1 = "granitemoehybrid", "jamba"
-BLOCKS = {MAMBA: "mamba", MAMBA_1: "mamba", "kimi_linear": "self_attn", "glm5_next_text": "self_attn"}
+BLOCKS = {MAMBA: "mamba", MAMBA_1: "mamba", **dict.fromkeys(KIMI, "self_attn")}
 LAYERS = {"layer_types": ["linear_attention"], "mlp_only_layers": None}
 WIDE = {**LAYERS, "linear_value_head_dim": 80}  # more than a strip of columns
 SIZES = {
     "kimi_linear": {**LAYERS, "linear_head_dim": 80, "mlp_layer_types": ["dense"]},
     "glm5_next_text": {**LAYERS, "linear_head_dim": 80, "mlp_layer_types": ["dense"]},
+    "bailing_hybrid": {**LAYERS, "head_dim": 80, "mlp_layer_types": ["dense"]},
     MAMBA_1: {"attn_layer_period": 2},  # of which the second one has attention
 }
 LENGTH = 150  # of a prompt: more than two chunks of either way
@@ -325,7 +329,7 @@ def test_forks_beams_and_files_have_the_state(small: Case, tmp_path: Path) -> No
 # an engine
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "glm5_next_text", MAMBA, MAMBA_1, "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_next", *KIMI, MAMBA, MAMBA_1, "nemotron_h"])
 def test_rows_and_forks_of_an_engine_are_what_each_is_alone(family: str, tmp_path: Path) -> None:
     """A long prompt in chunks, a fork of it, and a short prompt beside their tokens."""
     engine = engine_of(tiny.write(tmp_path, family, torch.float32), bits=16, dense_bits=16, chunk=40)
@@ -343,6 +347,16 @@ def test_rows_and_forks_of_an_engine_are_what_each_is_alone(family: str, tmp_pat
             want = plain(torch.tensor([ids])).logits[0, -1]
         assert error(logits, want) < 1e-5
     engine.close()
+
+
+@pytest.mark.parametrize("family", ["glm5_next_text", "bailing_hybrid"])
+def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    directory, ids = tiny.write(tmp_path, family, torch.float32), rows_of(2, 21, seed=3)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)
+    plain = tiny.oracle(directory, family, torch.float32)
+    options = {"max_new_tokens": 64, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(ours.generate(ids, **options), plain.generate(ids, **options))
+    ours.tiermoe.close()
 
 
 # short convolutions

@@ -154,6 +154,13 @@ BREAKAGES = (
         ("tests/test_linear_attention.py",),
     ),
     Breakage(
+        "heads of Ling's latent attention are not gated",
+        "LatentAttention.__call__",
+        "attended * torch.sigmoid(self.gate(x).float()).to(x.dtype)[..., None]",
+        "attended",
+        ("tests/test_linear_attention.py::test_greedy_tokens_are_those_of_transformers",),
+    ),
+    Breakage(
         "an indexer chooses pools that have not ended",
         "PoolIndexer._search",
         "keys[:positions // pool]",

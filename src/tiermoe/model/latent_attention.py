@@ -75,7 +75,7 @@ class LatentSizes(AttentionSizes):
             config.kv_lora_rank,
             indexer,
             has_indexer(architecture, config, index),
-            by_decode_kernel=not architecture.streams,
+            by_decode_kernel=not (architecture.streams or architecture.latent_gate),
         )
 
     @property
@@ -156,7 +156,7 @@ class LatentSizes(AttentionSizes):
 
     def block(self, weights: FamilyWeights, layer: str) -> LatentAttention:
         of, config, part = weights.architecture, weights.config, f"{layer}.self_attn"
-        narrow = config.q_lora_rank is not None
+        narrow = getattr(config, "q_lora_rank", None) is not None
         asks = of.rope == "pairs" and of.index_rope is None
         interleaved = getattr(config, "rope_interleave", True) if asks else True
         rope = config.rope_parameters if is_rotated(config) else {}
@@ -171,6 +171,7 @@ class LatentSizes(AttentionSizes):
             output=weights.linear(f"{part}.o_proj"),
             scale=yarn_scale(rope, (self.plain_columns + self.rotary_columns) ** -0.5),
             apply_rope=ROPES[of.rope if interleaved else "halves"],
+            gate=weights.linear(f"{part}.{of.latent_gate}") if of.latent_gate else None,
         )
 
     def indexer_block(self, weights: FamilyWeights, layer: str) -> Indexer | PoolIndexer | None:
@@ -196,6 +197,7 @@ class LatentAttention(Attention):
     apply_rope: ApplyRope
     narrow_query: Linear | None = None  # hidden → narrow query, with its norm
     query_norm: Norm | None = None
+    gate: Linear | None = None  # hidden → heads, by whose sigmoid what each attended to is multiplied (Ling 3.0)
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Writes the tokens' latents into the step's cache."""
@@ -218,12 +220,14 @@ class LatentAttention(Attention):
                 attended[tokens] = self._attended(query[tokens], rows)
             else:
                 attended[tokens] = self._sparsely(query[tokens], rows, step.chosen[tokens])
+        if self.gate is not None:
+            attended = attended * torch.sigmoid(self.gate(x).float()).to(x.dtype)[..., None]
         return self.output(attended.flatten(1))
 
     def decode_kernel(
         self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
     ) -> DecodeAttention | None:
-        if self.expand.packed.bias is not None:
+        if self.expand.packed.bias is not None or self.gate is not None:
             return None
         key_up, value_up = self._expanding()
         return decode_attention(
