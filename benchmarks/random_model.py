@@ -109,20 +109,20 @@ def _mlp(hidden: int, inner: int) -> dict[str, Spec]:
     return _linear(gate=(inner, hidden), up=(inner, hidden), down=(hidden, inner))
 
 
-def _experts(config: Config, count: int) -> dict[str, Spec]:
-    each = _mlp(config["hidden_size"], config["moe_intermediate_size"])
+def _experts(count: int, hidden: int, inner: int) -> dict[str, Spec]:
+    each = _mlp(hidden, inner)
     return {f"experts.{expert}.{name}": spec for expert in range(count) for name, spec in each.items()}
+
+
+def _block(hidden: int, attention: Mapping[str, Spec], mlp: Mapping[str, Spec]) -> dict[str, Spec]:
+    return {**_norms(hidden), **_under("self_attn", attention), **_under("mlp", mlp)}
 
 
 def _qwen3(config: Config, number: int) -> dict[str, Spec]:
     heads = {f"{name}_norm.weight": Spec((config["head_dim"],), "ones") for name in "qk"}
-    experts = config["num_experts"]
-    mlp = {"gate.weight": Spec((experts, config["hidden_size"])), **_experts(config, experts)}
-    return {
-        **_norms(config["hidden_size"]),
-        **_under("self_attn", {**_attention(config), **heads}),
-        **_under("mlp", mlp),
-    }
+    hidden, experts = config["hidden_size"], config["num_experts"]
+    mlp = {"gate.weight": Spec((experts, hidden)), **_experts(experts, hidden, config["moe_intermediate_size"])}
+    return _block(hidden, {**_attention(config), **heads}, mlp)
 
 
 def _gpt_oss(config: Config, number: int) -> dict[str, Spec]:
@@ -133,7 +133,7 @@ def _gpt_oss(config: Config, number: int) -> dict[str, Spec]:
         mlp[f"experts.{name}_proj_blocks"] = Spec((experts, rows, columns // 32, 16), "codes")
         mlp[f"experts.{name}_proj_scales"] = Spec((experts, rows, columns // 32), "exponents")
         mlp[f"experts.{name}_proj_bias"] = Spec((experts, rows), "vector")
-    return {**_norms(hidden), **_under("self_attn", {**_attention(config), **sinks}), **_under("mlp", mlp)}
+    return _block(hidden, {**_attention(config), **sinks}, mlp)
 
 
 def _shared_and_routed(config: Config, number: int) -> dict[str, Spec]:
@@ -141,11 +141,11 @@ def _shared_and_routed(config: Config, number: int) -> dict[str, Spec]:
     hidden = config["hidden_size"]
     if number < config["first_k_dense_replace"]:
         return _mlp(hidden, config["intermediate_size"])
-    experts = config["n_routed_experts"]
+    experts, inner = config["n_routed_experts"], config["moe_intermediate_size"]
     return {
         "gate.weight": Spec((experts, hidden)),
-        **_under("shared_experts", _mlp(hidden, config["n_shared_experts"] * config["moe_intermediate_size"])),
-        **_experts(config, experts),
+        **_under("shared_experts", _mlp(hidden, config["n_shared_experts"] * inner)),
+        **_experts(experts, hidden, inner),
     }
 
 
@@ -158,8 +158,7 @@ def _deepseek_v2(config: Config, number: int) -> dict[str, Spec]:
         "kv_a_layernorm.weight": Spec((latent,), "ones"),
         "kv_b_proj.weight": Spec((heads * (plain + values), latent)),
     }
-    mlp = _shared_and_routed(config, number)
-    return {**_norms(hidden), **_under("self_attn", attention), **_under("mlp", mlp)}
+    return _block(hidden, attention, _shared_and_routed(config, number))
 
 
 def _separate_experts(config: Config, number: int) -> dict[str, Spec]:
@@ -193,35 +192,29 @@ def _qwen2(config: Config, number: int) -> dict[str, Spec]:
         "gate.weight": Spec((experts, hidden)),
         "shared_expert_gate.weight": Spec((1, hidden)),
         **_under("shared_expert", _mlp(hidden, config["shared_expert_intermediate_size"])),
-        **_experts(config, experts),
+        **_experts(experts, hidden, config["moe_intermediate_size"]),
     }
-    return {**_norms(hidden), **_under("self_attn", _attention(config)), **_under("mlp", mlp)}
+    return _block(hidden, _attention(config), mlp)
 
 
 def _olmoe(config: Config, number: int) -> dict[str, Spec]:
     hidden, experts = config["hidden_size"], config["num_experts"]
-    each = _mlp(hidden, config["intermediate_size"])
-    mlp = {f"experts.{expert}.{name}": spec for expert in range(experts) for name, spec in each.items()}
+    mlp = _experts(experts, hidden, config["intermediate_size"])
     mlp["gate.weight"] = Spec((experts, hidden))
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
     norms = {f"{name}_norm.weight": Spec((count * config["head_dim"],), "ones") for name, count in heads.items()}
-    return {**_norms(hidden), **_under("self_attn", {**_attention(config), **norms}), **_under("mlp", mlp)}
+    return _block(hidden, {**_attention(config), **norms}, mlp)
 
 
 def _deepseek(config: Config, number: int) -> dict[str, Spec]:
-    attention, mlp = _attention(config), _shared_and_routed(config, number)
-    return {**_norms(config["hidden_size"]), **_under("self_attn", attention), **_under("mlp", mlp)}
+    return _block(config["hidden_size"], _attention(config), _shared_and_routed(config, number))
 
 
 def _glm4(config: Config, number: int) -> dict[str, Spec]:
     mlp = _shared_and_routed(config, number)
     if "gate.weight" in mlp:
         mlp["gate.e_score_correction_bias"] = Spec((config["n_routed_experts"],), "vector")
-    return {
-        **_norms(config["hidden_size"]),
-        **_under("self_attn", _attention(config)),
-        **_under("mlp", mlp),
-    }
+    return _block(config["hidden_size"], _attention(config), mlp)
 
 
 def _t5_attention(config: Config, name: str) -> dict[str, Spec]:

@@ -345,8 +345,8 @@ def ahead(offset: int, changes: dict[str, Any], **options: Any) -> Result:
 def test_a_replay_prefetches_where_it_saves_time() -> None:
     measured, always, never = ahead(0, MEASURED), ahead(0, {}), ahead(0, NEVER)
     # dense .25, layer 0 waits 1 and computes .4, dense .25, layer 1 waits .35 instead of 1, and computes .4
-    assert measured.prefetching == "on (3300.0 ms a token without, 2650.0 with)"
-    assert (always.prefetching, never.prefetching) == ("", "")
+    assert measured.metrics.prefetching == "on (3300.0 ms a token without, 2650.0 with)"
+    assert (always.metrics.prefetching, never.metrics.prefetching) == ("", "")
     assert measured.decode_tok_s is not None
     assert always.decode_tok_s is not None
     assert never.decode_tok_s is not None
@@ -357,7 +357,7 @@ def test_a_replay_prefetches_where_it_saves_time() -> None:
 
 def test_a_replay_prefetches_no_more_where_that_costs_time() -> None:
     measured, always, never = ahead(4, MEASURED), ahead(4, {}), ahead(4, NEVER)
-    assert measured.prefetching == "off (0% of what it names is needed)"  # said before anything was read in vain
+    assert measured.metrics.prefetching == "off (0% of what it names is needed)"  # before anything is read
     assert measured.counts.speculative_loads == 0
     assert measured.decode_tok_s is not None
     assert always.decode_tok_s is not None

@@ -156,7 +156,7 @@ def test_a_miss_is_overlapped_with_computing() -> None:
     # dense .5 | 0 comes until 1.5 | 0 runs until 1.9 while 1 comes until 2.5 | 1 runs until 2.9
     # dense until 3.4 | 1 is here and runs until 3.8 while 2 comes until 4.4 | 2 runs until 4.8
     assert result.decode_tok_s == pytest.approx(2 / 4.8)
-    assert result.wait_s == pytest.approx(1.0 + 0.6 + 0.6)
+    assert result.metrics.wait_s == pytest.approx(1.0 + 0.6 + 0.6)
     assert (result.counts.hits, result.counts.misses, result.bytes_read) == (1, 3, 300)
     assert (result.hit_rate, result.bytes_per_token) == (0.25, 150)
     assert result.bound_tok_s == pytest.approx(2 / 3.0)  # 300 bytes are more than 2.6 s of computing
@@ -404,8 +404,8 @@ def test_lru_hits_as_a_plain_lru(trace: Trace, slots: int) -> None:
     assert hits_of(trace, "lru", slots, 4).decode.counts.hits == hits
     timed = replayed(trace, slots=slots)
     assert timed.counts.hits == hits
-    assert timed.belady_hit_rate >= timed.hit_rate
-    assert replayed(trace, slots=slots, changes={"cache": "belady"}).hit_rate == timed.belady_hit_rate
+    assert timed.belady.headline_hit_rate >= timed.hit_rate
+    assert replayed(trace, slots=slots, changes={"cache": "belady"}).hit_rate == timed.belady.headline_hit_rate
 
 
 def test_records_are_kept_or_forgotten_and_weighed() -> None:

@@ -115,19 +115,22 @@ def _by_memory(condition: Condition) -> float:
     return float("inf") if condition.memory is None else condition.memory
 
 
+def _ranges(lows: Sequence[float], middles: Sequence[float], highs: Sequence[float]) -> list[list[float]]:
+    """The lengths of error bars below and above the middles."""
+    below, above = zip(lows, middles, strict=True), zip(middles, highs, strict=True)
+    return [[middle - low for low, middle in below], [high - middle for middle, high in above]]
+
+
 def _series(axes: Axes, places: Sequence[tuple[float, Case]], key: str, name: str, colour: str) -> list[float]:
     """Draws the cases of an engine. Returns the speeds that are drawn."""
     good = [(x, case[key]) for x, case in places if case[key]]
-    xs, medians = [x for x, _ in good], [speed["median"] for _, speed in good]
-    ranges = [
-        [speed["median"] - speed["low"] for _, speed in good],
-        [speed["high"] - speed["median"] for _, speed in good],
-    ]
+    xs = [x for x, _ in good]
+    lows, medians, highs = ([speed[name] for _, speed in good] for name in ("low", "median", "high"))
     axes.plot(xs, medians, color=colour, alpha=0.35)
-    axes.errorbar(xs, medians, ranges, fmt="o", color=colour, label=name)
+    axes.errorbar(xs, medians, _ranges(lows, medians, highs), fmt="o", color=colour, label=name)
     for x, speed in good:
         axes.annotate(number(speed["median"]), (x, speed["high"]), (0, 4), textcoords="offset points", ha="center")
-    levels = [level for _, speed in good for level in (speed["low"], speed["high"])]
+    levels = [*lows, *highs]
     for x, case in places:
         if not case[key]:
             axes.plot(x, 0.03, "x", color=colour, transform=axes.get_xaxis_transform())
@@ -209,9 +212,7 @@ def sweep_curves(results: Sequence[dict[str, Any]]) -> str:
             xs = [place[each["value"]] for each in mine]
             for axes, of in ((left, _speed), (right, quality.of)):
                 lows, middles, highs = zip(*map(of, mine), strict=True)
-                ranges = [[y - low for low, y in zip(lows, middles, strict=True)],
-                          [high - y for high, y in zip(highs, middles, strict=True)]]  # fmt: skip
-                axes.errorbar(xs, middles, ranges, fmt="o-", color=f"C{index}", label=preset)
+                axes.errorbar(xs, middles, _ranges(lows, middles, highs), fmt="o-", color=f"C{index}", label=preset)
         for axes, title, of in ((left, _SPEED, _speed), (right, quality.title, quality.of)):
             axes.set_title(title, fontsize=9)
             axes.set_xlabel(name)
@@ -319,9 +320,7 @@ def curves(title: str, along: str, up: str, lines: Sequence[Curve], bound: str) 
         axes, levels, bounded = figure.add_subplot(), list[float](), False
         for index, (name, points, bounds) in enumerate(lines):
             places, lows, middles, highs = ([each[at] for each in points] for at in range(4))
-            ranges = [[y - low for low, y in zip(lows, middles, strict=True)],
-                      [high - y for high, y in zip(highs, middles, strict=True)]]  # fmt: skip
-            axes.errorbar(places, middles, ranges, fmt="o-", color=f"C{index}", label=name)
+            axes.errorbar(places, middles, _ranges(lows, middles, highs), fmt="o-", color=f"C{index}", label=name)
             axes.plot([x for x, _ in bounds], [y for _, y in bounds], "--", color=f"C{index}")
             levels += [*lows, *highs, *(y for _, y in bounds)]
             bounded = bounded or bool(bounds)

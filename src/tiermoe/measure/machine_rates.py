@@ -8,7 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -44,17 +44,16 @@ def machine_rates(folder: Path, threads: int | None = None) -> Rates:
     folder.mkdir(parents=True, exist_ok=True)
     case = f"{os.stat(folder).st_dev}:{threads}"
     kept = _read(folder / NAME)
-    if case not in kept or (date.today() - kept[case].day).days > _DAYS:
-        kept[case], share = _measure(folder, threads)
+    if case not in kept or (date.today() - kept[case][1]).days > _DAYS:
+        rates, share = _measure(folder, threads)
+        kept[case] = rates, date.today()
         if share < ALONE_SHARE:
-            found = kept[case]
             busy = f"while other programs took {1 - share:.0%} of their time"
-            source = f"measured on {found.day} with {threads} threads, {busy}: the figures are too low, and not kept"
-            return Rates(found.memory, found.drive, found.arithmetic, source)
-        replace_unlocked(folder / NAME, json.dumps({name: each.as_json() for name, each in kept.items()}).encode())
-    found = kept[case]
-    source = f"measured on {found.day} with {threads} threads, kept in {folder / NAME}"
-    return Rates(found.memory, found.drive, found.arithmetic, source)
+            source = f"measured on {date.today()} with {threads} threads, {busy}: the figures are too low, and not kept"
+            return replace(rates, source=source)
+        replace_unlocked(folder / NAME, json.dumps({name: _as_json(*each) for name, each in kept.items()}).encode())
+    rates, day = kept[case]
+    return replace(rates, source=f"measured on {day} with {threads} threads, kept in {folder / NAME}")
 
 
 def with_second_drive(rates: Rates, folder: Path) -> Rates:
@@ -93,41 +92,32 @@ def torch_seconds(form: ExpertFormat) -> tuple[float, float]:
     return min(seconds), fmean(seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    memory: float
-    drive: float
-    arithmetic: float
-    day: date
-
-    def as_json(self) -> dict[str, float | str]:
-        return {
-            "memory": self.memory, "drive": self.drive, "arithmetic": self.arithmetic, "day": self.day.isoformat()
-        }  # fmt: skip
+def _as_json(rates: Rates, day: date) -> dict[str, float | str]:
+    return {"memory": rates.memory, "drive": rates.drive, "arithmetic": rates.arithmetic, "day": day.isoformat()}
 
 
-def _read(path: Path) -> dict[str, _Measured]:
-    """The rates that are kept; none where the file is missing or torn."""
+def _read(path: Path) -> dict[str, tuple[Rates, date]]:
+    """The rates that are kept, and when they were measured; none where the file is missing or torn."""
     try:
         return {case: _checked(entry) for case, entry in read_json(path).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def _checked(entry: dict[str, str | float]) -> _Measured:
+def _checked(entry: dict[str, str | float]) -> tuple[Rates, date]:
     memory, drive, arithmetic = (float(entry[name]) for name in ("memory", "drive", "arithmetic"))
     if not min(memory, drive, arithmetic) > 0:
         raise ValueError("not a machine's rates")
-    return _Measured(memory, drive, arithmetic, date.fromisoformat(str(entry["day"])))
+    return Rates(memory, drive, arithmetic, ""), date.fromisoformat(str(entry["day"]))
 
 
-def _measure(folder: Path, threads: int) -> tuple[_Measured, float]:
+def _measure(folder: Path, threads: int) -> tuple[Rates, float]:
     """Measured rates, and the share of the threads' time in which they had a processor."""
     drive = _drive_rate(folder, "*/*")
     with torch_threads(threads):
         memory = float(bandwidth.measure(threads)["bandwidth"])
         arithmetic, share = product_rate()
-    return _Measured(memory, drive, arithmetic, date.today()), share
+    return Rates(memory, drive, arithmetic, ""), share
 
 
 def _drive_rate(folder: Path, pattern: str) -> float:

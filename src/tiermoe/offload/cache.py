@@ -188,8 +188,7 @@ class ExpertCache:
         before = len(pool.free)
         slot = None
         if self._make_room(pool, key, size):
-            slot = pool.free.pop()
-            pool.spare -= size
+            slot = pool.take(size)
             if len(pool.free) >= before:
                 self._shrink(slot, size)
         for other in pool.free[before:]:
@@ -210,8 +209,7 @@ class ExpertCache:
         victim = None
         self._borrow(pool, size)
         if pool.spare >= size:
-            slot = pool.free.pop()
-            pool.spare -= size
+            slot = pool.take(size)
         else:
             victim = self._victim(pool, key, self.protected, size - pool.spare)
             if victim is None:
@@ -244,8 +242,7 @@ class ExpertCache:
         pool = self._pool_of[key.layer, key.bits]
         slot, victim = self._in_flight.pop(key), self._uncommitted.pop(key)
         if victim is None:
-            pool.free.append(slot)
-            pool.spare += self.size(key)
+            pool.put_back(slot, self.size(key))
             if pool.borrowed and pool.spare >= pool.unit:
                 self._pay_back(pool)
         else:
@@ -273,9 +270,8 @@ class ExpertCache:
                 self._shrink(slot, 0)
             if pool.spare < pool.unit or pool.slots <= least:
                 break
-            lent.append(pool.free.pop())
+            lent.append(pool.take(pool.unit))
             pool.slots -= 1
-            pool.spare -= pool.unit
             self._lent.append((pool, lent[-1]))
         return lent
 
@@ -283,9 +279,8 @@ class ExpertCache:
         """All slots are in use again."""
         while self._lent:
             pool, slot = self._lent.pop()
-            pool.free.append(slot)
+            pool.put_back(slot, pool.unit)
             pool.slots += 1
-            pool.spare += pool.unit
 
     def arrived(self, key: ExpertKey) -> int:
         """A key in flight is resident now; returns its slot."""
@@ -297,8 +292,7 @@ class ExpertCache:
         """A key in flight will not arrive: its slot is free again."""
         pool, slot = self._pool_of[key.layer, key.bits], self._in_flight.pop(key)
         self._shrink(slot, 0)
-        pool.free.append(slot)
-        pool.spare += self.size(key)
+        pool.put_back(slot, self.size(key))
         pool.eviction.removed(key)
 
     def slots_of(self, keys: Iterable[ExpertKey]) -> list[int]:
@@ -422,8 +416,7 @@ class ExpertCache:
 
     def _vacate(self, pool: SlotPool, victim: ExpertKey) -> None:
         """Evicts; the slot is free."""
-        pool.free.append(self._evict(pool, victim))
-        pool.spare += self.size(victim)
+        pool.put_back(self._evict(pool, victim), self.size(victim))
 
     def _shrink(self, slot: int, nbytes: int) -> None:
         if self.on_shrink is not None:

@@ -27,6 +27,16 @@ class SlotPool:
     evictable: Callable[[ExpertKey], bool]
     borrowed: int = 0
 
+    def take(self, size: int) -> int:
+        """A slot for a copy of `size`, which the pool has to spare."""
+        self.spare -= size
+        return self.free.pop()
+
+    def put_back(self, slot: int, size: int) -> None:
+        """A slot in which a copy of `size` lay is free."""
+        self.free.append(slot)
+        self.spare += size
+
     def give(self, other: SlotPool) -> None:
         """Room for one of the largest copies, which this pool has to spare."""
         self.slots -= 1

@@ -69,9 +69,9 @@ def one_at_random(trace: Trace) -> float:
     return fmean(1 - math.comb(e - k, k) / math.comb(e, k) for k, e in sizes)
 
 
-def _covered(counts: Sequence[int], share: float) -> float:
-    """What the most frequent `share` of the kinds that occur has of all occurrences."""
-    ranked = sorted((count for count in counts if count), reverse=True)
+def _covered(counts: Iterable[int], share: float) -> float:
+    """What the most frequent `share` of the kinds has of all occurrences. counts: of each kind."""
+    ranked = sorted(counts, reverse=True)
     return sum(ranked[: math.ceil(share * len(ranked))]) / max(sum(ranked), 1)
 
 
@@ -80,10 +80,7 @@ def most_used(share: float, per_sequence: bool) -> Statistic:
     sequence or over the whole text."""
 
     def of(trace: Trace) -> float:
-        return fmean(
-            sum(sorted(row, reverse=True)[: math.ceil(share * len(row))]) / max(sum(row), 1)
-            for row in frequencies(trace)
-        )
+        return fmean(_covered(row, share) for row in frequencies(trace))
 
     def count(trace: Trace) -> float:
         if not per_sequence:
@@ -97,7 +94,7 @@ def most_used(share: float, per_sequence: bool) -> Statistic:
 
 def paths_covered(share: float) -> Statistic:
     """The share of tokens whose path, their experts in all layers, is among the most frequent `share` of the paths."""
-    return lambda trace: _covered(list(Counter(str(token) for token in routings(trace)).values()), share)
+    return lambda trace: _covered(Counter(str(token) for token in routings(trace)).values(), share)
 
 
 def popular_tokens(share: float) -> Statistic:
@@ -154,25 +151,26 @@ def first_predicted(distance: int) -> Statistic:
     return count
 
 
-def first_weight(trace: Trace) -> list[float | None]:
-    """The share of a token's gate weight that its first expert has, by layer."""
+def _by_layer(trace: Trace, values: Callable[[LayerTrace], Iterable[float]]) -> list[float | None]:
+    """The mean of values of decoded tokens, by layer; None for a layer without any."""
     found: list[list[float]] = [[] for _ in trace.header.experts]
     for passed in decode_passes(trace):
-        for number, layer in enumerate(passed.layers):
-            found[number] += [weights[0] / sum(weights) for weights in layer.weights if weights and sum(weights)]
+        for each, layer in zip(found, passed.layers, strict=True):
+            each += values(layer)
     return [fmean(each) if each else None for each in found]
+
+
+def first_weight(trace: Trace) -> list[float | None]:
+    """The share of a token's gate weight that its first expert has, by layer."""
+    return _by_layer(trace, lambda layer: (row[0] / sum(row) for row in layer.weights if row and sum(row)))
 
 
 def fallback_ratio(gamma: float) -> Statistic:
     """The share of decoded tokens whose little pass is not sure enough (MoBiLE's r)."""
 
     def count(trace: Trace) -> float:
-        sure = [is_confident(passed.little.confidence, gamma) for passed in decode_passes(trace) if passed.little]
-        if not sure:
-            raise TraceError(
-                f"the trace of {trace.header.model} holds no little pass; make it again with tiermoe trace"
-            )
-        return 1 - fmean(sure)
+        sure = (is_confident(passed.little.confidence, gamma) for passed in decode_passes(trace) if passed.little)
+        return 1 - _mean(trace, sure, "little pass")
 
     return count
 
@@ -189,11 +187,8 @@ def hits(policy: str, share: float) -> Statistic:
 
 def inactive_neurons(trace: Trace) -> list[float | None]:
     """The share of the neurons of decoded tokens' experts that theta makes inactive, by layer (CORM)."""
-    found: list[list[float]] = [[] for _ in trace.header.experts]
-    for passed in decode_passes(trace):
-        for number, layer in enumerate(passed.layers):
-            found[number] += [1 - active.bit_count() / trace.header.neurons for active in layer.neurons.values()]
-    return [fmean(each) if each else None for each in found]
+    neurons = trace.header.neurons
+    return _by_layer(trace, lambda layer: (1 - active.bit_count() / neurons for active in layer.neurons.values()))
 
 
 def memory_saved(share: float, bits: int) -> Statistic:

@@ -7,12 +7,11 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, TraceError
-from tiermoe.metrics import Metrics, PhaseMetrics, named
+from tiermoe.metrics import ExpertCounts, Metrics, PhaseMetrics
 from tiermoe.offload.assembly import FutureTrace, assemble, cache_bytes, divide, precisions
 from tiermoe.offload.composition import Composition, filled, with_low_share
 from tiermoe.offload.loader import CPU_FALLBACK
@@ -109,14 +108,19 @@ class Result:
     cached_experts: int  # in the end
     second_level: dict[str, int] = field(default_factory=dict)  # a GPU's counters, named as in `stats()`; with `ram`
 
-    hit_rate = property(attrgetter("metrics.headline_hit_rate"))
-    prefill_hit_rate = property(attrgetter("metrics.prefill.counts.hit_rate"))
-    belady_hit_rate = property(attrgetter("belady.headline_hit_rate"))
-    counts = property(attrgetter("metrics.total.counts"))  # of both phases, but not of discarded passes
-    bytes_read = property(attrgetter("metrics.bytes_read"))
-    wait_s = property(attrgetter("metrics.wait_s"))
-    fallback_ratio = property(attrgetter("metrics.fallback_ratio"))
-    prefetching = property(attrgetter("metrics.prefetching"))
+    @property
+    def hit_rate(self) -> float:
+        """Of decoding, of the prompt where nothing is decoded."""
+        return self.metrics.headline_hit_rate
+
+    @property
+    def counts(self) -> ExpertCounts:
+        """Of both phases, but not of discarded passes."""
+        return self.metrics.total.counts
+
+    @property
+    def bytes_read(self) -> int:
+        return self.metrics.total.bytes_read
 
     @property
     def decode_tok_s(self) -> float | None:
@@ -149,17 +153,29 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """What `--json` prints."""
+        metrics, total = self.metrics, self.metrics.total
         return {
-            **named(
-                self, "preset", "eviction", "cache_fraction", "slots", "hit_rate", "prefill_hit_rate",
-                "belady_hit_rate", "decode_tok_s", "prefill_tok_s", "bound_tok_s", "belady_bound_tok_s", "bytes_read",
-                "bytes_per_token", "wait_s",
-            ),
-            **self.metrics.total.expert_counts,
+            "preset": self.preset,
+            "eviction": self.eviction,
+            "cache_fraction": self.cache_fraction,
+            "slots": self.slots,
+            "hit_rate": self.hit_rate,
+            "prefill_hit_rate": metrics.prefill.counts.hit_rate,
+            "belady_hit_rate": self.belady.headline_hit_rate,
+            "decode_tok_s": self.decode_tok_s,
+            "prefill_tok_s": self.prefill_tok_s,
+            "bound_tok_s": self.bound_tok_s,
+            "belady_bound_tok_s": self.belady_bound_tok_s,
+            "bytes_read": total.bytes_read,
+            "bytes_per_token": self.bytes_per_token,
+            "wait_s": total.wait_s,
+            **total.expert_counts,
             "cached_experts": self.cached_experts,
             **self.second_level,
-            **named(self, "fallback_ratio", "prefetching", "bound_fraction"),
-        }  # fmt: skip
+            "fallback_ratio": metrics.fallback_ratio,
+            "prefetching": metrics.prefetching,
+            "bound_fraction": self.bound_fraction,
+        }
 
 
 def replay(
