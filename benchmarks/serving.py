@@ -79,9 +79,13 @@ def limited(memory: int | None) -> Iterator[Group]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A port of this machine that nobody listens on. A connection that has ended on it keeps the system from giving it
+    to anybody else for a minute; who names it may listen on it (SO_REUSEADDR)."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
+        address = free.getsockname()
+        with socket.create_connection(address), free.accept()[0]:  # the accepted one is closed first, and lingers
+            pass
+    port: int = address[1]
     return port
 
 

@@ -22,7 +22,9 @@ from tiermoe.platform import process_memory
 pytest_plugins = ["gpu_models", "gpu_rig", "serving"]
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"
-hypothesis.settings.register_profile("whatever the machine does beside", deadline=None)
+hypothesis.settings.register_profile(
+    "whatever the machine does beside", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("whatever the machine does beside")
 
 SHIPPED = Path(__file__).parent.parent / "models" / "stories-7m"

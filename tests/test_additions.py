@@ -26,6 +26,7 @@ from additions.speculation import speculate
 from c_builds import LIBRARIES, STRICT, built, compiler, ran
 from commands import Command
 from parity import close, logits, put_decoded_experts, tokens
+from patience import until
 from small_traces import EVERYTHING, decode, layer, replayed, trace_of
 from tiermoe import config
 from tiermoe.batch import Batch
@@ -132,9 +133,13 @@ def test_a_predictor_in_the_engine(qwen: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(PREDICTIONS, "likeliest", LikeliestExpert)
     expected, _, _ = answered(qwen, preset="lru")
     for name in ("same-again", "likeliest"):
-        found, counts, _ = answered(qwen, preset="lru", set={"prefetch": name, "ahead": "1"})
-        assert found == expected
-        assert counts.speculative_loads > 0
+
+        def read_ahead(name: str = name) -> bool:
+            found, counts, _ = answered(qwen, preset="lru", set={"prefetch": name, "ahead": "1"})
+            assert found == expected
+            return counts.speculative_loads > 0
+
+        until(read_ahead)  # on a busy machine a prediction may be taken back before any lane has begun with it
 
 
 def test_a_predictor_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiermoe
@@ -35,7 +35,7 @@ from tiny import oracle, write
 PLACES = [(layer, expert) for layer in range(3) for expert in range(4)]
 
 
-unhurried = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+unhurried = settings(max_examples=60)
 
 
 COSTS = {2: 1.0, 4: 0.1, 8: 0.01, 16: 0.0}

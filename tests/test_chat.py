@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from patience import PATIENCE_S
 from small_engines import OnRoute
 from tiermoe.batch import Batch
 from tiermoe.cli.chat import HISTORY
+from tiermoe.cli.output import shows_markdown
 from tiermoe.engine.chat import Conversation
 from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.engine import Engine
@@ -179,6 +181,10 @@ def test_a_system_prompt(tiermoe_: Command, tiny: Path) -> None:
     assert [untold] == tiermoe_("chat", tiny, *GREEDY, stdin="hi\n").out.splitlines()
 
 
+HIDDEN_CURSOR = b"\x1b[?25l"
+"""What is drawn hides the cursor meanwhile."""
+
+
 def test_lines_that_are_pasted_are_one_message(tiny: Path) -> None:
     """On a terminal: a terminal that marks what is pasted, as readline asks for, and one that does not."""
     with in_a_terminal(tiny) as ours:
@@ -193,6 +199,7 @@ def test_lines_that_are_pasted_are_one_message(tiny: Path) -> None:
         os.write(ours, b"five\n\x04")
         said += read_until(ours)
     assert said.count(b"[1 tokens") == 3
+    assert HIDDEN_CURSOR in said  # answers are drawn
 
 
 def test_a_message_of_several_lines_is_typed(tiny: Path) -> None:
@@ -242,20 +249,34 @@ def test_earlier_messages_come_back_another_day(tiny: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "environment", "drawn"),
-    [((), {}, True), (("--plain",), {}, False), ((), {"NO_COLOR": "1"}, False), ((), {"TERM": "dumb"}, False)],
+    ("terminal", "environment", "drawn"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (True, {"TERM": None}, False),
+    ],
 )
 def test_answers_are_drawn_on_a_terminal_that_can(
-    words: tuple[str, ...], environment: dict[str, str], drawn: bool, tiny: Path
+    terminal: bool, environment: dict[str, str | None], drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is drawn hides the cursor meanwhile."""
-    with in_a_terminal(tiny, *words, **environment) as ours:
+    for name, value in {"TERM": "xterm", "NO_COLOR": None, **environment}.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: terminal))
+    assert shows_markdown() == drawn
+
+
+def test_bare_text_is_not_drawn(tiny: Path) -> None:
+    with in_a_terminal(tiny, "--plain") as ours:
         read_until(ours, b"> ")
         os.write(ours, b"hello\r")
-        said = read_until(ours, b"[1 tokens", b"> ")
+        assert HIDDEN_CURSOR not in read_until(ours, b"[1 tokens", b"> ")
         os.write(ours, b"\x04")
         read_until(ours)
-    assert (b"\x1b[?25l" in said) == drawn
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import torch
 from transformers import SwitchTransformersEncoderModel
 
 import tiermoe
+from benchmarks.serving import free_port
 from commands import Command
 from patience import PATIENCE_S
 from small_engines import OnRoute, finish
@@ -209,12 +209,6 @@ def test_a_server_refuses_it(checkpoint: Path) -> None:
     assert ended.returncode == 2
     assert "is an encoder alone and writes no text" in ended.stderr.splitlines()[-1]
     assert not ended.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def test_gptq_is_refused(checkpoint: Path, tmp_path: Path, tiermoe_: Command) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from benchmarks.every_preset import failures, main
 from benchmarks.random_model import PAPERS, config_of, write
+from patience import until
 from test_random_model import TINY
 from tiermoe.systems import PRESETS
 
@@ -20,23 +22,28 @@ REFUSED = {
     "switch-base-8": {"corm", "eap", "fate", "hobbit", "mixtral-offload", "mobile", "nimble", "nimble-3bit"},
 }
 """Kind → presets that it has nothing for: Switch is an encoder–decoder with one expert a token."""
+LIKE_OTHERS = ("qwen1.5-moe-a2.7b", "olmoe-1b-7b")
+"""Kinds whose experts and routers the others have too: softmax over all, three a token."""
+KINDS = [pytest.param(kind, marks=[pytest.mark.long] * (kind in LIKE_OTHERS)) for kind in PAPERS]
 EXACT = {name for name, preset in PRESETS.items() if not preset.lossy}
 
 
-def everything(
-    model: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *more: str
+def printed(
+    model: Path, store: Path, presets: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> dict[str, Any]:
-    """What the command prints, row by row of presets; its failures are in the error of an assertion."""
-    words = ["--text", str(TEXT), "--memory", "4GiB", "--threads", "1", "--store", str(store), *more]
-    monkeypatch.setattr(sys, "argv", ["every_preset", str(model), *words])
+    """What the command prints."""
+    words = ["--text", str(TEXT), "--memory", "4GiB", "--threads", "1", "--store", str(store), "--presets", presets]
+    monkeypatch.setattr(sys, "argv", ["every_preset", str(model), *words, "--tokens", "20"])
     with pytest.raises(SystemExit) as ended:
         main()
     out, err = capsys.readouterr()
-    assert ended.value.code == 0, err
-    return {row["preset"]: row for row in json.loads(out)["rows"]}
+    assert ended.value.code in (0, 1), err
+    found: dict[str, Any] = json.loads(out)
+    assert ended.value.code == (1 if found["failures"] else 0), err
+    return found
 
 
-@pytest.mark.parametrize("kind", PAPERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_preset_runs_on_the_papers_models(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,7 +51,13 @@ def test_every_preset_runs_on_the_papers_models(
     model = tmp_path / "model"
     chosen = {"num_experts_per_tok": 3} if PAPERS[kind].config.get("num_experts_per_tok", 2) > 2 else {}
     write(kind, model, config_of(kind, 4, **{**TINY[kind], **chosen}))
-    rows = everything(model, tmp_path / "store", monkeypatch, capsys)
+    run = partial(printed, model, tmp_path / "store", monkeypatch=monkeypatch, capsys=capsys)
+    found = run("all")
+    for failure in found["failures"]:  # on a busy machine what is read ahead may be taken back before it has begun
+        preset, _, why = failure.partition(": ")
+        assert why == "no speculative_loads", failure
+        until(lambda preset=preset: not run(preset)["failures"])
+    rows = {row["preset"]: row for row in found["rows"]}
     assert rows.keys() == PRESETS.keys()
     refused = {name for name, row in rows.items() if "error" in row}
     assert refused == REFUSED.get(kind, set())

@@ -254,10 +254,11 @@ def test_no_more_experts_are_solved_at_a_time_than_memory_holds(
 
 
 def test_pack_calibrates(tiermoe_: Command, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_inputs, "TOKENS", 4096)
+    for name in ("TOKENS", "LEAST_TOKENS"):
+        monkeypatch.setattr(expert_inputs, name, 1024)
     text, other, short = (tmp_path / name for name in ("text.txt", "other.txt", "short.txt"))
-    text.write_text(shipped_text()[:30_000])
-    other.write_text(shipped_text()[30_000:60_000])
+    text.write_text(shipped_text()[:8000])
+    other.write_text(shipped_text()[8000:16_000])
     short.write_text(shipped_text()[:3000])
     store = tmp_path / "store"
     words = ("pack", shipped, "--out", store, "--dense-bits", "16", "--calibration-text")
@@ -270,7 +271,7 @@ def test_pack_calibrates(tiermoe_: Command, shipped: Path, tmp_path: Path, monke
     assert "running the calibration text: done" in outcome.err
     table = open_store(store)
     precision = table.precisions["4-gptq-nonlinear"]
-    assert precision.made_from.startswith("4096 tokens, ")
+    assert precision.made_from.startswith("1024 tokens, ")
     assert all(name.startswith("nl4/") for layer in precision.layers for name in layer.encodings.values())
     assert not (store / FOLDER).exists()
     again = tiermoe_(*words, text, "--quantizer", "gptq-nonlinear")

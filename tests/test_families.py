@@ -13,6 +13,7 @@ import tiermoe
 import tiny
 from families_document import FILE, document
 from parity import ROUNDED, close, logits, tokens
+from patience import until
 from small_families import FAMILIES, LARGER, config_of, plain_model, write_small
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.model.decoder import Decoder
@@ -59,11 +60,17 @@ def test_a_family(model_type: str, tmp_path: Path) -> None:
     assert close(mine, theirs) if model_type in ROUNDED else torch.equal(mine, theirs)
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     expected = plain.generate(ids, **options)
-    assert torch.equal(ours.generate(ids, **options), expected)
+
+    def read_ahead() -> bool:
+        assert torch.equal(ours.generate(ids, **options), expected)
+        return ours.tiermoe.loader.counts.speculative_loads > 0
+
+    assert read_ahead() <= forecasts
     assert stepped(ours.tiermoe, ids[0].tolist(), expected.shape[1]) == expected[0].tolist()
     unread = "does not read sound" if model_type in HEARING else "does not read pictures"
     assert any(unread in each for each in ours.tiermoe.plan.warnings) == (model_type in LARGER)
-    assert forecasts == (ours.tiermoe.loader.counts.speculative_loads > 0)
+    if forecasts:
+        until(read_ahead)  # on a busy machine a prediction may be taken back before any lane has begun with it
     ours.tiermoe.close()
 
 

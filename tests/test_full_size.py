@@ -16,7 +16,7 @@ from gguf.quants import dequantize
 
 from benchmark_commands import Printed, benchmark_runner
 from benchmarks import full_size_child
-from benchmarks.full_size import check_routing, replayed, tokens_of
+from benchmarks.full_size import cases_of, check_routing, replayed, tokens_of
 from benchmarks.random_gguf import Pool, expert_types, one_hot_blocks, routing_for, tensors, type_of, write
 from benchmarks.random_model import KINDS, Config, Spec, config_of, specs
 from benchmarks.recorded_routing import AMPLITUDE, GROUPS, Routing, routing_of
@@ -203,10 +203,11 @@ def test_an_engine_routes_tokens_as_they_were_recorded(kind: str, tmp_path: Path
 
 
 def test_a_file_runs_and_prints_what_a_token_takes(tmp_path: Path, trace_file: Path, run_: Printed) -> None:
+    """With its experts in fewer bits, which are packed before the clock begins."""
     config = {**small("qwen3-30b-a3b"), "hidden_size": 512}
     file = tmp_path / "out.gguf"
     write("qwen3-30b-a3b", file, config, routing=routing_for(trace_file, config))
-    words = ["--trace", trace_file, "--memory", "1GiB", "--tokens", 8, "--rounds", 1]
+    words = ["--trace", trace_file, "--memory", "1GiB", "--tokens", 8, "--rounds", 1, "--bits", 3]
     found, err = run_("benchmarks.full_size", file, *words)
     (row,) = found["rows"]
     assert row["slots"] == row["all_slots"] == _LAYERS * _EXPERTS
@@ -216,21 +217,18 @@ def test_a_file_runs_and_prints_what_a_token_takes(tmp_path: Path, trace_file: P
     assert row["belady_bytes_per_token"] <= row["lru_bytes_per_token"]
     assert "resident tok/s" in err
     assert f"{row['slots']} of {row['all_slots']}" in err
+    assert "1GiB, 3 bits" in err
+    assert row["bits"] == 3
+    assert row["rounds"][0]["expert_bytes"] == [3 * 256 * 512 * (3 / 8 + 2 / 64)] * _LAYERS
 
 
-def test_experts_in_fewer_bits_are_cases_of_their_own(tmp_path: Path, trace_file: Path, run_: Printed) -> None:
-    config = {**small("qwen3-30b-a3b"), "hidden_size": 512}
-    file = tmp_path / "out.gguf"
-    write("qwen3-30b-a3b", file, config, routing=routing_for(trace_file, config))
-    words = ["--trace", trace_file, "--memory", "1GiB", "--tokens", 4, "--rounds", 1, "--bits", 16, "--bits", 3]
-    found, err = run_("benchmarks.full_size", file, *words, "--preset", "default", "--preset", "nimble")
-    assert [(row["preset"], row["bits"]) for row in found["rows"]] == [
-        ("default", 16), ("default", 3), ("nimble", 16), ("nimble", 3)
-    ]  # fmt: skip
-    in_file, packed = (row["rounds"][0]["expert_bytes"] for row in found["rows"][:2])
-    assert packed == [3 * 256 * 512 * (3 / 8 + 2 / 64)] * _LAYERS
-    assert all(few < many for few, many in zip(packed, in_file, strict=True))
-    assert "1GiB, nimble, 3 bits" in err
+def test_each_preset_at_each_precision_is_a_case() -> None:
+    asked = {"memory": ["1GiB"], "preset": ["default", "nimble"], "bits": [16, 3], "set": ["prefetch=none"]}
+    cases = cases_of(argparse.Namespace(**asked, beside=None))
+    names = ["1GiB, 16 bits", "1GiB, 3 bits", "1GiB, nimble, 16 bits", "1GiB, nimble, 3 bits"]
+    assert [case.name for case in cases] == [name + more for name in names for more in ("", ", prefetch=none")]
+    (plain,) = cases_of(argparse.Namespace(memory=["1GiB"], preset=None, bits=None, set=[], beside=None))
+    assert (plain.name, plain.preset, plain.bits) == ("1GiB", "default", None)
 
 
 def test_a_file_of_another_trace_is_refused() -> None:

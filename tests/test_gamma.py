@@ -23,7 +23,7 @@ from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.offload.profiles import Profile, profile_path, read_profile, to_json
 
-PROMPT, LENGTH, SEQUENCES = 8, 24, 6
+PROMPT, LENGTH, SEQUENCES = 8, 20, 4
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_the_preset_takes_what_was_found_unless_one_is_set(shipped: Path, tmp_pa
     text = (shipped.parents[1] / "data" / "heldout.txt").read_text()
     options = {"store": tmp_path, "memory": "4GiB", "device": "cpu", "threads": 1}
     asked = CalibrationOptions(fallback_ratio=0.3)
-    calibration = prepare(str(shipped), "heldout.txt", text, SequenceShape(1024, 32, 64), options, asked)
+    calibration = prepare(str(shipped), "heldout.txt", text, SequenceShape(1024, 112, 128), options, asked)
     (made,) = make_profiles(calibration, ["mobile"], lambda what, done, total: None)
     assert isinstance(made, MadeProfile)
     gamma = made.profile.settings["gamma"]

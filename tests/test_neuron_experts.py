@@ -168,7 +168,9 @@ def test_gaps_are_read_through_and_count_as_there(store: Store) -> None:
     assert through == list(range(few[0], few[-1] + 1))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, EXPERTS - 1), st.integers(0, 5)), min_size=1, max_size=12),
     st.sampled_from([0.0, 0.25, 0.5]),

@@ -108,7 +108,9 @@ def test_the_context_left_out_and_asked_for(planned: Planner) -> None:
         planned(context=257)
 
 
-@hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@hypothesis_settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     st.integers(301 * MIB, 330 * MIB),
     st.integers(0, 1 * MIB),

@@ -34,8 +34,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     many, sharded, whole, torn = (root / name for name in ("many", "sharded", "whole", "torn"))
     for folder in (many, sharded, torn):
         folder.mkdir()
-    for name, kind in (("Q2_K", "q2_k"), ("Q4_0", "q4_0"), ("Q8_0", "q8_0")):
-        model = gguf_files.model_of("qwen3_moe", **WIDE)
+    model = gguf_files.model_of("qwen3_moe", **WIDE)
+    for name, kind in (("Q8_0", "q8_0"), ("Q4_0", "q4_0"), ("Q2_K", "q2_k")):
         gguf_files.write(many / f"moe-{name}.gguf", model, "qwen3_moe", gguf_files.kinds(kind), vocabulary=TOKENIZER)
     (many / "mmproj-F16.gguf").write_bytes(bytes(100))
     (many / "README.md").write_text("many files")

@@ -38,7 +38,9 @@ def passes(layers: int) -> st.SearchStrategy[Pass]:
     return st.builds(Pass, st.sampled_from(["prefill", "decode"]), st.integers(0, 5), tokens, each, little)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     st.lists(passes(2), max_size=3), st.none() | st.builds(Times, WEIGHT, st.just({4: 0.5}), WEIGHT, st.just({4: 0.25}))
 )
