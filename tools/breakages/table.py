@@ -1226,7 +1226,7 @@ BREAKAGES = (
         "bool(end) or not cut",
         "True",
         (
-            "tests/test_tools.py",
+            "tests/test_tool_calls.py",
             "tests/test_anthropic.py",
         ),
     ),
