@@ -791,9 +791,23 @@ BREAKAGES = (
     Breakage(
         "codes without scales are passed over",
         "_Scheme.beside",
-        'raise ModelError(f"{self.directory} holds {codes} without its scales {names[0]}; download it again")',
-        "return codes",
+        "found is None",
+        "False",
         ("test_scales_that_are_missing",),
+    ),
+    Breakage(
+        "scales of other rows are taken where there are as many",
+        "_Scheme.make",
+        "not placed or tensor.nbytes != ...",
+        "tensor.nbytes != ...",
+        ("test_scales_of_another_shape",),
+    ),
+    Breakage(
+        "DeepSeek-V4's codes of 4 bits are integers",
+        "_fp8",
+        '"e2m1"',
+        '"s4"',
+        ("test_deepseek_v4_as_published",),
     ),
     Breakage(
         "what comes quantised is quantised again",

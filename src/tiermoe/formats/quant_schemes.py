@@ -51,8 +51,15 @@ class _Scheme:
         """The first of the names that is there. ModelError where none is."""
         found = next((name for name in names if name in self.tensors), None)
         if found is None:
-            raise ModelError(f"{self.directory} holds {codes} without its scales {names[0]}; download it again")
+            raise ModelError(
+                f"{self.directory} holds {codes} without its scales {' or '.join(names)}; download it again"
+            )
         return found
+
+    def require_codes(self, scales: str, codes: str) -> None:
+        """ModelError where scales are there without their codes."""
+        if codes not in self.tensors:
+            raise ModelError(f"{self.directory} holds {scales} without its codes {codes}; download it again")
 
     def make(
         self,
@@ -70,8 +77,9 @@ class _Scheme:
         except StoreError as error:
             raise ModelError(f"{self.directory}: {codes}: {error}; download it again") from error
         for field in wanted:
-            tensor = self.tensors[fields[field.name]]
-            if tensor.nbytes != math.prod(shape[:-2]) * field.nbytes:
+            tensor, asked = self.tensors[fields[field.name]], (*shape[:-2], *field.shape)
+            placed = field.name == "codes" or _without_ones(tensor.shape) == _without_ones(asked)
+            if not placed or tensor.nbytes != math.prod(shape[:-2]) * field.nbytes:
                 raise ModelError(
                     f"{self.directory}: {fields[field.name]} of shape {tensor.shape} are not the {field.name} of "
                     f"{codes} of shape {self.tensors[codes].shape}; download it again"
@@ -100,8 +108,8 @@ class _Scheme:
 
 def _mxfp4(scheme: _Scheme, name: str) -> None:
     """gpt-oss: `NAME_blocks` (experts, rows, blocks of a row, 16), `NAME_scales` (experts, rows, blocks of a row)."""
-    if name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" not in scheme.tensors:
-        raise ModelError(f"{scheme.directory} holds {name} without its blocks; download it again")
+    if name.endswith("_scales"):
+        scheme.require_codes(name, f"{name.removesuffix('_scales')}_blocks")
     entry = scheme.tensors[name]
     if not name.endswith("_blocks") or len(entry.shape) != 4 or entry.shape[-1] != 16:
         return
@@ -113,15 +121,23 @@ def _mxfp4(scheme: _Scheme, name: str) -> None:
 
 
 def _fp8(scheme: _Scheme, name: str) -> None:
-    """A weight in FP8 beside its scales: one, one a row, or one a block of `weight_block_size`."""
+    """A weight in FP8 beside its scales: one, one a row, or one a block of `weight_block_size`. DeepSeek-V4 has experts
+    in FP4 among them: two codes a byte, with a scale for 32 columns."""
     entry = scheme.tensors[name]
     if entry.dtype == torch.float8_e5m2:
         raise scheme.refuse(name, "FP8 with five bits of exponent")
-    scale = name.endswith(("_scale", "_scale_inv", ".scale"))
-    if scale or entry.dtype != torch.float8_e4m3fn or len(entry.shape) not in (2, 3):
+    if name.endswith(_SCALE):
+        if entry.dtype == torch.float8_e8m0fnu:
+            scheme.require_codes(name, _codes_of(name))
+        return
+    four_bits = entry.dtype == torch.int8 and name.endswith(".weight")
+    if not four_bits and (entry.dtype != torch.float8_e4m3fn or len(entry.shape) not in (2, 3)):
         return
     stem = name.removesuffix(".weight")
     scales = scheme.beside(name, (f"{name}_scale_inv", f"{name}_scale", f"{stem}.scale"))
+    if four_bits:
+        _pairs(scheme, name, "e2m1", scheme.scale_kind(scales), {"codes": name, "scales": scales})
+        return
     grid = scheme.tensors[scales].shape
     rows, columns = entry.shape[-2:]
     experts = math.prod(entry.shape[:-2])
@@ -178,8 +194,8 @@ def _pairs(scheme: _Scheme, own: str, codes: str, scale: str, fields: Mapping[st
     if len(entry.shape) != 2:
         raise scheme.refuse(fields["codes"], f"4 bits in {len(entry.shape)} dimensions")
     rows, columns = entry.shape[0], entry.nbytes * 2 // entry.shape[0]
-    groups = max(1, math.prod(grid) // rows)
-    encoding = CheckpointQuant(codes, scale, 1, -(-columns // groups), 1 if "factors" in fields else 0)
+    group = _GROUPS.get(scale) or -(-columns // max(1, math.prod(grid) // rows))
+    encoding = CheckpointQuant(codes, scale, 1, group, 1 if "factors" in fields else 0)
     scheme.make(own, encoding, fields, (rows, columns))
 
 
@@ -210,6 +226,10 @@ _SCHEMES: dict[str, Callable[[_Scheme, str], None]] = {
     "gptq": _transposed,
     "awq": _transposed,
 }
+_SCALE = ("_scale", "_scale_inv", ".scale")
+"""Ends of the names of scales of FP8."""
+_GROUPS = {"e8m0": 32, "e4m3-over": 16, "e4m3-times": 16}
+"""Kind of scale → columns of 4 bits that share one, where that is a fact of the format (MXFP4, NVFP4)."""
 _BESIDE = (
     ".input_scale", ".activation_scale", ".input_global_scale", ".weight_shape", ".g_idx",
     ".q_scale", ".k_scale", ".v_scale",
@@ -224,6 +244,16 @@ def _weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _block_of(settings: Mapping[str, Any]) -> Any:
     return next((each["block_structure"] for each in _weights(settings) if each.get("block_structure")), None)
+
+
+def _codes_of(scale: str) -> str:
+    """The name of the codes that a scale of FP8 belongs to."""
+    stem = scale.removesuffix(".scale")
+    return f"{stem}.weight" if stem != scale else scale.removesuffix("_inv").removesuffix("_scale")
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
 
 
 def _called(dtype: torch.dtype) -> str:

@@ -56,8 +56,11 @@ class LimitedSilu:
     limit: float
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """(M, 2 I) → (M, I), by the operations of transformers' `DeepseekV4Experts`."""
-        gate, up = gate_up.chunk(2, dim=-1)
+        """(M, 2 I) → (M, I)."""
+        return self.of(*gate_up.chunk(2, dim=-1))
+
+    def of(self, gate: Tensor, up: Tensor) -> Tensor:
+        """(M, I) each → (M, I), by the operations of transformers' `DeepseekV4Experts`."""
         return torch.nn.functional.silu(gate.clamp(max=self.limit)) * up.clamp(min=-self.limit, max=self.limit)
 
 

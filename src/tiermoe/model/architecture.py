@@ -73,8 +73,8 @@ class Architecture:
     streams: str = ""  # layers are `StreamLayer`, with connections of this name in `hyper_connections.CONNECTIONS`
     side_by_side: bool = False  # dense blocks beside experts (`gemma4.SideBySide`)
     lacks: Callable[[Any], str] | None = None  # config → what no block computes, in words; empty: nothing
-    dense_gate: Callable[[Any], Callable[[Tensor], Tensor]] | None = None
-    """config → what is between the matrices of dense blocks whose gate and up are one (`DenseBlock.joined`)."""
+    dense_gate: Callable[[Any], Callable[..., Tensor]] | None = None
+    """config → what is between the matrices of dense blocks (`DenseBlock.activation`); None: the usual gate."""
     scales: tuple[str, ...] = ()  # the config's names of the multipliers that are in use (Granite)
 
     def attends(self, config: Any, layer: int) -> bool:

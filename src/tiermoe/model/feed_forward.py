@@ -33,6 +33,9 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """By the name that configs use."""
 
+_JOINED = "gate_up_proj"
+"""The name of a dense block's gate and up where they are one matrix."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertGate:
@@ -110,15 +113,13 @@ class NoExperts:
 
 @dataclass(frozen=True, slots=True)
 class DenseBlock:
-    """Dense gated block: down(activation(gate x) * up x), or down(activation(gate x)) without `up`. limit: gate x is at
-    most so much, up x between -limit and limit (DeepSeek-V4)."""
+    """Dense block: down(activation(x times each of the first matrices)). These are gate and up, or one that is both, or
+    up alone."""
 
-    gate: Linear
-    up: Linear | None
+    first: tuple[Linear, ...]
     down: Linear
-    activation: Activation
+    activation: Callable[..., Tensor]  # as many (T, ·) as there are first matrices → (T, ·)
     norm: Norm | None = None  # of what it gives
-    limit: float | None = None
 
     moe: ClassVar[None] = None
     """Its MoE block: none."""
@@ -126,31 +127,16 @@ class DenseBlock:
     @classmethod
     def of(cls, weights: FamilyWeights, part: str, activation: str, norm: Norm | None = None) -> DenseBlock:
         """The block at the path `part`, with one of `ACTIVATIONS`, or the family's own gate."""
-        if (gate_of := weights.architecture.dense_gate) is not None:
-            return cls.joined(weights, part, ("gate_up_proj", "down_proj"), gate_of(weights.config))
-        names = (weights.architecture.named(name) for name in ("gate_proj", "up_proj", "down_proj"))
-        gate, up, down = (f"{part}.{name}" for name in names)
-        act = ACTIVATIONS[activation]
-        if weights.architecture.gateless:
-            return cls(weights.linear(up), None, weights.linear(down), act, norm)
-        limit = getattr(weights.config, "swiglu_limit", None)
-        bound = None if limit is None else float(limit)
-        return cls(weights.linear(gate), weights.linear(up), weights.linear(down), act, norm, bound)
-
-    @classmethod
-    def joined(cls, weights: FamilyWeights, part: str, names: tuple[str, str], gate: Activation) -> DenseBlock:
-        """The block at the path `part` with the two matrices of these names, of which the first is gate and up; gate:
-        between them."""
-        first, second = (weights.linear(f"{part}.{name}") for name in names)
-        return cls(first, None, second, gate)
+        of, act = weights.architecture, ACTIVATIONS[activation]
+        joined = weights.has(f"{part}.{_JOINED}")
+        names = (_JOINED,) if joined else ("up_proj",) if of.gateless else ("gate_proj", "up_proj")
+        between = of.dense_gate(weights.config) if of.dense_gate else act if of.gateless else _gated(act)
+        first = tuple(weights.linear(f"{part}.{of.named(name)}") for name in names)
+        return cls(first, weights.linear(f"{part}.{of.named('down_proj')}"), between, norm)
 
     def __call__(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         """(T, H) → (T, H). tokens: as of a `MoeBlock`; they change nothing."""
-        gate, up = self.gate(x), None if self.up is None else self.up(x)
-        if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), None if up is None else up.clamp(-self.limit, self.limit)
-        inner = self.activation(gate)
-        result = self.down(inner if up is None else inner * up)
+        result = self.down(self.activation(*(matrix(x) for matrix in self.first)))
         return result if self.norm is None else self.norm(result)
 
     def forward_ragged(self, xs: Sequence[Tensor], tokens: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -160,12 +146,11 @@ class DenseBlock:
     @property
     def batch_invariant(self) -> bool:
         """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
-        return all(matrix.batch_invariant for matrix in (self.gate, self.up, self.down) if matrix is not None)
+        return all(matrix.batch_invariant for matrix in (*self.first, self.down))
 
     def watched(self, wrap: Callable[[Any], Any]) -> DenseBlock:
         """The block with wrap(part) in the place of its matrices."""
-        up = None if self.up is None else wrap(self.up)
-        return replace(self, gate=wrap(self.gate), up=up, down=wrap(self.down))
+        return replace(self, first=tuple(map(wrap, self.first)), down=wrap(self.down))
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x, (T, H) each."""
@@ -289,8 +274,8 @@ def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBloc
         check_table(table, router.weight.shape[0], f"{part}.{of.table}")
     shared = None
     if of.shared_beside and weights.has(f"{layer}.{of.shared_beside}"):
-        names = ("input_linear", "output_linear")
-        shared = DenseBlock.joined(weights, f"{layer}.{of.shared_beside}", names, _gated(ACTIVATIONS[activation]))
+        first, second = (weights.linear(f"{layer}.{of.shared_beside}.{name}_linear") for name in ("input", "output"))
+        shared = DenseBlock((first,), second, _gated(ACTIVATIONS[activation]))
     elif of.shared and weights.has(f"{part}.{of.shared}"):
         shared = DenseBlock.of(weights, f"{part}.{of.shared}", activation)
     return MoeBlock(
@@ -312,14 +297,14 @@ def _latent(weights: FamilyWeights, part: str) -> tuple[Linear, Linear] | None:
     return weights.linear(f"{part}.{before}"), weights.linear(f"{part}.{behind}")
 
 
-def _gated(activation: Activation) -> Activation:
-    """Of gate and up side by side: activation(gate) * up."""
+def _gated(activation: Activation) -> Callable[..., Tensor]:
+    """Of gate and up, or of both side by side: activation(gate) * up."""
 
-    def gated(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
+    def gate(*features: Tensor) -> Tensor:
+        gate, up = features if len(features) == 2 else features[0].chunk(2, dim=-1)
         return activation(gate) * up
 
-    return gated
+    return gate
 
 
 def check_table(table: Tensor, experts: int, path: str) -> None:

@@ -9,14 +9,15 @@ by transformers' code too."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tiermoe.errors import ModelError
-from tiermoe.kernels.gates import ClampedGate
+from tiermoe.kernels.gates import ClampedGate, LimitedSilu
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.gemma4 import GEMMA4
 from tiermoe.model.families.llama4 import LLAMA4
@@ -227,6 +228,11 @@ def deepseek_v4_router(config: Any) -> RouterRule:
         epsilon=1e-20,
         scale=float(config.routed_scaling_factor),
     )
+
+
+def deepseek_v4_gate(config: Any) -> Callable[..., Tensor]:
+    """Of the shared experts."""
+    return LimitedSilu(float(config.swiglu_limit)).of
 
 
 def deepseek_v4_lacks(config: Any) -> str:
@@ -520,6 +526,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         compressed=True,
         late_norm=True,
         streams="balanced",
+        dense_gate=deepseek_v4_gate,
         lacks=deepseek_v4_lacks,
     ),
     "glm_moe_dsa": _GLM_5,
