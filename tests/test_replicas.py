@@ -21,7 +21,7 @@ from commands import Command
 from serving import make_certificate, until
 from tiermoe.cli.serve_replicas import one_share
 
-PATIENCE_S = 300  # Ray starts a dozen processes, and the machine may be busy
+PATIENCE_S = 1200  # Ray starts a dozen processes, and the machine may be busy
 
 
 def replicas(server: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -58,7 +58,7 @@ def server(shipped: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str
             return False
 
     try:
-        until(answers)
+        until(answers, PATIENCE_S)
         yield process, client
     finally:
         process.terminate()
@@ -93,7 +93,10 @@ def test_one_of_two_is_killed_and_requests_go_on(server: tuple[subprocess.Popen[
         for number in range(3, 9):
             tokens, found = conversation(client, number)
             assert tokens > 0
-        until(lambda: killed.pid not in {each.pid for each in replicas(process)} and len(replicas(process)) == 2)
+        until(
+            lambda: killed.pid not in {each.pid for each in replicas(process)} and len(replicas(process)) == 2,
+            PATIENCE_S,
+        )
         conversation(client, 9)
 
 
