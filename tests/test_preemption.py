@@ -161,6 +161,6 @@ def test_memory_is_wanted_for_all_that_a_part_wrote() -> None:
     assert row.wanted(CONTEXT) == 4
     row.contents.add([1, 2, 3, 4, 5, 6, 7, 8], Kind.PROMPT)
     row.contents, row.slab, row.answer = row.contents.prefix(3), 0, [9]
-    row.preempt()
+    row.preempt(None)
     assert row.wanted(CONTEXT) == 8
     assert row.next_prompt(CHUNK, 4).tokens == (1, 2, 3, 4, 5, 6, 7, 8)

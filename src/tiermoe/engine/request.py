@@ -98,6 +98,7 @@ class RequestState:
         self.room = 0  # tokens that memory is reserved for
         self.contents = SlabContents()  # of the slab
         self.before = SlabContents()  # of the slab that it lost amid its answer
+        self.saved: StoredPrefix | None = None  # what of these is on disk
         self.stored: StoredPrefix | None = None  # a prefix that is being read into the slab from disk
         self.answer: list[int] = []  # chosen tokens; the last one has not run
         self.cached = 0  # tokens of the prompt that did not have to be read
@@ -191,16 +192,21 @@ class RequestState:
 
     def has_filled(self, stored: StoredPrefix) -> None:
         """Records that the slab holds a prefix from disk, as far as it could be read."""
+        if stored.checksums:
+            self.contents = self.before.prefix(self.before.resumable(stored.length))
+            return
         ids = self.before.step_tokens(*self.before.part_at(0)) if self.replaying else self.request.ids
         self.contents.add(ids[: stored.length], stored)
         self._crop_replayed(0)
 
-    def preempt(self) -> None:
-        """Takes the freed slab from the request; its emitted text is kept."""
+    def preempt(self, saved: StoredPrefix | None) -> None:
+        """Takes the freed slab from the request; its emitted text is kept. saved: what of the slab is on disk."""
         if not self.replaying:
             self.scores, self.states = [], None
         elif self.length > len(self.before.tokens):
             self.before = self.contents
+        if saved is not None and (self.saved is None or saved.length > self.saved.length):
+            self.saved = saved
         self.slab, self.room, self.stored, self.contents, self.under_way = -1, 0, None, SlabContents(), 0
 
     def choose(self, logits: Tensor, ends: set[int], context: int) -> Piece:

@@ -268,8 +268,11 @@ class RequestLoop:
     def _preempt(self, row: RequestState) -> None:
         self._forget_layers(row)
         (self._answering if row.is_read else self._reading).remove(row)
+        saved = None
+        if self.disk is not None and row.replaying:
+            saved = self.disk.saved(row.slab, row.contents.tokens)
         self._prefixes.close(row.slab)
-        row.preempt()
+        row.preempt(saved)
         self._waiting.appendleft(row)
         self.counts.preemptions += 1
 
@@ -281,7 +284,7 @@ class RequestLoop:
             at_work = [(other.slab, other.contents) for other in (*self._reading, *self._answering)]
             try:
                 if row.replaying:
-                    opened = self._prefixes.reopen(row.before, wanted, at_work)
+                    opened = self._prefixes.reopen(row.before, row.saved, wanted, at_work)
                 else:  # a prompt of which all tokens run is read from its beginning
                     ids = [] if row.request.reads_all else row.request.ids
                     opened = self._prefixes.open(ids, wanted, at_work)
@@ -305,7 +308,7 @@ class RequestLoop:
             if not row.replaying:
                 row.cached = row.length
         self._reading.remove(row)
-        self._reading.append(row)
+        (self._answering if row.is_read else self._reading).append(row)
 
     def _that_fit(self, first: RequestState, reading: list[RequestState]) -> list[RequestState]:
         """The first of the prompts, and others whose next chunks fit into one chunk with its own."""
@@ -447,10 +450,10 @@ class RequestLoop:
             return
         if row.request.progress:
             pieces.append(Piece(row.number, read=row.read, cached=row.cached))
+        self._prefixes.prompt_read(row.slab, row.contents.tokens, row.is_read)
         if row.is_read:
             self.counts.cached_tokens += row.cached
             self.counts.prompt_tokens += row.length - row.cached
-            self._prefixes.prompt_done(row.slab, row.contents.tokens)
             if row.request.embeds:
                 self._finish(row, row.embed(), pieces)
             else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiermoe.batch import Kind
-from tiermoe.model.prefix_files import PrefixDisk, StoredPrefix
+from tiermoe.model.prefix_files import BLOCK, PrefixDisk, StoredPrefix
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
@@ -64,6 +64,15 @@ class SlabContents:
             found.parts.append(Part(count, part.source, cut))
             at += count
         return found
+
+    def resumable(self, length: int) -> int:
+        """How many of the first `length` tokens stay where the rest is to run in the steps of these contents."""
+        at = 0
+        for part in self.parts:
+            if at + part.count > length:
+                return length if part.source is Kind.DECODE else at
+            at += part.count
+        return at
 
     @property
     def written(self) -> int:
@@ -152,11 +161,18 @@ class PrefixCache:
         return self._open(at_work, tokens, lambda contents: common_prefix(contents.tokens, known), stored_beyond)
 
     def reopen(
-        self, before: SlabContents, tokens: int, at_work: Iterable[tuple[int, SlabContents]]
+        self,
+        before: SlabContents,
+        saved: StoredPrefix | None,
+        tokens: int,
+        at_work: Iterable[tuple[int, SlabContents]],
     ) -> OpenedSlab | None:
-        """`open` for a preempted request with the slab contents `before`: the prefix has the same bits."""
+        """`open` for a preempted request with the slab contents `before`, of which `saved` is on disk: the prefix has
+        the same bits."""
 
         def stored_beyond(length: int) -> StoredPrefix | None:
+            if saved is not None and before.resumable(saved.length) > length:
+                return saved.unread()
             first = before.parts[0] if before.parts else None
             if first is None or not isinstance(first.source, StoredPrefix) or first.count <= length:
                 return None
@@ -200,11 +216,14 @@ class PrefixCache:
         self._reserved[slab] += more
         return True
 
-    def prompt_done(self, slab: int, tokens: list[int]) -> None:
-        """Offers a prompt that has been read to the disk, while its answer is made; without its last token, as the same
-        prompt would look for it."""
-        if self.disk is not None:
+    def prompt_read(self, slab: int, tokens: list[int], done: bool) -> None:
+        """Offers what has been read of a prompt to the disk, so that it is there when the request is preempted: all but
+        its last token, as the same prompt would look for it; until it is done whole blocks, where they are enough to go
+        on from."""
+        if self.disk is not None and done:
             self.disk.offer(slab, tokens[:-1])
+        elif self.disk is not None and not self._cache.has_ends:
+            self.disk.offer(slab, tokens[: len(tokens) // BLOCK * BLOCK])
 
     def leave(self, slab: int, contents: SlabContents) -> None:
         """Keeps the slab of a finished request until its slab or memory is needed."""

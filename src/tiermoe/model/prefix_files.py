@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -112,9 +112,9 @@ def write(path: Path, name: bytes, memory: Memory, still: Callable[[], bool]) ->
             temporary.unlink()
 
 
-def read(path: Path, name: bytes, memory: Memory) -> int:
-    """Reads a file into `memory` and returns its bytes. DamagedError where the file is not what was written under this
-    name; `memory` then holds nothing of use."""
+def read(path: Path, name: bytes, memory: Memory) -> tuple[int, bytes]:
+    """Reads a file into `memory` and returns its bytes and its checksum. DamagedError where the file is not what was
+    written under this name; `memory` then holds nothing of use."""
     checksum, nbytes = xxhash.xxh3_128(name), HEAD_BYTES
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES)
@@ -127,7 +127,14 @@ def read(path: Path, name: bytes, memory: Memory) -> int:
             nbytes += each.nbytes
         if file.read(1) or checksum.digest() != head[len(_MAGIC) :]:
             raise DamagedError("does not have its checksum")
-    return nbytes
+    return nbytes, checksum.digest()
+
+
+def checksum_of(path: Path) -> bytes:
+    """The checksum that a file says it has; empty where there is none."""
+    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+        return file.read(HEAD_BYTES)[len(_MAGIC) :]
+    return b""
 
 
 def _read_ahead(path: Path) -> None:
@@ -230,10 +237,11 @@ class StoredPrefix:
     names: list[bytes]  # of its blocks
     length: int  # tokens; once it has been read, those that could be
     at: int = 0  # blocks that have been read
+    checksums: tuple[bytes, ...] = ()  # of the blocks of a slab that a request has lost, which wants no other bits
 
     def unread(self) -> StoredPrefix:
         """The same prefix before any reading."""
-        return StoredPrefix(self.names[: -(-self.length // BLOCK)], self.length)
+        return replace(self, names=self.names[: -(-self.length // BLOCK)], at=0)
 
 
 @dataclass(slots=True)
@@ -295,6 +303,21 @@ class PrefixDisk:
                 return StoredPrefix([*names[1:count], found[0]], first + found[1])
         return None
 
+    def saved(self, slab: int, tokens: list[int]) -> StoredPrefix | None:
+        """The whole blocks that a slab's tokens begin with and that are there with the slab's bits: who ran in other
+        steps may have written others. None where there are none, or where a layer needs more than blocks."""
+        names, checksums = list[bytes](), list[bytes]()
+        for first in range(0, 0 if self._cache.has_ends else len(tokens) - BLOCK + 1, BLOCK):
+            name = name_of(names[-1] if names else self._first_name, tokens[first : first + BLOCK])
+            checksum = xxhash.xxh3_128(name)
+            for each in self._cache.memory(slab, first, first + BLOCK):
+                checksum.update(each)
+            if checksum_of(self.folder.path(name, KEPT)) != checksum.digest():
+                break
+            names.append(name)
+            checksums.append(checksum.digest())
+        return StoredPrefix(names, BLOCK * len(names), checksums=tuple(checksums)) if names else None
+
     def fill(self, stored: StoredPrefix, slab: int) -> bool:
         """Reads some of a prefix into an empty slab; True once the slab holds `stored.length` tokens, which are fewer
         where a file is damaged or gone."""
@@ -307,7 +330,9 @@ class PrefixDisk:
                 end = min(first + BLOCK, stored.length)
                 for later in stored.names[stored.at + _AHEAD : stored.at + _AHEAD + 1]:
                     _read_ahead(self.folder.path(later, KEPT))
-                self._read(stored.names[stored.at], KEPT, self._cache.memory(slab, first, end))
+                checksum = self._read(stored.names[stored.at], KEPT, self._cache.memory(slab, first, end))
+                if stored.checksums and checksum != stored.checksums[stored.at]:
+                    raise FileNotFoundError  # it was removed, and written by who ran in other steps
                 stored.at += 1
             self._cache.filled(slab, stored.length)
             if self._cache.has_ends:
@@ -358,10 +383,11 @@ class PrefixDisk:
                 return name, count
         return None
 
-    def _read(self, name: bytes, kind: str, memory: Memory) -> None:
+    def _read(self, name: bytes, kind: str, memory: Memory) -> bytes:
+        """Reads a file; its checksum."""
         path = self.folder.path(name, kind)
         try:
-            self.counts.read_bytes += read(path, name, memory)
+            nbytes, checksum = read(path, name, memory)
         except (DamagedError, OSError) as error:
             if isinstance(error, OSError) and error.errno != errno.EIO:
                 raise  # another process has made room, or keeps its files to itself
@@ -370,6 +396,8 @@ class PrefixDisk:
                 path.unlink()
             self._warn(f"note: {path} {error}; it was removed, and its tokens are computed again")
             raise
+        self.counts.read_bytes += nbytes
+        return checksum
 
     def _run(self) -> None:
         while True:
