@@ -97,7 +97,7 @@ def test_a_layer_larger_than_the_cache_streams_through_it() -> None:
     assert max(load.slot for load in link.submitted) <= 1
 
 
-def test_a_group_does_not_hold_slots_that_misses_until() -> None:
+def test_a_group_does_not_hold_slots_that_misses_wait_for() -> None:
     controller, link = controller_with(3)
     list(controller.run_layer(0, demands(0, 1, 2)))
     assert [len(group) for group in controller.run_layer(0, demands(0, 1, 2))] == [3]

@@ -40,6 +40,8 @@ LINKED = "models"
 ALL = ("tests", "--ignore=tests/test_breakages.py")
 """That file compares the table with the code: it fails whatever is broken."""
 PATIENCE_S = 600
+WAITED_S = 60
+"""Patience of a test that waits (`tests/patience.py`): what it waits for in a broken tree may never come."""
 
 
 def copy_tree(to: Path) -> None:
@@ -71,7 +73,7 @@ def run_tests(root: Path, tests: Sequence[str], log: Path | None = None) -> int 
 
 def _pytest(root: Path, tests: Sequence[str], log: Path | None) -> None:
     os.chdir(root)
-    os.environ.update(PYTHONPATH=str(root / "src"), TMPDIR=str(root.parent))
+    os.environ.update(PYTHONPATH=str(root / "src"), TMPDIR=str(root.parent), TIERMOE_TEST_PATIENCE_S=str(WAITED_S))
     sys.path[0] = str(root / "src")
     if log:
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
