@@ -19,6 +19,9 @@ from torch import Tensor
 import gguf_blocks
 import small_families
 import tiny
+from gguf_deepseek4 import ARCHITECTURE as DEEPSEEK4
+from gguf_deepseek4 import deepseek4_metadata
+from gguf_deepseek4 import name_of as deepseek4_name
 from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_tensors
 from gguf_mamba import NAMES as MAMBA
 from gguf_mamba import granite_metadata, jamba_metadata, mamba_tensors, nemotron_metadata
@@ -29,6 +32,8 @@ from tiermoe.model.hf.configs import Configs
 def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
     """`TextModel.set_gguf_parameters` and what each class adds."""
     rope = config.get("rope_parameters") or {"rope_theta": 1e4}
+    if "compress" in rope:  # DeepSeek-V4: by one scaling, and another base
+        rope = {**rope["compress"], "rope_theta": config["rope_theta"]}
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -45,6 +50,9 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if family == "deepseek_v4":
+        deepseek4_metadata(writer, config)
+        return
     if family == "kimi_linear":
         kimi_metadata(writer, config)
     if family.startswith("deepseek_v") or family in ("mistral4", "kimi_linear"):
@@ -177,7 +185,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Path, size: int) -> None:
 BLOCKS = {**{each.type: each.columns for each in ENCODINGS}, "nvfp4": 64}
 
 
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "mixtral": gguf.MODEL_ARCH.LLAMA,
@@ -186,6 +194,7 @@ ARCHITECTURES = {
     "deepseek": gguf.MODEL_ARCH.DEEPSEEK,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v4": DEEPSEEK4,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
@@ -226,11 +235,12 @@ CENTRED = ("qwen3_next", "qwen3_5_moe_text")
 
 WITHOUT_FACTORS = ("token_embd", "attn_v", "blk.1.ffn_down_exps")
 """Tensors that have no factors in NVFP4, as llama-quantize writes them."""
-_WRITABLE = {"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4"}
+_WRITABLE = {"f32", "f16", "i32", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4"}
 """Types that the gguf package quantises to."""
 
 
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+_HELD = (*_CORRECTIONS, "tid2eid")
 """Ends of the buffers that a file holds."""
 
 
@@ -266,6 +276,8 @@ def model_of(family: str, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(_CORRECTIONS):
                 torch.nn.init.normal_(buffer, std=0.05)
+            elif name.endswith(_HELD):
+                buffer.copy_(torch.stack([torch.randperm(8)[: buffer.shape[1]] for _ in range(len(buffer))]))
     return model
 
 
@@ -286,7 +298,8 @@ def write(
     None leaves one out."""
     arch = ARCHITECTURES[family]
     config = dict(Configs(model.config, model.config, False).plain().fields)
-    writer = gguf.GGUFWriter(out, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=shards)
+    called = arch if isinstance(arch, str) else gguf.MODEL_ARCH_NAMES[arch]
+    writer = gguf.GGUFWriter(out, called, split_max_tensors=shards)
     add_metadata(writer, family, config)
     if vocabulary is not None:
         add_vocabulary(writer, vocabulary, config["vocab_size"])
@@ -306,11 +319,15 @@ def write(
     return out
 
 
-_WIDE = ("ffn_gate_inp", "sinks", "ssm_conv1d", "ssm_norm", "shortconv.conv")
+_WIDE = ("ffn_gate_inp", "sinks", "ssm_conv1d", "ssm_norm", "shortconv.conv", "hc_", "_ape")
+_PLAIN = {"f32": "f4", "f16": "f2", "i32": "i4"}
+"""Types of numbers that are values of their own → numpy's."""
 
 
 def _kind_of(name: str, shape: tuple[int, ...], kind: Kinds) -> str:
     """Norms, routers, biases and sinks are float32; rows that are no whole blocks are float16."""
+    if "tid2eid" in name:
+        return "i32"
     if len(shape) == 1 or not name.endswith(".weight") or any(each in name for each in _WIDE):
         return "f32"
     chosen = kind(name)
@@ -327,14 +344,14 @@ def _add(
     values = (values + centred).view(shape).numpy()
     type = Kind[kind.upper()]
     if kind in _WRITABLE:
-        raw = quantize(values, type) if kind not in ("f32", "f16") else values.astype({"f32": "f4", "f16": "f2"}[kind])
-        wide = dequantize(raw, type) if kind not in ("f32", "f16") else raw.astype(np.float32)
+        raw = values.astype(_PLAIN[kind]) if kind in _PLAIN else quantize(values, type)
+        wide = raw.astype(np.float32) if kind in _PLAIN else dequantize(raw, type)
     else:
         rows, columns = int(np.prod(shape[:-1])), shape[-1]
         blocks = gguf_blocks.random_blocks(kind, rows, columns, seed=len(name))["blocks"].numpy()
         wide = dequantize(blocks, type) * np.float32(1)
         raw = blocks.reshape(*shape[:-1], -1)
-    if kind in ("f32", "f16"):
+    if kind in _PLAIN:
         writer.add_tensor(name, raw)
     else:
         writer.add_tensor(name, raw, raw_dtype=type)
@@ -350,19 +367,21 @@ def _add(
         view.copy_(part.view(view.shape))
 
 
-def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH) -> Views:
+def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
     """(name in the file, views of the model's parameter with its values in the file's order, shape in the file)."""
     config = model.config
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    names = None if isinstance(arch, str) else gguf.get_tensor_name_map(arch, config.num_hidden_layers)
 
     def name_of(path: str) -> str:
+        if names is None:
+            return deepseek4_name(path)
         if ".mixer." in path:
             path = path.replace("model.", "backbone.")
         found = names.get_name(path, (".weight", ".bias"))
         assert found is not None, path
         return str(found)
 
-    state = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.endswith(_CORRECTIONS)}}
+    state = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.endswith(_HELD)}}
     for path, parameter in state.items():
         value = parameter.data
         stem, _, last = path.rpartition(".")

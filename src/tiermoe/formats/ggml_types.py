@@ -35,6 +35,7 @@ TYPES: dict[int, GgmlType] = {
     0: GgmlType("F32", 1, 4, 32, "float32"),
     1: GgmlType("F16", 1, 2, 16, "float16"),
     30: GgmlType("BF16", 1, 2, 16, "bfloat16"),
+    26: GgmlType("I32", 1, 4, 32, "int32"),
     8: GgmlType("Q8_0", 32, 34, 8),
     2: GgmlType("Q4_0", 32, 18, 4),
     3: GgmlType("Q4_1", 32, 20, 4),
@@ -62,6 +63,6 @@ TYPES: dict[int, GgmlType] = {
 """The types that tiermoe reads, by the ids that are in the file."""
 
 UNREAD = {
-    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0",
+    9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 27: "I64", 28: "F64", 41: "Q1_0",
 }  # fmt: skip
 """Known types that tiermoe does not read."""

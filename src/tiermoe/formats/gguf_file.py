@@ -315,9 +315,10 @@ class _Reader:
         shape = tuple(reversed(self._numbers("Q", dimensions)))
         kind, offset = self._number("I"), self._number("Q")
         if kind not in TYPES:
+            weights = [each.name for each in TYPES.values() if each.plain != "int32"]
             raise ModelError(
                 f"{self._file}: {name} is stored as {UNREAD.get(kind, f'type {kind}')}, which tiermoe does not read; "
-                f"take a file with these types only: {', '.join(kind.name for kind in TYPES.values())}"
+                f"take a file with these types only: {', '.join(weights)}"
             )
         if shape[-1] % TYPES[kind].block or not all(shape):
             raise self._malformed(f"{name} of shape {shape} cannot be {TYPES[kind].name}")

@@ -20,12 +20,17 @@ from tiermoe.model.families.table import ARCHITECTURES as FAMILIES
 from tiermoe.model.gguf import config as configs
 from tiermoe.model.gguf import mamba_configs
 from tiermoe.model.gguf.config import Config
+from tiermoe.model.gguf.deepseek4 import NAMES as DEEPSEEK4
+from tiermoe.model.gguf.deepseek4 import deepseek4
 from tiermoe.model.gguf.experts import expert_parameters
 from tiermoe.model.gguf.linear_attention import linear_rows, rates
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
 
-_TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "token_embd_norm": "norm"}
+_TOP = {
+    "token_embd": "embed_tokens", "output_norm": "norm", "token_embd_norm": "norm",
+    **{f"output_hc_{name}": f"hc_head.hc_{name}" for name in ("fn", "base", "scale")},
+}  # fmt: skip
 """Tensors outside of blocks → modules of transformers' `model`, by their usual names; the output layer is beside it."""
 
 _LATENT = {
@@ -113,6 +118,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     # Qwen3-Next's layers, with their projection's matrices apart, as the file has them, are Qwen3.5's
     "qwen3next": _QWEN35,
     "kimi-linear": GgufArchitecture(configs.kimi_linear, "kimi_linear", _KIMI),
+    "deepseek4": GgufArchitecture(deepseek4, "deepseek_v4", DEEPSEEK4),
     "mistral4": GgufArchitecture(configs.mistral4, "mistral4"),
     "exaone-moe": GgufArchitecture(configs.exaone_moe, "exaone_moe"),
     "afmoe": GgufArchitecture(configs.afmoe, "afmoe", _AFMOE),
@@ -139,8 +145,13 @@ _IN_BLOCK = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias))?")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate_up|gate|up|down)_exps")
 _TURNED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
-_BARE = ("sinks", "e_score_correction_bias", "expert_bias", "dt_bias", "A_log")
+_BARE = (
+    "sinks", "e_score_correction_bias", "expert_bias", "dt_bias", "A_log", "tid2eid", "position_bias",
+    *(f"{owner}{name}" for owner in ("_hc.", "hc_head.hc_") for name in ("fn", "base", "scale")),
+)  # fmt: skip
 """Parameters whose path has no 'weight' or 'bias' at its end."""
+_TABLE = "tid2eid.weight"
+"""The end of the name of a table of tokens' experts."""
 _CONVOLVED = tuple(f"ssm_conv1d_{part}" for part in "qkv")
 """Tensors of a block whose rows are those of Kimi's convolution."""
 _OF_ONE = ("shared_expert_gate", "moe_statics.e_score_correction_bias")
@@ -181,6 +192,8 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     names = block_names(of) | dict(architecture.more)
     parameters: dict[str, Parameter] = {}
     for name, tensor in file.tensors.items():
+        if tensor.kind.name == "I32" and not name.endswith(_TABLE):
+            raise ModelError(f"{file.path}: {name} is stored as I32, in which only tables of experts are; {AGAIN}")
         if (path := _outside(of, name)) is not None:
             parameters[path] = Rows(tensor, tensor.shape, change=_change(of, path))
         elif (found := _IN_BLOCK.fullmatch(name)) and int(found[1]) < blocks(file):
@@ -229,7 +242,7 @@ def _outside(of: Architecture, name: str) -> str | None:
     found = _OUTSIDE.fullmatch(name)
     if found and found[1] == "output":
         return f"lm_head.{found[2]}"
-    return f"model.{of.named(_TOP[found[1]])}.{found[2]}" if found and found[1] in _TOP else None
+    return f"model.{_with_suffix(of.named(_TOP[found[1]]), found[2])}" if found and found[1] in _TOP else None
 
 
 def _in_block(
@@ -259,8 +272,13 @@ def _in_block(
         if tensor.shape[0] % (2 * heads):
             raise ModelError(f"{file.path} says that {stem} of {tensor.shape[0]} rows has {heads} heads; {AGAIN}")
         order = _turned_rows(tensor.shape[0], heads)
-    full = path if path.endswith(_BARE) else f"{path}.{suffix}"
+    full = _with_suffix(path, suffix)
     return {f"{prefix}.{full}": Rows(tensor, _shape(path, tensor), order, change=_change(of, full))}
+
+
+def _with_suffix(path: str, suffix: str | None) -> str:
+    """The parameter that a tensor is, of the module at `path`."""
+    return path if path.endswith(_BARE) else f"{path}.{suffix}"
 
 
 def _shape(path: str, tensor: GgufTensor) -> tuple[int, ...]:
