@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 import tiermoe
+from benchmarks.rounds import parser_of
 from tiermoe.cli.options import changes
 from tiermoe.config import CacheSize
 from tiermoe.errors import TiermoeError
@@ -176,7 +177,7 @@ def summarize(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--cache", default="45%")

@@ -215,17 +215,28 @@ def test_in_a_pipe_each_line_is_a_message(tiermoe_: Command, tiny: Path) -> None
 
 
 def test_earlier_messages_come_back_another_day(tiny: Path, tmp_path: Path) -> None:
+    """Whole, however their lines were begun. The file has a line for each, so that every version reads it."""
+    earlier = "/system of an older version\\n"  # a backslash and a letter are no line break
+    (tmp_path / HISTORY).write_text(earlier + "\n")
     with in_a_terminal(tiny, TIERMOE_CACHE=str(tmp_path)) as ours:
         read_until(ours, b"> ")
-        os.write(ours, b"/set seed 7\r")
-        read_until(ours, b"> ")
-        os.write(ours, b"/bye\r")
+        os.write(ours, b"/system c\\\r")
+        read_until(ours, b"... ")
+        for typed in (b"d\r", b"/system a\x1b\rb\r", b"/set seed 8\r", b"/set seed 8\r"):
+            os.write(ours, typed)
+            read_until(ours, b"= ", b"> ")
+        os.write(ours, b"\x1b[200~/system e\r\r f\r\x1b[201~\r")
+        read_until(ours, b"system = e\r\n\r\n f", b"> ")
+        os.write(ours, b"\x04")
         read_until(ours)
     assert (tmp_path / HISTORY).stat().st_mode & 0o077 == 0  # nobody else reads it
+    assert (tmp_path / HISTORY).read_bytes().count(b"\n") == 5  # what is said twice in a row counts once
     with in_a_terminal(tiny, TIERMOE_CACHE=str(tmp_path)) as ours:
         read_until(ours, b"> ")
-        os.write(ours, b"\x10\x10\r")  # twice the line before
-        read_until(ours, b"seed = 7", b"> ")
+        saids = (b"e\r\n\r\n f", b"8", b"a\r\nb", b"c\r\nd", b"of an older version\\n")
+        for back, said in zip((1, 2, 4, 6, 8), saids, strict=True):  # what is said again becomes the last entry
+            os.write(ours, b"\x10" * back + b"\r")
+            read_until(ours, b" = " + said + b"\r\n", b"> ")
         os.write(ours, b"\x04")
         read_until(ours)
 

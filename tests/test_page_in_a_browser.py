@@ -363,6 +363,28 @@ def test_a_thought_that_was_cut_off_is_continued(
     expect(answer.locator(".markdown")).to_have_text("two")
 
 
+def test_a_thought_that_the_template_leaves_out_is_not_continued(
+    browser: Any, address: str, worker: Any, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page says why, and keeps what is there."""
+    template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}<think></think>"
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    context = browser.new_context()
+    tab = context.new_page()
+    tab.goto(address)
+    ask(tab, worker, "one")
+    worker.say("<think>let me")
+    expect(tab.locator("#status")).to_have_text("Thinking …")
+    tab.click("#stop")
+    tab.get_by_role("button", name="Continue").click()
+    expect(tab.locator("article .error")).to_contain_text("The model's chat template leaves out the thought")
+    expect(tab.locator("article details .text")).to_have_text("let me")
+    tab.get_by_role("button", name="Answer again").click()
+    until(tab, lambda: len(worker.asked) == 2)
+    expect(whole(tab, worker, "two").locator(".markdown")).to_have_text("two")
+    context.close()
+
+
 def test_another_server_in_the_place_of_the_first_is_found(browser: Any, address: str) -> None:
     """After an answer that failed."""
     context = patient(browser)
@@ -512,6 +534,28 @@ def test_a_phone_shows_everything_without_scrolling_sideways(browser: Any, addre
     tab.click("#menu")
     expect(tab.locator("#search")).to_be_visible()
     assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+    context.close()
+
+
+@pytest.mark.parametrize("others", [[], ["another"]])
+def test_a_phone_shows_the_name_of_the_model(browser: Any, address: str, others: list[str]) -> None:
+    """Whole, beside the way to conversations and to the experts; of several models in the list to choose from."""
+    name = "Qwen3-Coder-30B-A3B-Instruct-Q4_K_M"
+    context = browser.new_context(viewport={"width": 375, "height": 640}, is_mobile=True, has_touch=True)
+    tab = context.new_page()
+    models = {"data": [{"id": each, "max_model_len": 64} for each in (name, *others)]}
+    tab.route("**/v1/models", lambda route: route.fulfill(json=models))
+    tab.goto(address)
+    if others:
+        expect(tab.get_by_label("Model", exact=True)).to_have_value(name)
+        shown = tab.locator("#models")
+    else:
+        expect(tab.locator("#model")).to_have_text(name)
+        shown = tab.locator("h1")
+        assert shown.evaluate("(box) => box.scrollHeight <= box.clientHeight")
+    assert shown.bounding_box()["width"] > 100
+    expect(tab.get_by_role("button", name="Conversations")).to_be_visible()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 375
     context.close()
 
 

@@ -477,6 +477,35 @@ def test_a_thought_without_an_answer_is_continued(
         assert (message["reasoning_content"], message["content"]) == ("\na", "b")
 
 
+@pytest.mark.parametrize(
+    ("template", "begun", "part"),
+    [
+        (TURNS, {"reasoning_content": "hm"}, "thought"),
+        (THINKING.replace("m.thinking %}", "m.thinking and not loop.last %}"), {"reasoning_content": "hm"}, "thought"),
+        (None, {"reasoning_content": "hm"}, "thought"),
+        (TURNS.replace("m.content", "m.content.split('|')[0]"), {"content": "Once | upon"}, "text"),
+    ],
+)
+def test_what_the_template_leaves_out_is_not_continued(
+    served: Served,
+    http: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str | None,
+    begun: dict[str, str],
+    part: str,
+) -> None:
+    """Else the model would continue another prompt."""
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    asked = [ASKED, {"role": "assistant", **begun}]
+    for more in ({}, {"continue_final_message": True}):
+        response = http.post("/v1/chat/completions", json={"messages": asked, "max_tokens": 1, **more})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "messages"
+        assert f"leaves out the {part} that" in error["message"]
+    assert http.post("/v1/chat/completions", json={"messages": [ASKED], "max_tokens": 1}).status_code == 200
+
+
 def test_a_stream_tells_how_far_the_prompt_is_read(client: openai.OpenAI) -> None:
     """Where that is asked for: the second time, most of it did not have to be read."""
     messages: Any = [{"role": "user", "content": "how far is it read"}]

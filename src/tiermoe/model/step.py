@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiermoe.batch import Batch, Row
+from tiermoe.batch import Batch, Kind, Row
 from tiermoe.kernels.attention import Step as NativeStep
 from tiermoe.kernels.delta import delta_rows
 from tiermoe.model.kv_cache import KVCache
@@ -54,8 +54,11 @@ class Step:
         self.chosen: Tensor | None = None
         self._native: list[NativeStep] = []
         if len(batch.tokens) <= FEW_TOKENS and available() and cache.dtype == torch.bfloat16:
+            given = None
+            if batch.phase == "prefill":
+                given = torch.tensor([row.kind is Kind.PROMPT for row in batch.rows for _ in row.tokens])
             self._native = [
-                NativeStep(self.slabs, self.positions, cos.bfloat16(), sin.bfloat16(), temperatures=factors)
+                NativeStep(self.slabs, self.positions, cos.bfloat16(), sin.bfloat16(), None, None, factors, given)
                 for (cos, sin), factors in zip(self.angles, self.temperatures, strict=True)
             ]
         recurrent = cache.recurrent

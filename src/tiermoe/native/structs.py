@@ -143,6 +143,7 @@ class Step(Struct):
         ("spread", c_size_t),
         ("chosen", c_void_p),
         ("most", c_size_t),
+        ("given", c_void_p),
     )
 
 
