@@ -22,7 +22,7 @@ class Architecture:
     Sizes come from the config. Layers that config.layer_types calls 'linear_attention' have `GatedDelta` by the sizes
     of `linear_attention`, or of `kimi_delta`, or `Mamba` or `Mamba1` where its sizes are named; layers that it calls
     'conv' have `ShortConvolution`, layers that it calls 'indexed_attention' a `BlockIndexer`, layers that it calls
-    'minimax_m3_sparse' a `GroupIndexer`."""
+    'minimax_m3_sparse' a `GroupIndexer`. Where config.index_kpool is a size, indexers are `PoolIndexer`."""
 
     router: Callable[[Any], RouterRule]  # config → rule of the routers
     block: str = "mlp"  # name of a layer's feed-forward part

@@ -27,10 +27,14 @@ from tiermoe.model.hf.adapters import ADAPTERS, drop_parameters
 
 IMPLEMENTATION = "tiermoe"
 _ROUTERS = ("gate", "router")
-_CLAMPED, _LIMITED = "GptOssExperts._apply_gate", "DeepseekV4Experts._apply_gate"
-_LIMITED_SILU = ("Glm5NextTextExperts._apply_gate", "HYV4Experts._apply_gate")
+_CLAMPED = "GptOssExperts._apply_gate"
 _CLAMPED_HALVES = "MiniMaxM3VLExperts._apply_gate"
 _SILU = (torch.nn.SiLU, SiLUActivation)
+_LIMITED = {
+    "DeepseekV4Experts._apply_gate": "limit", "Glm5NextTextExperts._apply_gate": "swiglu_limit",
+    "HYV4Experts._apply_gate": "swiglu_limit",
+}  # fmt: skip
+"""Gates that are a `LimitedSilu` → the attribute that has its limit."""
 
 # modelling modules are global to the process
 _building = threading.Lock()
@@ -141,10 +145,9 @@ def activation_of(module: Any) -> Activation:
             return ClampedGate(float(module.limit), float(module.alpha))
         if type(module)._apply_gate.__qualname__ == _CLAMPED_HALVES:
             return ClampedGate(float(module.swiglu_limit), float(module.swiglu_alpha), halves=True)
-        if type(module)._apply_gate.__qualname__ == _LIMITED and type(module.act_fn) in _SILU:
-            return LimitedSilu(float(module.limit))
-        if type(module)._apply_gate.__qualname__ in _LIMITED_SILU:
-            return LimitedSilu(float(module.swiglu_limit))
+        limit, act = _LIMITED.get(type(module)._apply_gate.__qualname__), getattr(module, "act_fn", None)
+        if limit is not None and (act is None or type(act) in _SILU):
+            return LimitedSilu(float(getattr(module, limit)))
         gate: Activation = module._apply_gate
         return gate
     plain: Activation = getattr(module, "act_fn", None) or ACT2FN[module.config.hidden_act]
