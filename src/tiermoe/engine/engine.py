@@ -168,10 +168,10 @@ class Engine:
 
     def snapshot(self) -> PhaseMetrics:
         """The clock and the counters now; two of them tell what happened between. Tokens are the caller's to count."""
-        seconds, wait_s = time.perf_counter(), self.wait_s
+        seconds, wait_s, link = time.perf_counter(), self.wait_s, self.link.counters()
         counts, discarded = self.loader.counts.copy(), self.scheduler.discarded.copy()
         return PhaseMetrics(
-            seconds, seconds - wait_s, wait_s, self.link.bytes_read, 0, counts, discarded, self.link.busy_s,
+            seconds, seconds - wait_s, wait_s, link.bytes_read, 0, counts, discarded, link.busy_s,
             self.service.second.bytes_read,
         )  # fmt: skip
 
