@@ -245,6 +245,20 @@ BREAKAGES = (
         ("tests/test_speculation.py",),
     ),
     Breakage(
+        "an MTP head's drafts change sequences",
+        "MtpHead.draft",
+        "self.output(hidden)",
+        "self.output(hidden.flip(0))",
+        ("test_drafts_of_several_sequences_are_those_of_each",),
+    ),
+    Breakage(
+        "an MTP head's layer is of the kinds of the model's last one",
+        "lengthened",
+        "kinds.get(name, each[-1])",
+        "each[-1]",
+        ("test_drafts_are_those_of_transformers",),
+    ),
+    Breakage(
         "an answer fails by a guess",
         "RequestLoop._run",
         "if guessed:\n    ...",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from tiermoe.engine.speculation import LEAST, MOST, Chances, Place, Speculation
 
@@ -23,21 +23,30 @@ class PromptLookup:
         self._tokens: list[int] = []
         self._last: dict[int, int] = {}  # `MATCH` tokens in a row, as one number → position behind their last place
         self._earlier: list[int] = []  # position → that behind the place before of the tokens that end there; 0: none
-        self._row = 0  # the tokens before position len(_earlier), as one number
+        self._row = 0  # the last `MATCH` tokens, as one number
 
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def extend(self, tokens: Iterable[int]) -> None:
-        """The sequence goes on with these tokens."""
-        self._tokens.extend(tokens)
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The sequence goes on with these tokens. Notes every place but the sequence's own end, which nothing follows
+        yet."""
+        last, earlier, row = self._last, self._earlier, self._row
+        for end, token in enumerate(tokens, len(earlier)):
+            if end >= MATCH:
+                earlier.append(last.get(row, 0))
+                last[row] = end
+            else:
+                earlier.append(0)
+            row = (row << _TOKEN_BITS | token) & _ROW
+        self._tokens += tokens
+        self._row = row
 
     def draft(self, most: int) -> tuple[list[int], int]:
         """(`most` tokens that may follow, length of the match that says so); ([], 0) where nothing matches. Of several
         places the one with the longest match is taken, then the latest. A draft that reaches the sequence's end goes on
         with its own beginning."""
         tokens, end = self._tokens, len(self._tokens)
-        self._index()
         place = self._last.get(self._row, 0) if end >= MATCH else 0
         if not place:
             return [], 0
@@ -51,18 +60,6 @@ class PromptLookup:
                 break
         period = end - best
         return [tokens[best + at % period] for at in range(most)], length
-
-    def _index(self) -> None:
-        """Notes every place but the sequence's own end, which nothing follows yet."""
-        last, earlier, row = self._last, self._earlier, self._row
-        for end in range(len(earlier), len(self._tokens)):
-            if end >= MATCH:
-                earlier.append(last.get(row, 0))
-                last[row] = end
-            else:
-                earlier.append(0)
-            row = (row << _TOKEN_BITS | self._tokens[end]) & _ROW
-        self._row = row
 
 
 def _matching(tokens: Sequence[int], place: int) -> int:
@@ -102,9 +99,9 @@ class LookupDrafter:
             lookup.extend(prompt)
         came = answer[len(lookup) - len(prompt) :]
         lookup.extend(came)
-        self._learn(came)
+        if self._found:
+            self._learn(came)
         self._found, self._match = lookup.draft(MOST)
-        self._withheld = False
         if not self._found:
             return []
         chance, worth = 1.0, 0

@@ -411,7 +411,7 @@ class RequestLoop:
         except LoadError:  # an answer does not fail by what was guessed of it
             return [[]] * len(answering)
         return [
-            guesses if self._cache.can_crop(row.slab, row.length, 1 + len(guesses)) else []
+            guesses if guesses and self._cache.can_crop(row.slab, row.length, 1 + len(guesses)) else []
             for row, guesses in zip(answering, found, strict=True)
         ]
 
@@ -420,11 +420,11 @@ class RequestLoop:
         wrong ones can be taken back."""
         if row.drafter is None:
             row.drafter = speculation.drafter()
-        request = row.request
+        request, length = row.request, row.length
         left = request.sampling.max_tokens - len(row.answer)
-        room = min(row.room - 1, self.context - 2) - row.length
+        room = min(row.room - 1, self.context - 2) - length
         most = max(0, min(MOST, FEW_TOKENS // rows - 1, left - 1, room, self._chunk - 1))
-        place = Place(self._cache, row.slab, row.length)
+        place = Place(self._cache, row.slab, length)
         return Asked(row.drafter, request.ids, row.answer, most, rows, place)
 
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:
