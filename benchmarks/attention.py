@@ -156,7 +156,7 @@ def measure(
 
 
 def main() -> None:
-    parser = parser_of("benchmarks.attention", __doc__)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--depths", type=numbers, default=[2048, 8192, 32768], help="default 2048,8192,32768")
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=["qwen3-30b-a3b"],
                         help=f"of {', '.join(SHAPES)}; default qwen3-30b-a3b")  # fmt: skip

@@ -18,6 +18,7 @@ import torch
 
 import tiermoe
 from commands import Command
+from patience import PATIENCE_S
 from small_engines import OnRoute
 from tiermoe.batch import Batch
 from tiermoe.cli.chat import HISTORY
@@ -214,17 +215,28 @@ def test_in_a_pipe_each_line_is_a_message(tiermoe_: Command, tiny: Path) -> None
 
 
 def test_earlier_messages_come_back_another_day(tiny: Path, tmp_path: Path) -> None:
+    """Whole, however their lines were begun. The file has a line for each, so that every version reads it."""
+    earlier = "/system of an older version\\n"  # a backslash and a letter are no line break
+    (tmp_path / HISTORY).write_text(earlier + "\n")
     with in_a_terminal(tiny, TIERMOE_CACHE=str(tmp_path)) as ours:
         read_until(ours, b"> ")
-        os.write(ours, b"/set seed 7\r")
-        read_until(ours, b"> ")
-        os.write(ours, b"/bye\r")
+        os.write(ours, b"/system c\\\r")
+        read_until(ours, b"... ")
+        for typed in (b"d\r", b"/system a\x1b\rb\r", b"/set seed 8\r", b"/set seed 8\r"):
+            os.write(ours, typed)
+            read_until(ours, b"= ", b"> ")
+        os.write(ours, b"\x1b[200~/system e\r\r f\r\x1b[201~\r")
+        read_until(ours, b"system = e\r\n\r\n f", b"> ")
+        os.write(ours, b"\x04")
         read_until(ours)
     assert (tmp_path / HISTORY).stat().st_mode & 0o077 == 0  # nobody else reads it
+    assert (tmp_path / HISTORY).read_bytes().count(b"\n") == 5  # what is said twice in a row counts once
     with in_a_terminal(tiny, TIERMOE_CACHE=str(tmp_path)) as ours:
         read_until(ours, b"> ")
-        os.write(ours, b"\x10\x10\r")  # twice the line before
-        read_until(ours, b"seed = 7", b"> ")
+        saids = (b"e\r\n\r\n f", b"8", b"a\r\nb", b"c\r\nd", b"of an older version\\n")
+        for back, said in zip((1, 2, 4, 6, 8), saids, strict=True):  # what is said again becomes the last entry
+            os.write(ours, b"\x10" * back + b"\r")
+            read_until(ours, b" = " + said + b"\r\n", b"> ")
         os.write(ours, b"\x04")
         read_until(ours)
 
@@ -259,7 +271,7 @@ def in_a_terminal(model: Path, *more: str, **environment: str) -> Iterator[int]:
         os.close(its)
         try:
             yield ours
-            assert chat.wait(60) == 0
+            assert chat.wait(PATIENCE_S) == 0
         finally:
             chat.kill()
             os.close(ours)
@@ -270,7 +282,7 @@ def read_until(terminal: int, *wanted: bytes) -> bytes:
     order = re.compile(b".*?".join(map(re.escape, wanted)), re.DOTALL)
     come = b""
     while not wanted or not order.search(come):
-        assert select.select([terminal], [], [], 120)[0], come
+        assert select.select([terminal], [], [], PATIENCE_S)[0], come
         try:
             come += os.read(terminal, 4096)
         except OSError:  # whoever wrote there is gone

@@ -36,7 +36,9 @@ HELP = """\
 Enter sends a message. Alt-Enter, or a backslash at the end of a line, begins another line of it; lines that are pasted
 at once are one message. The arrows up and down bring earlier messages, also of other days."""
 HISTORY = "chat-history"
-"""File in the cache folder with the messages typed in a terminal, for nobody else to read."""
+"""File in the cache folder with the messages typed in a terminal, one a line, for nobody else to read."""
+BREAK_IN_HISTORY = "\r"
+"""What stands in that file for a line break within a message: no terminal sends it as a part of one."""
 MOST_HISTORY = 1000
 PROMPT, CONTINUED = "> ", "... "
 """Before a message, and before a line that continues it."""
@@ -224,13 +226,13 @@ def _refuse_encoder_decoder(blueprint: Any) -> None:
 def _messages() -> Iterator[str]:
     """Messages of the user. On a terminal lines can be edited, and a message has several after Alt-Enter or a backslash
     at a line's end, or where they are pasted at once. In a pipe each line is a message."""
-    prompt, terminal = "", sys.stdin.isatty()
+    prompt, terminal, remember = "", sys.stdin.isatty(), None
     if terminal:
         prompt = PROMPT
         with contextlib.suppress(ImportError):
             import readline  # makes input() editable
 
-            _keep_history(readline)
+            remember = _keep_history(readline)
             # GNU readline's macro for Alt-Enter; Ctrl-J sends, as it is what Enter writes while an answer comes
             readline.parse_and_bind(r'"\e\C-m": "\C-v\C-j"')
             if os.environ.get("TERM", "dumb") != "dumb":
@@ -260,23 +262,40 @@ def _messages() -> Iterator[str]:
             note(f"tiermoe: {error}")
             continue
         if lines:
-            yield "\n".join(lines)
+            message = "\n".join(lines)
+            if remember is not None:
+                remember(message)
+            yield message
 
 
-def _keep_history(readline: Any) -> None:
-    """Has the terminal recall messages of earlier conversations, and keep those of this one."""
+def _keep_history(readline: Any) -> Callable[[str], None]:
+    """Has the terminal recall messages of earlier conversations, and keep those of this one: the function that adds a
+    message to them, as one entry however many lines it has."""
     from tiermoe.formats.stores import cache_folder
 
     file = cache_folder() / HISTORY
-    with contextlib.suppress(OSError):
-        readline.read_history_file(file)
-    readline.set_history_length(MOST_HISTORY)
+
+    def replace_in_all(old: str, new: str) -> None:
+        for place in range(readline.get_current_history_length()):
+            readline.replace_history_item(place, readline.get_history_item(place + 1).replace(old, new))
+
+    def add(message: str) -> None:
+        entry = message.rstrip()
+        if entry and entry != readline.get_history_item(readline.get_current_history_length()):
+            readline.add_history(entry)
 
     def keep() -> None:
+        replace_in_all("\n", BREAK_IN_HISTORY)
         with contextlib.suppress(OSError):
             readline.write_history_file(file)
 
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+        replace_in_all(BREAK_IN_HISTORY, "\n")
+    readline.set_history_length(MOST_HISTORY)
+    readline.set_auto_history(False)  # which makes an entry of each line
     atexit.register(keep)
+    return add
 
 
 def _stats(stats: dict[str, Any]) -> str:

@@ -73,9 +73,8 @@ class Step:
         return [] if self.chosen is not None and self.chosen.dim() == 3 else self._native
 
     def choose(self, chosen: Tensor | None) -> None:
-        """The next layers' tokens attend to these positions of their sequences alone: int32 (T, most), ascending, of a
-        token with fewer positions the first so many; -1, of blocks: none; (T, groups, most): of each group of heads.
-        None: to all positions."""
+        """The next layers' tokens attend to these positions of their sequences alone: int32 (T, most), ascending, and
+        behind them -1 where there are fewer; (T, groups, most): of each group of heads. None: to all positions."""
         changed = chosen is not None or self.chosen is not None
         if changed and (chosen is None or chosen.dim() == 2):
             self._native = [each.choosing(chosen) for each in self._native]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from tiermoe.platform.ray import start_ray
 
 APP = "tiermoe"
 _CHECKS_S = 2  # between two looks whether a replica is well
+_PATIENCE = {
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # a proxy that takes thrice as long to start is replaced
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "5",  # a replica silent for so long loses a request to another
+}
+"""Ray Serve's own seconds, 5 and 0.1, are too few on a busy machine: no proxy ever starts, and sessions lose their
+prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +47,16 @@ def start(deployed: Deployed, replicas: int, host: str, port: int, tls: Mapping[
     names a cluster. tls: uvicorn's options for HTTPS, whose files each machine with a proxy has; empty: HTTP. grace_s:
     seconds for answers under way when a replica ends."""
     os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "tiermoe.serve.sessions.middlewares"
+    for name, seconds in _PATIENCE.items():
+        os.environ.setdefault(name, seconds)
     from ray import serve
     from ray.serve.config import HTTPOptions, RequestRouterConfig
     from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
     asked = settings(**deployed.options)
     start_ray()
-    serve.start(http_options=HTTPOptions(host=host, port=port, **_for_proxies(tls)))
+    with suppress(TimeoutError):  # Ray waits for a minute; the proxy's start goes on, and `run` waits again
+        serve.start(http_options=HTTPOptions(host=host, port=port, **_for_proxies(tls)))
     deployment = serve.deployment(
         serve.ingress(lambda: app_of(deployed))(),
         name=deployed.name,

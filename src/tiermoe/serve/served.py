@@ -99,10 +99,13 @@ class Served:
         messages: with role and content. The answer continues the last message where that is `continued`, unless it is
         to be a `new_turn`. variables: of the template; those that it does not know are left out. A model without a
         template is given the contents, one after the other. A template that does not take the messages is given
-        `system_first` of them. Refused where it does not take that either."""
+        `system_first` of them. Refused where it does not take that either, and where it leaves out what the answer
+        continues, as some do with thoughts."""
         goes_on = None if new_turn else continued(messages)
         template, render = self.template, self.tokenizer.apply_chat_template
         if template is None:
+            if goes_on == "reasoning_content":
+                raise _left_out("thought")
             return self.text_ids("\n".join(message["content"] for message in messages))
         own = inspect.signature(render).parameters
         known = {name: value for name, value in (variables or {}).items() if name in template and name not in own}
@@ -120,8 +123,20 @@ class Served:
                 refused = refused or error
             else:
                 return self.text_ids(text, special=False)
-        why = str(refused).partition("\n")[0]  # behind it transformers has the conversation that it cannot continue
+        if goes_on and isinstance(refused, ValueError):  # transformers', which does not find it in the prompt
+            raise _left_out("thought" if goes_on == "reasoning_content" else "text") from refused
+        why = str(refused).partition("\n")[0]
         raise Refused(400, f"the model's chat template does not take these messages: {why}", "messages") from refused
+
+
+def _left_out(part: str) -> Refused:
+    """The error where a prompt would lack the part of the last message that the answer continues."""
+    return Refused(
+        400,
+        f"the model's chat template leaves out the {part} that the conversation ends with, so that no answer can "
+        "continue it; leave that message out and ask for a new answer",
+        "messages",
+    )
 
 
 def continued(messages: Sequence[Mapping[str, Any]]) -> str | None:

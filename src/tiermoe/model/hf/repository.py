@@ -137,10 +137,12 @@ def hub_errors(name: str) -> Iterator[None]:
             f"there is no model '{name}' on the hub, or it is private; check the name, or log in with 'hf auth login'"
         ) from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx2.TransportError) as error:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else first_line(error)
+        why, remedy = f"{constants.ENDPOINT} does not answer ({first_line(error)})", "check the connection"
+        if constants.HF_HUB_OFFLINE:
+            why, remedy = "HF_HUB_OFFLINE is set", "unset it"
         raise ModelError(
-            f"'{name}' is no local directory, is not in the local hub cache, and {constants.ENDPOINT} cannot be asked "
-            f"({why}); check the name, go online, or name a model directory"
+            f"'{name}' cannot be downloaded: {why}. There is neither a folder of this name nor a whole copy in the hub "
+            f"cache, {constants.HF_HUB_CACHE}; {remedy}, or name a model directory"
         ) from error
     except (errors.HfHubHTTPError, errors.SafetensorsParsingError, OSError) as error:
         raise ModelError(f"'{name}' cannot be read from the hub ({first_line(error)}); try again later") from error
