@@ -18,6 +18,7 @@ from tiermoe.engine.request import Piece, Request, RequestState
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
 from tiermoe.metrics import PhaseMetrics
+from tiermoe.model.prefix_files import StoredPrefix
 
 VOCABULARY, CHUNK, CONTEXT = 50, 8, 60
 
@@ -89,12 +90,12 @@ class Watched:
         self.shared = self.compared = 0
         preempt, choose = RequestState.preempt, RequestState.choose
 
-        def remember(row: RequestState) -> None:
+        def remember(row: RequestState, saved: StoredPrefix | None) -> None:
             if row.replaying:
                 values = engine.cache.values[row.slab][: row.length]
                 self.before[row.number] = max(self.before.get(row.number, []), values, key=len)
                 self.shared += any(part.cropped for part in row.contents.parts)
-            preempt(row)
+            preempt(row, saved)
 
         def compare(row: RequestState, *arguments: Any) -> Piece:
             if row.number in self.before:
