@@ -1,8 +1,9 @@
-"""Attention over long sequences: one token's at GB/s of keys and values, beside a plain read of memory, and that of a
-chunk of a prompt at GFLOP/s, beside torch's scaled_dot_product_attention.
+"""Attention over long sequences: one token's at GB/s of keys and values, beside a plain read of memory; that of a chunk
+of a prompt at GFLOP/s, beside torch's scaled_dot_product_attention; and that of a turn's few tokens, as given and as
+verified ones.
 
     python -m benchmarks.attention [--depths 2048,8192,32768] [--shapes qwen3-30b-a3b] [--threads 1,2]
-                                   [--isa avx512bf16,avx2] [--kv-bits 16,8,4]
+                                   [--isa avx512bf16,avx2] [--kv-bits 16,8,4] [--turns 24]
 
 One layer, random keys and values, taken in turn from more memory than the last cache holds (--megabytes). The layer's
 projections are of 64 hidden columns, so that nothing but attention counts. Ways take turns; `share` is a rate over that
@@ -75,10 +76,15 @@ def layer_of(shape: Shape) -> DecodeAttention:
     return kernel
 
 
-def one_token(shape: Shape, depth: int, slabs: list[Slabs]) -> Callable[[], None]:
-    """Attends from position `depth` over each of the caches."""
-    layer, x, turned = layer_of(shape), random(1, HIDDEN), random(1, shape.head)
-    step = Step(torch.zeros(1, dtype=torch.int64), torch.tensor([depth]), turned, turned)
+def few_tokens(
+    shape: Shape, depth: int, slabs: list[Slabs], tokens: int = 1, given: bool = False
+) -> Callable[[], None]:
+    """So many tokens attend from position `depth` on, over each of the caches. given: a prompt's."""
+    layer, x, turned = layer_of(shape), random(tokens, HIDDEN), random(tokens, shape.head)
+    whose = torch.full((tokens,), given)
+    step = Step(
+        torch.zeros(tokens, dtype=torch.int64), torch.arange(depth, depth + tokens), turned, turned, given=whose
+    )
 
     def run() -> None:
         for each in slabs:
@@ -111,21 +117,29 @@ def chunk_by_torch(shape: Shape, depth: int, slabs: list[Slabs]) -> Callable[[],
 
 
 def measure(
-    shape: Shape, depth: int, threads: int, isas: list[str], bits: list[int], memory: int, rounds: int
+    shape: Shape, depth: int, threads: int, isas: list[str], bits: list[int], turns: list[int], memory: int, rounds: int
 ) -> list[dict[str, Any]]:
     """A row for each way."""
     torch.set_num_threads(threads)
     buffer = torch.ones(memory // 8, dtype=torch.int64)
     runs: dict[str, Callable[[], None]] = {}
     nbytes: dict[str, int] = {}
-    flop = 4e-9 * shape.heads * shape.head * CHUNK * (depth + (CHUNK + 1) / 2)
+    tokens: dict[str, int] = {}
+
+    def flop(count: int) -> float:
+        return 4e-9 * shape.heads * shape.head * count * (depth + (count + 1) / 2)
+
     for kept in bits:
         slabs = slabs_of(shape, depth, kept, memory)
         each = 2 * shape.kv_heads * (depth + 1) * (shape.head * kept // 8 + (0 if kept == 16 else 2))
         for isa in isas:
             name = f"one token, {kept} bits, {isa}"
-            runs[name], nbytes[name] = under(isa, one_token(shape, depth, slabs)), each * len(slabs)
+            runs[name], nbytes[name] = under(isa, few_tokens(shape, depth, slabs)), each * len(slabs)
             runs[f"a chunk, {kept} bits, {isa}"] = under(isa, chunk(shape, depth, slabs))
+            for count in turns:
+                for given in (True, False):
+                    name = f"{count} {'given' if given else 'verified'} tokens, {kept} bits, {isa}"
+                    runs[name], tokens[name] = under(isa, few_tokens(shape, depth, slabs[:1], count, given)), count
         if kept == 16:
             runs[f"a chunk, {TORCH}"] = chunk_by_torch(shape, depth, slabs)
     seconds = timed({READ: lambda: buffer.sum(), **runs}, rounds, before=settled)
@@ -137,17 +151,18 @@ def measure(
             share = spread([whole * plain / own for own, plain in zip(took, seconds[READ], strict=True)])
             rows.append({"way": name, "gb_s": rates(took, nbytes[name] / 1e9), "share": share})
         else:
-            rows.append({"way": name, "gflop_s": rates(took, flop)})
+            rows.append({"way": name, "gflop_s": rates(took, flop(tokens.get(name, CHUNK)))})
     return [{"depth": depth, "threads": threads, **row} for row in rows]
 
 
 def main() -> None:
-    parser = parser_of("benchmarks.attention", __doc__)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--depths", type=numbers, default=[2048, 8192, 32768], help="default 2048,8192,32768")
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=["qwen3-30b-a3b"],
                         help=f"of {', '.join(SHAPES)}; default qwen3-30b-a3b")  # fmt: skip
     parser.add_argument("--threads", type=numbers, default=[processors()], help="default one a core")
     parser.add_argument("--kv-bits", type=numbers, default=[16, 8, 4], help="default 16,8,4")
+    parser.add_argument("--turns", type=numbers, default=[24], help="tokens of a turn; default 24")
     parser.add_argument("--isa", type=lambda text: text.split(","), default=native.instruction_sets()[:1],
                         help=f"default the fastest of {', '.join(native.instruction_sets())}")  # fmt: skip
     parser.add_argument("--megabytes", type=at_least_one, default=enough_bytes() >> 20,
@@ -165,7 +180,9 @@ def main() -> None:
         document[name] = []
         for depth in args.depths:
             for threads in args.threads:
-                found = measure(SHAPES[name], depth, threads, args.isa, args.kv_bits, args.megabytes << 20, args.rounds)
+                found = measure(
+                    SHAPES[name], depth, threads, args.isa, args.kv_bits, args.turns, args.megabytes << 20, args.rounds
+                )
                 document[name] += found
                 for row in found:
                     rate = row.get("gb_s") or row.get("gflop_s")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rounds import print_table
+from benchmarks.rounds import parser_of, print_table
 from tiermoe.bench.child import joining, last_object, memory_group, usage
 from tiermoe.config import parse_size
 
@@ -86,8 +86,7 @@ def row_of(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    top = argparse.ArgumentParser(prog="python -m benchmarks.budgets", description=__doc__)
-    top.formatter_class = argparse.RawDescriptionHelpFormatter
+    top = parser_of(__doc__)
     top.add_argument("model", type=Path)
     top.add_argument("--budgets", default="450MiB,700MiB,1200MiB,2000MiB")
     top.add_argument("--dense", default="none,16,8,4", help="precisions of the dense layers; none: no option")

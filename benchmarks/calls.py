@@ -9,7 +9,6 @@ cache of the size given.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import tiermoe
+from benchmarks.rounds import parser_of
 from tiermoe.batch import Batch, decode, prompt
 
 OWN = str(Path(tiermoe.__file__).parent)
@@ -71,7 +71,7 @@ def up_to(frame: FrameType | None, name: str) -> Iterator[FrameType]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("--cache", default="45%", help="the partial cache (default: %(default)s)")
     parser.add_argument(

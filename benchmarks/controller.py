@@ -105,7 +105,7 @@ def parse_policies(text: str) -> list[str]:
 
 
 def main() -> None:
-    parser = parser_of("benchmarks.controller", __doc__)
+    parser = parser_of(__doc__, rounds=5)
     sizes = {"layers": 24, "experts": 64, "top-k": 6, "tokens": 64}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=at_least_one, default=default, help=f"default {default}")

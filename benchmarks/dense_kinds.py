@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.perplexity import load_eager, token_ids
+from benchmarks.rounds import parser_of
 from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for
@@ -127,8 +128,7 @@ def _score(values: list[torch.Tensor]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dense_kinds", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, default=Path("data/heldout.txt"))
     parser.add_argument("--tokens", type=int, default=24576)

@@ -14,17 +14,15 @@ import argparse
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from benchmarks.rounds import at_least_one, print_table
-from benchmarks.serving import Server, free_port
+from benchmarks.rounds import at_least_one, parser_of, print_table
+from benchmarks.serving import serving
 from tiermoe.config import Settings
 from tiermoe.engine.request_loop import scored_tokens
 from tiermoe.errors import ConfigError, TiermoeError
@@ -63,21 +61,6 @@ def over_http(model: str, address: str, length: int, together: int) -> Iterator[
     )
 
 
-@contextmanager
-def server(model: str, length: int, options: Mapping[str, Any]) -> Iterator[str]:
-    """The address of `tiermoe serve` in a process of its own, once it answers. CaseFailed where it ends before."""
-    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    address = f"http://127.0.0.1:{(port := free_port())}"
-    command = ["serve", model, "--port", str(port), "--context", str(length + MORE), "--max-batch", "1", *words]
-    with tempfile.TemporaryDirectory(prefix="evaluation-") as folder:
-        process = Server([sys.executable, "-m", "tiermoe", *command], address, Path(folder) / "log")
-        try:
-            process.wait_until_loaded(LOADING_S)
-            yield address
-        finally:
-            process.end()
-
-
 def name_at(address: str) -> str:
     """What a server's model is called."""
     name: str = httpx.get(f"{address}/v1/models").raise_for_status().json()["data"][0]["id"]
@@ -107,7 +90,9 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     asked = partial(measure, tasks=args.tasks, data=args.data, limit=args.limit)
     ours = asked(hosted(args.model, args.length, {**options, "context": args.length + MORE}))
     with ExitStack() as stack:
-        address = args.address or stack.enter_context(server(args.model, args.length, options))
+        words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+        words = [args.model, "--context", args.length + MORE, "--max-batch", 1, *words]
+        address = args.address or stack.enter_context(serving(words, LOADING_S)).address
         theirs = asked(over_http(args.model, address, args.length, args.together))
     rows = beside(ours, theirs)
     print_table(("task", "metric", "in process", "over HTTP", ""), [(*row[:4], "" if row[4] else "!") for row in rows])
@@ -131,8 +116,7 @@ def tasks_of(text: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.evaluation", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("--data", default=os.environ.get("TIERMOE_EVAL_DATA"), help="default: TIERMOE_EVAL_DATA")
     parser.add_argument("--tasks", type=tasks_of, default=list(TASKS), help=f"default {','.join(TASKS)}")

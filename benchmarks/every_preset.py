@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import tiermoe
-from benchmarks.rounds import at_least_one, print_table
+from benchmarks.rounds import at_least_one, parser_of, print_table
 from tiermoe.errors import TiermoeError
 from tiermoe.formats.store_files import write_atomically
 from tiermoe.measure.calibrate import Calibration, prepare
@@ -133,8 +133,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.every_preset", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("--text", type=Path, required=True, help="a text to calibrate on")
     parser.add_argument("--presets", default="all", help="names with commas; default all")

@@ -119,7 +119,7 @@ def table(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = parser_of("benchmarks.first_run", __doc__, rounds=3)
+    parser = parser_of(__doc__, rounds=3)
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompt", default="Once upon a time there was a little")
     parser.add_argument("--tokens", type=at_least_one, default=96, help="of the answer; default 96")

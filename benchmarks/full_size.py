@@ -241,7 +241,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 
 
 def main() -> None:
-    parser = parser_of("benchmarks.full_size", __doc__, rounds=1)
+    parser = parser_of(__doc__, rounds=1)
     parser.add_argument("model", type=Path, help="a file of benchmarks.random_gguf --trace")
     parser.add_argument("--trace", type=Path, required=True, help="the trace that the file was made with")
     parser.add_argument("--memory", action="append", required=True, help="as 4GiB; again for another")

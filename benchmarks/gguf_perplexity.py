@@ -26,6 +26,7 @@ import numpy.typing as npt
 import tiermoe
 from benchmarks.llamacpp import ROOT, Peer, convert
 from benchmarks.perplexity import TEXT, Ids, logits_of, surprisals, token_ids
+from benchmarks.rounds import parser_of
 from benchmarks.widen import widen
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.formats.gguf_file import open_gguf
@@ -104,8 +105,7 @@ def row(found: dict[str, Any]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m benchmarks.gguf_perplexity", description=__doc__)
-    top.formatter_class = argparse.RawDescriptionHelpFormatter
+    top = parser_of(__doc__)
     top.add_argument("model", type=Path, nargs="?", default=ROOT / "models" / "stories-7m")
     top.add_argument("--work", type=Path, required=True, help="a folder for the files; what is there is used again")
     top.add_argument("--converter", type=Path, help="folder of llama.cpp's convert_hf_to_gguf.py, for the first file")

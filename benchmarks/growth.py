@@ -385,7 +385,7 @@ def parse_axes(text: str) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    made = parser_of("benchmarks.growth", __doc__, rounds=3)
+    made = parser_of(__doc__, rounds=3)
     made.add_argument("--work", type=Path, required=True, help="folder for checkpoints, their stores and scratch")
     made.add_argument("--over", type=parse_axes, default=list(AXES), help="of " + ",".join(AXES) + " (default all)")
     made.add_argument("--values", type=numbers, help="the points of the one axis that --over names")

@@ -8,10 +8,10 @@ prompt has left."""
 
 from __future__ import annotations
 
-import argparse
 from itertools import pairwise
 from pathlib import Path
 
+from benchmarks.rounds import parser_of
 from tiermoe.config import CacheSize
 from tiermoe.metrics import ExpertCounts
 from tiermoe.simulate import ReplaySettings, replay, spread
@@ -39,8 +39,7 @@ def _counts(trace: Trace, share: float) -> ExpertCounts:
 
 def main() -> None:
     """Prints the table's lines."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.hit_rates", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__)
     parser.add_argument("traces", type=Path, nargs="+")
     traces = [read_trace(path) for path in parser.parse_args().traces]
     print(f"{traces[0].header.model}: {max(traces[0].header.experts)} experts, {max(traces[0].header.top_k)} a token")

@@ -211,7 +211,7 @@ def under(isa: str, run: Callable[[], None]) -> Callable[[], None]:
 
 
 def main() -> None:
-    parser = parser_of("benchmarks.kernels", __doc__)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES), help=", ".join(SHAPES))
     parser.add_argument("--threads", type=numbers, default=[1, processors()], help="default 1 and one a core")
     parser.add_argument(

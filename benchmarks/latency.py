@@ -14,7 +14,6 @@ import json
 import math
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 import httpx
 
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, shown
-from benchmarks.serving import Server, free_port
+from benchmarks.serving import serving
 from tiermoe.bench.cases import DEFAULT_TEXT, Condition, check_lengths, rows
 from tiermoe.bench.child import CaseFailed
 from tiermoe.bench.session import Subject
@@ -89,22 +88,14 @@ def measure(address: str, ids: Sequence[int], length: int, chunk: int, rounds: i
 
 def latency(args: argparse.Namespace) -> dict[str, Any]:
     subject = Subject(str(args.model), args.text.read_text())
-    port = free_port()
-    words = [sys.executable, "-m", "tiermoe", "serve", str(args.model), "--port", str(port), *args.serve_options]
-    words += ["--chunk", str(args.chunk)]
-    with tempfile.TemporaryDirectory(prefix="latency-") as folder:
-        server = Server(words, f"http://127.0.0.1:{port}", Path(folder) / "log")
-        try:
-            server.wait_until_loaded(_LOADING_S)
-            found = measure(server.address, subject.ids, args.prompt_tokens, args.chunk, args.rounds)
-        finally:
-            server.end()
+    with serving([args.model, *args.serve_options, "--chunk", args.chunk], _LOADING_S) as server:
+        found = measure(server.address, subject.ids, args.prompt_tokens, args.chunk, args.rounds)
     asked = {"model": subject.name, "prompt_tokens": args.prompt_tokens, "chunk": args.chunk, "new_tokens": SHORT}
     return {**asked, **about(args.rounds, processors()), **found}
 
 
 def main() -> None:
-    parser = parser_of("benchmarks.latency", __doc__)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompt-tokens", type=at_least_one, default=1500, help="of a long prompt; default 1500")
     parser.add_argument("--chunk", type=at_least_one, default=Settings().chunk, help="tokens that are read at once")

@@ -12,7 +12,6 @@ rounded, so its logits differ by that from transformers'.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.rounds import parser_of
 from tiermoe.bench.child import CaseFailed, last_object
 from tiermoe.errors import TiermoeError
 
@@ -90,8 +90,7 @@ def convert(model: Path, converter: Path, kind: str, out: Path, peer: Peer) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.llamacpp", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--converter", type=Path, required=True, help="folder of convert_hf_to_gguf.py")
     parser.add_argument("--type", choices=[*CONVERTED, *QUANTISED], required=True)

@@ -41,6 +41,7 @@ import httpx
 
 from benchmarks.hostile_clients import HostileClients
 from benchmarks.load_clients import Clients, Tally
+from benchmarks.rounds import parser_of
 from benchmarks.serving import Group, Server, free_port, limited
 from tiermoe.bench.child import usage
 from tiermoe.config import parse_size
@@ -254,8 +255,7 @@ def measure(args: argparse.Namespace, server: Loaded) -> tuple[dict[str, Any], l
 
 
 def main() -> None:
-    top = argparse.ArgumentParser(prog="python -m benchmarks.load", description=__doc__, allow_abbrev=False)
-    top.formatter_class = argparse.RawDescriptionHelpFormatter
+    top = parser_of(__doc__, allow_abbrev=False)
     top.add_argument("model", type=Path)
     top.add_argument("--clients", type=int, default=64)
     top.add_argument("--seconds", type=float, default=600)

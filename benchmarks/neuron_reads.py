@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.rounds import parser_of
 from tiermoe.formats.expert_format import PAGE, align
 from tiermoe.formats.neurons import neuron_format, record_place
 from tiermoe.kernels.linear import machine_layout
@@ -175,7 +176,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("calibration", type=Path)
     parser.add_argument("evaluation", type=Path)
     parser.add_argument("--file", type=Path, required=True)

@@ -126,7 +126,7 @@ def measure(work: Work, root: Path, workers: int, rounds: int) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = parser_of("benchmarks.packing", __doc__, rounds=3)
+    parser = parser_of(__doc__, rounds=3)
     parser.add_argument("model", help="a directory or a hub id")
     parser.add_argument("--layers", type=at_least_one, default=1, help="how many of the MoE layers (default 1)")
     parser.add_argument("--bits", type=int, default=4, choices=(8, 4, 2))

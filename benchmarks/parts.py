@@ -6,7 +6,6 @@ Every variant runs `tiermoe eval` in a process of its own, round after round, ev
 medians, and the ratio whole / without with its least and most over the rounds: above 1 the part makes decoding faster.
 """
 
-import argparse
 import json
 import platform
 import subprocess
@@ -14,6 +13,7 @@ import sys
 from statistics import median
 from typing import Any
 
+from benchmarks.rounds import parser_of
 from tiermoe.errors import TiermoeError
 from tiermoe.measure.compare import Measured, Variant, measure_all
 
@@ -134,7 +134,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("--text", required=True)
     parser.add_argument("--cache", default="45%")

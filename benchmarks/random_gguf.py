@@ -335,7 +335,7 @@ def expert_types(text: str) -> tuple[Type, Type]:
 
 
 def main() -> None:
-    parser = model_parser("random_gguf", __doc__, "file")
+    parser = model_parser(__doc__, "file")
     parser.add_argument("--experts", type=expert_types, help="types of experts' gate and up, and of down")
     parser.add_argument("--trace", type=Path, help="routers choose what this trace of as many experts recorded")
     parser.add_argument(

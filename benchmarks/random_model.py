@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
 
-from benchmarks.rounds import at_least_one
+from benchmarks.rounds import at_least_one, parser_of
 from benchmarks.widen import TOKENIZER_FILES
 
 Config = dict[str, Any]
@@ -472,12 +472,9 @@ def _write(kind: str, out: Path, config: Config, drawing: Drawing) -> int:
     return total
 
 
-def model_parser(
-    module: str, description: str | None, out: str, kinds: Mapping[str, Kind] = KINDS
-) -> argparse.ArgumentParser:
+def model_parser(text: str | None, out: str, kinds: Mapping[str, Kind] = KINDS) -> argparse.ArgumentParser:
     """The options of a model of random weights. out: what is written, a folder or a file."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(text)
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("out", type=Path, help=f"{out} to write, which must not be there yet")
     parser.add_argument("--layers", type=at_least_one, help="default: as many as the model has")
@@ -486,7 +483,7 @@ def model_parser(
 
 
 def main() -> None:
-    parser = model_parser("random_model", __doc__, "folder", ALL)
+    parser = model_parser(__doc__, "folder", ALL)
     parser.add_argument("--gb", type=float, help="as many layers as this many GB have")
     args = parser.parse_args()
     if args.out.exists():

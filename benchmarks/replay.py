@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 import tiermoe
+from benchmarks.rounds import parser_of
 from tiermoe.cli.options import changes
 from tiermoe.config import CacheSize
 from tiermoe.errors import TiermoeError
@@ -44,21 +45,13 @@ class MeasuredRun:
         self._engine = engine = model.tiermoe
         self._laps: dict[str, list[Lap]]
         self._feed(ids[:1])
-        link = engine.link
-        before = self._delays()
-        nbytes, busy_s = link.bytes_read, link.busy_s
+        before = engine.link.counters()
         self.phases = self._feed(ids[1:]).by_phase
-        self.bandwidth = (link.bytes_read - nbytes) / (link.busy_s - busy_s)
-        self.start, self.wake = (
-            (seconds - earlier_s) / max(count - earlier, 1)
-            for (count, seconds), (earlier, earlier_s) in zip(self._delays(), before, strict=True)
-        )
+        after = engine.link.counters()
+        self.bandwidth = (after.bytes_read - before.bytes_read) / (after.busy_s - before.busy_s)
+        self.start = (after.start_s - before.start_s) / max(after.starts - before.starts, 1)
+        self.wake = (after.wake_s - before.wake_s) / max(after.wakes - before.wakes, 1)
         self.times = times_of(self._laps["prefill"], self._laps["decode"], prompt, engine.settings.bits, fmean)
-
-    def _delays(self) -> tuple[tuple[int, float], tuple[int, float]]:
-        """How often, and seconds in all: until a lane without work took a load, until who waited for one went on."""
-        link = self._engine.link
-        return (link.starts, link.start_s), (link.wakes, link.wake_s)
 
     def _feed(self, sequences: Any) -> Metrics:
         import torch
@@ -184,7 +177,7 @@ def summarize(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--cache", default="45%")

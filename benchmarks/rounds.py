@@ -65,11 +65,13 @@ def _module() -> str:
     return spec.name.removesuffix(".__main__") if spec else sys.argv[0]
 
 
-def parser_of(program: str, text: str | None, rounds: int = 5) -> argparse.ArgumentParser:
-    """A parser with `--rounds`; its help is the module's text."""
-    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=text)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rounds", type=at_least_one, default=rounds, help=f"default {rounds}")
+def parser_of(text: str | None, rounds: int | None = None, **options: Any) -> argparse.ArgumentParser:
+    """The parser of the running module, with its text as help. rounds: the default of `--rounds`; None: no such option.
+    options: as `ArgumentParser` takes them."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(f"python -m {_module()}", description=text, formatter_class=layout, **options)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=at_least_one, default=rounds, help=f"default {rounds}")
     return parser
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.rounds import parser_of
 from tiermoe import batch
 from tiermoe.batch import Batch
 from tiermoe.config import settings
@@ -107,7 +108,7 @@ def compare(args: argparse.Namespace, questions: Sequence[Question]) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--piqa", type=Path)
     parser.add_argument("--winogrande", type=Path)

@@ -4,6 +4,8 @@ import contextlib
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -49,6 +51,21 @@ class Server:
             self.process.wait(_ENDING_S)
         self.process.kill()
         self.process.wait()
+
+
+@contextlib.contextmanager
+def serving(words: Sequence[object], seconds: float) -> Iterator[Server]:
+    """`tiermoe serve WORDS` once it has loaded its model, which may take so long, until the end of a `with`. CaseFailed
+    as `Server.wait_until_loaded`."""
+    port = free_port()
+    command = [sys.executable, "-m", "tiermoe", "serve", *map(str, words), "--port", str(port)]
+    with tempfile.TemporaryDirectory(prefix="serving-") as folder:
+        server = Server(command, f"http://127.0.0.1:{port}", Path(folder) / "log")
+        try:
+            server.wait_until_loaded(seconds)
+            yield server
+        finally:
+            server.end()
 
 
 @contextlib.contextmanager

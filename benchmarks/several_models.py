@@ -6,20 +6,19 @@ Asks the models by turns, so that one leaves for another where the budget does n
 answer differs, or the processes together ever hold more than the budget. Prints one JSON object.
 """
 
-import argparse
 import contextlib
 import json
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-from benchmarks.serving import Server, free_port
+from benchmarks.rounds import parser_of
+from benchmarks.serving import Server, serving
 from tiermoe.config import parse_size
 
 PROMPT = "Once upon a time there was a little"
@@ -57,19 +56,8 @@ class Memory:
             self.samples += 1
 
 
-@contextlib.contextmanager
-def serving(models: Sequence[str], memory: str) -> Iterator[tuple[Server, httpx.Client]]:
-    """A `tiermoe serve` of models."""
-    port = free_port()
-    with tempfile.NamedTemporaryFile() as log:
-        words = [sys.executable, "-m", "tiermoe", "serve", *models, "--memory", memory, "--port", str(port)]
-        server = Server(words, f"http://127.0.0.1:{port}", Path(log.name))
-        try:
-            server.wait_until_loaded(PATIENCE_S)
-            with httpx.Client(base_url=server.address, timeout=PATIENCE_S) as client:
-                yield server, client
-        finally:
-            server.end()
+def _client(server: Server) -> httpx.Client:
+    return httpx.Client(base_url=server.address, timeout=PATIENCE_S)
 
 
 def answer(client: httpx.Client, model: str) -> str:
@@ -79,12 +67,16 @@ def answer(client: httpx.Client, model: str) -> str:
 
 
 def measure(models: Sequence[str], memory: str, rounds: int) -> dict[str, Any]:
-    alone = {}
+    alone, budget = {}, ("--memory", memory)
     for model in models:
-        with serving([model], memory) as (_, client):
+        with serving([model, *budget], PATIENCE_S) as server, _client(server) as client:
             alone[Path(model).name] = answer(client, Path(model).name)
     changes, differ, last = [], [], None
-    with serving(models, memory) as (server, client), Memory(server.process.pid) as held:
+    with (
+        serving([*models, *budget], PATIENCE_S) as server,
+        _client(server) as client,
+        Memory(server.process.pid) as held,
+    ):
         for _ in range(rounds):
             for name, expected in alone.items():
                 if answer(client, name) != expected:
@@ -106,8 +98,7 @@ def measure(models: Sequence[str], memory: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.several_models", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--memory", required=True)
     parser.add_argument("--rounds", type=int, default=2, help="default 2")

@@ -94,7 +94,7 @@ def measured(engine: Any, tokenizer: Any, batch: int, rounds: int, tokens: int) 
 
 
 def main() -> None:
-    parser = parser_of("benchmarks.speculation", __doc__)
+    parser = parser_of(__doc__, rounds=5)
     parser.add_argument("model")
     parser.add_argument("--memory", default="none", help="budgets, comma-separated; none: what is free")
     parser.add_argument("--batch", type=at_least_one, default=1)

@@ -227,7 +227,7 @@ def table(result: dict[str, Any]) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = parser_of("benchmarks.throughput", __doc__, rounds=3)
+    parser = parser_of(__doc__, rounds=3)
     parser.add_argument("model", type=Path)
     parser.add_argument("--gguf", type=Path, required=True, help="the same model for llama-server")
     parser.add_argument("--llama-server", default=LLAMA_SERVER, metavar="PATH", help="llama.cpp's server")

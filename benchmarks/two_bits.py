@@ -9,7 +9,6 @@ that ships; dense layers keep their precision. Prints a row a candidate: bits a 
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.perplexity import TEXT, load_eager, token_ids
-from benchmarks.rounds import at_least_one
+from benchmarks.rounds import at_least_one, parser_of
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.gptq import levels_of, solve
 from tiermoe.formats.int4 import CPU_LAYOUT
@@ -167,8 +166,7 @@ def spread(text: Path, windows: int) -> Tensor:
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.two_bits", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__)
     parser.add_argument("candidates", nargs="*", default=list(CANDIDATES), metavar="CANDIDATE")
     parser.add_argument("--windows", type=at_least_one, default=48)
     args = parser.parse_args()

@@ -9,7 +9,6 @@ usual size, so that the document does not depend on the process that writes it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import struct
@@ -22,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.random_model import TOKENIZER, config_of, specs
+from benchmarks.rounds import parser_of
 from benchmarks.widen import TOKENIZER_FILES
 from tiermoe.cli.preview import Preview, preview_of
 from tiermoe.config import GIB, MIB, settings
@@ -210,8 +210,7 @@ def _number(value: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.which_model", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__)
     parser.parse_args()
     FILE.write_text(document())
 

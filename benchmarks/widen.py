@@ -23,7 +23,6 @@ large one. The new weights are as redundant as they look: they stand for speed a
 expert's bytes (`tiermoe calibrate OUT --for fate`).
 """
 
-import argparse
 import json
 import shutil
 from dataclasses import replace
@@ -35,6 +34,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
 
+from benchmarks.rounds import parser_of
 from tiermoe.measure.profiles import CALIBRATORS
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.prepare_store import store_root
@@ -168,8 +168,7 @@ def give_profiles(directory: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.widen", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__)
     parser.add_argument("source", type=Path, help="directory of a Qwen3-MoE checkpoint")
     parser.add_argument("out", type=Path, help="directory to write")
     parser.add_argument("--m", type=int, default=16, help="copies of hidden units and heads (default 16)")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE_S
+
 SOURCES = Path(__file__).parent.parent / "src" / "tiermoe" / "native"
 LIBRARIES = ["-lm", "-lpthread", "-ldl"]
 STRICT = ["-std=gnu11", "-ffp-contract=off", "-Wall", "-Wextra"]
@@ -23,7 +25,7 @@ def compiler(*names: str) -> str:
 
 
 def built(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     if "cannot find -l" in done.stderr or "cannot find /usr" in done.stderr:
         pytest.skip("needs the sanitizers' libraries")
     assert done.returncode == 0, done.stderr[-2000:]
@@ -31,6 +33,6 @@ def built(command: list[str]) -> None:
 
 def ran(command: list[str], **environment: str) -> list[str]:
     variables = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=variables)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=variables)
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
     return done.stdout.split()

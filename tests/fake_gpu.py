@@ -28,7 +28,7 @@ def content(key: ExpertKey) -> torch.Tensor:
 
 
 class FakeDisk:
-    """A `tiers.gpu.Filler` that takes its time. `gate`: closed, it holds every read that has begun."""
+    """An `offload.disk.SlotFiller` that takes its time. `gate`: closed, it holds every read that has begun."""
 
     def __init__(self, seed: int = 0) -> None:
         self.busy_s = 0.0
@@ -79,7 +79,7 @@ class Copy:
 
 
 class FakeGpu:
-    """A `tiers.copier.Copier` and the stream of computation beside it; a thread runs both in random order, as
+    """An `offload.cuda.CudaCopier` and the stream of computation beside it; a thread runs both in random order, as
     far as marks and tickets leave it free, and copies in two halves.
 
     blocking: `wait_before_use` waits, for computations that do not go through `use`. `violations` says what

@@ -17,6 +17,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from commands import Outcome
+from patience import PATIENCE_S
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -45,8 +46,10 @@ class FakeHub:
 
     def environment(self, home: Path) -> dict[str, str]:
         """Of a process that uses this hub, with a cache of its own in `home`."""
-        mine = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_ETAG_TIMEOUT": "2"}
-        return {**os.environ, **mine, "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*", "no_proxy": "*"}
+        mine = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+        patience = dict.fromkeys(("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"), str(PATIENCE_S))
+        alone = {"HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*", "no_proxy": "*"}
+        return {**os.environ, **mine, **patience, **alone}
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from small_families import FAMILIES, LARGER
+from tiermoe.model.families.mtp_heads import HEADS
 from tiermoe.model.families.table import ARCHITECTURES, REFUSED, family_of
-from tiermoe.model.hf.mtp_blueprint import FAMILIES as MTP_FAMILIES
 from tiny import CONFIGS
 
 FILE = Path(__file__).parent.parent / "docs" / "families.md"
@@ -54,7 +54,7 @@ def document() -> str:
 def _row(model_type: str) -> str:
     family = family_of(model_type)
     decoder = "own" if model_type in ARCHITECTURES else "transformers"
-    forecasts, drafts = ("yes" if has else "no" for has in (family.forecasts, model_type in MTP_FAMILIES))
+    forecasts, drafts = ("yes" if has else "no" for has in (family.forecasts, model_type in HEADS))
     return f"| `{model_type}` | {family.name} | {decoder} | {forecasts} | {drafts} |"
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from fake_gpu import BYTES, FakeDisk, FakeGpu
 from fake_link import each, pools
+from patience import within
 from tiermoe.offload.gpu import GpuLink
 from tiermoe.offload.loader import ExpertLoader
 from tiermoe.offload.slots import DeviceSlots, HostSlots
@@ -54,26 +53,6 @@ def load(expert: int, slot: int, urgent: bool = True) -> Load:
     return Load(key(0, expert), slot, urgent)
 
 
-def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """The result of `work`; fails where it hangs."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append((work(), None))
-        except BaseException as error:
-            results.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert results, "it hangs"
-    value, error = results[0]
-    if error is not None:
-        raise error
-    return value
-
-
 @pytest.fixture
 def rig() -> Iterator[Callable[..., Rig]]:
     made: list[Rig] = []
@@ -86,7 +65,7 @@ def rig() -> Iterator[Callable[..., Rig]]:
     for one in made:
         one.disk.gate.set()
         one.gpu.release()
-        within(20, one.end)
+        within(one.end)
 
 
 def walk(one: Rig, seed: int, steps: int = 24) -> int:

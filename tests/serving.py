@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
+import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from patience import PATIENCE_S, until
+
 KEY = "secret"
-
-
-def until(what: Callable[[], Any], seconds: float = 600) -> Any:
-    """The first value of `what` that is true, within so many seconds: the machine may be busy."""
-    limit = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-    return found
 
 
 @contextmanager
@@ -30,14 +24,40 @@ def running(app: Any) -> Iterator[str]:
     """Serves an app from a thread; its address."""
     import uvicorn
 
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_keep_alive=PATIENCE_S))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
+    until(lambda: server.started)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
     thread.join()
+
+
+def answers(process: subprocess.Popen[str], client: Any) -> bool:
+    """Whether the server of a process answers /health, be it that it loads."""
+    import httpx
+
+    assert process.poll() is None
+    try:
+        client.get("/health")
+    except httpx.TransportError:
+        return False
+    return True
+
+
+def wait_until_loaded(process: subprocess.Popen[str], client: Any) -> None:
+    """Returns once the server of a process has loaded its model."""
+    until(lambda: answers(process, client) and client.get("/health").status_code == 200)
+
+
+def connected(address: str, path: str, asked: dict[str, Any]) -> socket.socket:
+    """A connection over which something was asked for; who closes it leaves."""
+    body = json.dumps(asked).encode()
+    host, port = address.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    lines = (f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", f"Content-Length: {len(body)}")
+    connection.sendall("\r\n".join((*lines, "", "")).encode() + body)
+    return connection
 
 
 def make_certificate(folder: Path, name: str, *words: str) -> None:
@@ -91,7 +111,8 @@ def client(address: str) -> Iterator[Any]:
 def http(address: str) -> Iterator[Any]:
     import httpx
 
-    with httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}) as client:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=address, headers=headers, timeout=PATIENCE_S) as client:
         yield client
 
 

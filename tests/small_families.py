@@ -33,7 +33,6 @@ _SPARSE = ["dense", "sparse", "sparse"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_experts": 8, "moe_topk": 3},
     "axk2": {**_LATENT, "gated_norm_rank": 8},
-    "bailing_hybrid": {**_LATENT, "layer_types": _THREE, "mlp_layer_types": _SPARSE},
     "beam": {"mlp_layer_types": _SPARSE},
     "cohere2_moe": {},
     "dbrx": {
@@ -92,12 +91,7 @@ LARGER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "gemma4": ("gemma4_text", {"hidden_size_per_layer_input": 0}, {}),
     "glm4v_moe": ("glm4v_moe_text", {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}, {}),
-    "glm5_next": (
-        "glm5_next_text", {
-            **_LATENT, "qk_rope_head_dim": 0, "layer_types": _THREE, "mlp_layer_types": _SPARSE, "linear_head_dim": 16,
-            "linear_num_heads": 4, "index_kpool": 2,
-        }, {},
-    ),
+    "glm5_next": ("glm5_next_text", {}, {}),
     "inkling2": ("inkling2_text", {}, {}),
     "inkling_mm_model": ("inkling_text", {}, {"vision_config": {"num_hidden_layers": 4, "patch_size": 4}}),
     "internvl": ("qwen3_moe", {}, {"vision_config": {"image_size": [28, 28]}}),

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from patience import PATIENCE_S
 from serving import KEY, Scripted, running
 from tiermoe.serve.app import create_app
 from tiermoe.serve.served import Served
@@ -149,7 +150,7 @@ def test_one_call_where_several_are_not_wanted(served: Served, monkeypatch: pyte
     function = {"name": "weather", "parameters": {"type": "object"}}
     said: Any = [{"role": "user", "content": "a"}]
     app = create_app(replace(served, worker=scripted))
-    with running(app) as address, httpx.Client(base_url=address) as http:
+    with running(app) as address, httpx.Client(base_url=address, timeout=PATIENCE_S) as http:
         message = http.post(
             "/v1/messages",
             json={

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiermoe
+from patience import PATIENCE_S, until
 from tiny import oracle
 
 
@@ -213,7 +213,7 @@ def test_threads_that_share_a_model_get_what_each_gets_alone(shipped: Path, deco
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(120)
+            thread.join(PATIENCE_S)
         assert [found.get(prompt) for prompt in prompts] == alone
 
 
@@ -245,12 +245,12 @@ def test_a_model_that_is_dropped_gives_everything_back(shipped: Path, options: d
     assert io_threads() - before
     del model
     gc.collect()
-    deadline = time.monotonic() + 60
-    while (io_threads() - before or descriptors() > opened or service()) and time.monotonic() < deadline:
+
+    def given_back() -> bool:
         gc.collect()
-    assert io_threads() == before
-    assert descriptors() <= opened
-    assert service() is None
+        return not io_threads() - before and descriptors() <= opened and service() is None
+
+    until(given_back)
 
 
 def test_a_process_whose_last_model_is_dropped_ends_well(shipped: Path) -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from patience import PATIENCE_S
 from serving import KEY, Scripted, running
 from tiermoe.serve.app import create_app
 from tiermoe.serve.guards import Hosts
@@ -105,11 +106,11 @@ def test_nobody_waits_for_a_text_that_is_tokenized(served: Served) -> None:
     scripted: Any = Scripted(served, "a")
     app = create_app(replace(served, tokenizer=Watched(served.tokenizer, called), worker=scripted))
     large = {"prompt": "a", "user": "b" * 20_000}
-    with running(app) as address, httpx.Client(base_url=address) as client:
-        first = threading.Thread(target=lambda: httpx.post(f"{address}/v1/completions", json=large))
+    with running(app) as address, httpx.Client(base_url=address, timeout=PATIENCE_S) as client:
+        first = threading.Thread(target=lambda: httpx.post(f"{address}/v1/completions", json=large, timeout=PATIENCE_S))
         first.start()
         try:
-            assert begun.wait(10)
+            assert begun.wait(PATIENCE_S)
             assert client.get("/health").status_code == 200
             assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
         finally:
@@ -214,7 +215,7 @@ def by_urllib(url: str, body: Any) -> tuple[int, Any]:
 
 def by_httpx(url: str, body: Any) -> tuple[int, Any]:
     headers = {**JSON, "Authorization": f"Bearer {KEY}", "Connection": "close"}
-    response = httpx.post(f"{url}/v1/completions", content=body, headers=headers)
+    response = httpx.post(f"{url}/v1/completions", content=body, headers=headers, timeout=PATIENCE_S)
     return response.status_code, response.json()
 
 
@@ -241,9 +242,9 @@ def test_a_body_has_one_length(address: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
 def test_a_key_s_scheme_is_known_however_it_is_written(address: str, scheme: str) -> None:
-    assert httpx.get(f"{address}/v1/models", headers={"Authorization": f"{scheme} {KEY}"}).status_code == 200
-    assert httpx.get(f"{address}/v1/models", headers={"Authorization": f"{scheme} wrong"}).status_code == 401
-    assert httpx.get(f"{address}/v1/models", headers={"Authorization": f"Basic {KEY}"}).status_code == 401
+    with httpx.Client(base_url=address, timeout=PATIENCE_S) as http:
+        for value, status in ((f"{scheme} {KEY}", 200), (f"{scheme} wrong", 401), (f"Basic {KEY}", 401)):
+            assert http.get("/v1/models", headers={"Authorization": value}).status_code == status
 
 
 @pytest.mark.parametrize(

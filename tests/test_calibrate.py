@@ -11,6 +11,7 @@ from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.prediction import count_paths
 from tiermoe.papers.prediction import recall_table
 from tiermoe.systems import PRESETS, corm, fate, hobbit, hobbit_weights
+from tiermoe.systems.hobbit_weights import WEIGHTS, MissPenalties
 from tiermoe.systems.routings import frequencies, halves, routings
 from tiermoe.trace.file import Little, Pass, Times, Trace
 
@@ -42,21 +43,21 @@ def test_miss_penalty_counts_a_low_miss_by_its_bits() -> None:
     found, composition = _two_pools()
     # 0 high and 1 low miss; both hit; 1 misses high, and 0's high copy serves a low demand first; 2 high takes its
     # place (1 was used last), 3 low; 4 high, and 0 low, which no copy serves any more
-    penalty = hobbit_weights.miss_penalty(found, composition, 4, HALF, "lru")
+    penalty = MissPenalties(found, composition, 4, HALF).of("lru")
     assert penalty == 1.5 + 0 + 1 + 1.5 + 1.5
 
 
 def test_weights_are_the_best_of_the_grid() -> None:
     found, composition = _two_pools()
-    best = hobbit_weights.find_weights(found, composition, 4, HALF)
-    grid = [tuple(part / 4 for part in parts) for parts in hobbit_weights.simplex(4)]
+    tried = MissPenalties(found, composition, 4, HALF)
+    best, grid = tried.search(), WEIGHTS
     assert len(set(grid)) == 35
     assert all(sum(weights) == 1 for weights in grid)
-    penalties = [hobbit_weights.miss_penalty(found, composition, 4, HALF, "weighted", weights) for weights in grid]
+    penalties = [tried.of("weighted", weights) for weights in grid]
     assert best.penalty == min(penalties)
     assert best.weights == grid[penalties.index(min(penalties))]
-    assert best.lru_penalty == hobbit_weights.miss_penalty(found, composition, 4, HALF, "lru")
-    assert best.demands == 10
+    assert best.lru_penalty == tried.of("lru")
+    assert tried.demands == 10
 
 
 def test_weights_are_judged_on_the_sequences_between() -> None:
@@ -67,10 +68,11 @@ def test_weights_are_judged_on_the_sequences_between() -> None:
     assert [passed.sequence for passed in even.passes] == [0, 2, 4]
     assert [passed.sequence for passed in odd.passes] == [1, 3]
     weights = (0.0, 1.0, 0.0, 0.0)
-    judged = hobbit_weights.judge_weights(odd, composition, 4, HALF, weights)
-    assert judged.penalty == hobbit_weights.miss_penalty(odd, composition, 4, HALF, "weighted", weights)
-    assert judged.over_lru == judged.penalty / hobbit_weights.miss_penalty(odd, composition, 4, HALF, "lru") - 1
-    assert judged.over_lfu == judged.penalty / hobbit_weights.miss_penalty(odd, composition, 4, HALF, "lfu") - 1
+    penalties = MissPenalties(odd, composition, 4, HALF)
+    judged = penalties.judge(weights)
+    assert judged.penalty == penalties.of("weighted", weights)
+    assert judged.over_lru == judged.penalty / penalties.of("lru") - 1
+    assert judged.over_lfu == judged.penalty / penalties.of("lfu") - 1
     with pytest.raises(TraceError, match="holds one sequence"):
         halves(Trace(even.header, even.passes[:1]))
 
@@ -78,7 +80,7 @@ def test_weights_are_judged_on_the_sequences_between() -> None:
 def test_a_long_trace_is_cut_off_for_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hobbit_weights, "MOST_DEMANDS", 3)
     found, composition = _two_pools()
-    assert hobbit_weights.find_weights(found, composition, 4, HALF).demands == 4
+    assert MissPenalties(found, composition, 4, HALF).demands == 4
 
 
 def _predicted(right: list[list[bool]]) -> Trace:

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from patience import PATIENCE_S
 from serving import KEY, Scripted, running
 from tiermoe.serve.app import create_app
 from tiermoe.serve.served import Served
@@ -52,7 +53,7 @@ def http(served: Served, scripted: Scripted) -> Any:
     before, worker = served.tokenizer.chat_template, served.worker
     served.tokenizer.chat_template, served.worker = TEMPLATE, scripted  # type: ignore[assignment]
     with running(create_app(served, [KEY])) as address:
-        yield httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
+        yield httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S)
     served.tokenizer.chat_template, served.worker = before, worker
 
 

@@ -18,6 +18,7 @@ import torch
 
 import tiermoe
 from commands import Command
+from patience import PATIENCE_S
 from small_engines import OnRoute
 from tiermoe.batch import Batch
 from tiermoe.cli.chat import HISTORY
@@ -270,7 +271,7 @@ def in_a_terminal(model: Path, *more: str, **environment: str) -> Iterator[int]:
         os.close(its)
         try:
             yield ours
-            assert chat.wait(60) == 0
+            assert chat.wait(PATIENCE_S) == 0
         finally:
             chat.kill()
             os.close(ours)
@@ -281,7 +282,7 @@ def read_until(terminal: int, *wanted: bytes) -> bytes:
     order = re.compile(b".*?".join(map(re.escape, wanted)), re.DOTALL)
     come = b""
     while not wanted or not order.search(come):
-        assert select.select([terminal], [], [], 120)[0], come
+        assert select.select([terminal], [], [], PATIENCE_S)[0], come
         try:
             come += os.read(terminal, 4096)
         except OSError:  # whoever wrote there is gone

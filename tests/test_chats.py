@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-from tiermoe.serve.tools import CallReader, format_of, types_of
+from tiermoe.serve.tool_calls import CallReader
+from tiermoe.serve.tool_formats import format_of, types_of
 from training.chats import chat, is_held_out, question, texts, tool_question, write
 from training.export import export
 from training.listings import python_class, python_functions

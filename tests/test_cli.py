@@ -19,6 +19,7 @@ import typer
 import tiermoe
 from commands import Command
 from options_document import FILE, document
+from patience import PATIENCE_S
 from tiermoe import native
 from tiermoe.cli.main import COMMANDS, app
 from tiermoe.cli.options import ENGINE
@@ -441,7 +442,7 @@ def test_what_needs_no_model_starts_without_the_libraries() -> None:
         (["list", "--json"], ["torch", "transformers", "numpy"]),
     ):
         told = script.replace("NAMES", repr(names))
-        ended = subprocess.run([sys.executable, "-c", told, *words], capture_output=True, text=True, timeout=100)
+        ended = subprocess.run([sys.executable, "-c", told, *words], capture_output=True, text=True, timeout=PATIENCE_S)
         assert (ended.returncode, ended.stderr.strip()) == (0, ""), words
         assert ended.stdout
 
@@ -504,5 +505,7 @@ main()
 @pytest.mark.parametrize("words", [("run", "stories-7m", "hi"), ("pack", "nowhere"), ("bench", "nowhere")])
 def test_an_interruption_while_libraries_are_imported(words: tuple[str, ...]) -> None:
     """What torch and numpy import of each other swallows it: the command went on, or ended in half a library."""
-    ended = subprocess.run([sys.executable, "-c", SWALLOWED, *words], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(
+        [sys.executable, "-c", SWALLOWED, *words], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert (ended.returncode, ended.stderr) == (130, "")

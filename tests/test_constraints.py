@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from patience import PATIENCE_S
 from tiermoe.engine.sampling import Sampling
 from tiermoe.serve.grammar import MOST_TEXT
 from tiermoe.serve.openai import sampling_of
@@ -32,8 +33,8 @@ def asked(http: httpx.Client, chat: bool, **fields: Any) -> httpx.Response:
     body = {"max_tokens": 40, "temperature": 1.5, "seed": 1, **fields}
     if chat:
         body["messages"] = [{"role": "user", "content": "say"}]
-        return http.post("/v1/chat/completions", json=body, timeout=120)
-    return http.post("/v1/completions", json=body | {"prompt": "say"}, timeout=120)
+        return http.post("/v1/chat/completions", json=body, timeout=PATIENCE_S)
+    return http.post("/v1/completions", json=body | {"prompt": "say"}, timeout=PATIENCE_S)
 
 
 def said(http: httpx.Client, chat: bool, **fields: Any) -> str:

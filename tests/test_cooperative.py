@@ -15,8 +15,8 @@ import torch
 import tiermoe
 from fake_gpu import FakeGpu
 from gpu_models import needs_gpu
-from gpu_rig import within
 from parity import tokens
+from patience import within
 from small_engines import OnRoute
 from tiermoe.engine import budget, service
 from tiermoe.engine.cooperative import CpuHelper
@@ -98,7 +98,7 @@ class Layer:
 def test_results_are_joined_after_the_devices_work_and_added_in_order(away: int, rows: int) -> None:
     layer = Layer(away)
     index = torch.tensor([[2, 0, 1]]).expand(rows, 3)
-    total = within(10, lambda: layer.experts(torch.zeros(rows, 1), index, torch.ones(rows, 3)))
+    total = within(lambda: layer.experts(torch.zeros(rows, 1), index, torch.ones(rows, 3)))
     assert total.tolist() == [[1.0]] * rows
     assert layer.asked == [(away, rows)]
 
@@ -167,7 +167,7 @@ def test_a_model_says_what_it_says_without(
     resident.tiermoe.close()
     loaded, gpu = cooperating(gpu_model, host_slots, bits=bits, preset=preset, cache="15%")
     for rows, theirs in zip((1, 2), expected, strict=True):
-        mine = within(60, lambda rows=rows: generated(loaded, rows))
+        mine = within(lambda rows=rows: generated(loaded, rows))
         assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
     stats, link = loaded.tiermoe.stats(), loaded.tiermoe.link
     counts = loaded.tiermoe.loader.counts
@@ -185,7 +185,7 @@ def test_decode_loads_nothing(gpu_model: Path, cooperating: Callable[..., tuple[
     loaded, gpu = cooperating(gpu_model, 24, preset="lru", cache="15%")
     phases: list[tuple[str, int]] = []
     loaded.tiermoe.observe(OnRoute(lambda routed, _: phases.append((routed.phase, len(gpu.asked)))))
-    within(60, lambda: generated(loaded, 1))
+    within(lambda: generated(loaded, 1))
     assert len({asked for phase, asked in phases if phase == "decode"}) == 1
     assert loaded.tiermoe.stats()["experts_on_cpu"] > 0
 
@@ -201,13 +201,13 @@ def test_what_takes_less_is_done(
         monkeypatch.setattr(GpuLink, "seconds_per_load", 1e-9)
     loaded, gpu = cooperating(gpu_model, 24, misses="measured", preset="lru", cache="15%")
     gpu.copy_s = 1e6
-    expected = within(60, lambda: generated(loaded, 1))
+    expected = within(lambda: generated(loaded, 1))
     engine = loaded.tiermoe
     before, costs = engine.loader.counts.copy(), engine.service.unit.miss_costs()
     assert engine.stats()["lossy"] == "misses=measured"
     assert costs.load_s >= 1e6 if copies_take_long else costs.load_s == 1e-9
     assert 0 < costs.cpu_s < 60  # one expert was tried
-    again = within(60, lambda: generated(loaded, 1))
+    again = within(lambda: generated(loaded, 1))
     assert (engine.loader.counts.minus(before).cpu_fallback > 0) == copies_take_long
     assert (again - expected).abs().max() <= 1e-4 * expected.abs().max()
     loaded.tiermoe.close()
@@ -217,7 +217,7 @@ def test_an_expert_that_cannot_be_read_is_named_and_the_model_goes_on(
     gpu_model: Path, cooperating: Callable[..., tuple[Any, FakeGpu]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, _ = cooperating(gpu_model, 1, bits=16, preset="lru", cache="15%")
-    expected = within(60, lambda: generated(loaded, 1))
+    expected = within(lambda: generated(loaded, 1))
     filler = loaded.tiermoe.link._filler
     fill = filler.fill
 
@@ -229,8 +229,8 @@ def test_an_expert_that_cannot_be_read_is_named_and_the_model_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(filler, "fill", fails_beside)
         with pytest.raises(LoadError, match=r"reading layer .* failed"):
-            within(60, lambda: generated(loaded, 1))
-    assert torch.equal(within(60, lambda: generated(loaded, 1)), expected)
+            within(lambda: generated(loaded, 1))
+    assert torch.equal(within(lambda: generated(loaded, 1)), expected)
 
 
 @needs_gpu

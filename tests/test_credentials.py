@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks.serving import free_port
 from commands import Command
-from serving import make_certificate, running
+from patience import PATIENCE_S
+from serving import make_certificate, running, wait_until_loaded
 from tiermoe.errors import ConfigError
 from tiermoe.serve.app import create_app
 from tiermoe.serve.credentials import check_certificate, read_keys
@@ -58,7 +59,10 @@ def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> No
 
 
 def test_any_of_the_keys_opens(served: Served) -> None:
-    with running(create_app(served, ["one", "two"])) as address, httpx.Client(base_url=address) as http:
+    with (
+        running(create_app(served, ["one", "two"])) as address,
+        httpx.Client(base_url=address, timeout=PATIENCE_S) as http,
+    ):
 
         def status(**headers: str) -> int:
             return http.get("/v1/models", headers=headers).status_code
@@ -132,11 +136,10 @@ def test_a_server_with_keys_and_a_certificate(certificates: Path, tmp_path: Path
         *(word for pair in options.items() for word in pair),
     ]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    transport = httpx.HTTPTransport(verify=ssl.create_default_context(cafile=certificates / "a.crt"), retries=20)
+    trusted = ssl.create_default_context(cafile=certificates / "a.crt")
     try:
-        with httpx.Client(base_url=f"https://127.0.0.1:{port}", timeout=120, transport=transport) as client:
-            while client.get("/health").status_code == 503 and process.poll() is None:
-                pass
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", timeout=PATIENCE_S, verify=trusted) as client:
+            wait_until_loaded(process, client)
             assert client.get("/v1/models").status_code == 401
             assert client.get("/api/tags", headers={"Authorization": "Bearer second"}).status_code == 200
             asked = {"prompt": "Once upon a time", "max_tokens": 4, "stream": True}
@@ -144,6 +147,6 @@ def test_a_server_with_keys_and_a_certificate(certificates: Path, tmp_path: Path
             assert answer.text.rstrip().endswith("data: [DONE]")
     finally:
         process.terminate()
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=PATIENCE_S)
     assert f"at https://127.0.0.1:{port}/v1" in said
     assert "first" not in said

@@ -133,7 +133,7 @@ def test_every_load_arrives_once_with_its_bytes(tmp_path: Path, lanes: int) -> N
     for slot, expert in enumerate(order):
         assert slots.buffer(slot)[:SIZE].numpy().tobytes() == bytes_of(path, extents[expert])
     assert link.is_idle()
-    assert link.bytes_read == EXPERTS * SIZE
+    assert link.counters().bytes_read == EXPERTS * SIZE
     link.close()
 
 

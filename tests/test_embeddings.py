@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from native_experts import checkpoint
+from patience import PATIENCE_S
 from serving import KEY, Letters, ids, running
 from small_engines import engine_of
 from tiermoe.engine.request import Piece, Request
@@ -152,6 +153,6 @@ def generic(tmp_path: Path) -> Iterator[Served]:
 
 def test_a_model_that_transformers_runs_gives_none(generic: Served) -> None:
     with running(create_app(generic)) as address:
-        answer = httpx.post(f"{address}/v1/embeddings", json={"input": "a"})
+        answer = httpx.post(f"{address}/v1/embeddings", json={"input": "a"}, timeout=PATIENCE_S)
     assert answer.status_code == 400
     assert "gives no embeddings" in answer.json()["error"]["message"]

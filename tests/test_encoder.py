@@ -17,6 +17,7 @@ from transformers import SwitchTransformersEncoderModel
 
 import tiermoe
 from commands import Command
+from patience import PATIENCE_S
 from small_engines import OnRoute, finish
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload.profiles import Profile, profile_path, to_json
@@ -204,7 +205,7 @@ def test_what_writes_text_is_refused(
 def test_a_server_refuses_it(checkpoint: Path) -> None:
     """In a process of its own: the HTTP server's thread and logging are not pytest's to have."""
     words = [sys.executable, "-m", "tiermoe", "serve", str(checkpoint), "--port", str(free_port())]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert ended.returncode == 2
     assert "is an encoder alone and writes no text" in ended.stderr.splitlines()[-1]
     assert not ended.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from patience import PATIENCE_S
 from serving import KEY
 from tiermoe.offload.policies.eviction import EVICTIONS
 
@@ -46,7 +47,8 @@ def test_a_client(address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(sys, "argv", ["client.py", "once upon", "--url", f"{address}/v1", "--max-tokens", "5"])
     runpy.run_path(str(EXAMPLES / "client.py"), run_name="__main__")
     asked = {"prompt": "once upon", "max_tokens": 5, "temperature": 0}
-    whole = httpx.post(f"{address}/v1/completions", json=asked, headers={"Authorization": f"Bearer {KEY}"}).json()
+    headers = {"Authorization": f"Bearer {KEY}"}
+    whole = httpx.post(f"{address}/v1/completions", json=asked, headers=headers, timeout=PATIENCE_S).json()
     assert whole["usage"]["completion_tokens"] == 5
     assert capsys.readouterr().out == whole["choices"][0]["text"] + "\n"
 

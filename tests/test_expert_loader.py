@@ -5,8 +5,6 @@ from __future__ import annotations
 import queue
 import random
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,6 +29,7 @@ from fake_link import (
     scheduler_with,
 )
 from gpu_rig import Rig
+from patience import until
 from tiermoe.errors import ConfigError, LoadError
 from tiermoe.offload.assembly import ModelShape, PrecisionSlots, assemble
 from tiermoe.offload.cache import ExpertCache
@@ -98,7 +97,7 @@ def test_a_layer_larger_than_the_cache_streams_through_it() -> None:
     assert max(load.slot for load in link.submitted) <= 1
 
 
-def test_a_group_does_not_hold_slots_that_misses_wait_for() -> None:
+def test_a_group_does_not_hold_slots_that_misses_until() -> None:
     controller, link = controller_with(3)
     list(controller.run_layer(0, demands(0, 1, 2)))
     assert [len(group) for group in controller.run_layer(0, demands(0, 1, 2))] == [3]
@@ -624,13 +623,6 @@ def test_not_all_fit_and_nothing_is_known_nothing_is_read() -> None:
 
 
 # the links
-def wait_for(done: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < limit, "it hangs"
-        time.sleep(0.001)
-
-
 def test_lanes_take_the_background_last_and_keep_one_lane_free() -> None:
     begun: queue.SimpleQueue[int] = queue.SimpleQueue()
     go_on = threading.Semaphore(0)
@@ -668,8 +660,8 @@ def test_the_disk_fills_slots_while_nobody_asks(tmp_path: Path, lanes: int) -> N
     controller = ExpertLoader(cache, link)
     controller.fill(ExpertKey(0, expert, 16) for expert in range(EXPERTS))
     assert link.is_idle()  # the background does not count
-    wait_for(lambda: link.bytes_read == EXPERTS * SIZE)
-    wait_for(lambda: controller.collect() or not controller.filling)
+    until(lambda: link.counters().bytes_read == EXPERTS * SIZE)
+    until(lambda: controller.collect() or not controller.filling)
     assert controller.counts.warmed == EXPERTS
     for expert in range(EXPERTS):
         slot = cache.slot(ExpertKey(0, expert, 16))

@@ -114,6 +114,8 @@ def test_the_cache_takes_what_the_model_says_of_itself(model_type: str) -> None:
 
 # configs that have a decoder of ours, and the text part of a larger model
 
+_ALONE = "a layer that shares what an indexer chose, behind none that has it"
+
 
 @pytest.mark.parametrize(
     ("model_type", "changes", "lacking"),
@@ -123,6 +125,10 @@ def test_the_cache_takes_what_the_model_says_of_itself(model_type: str) -> None:
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "attention to later tokens"),
         ("gemma4_text", {"hidden_activation": "quick_gelu"}, "quick_gelu, rotary embedding 'unknown'"),
         ("gemma4_text", {"use_bidirectional_attention": "vision", "attention_k_eq_v": False}, ""),
+        ("glm5_next_text", {"index_kpool_always_select_tail": False}, "pools without the positions behind them"),
+        ("glm5_next_text", {"indexer_types": ["full", "full", "shared"]}, _ALONE),
+        ("glm5_next_text", {"indexer_types": ["full", "shared", "full"]}, ""),
+        ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, _ALONE),
         ("granitemoe_swa", {"layer_rope_theta": [0, 1e4, 1e5]}, "layers with rotary embeddings of their own bases"),
         ("granitemoe_swa", {"layer_rope_theta": None}, ""),
         ("hunyuan_v1_moe", {"moe_topk": [2, 3, 4]}, "layers that use different numbers of experts"),
@@ -149,7 +155,7 @@ def test_a_shared_expert_beside_the_block_has_the_config_s_activation(tmp_path: 
     ours.tiermoe.close()
 
 
-@pytest.mark.parametrize("model_type", ["gemma4", "internvl", "kimi_k25", "minimax_m3_vl", "qwen3_5_moe"])
+@pytest.mark.parametrize("model_type", ["gemma4", "glm5_next", "internvl", "kimi_k25", "minimax_m3_vl", "qwen3_5_moe"])
 def test_the_text_part_of_a_larger_model_has_its_family_s_decoder(model_type: str, tmp_path: Path) -> None:
     directory = write_small(tmp_path, model_type)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)

@@ -22,6 +22,7 @@ from gguf.quants import dequantize
 import gguf_files
 from commands import Command
 from gguf_files import kinds
+from patience import PATIENCE_S
 from tiermoe.errors import ModelError
 from tiermoe.formats.ggml_types import TYPES, UNREAD
 from tiermoe.formats.gguf_file import open_gguf, read_header
@@ -87,7 +88,9 @@ def test_a_run_reads_the_headers_before_it_imports_torch(file: Path) -> None:
         "import sys; from tiermoe.cli.session import read_ahead\n"
         "print(len(read_ahead(sys.argv[1], {}).tensors), read_ahead(sys.argv[1], {'bits': 4}), 'torch' in sys.modules)"
     )
-    ended = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(file)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert ended.stdout.split() == [str(len(GGUFReader(file).tensors)), "None", "False"], ended.stderr
 
 

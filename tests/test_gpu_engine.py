@@ -73,7 +73,7 @@ def test_every_expert_is_read_once_where_main_memory_holds_all(
     assert stats["expert_misses"] == len(gpu.asked) == link.host.hits + link.host.misses
     assert link.host.misses <= loaded.tiermoe.plan.all_slots == 24 < link.host.hits
     assert link.bytes_copied == len(gpu.asked) * loaded.tiermoe.plan.slot_bytes
-    assert link.bytes_read == link.host.misses * loaded.tiermoe.plan.slot_bytes
+    assert link.counters().bytes_read == link.host.misses * loaded.tiermoe.plan.slot_bytes
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(4, "int4/rowmajor/"), (2, "u2/rowmajor/")])

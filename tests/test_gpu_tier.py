@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from fake_gpu import BYTES, FakeDisk, FakeGpu, content, put_on
-from gpu_rig import EXPERTS, LAYERS, Rig, key, load, walk, within
+from gpu_rig import EXPERTS, LAYERS, Rig, key, load, walk
+from patience import PATIENCE_S, until, within
 from tiermoe.errors import BudgetError, LoadError
 from tiermoe.offload import slots
-from tiermoe.offload.gpu import GpuLink
 from tiermoe.offload.slots import DeviceSlots
 from tiermoe.offload.tiers import assemble
 from tiermoe.types import Demand
@@ -26,18 +25,18 @@ from tiermoe.types import Demand
 @given(st.integers(0, 2**20), st.integers(3, 8), st.integers(1, 8), st.integers(1, 3))
 def test_every_computation_sees_its_expert(seed: int, device_slots: int, host_slots: int, lanes: int) -> None:
     one = Rig(device_slots, host_slots, lanes, seed)
-    loads = within(20, lambda: walk(one, seed))
-    within(20, one.end)
+    loads = within(lambda: walk(one, seed))
+    within(one.end)
     assert one.link.host.hits + one.link.host.misses == loads
     assert one.link.bytes_copied == loads * BYTES
-    assert one.link.bytes_read == one.link.host.misses * BYTES
+    assert one.link.counters().bytes_read == one.link.host.misses * BYTES
 
 
 def test_main_memory_is_a_second_cache(rig: Callable[..., Rig]) -> None:
     one = rig(3, LAYERS * EXPERTS, 2)
     for turn in range(3):
         for layer in range(LAYERS):
-            within(10, lambda layer=layer: one.layer(layer, [0, 1, 2]))
+            within(lambda layer=layer: one.layer(layer, [0, 1, 2]))
         assert one.link.host.misses == LAYERS * 3
         assert one.link.host.hits == turn * LAYERS * 3
     assert set(one.disk.reads.values()) == {1}
@@ -47,7 +46,7 @@ def test_main_memory_drops_what_was_copied_longest_ago(rig: Callable[..., Rig]) 
     one = rig(4, 2, 1)
     for slot, expert in enumerate([0, 1, 0, 2, 0]):  # expert 2 takes the place of 1, not of 0
         one.link.submit(load(expert, slot % 4))
-        within(10, one.link.wait)
+        within(one.link.wait)
         one.gpu.wait(one.gpu.asked[-1])
     assert one.disk.order == [key(0, 0), key(0, 1), key(0, 2)]
 
@@ -88,13 +87,13 @@ def test_a_host_slot_waits_for_its_copy(rig: Callable[..., Rig]) -> None:
     one = rig(2, 1, 1)
     one.gpu.hold()
     one.link.submit(load(0, 0))
-    assert within(10, one.link.wait).load.key == key(0, 0)  # handed out, its copy still to run
+    assert within(one.link.wait).load.key == key(0, 0)  # handed out, its copy still to run
     one.link.submit(load(1, 1))
     assert not one.gpu.asked[0].done
     threading.Event().wait(0.05)
     assert one.disk.order == [key(0, 0)]
     one.gpu.release()
-    within(10, one.link.wait)
+    within(one.link.wait)
     one.gpu.use(one.device.buffer(0), key(0, 0))
     one.gpu.use(one.device.buffer(1), key(0, 1))
 
@@ -103,7 +102,7 @@ def test_a_slot_is_not_overwritten_before_its_computation_has_run(rig: Callable[
     one = rig(1, 4, 1)
     for expert in (0, 1, 2, 3, 0, 1):
         one.link.submit(load(expert, 0))
-        within(10, one.link.wait)
+        within(one.link.wait)
         one.gpu.hold()
         for _ in range(3):
             one.gpu.use(one.device.buffer(0), key(0, expert))
@@ -114,46 +113,39 @@ def test_poll_leaves_copies_under_way(rig: Callable[..., Rig]) -> None:
     one = rig(2, 2, 1)
     one.gpu.hold()
     one.link.submit(load(0, 0))
-    while not one.gpu.asked:
-        threading.Event().wait(0.001)
+    until(lambda: one.gpu.asked)
     assert one.link.poll() is None
     assert not one.link.is_idle()
     one.gpu.release()
     one.gpu.wait(one.gpu.asked[0])
-    polled = within(10, lambda: poll_until(one.link))
+    polled = until(one.link.poll)
     assert polled.load.key == key(0, 0)
     assert one.link.is_idle()
-
-
-def poll_until(link: GpuLink) -> Any:
-    while (finished := link.poll()) is None:
-        threading.Event().wait(0.001)
-    return finished
 
 
 def test_a_failed_read_comes_back_and_the_link_goes_on(rig: Callable[..., Rig]) -> None:
     one = rig(3, 1, 2)
     one.disk.failing = {key(0, 1)}
     with pytest.raises(LoadError, match="layer 0, expert 1"):
-        within(10, lambda: one.layer(0, [0, 1, 2]))
+        within(lambda: one.layer(0, [0, 1, 2]))
     one.disk.failing.clear()
-    within(10, lambda: one.layer(0, [0, 1, 2]))
+    within(lambda: one.layer(0, [0, 1, 2]))
     one.disk.failing = {key(1, expert) for expert in range(EXPERTS)}
-    within(10, lambda: one.controller.prefetch([key(1, 3)]))
-    within(10, one.controller.drain)
+    within(lambda: one.controller.prefetch([key(1, 3)]))
+    within(one.controller.drain)
     one.disk.failing.clear()
-    within(10, lambda: one.layer(1, [3, 4]))
+    within(lambda: one.layer(1, [3, 4]))
 
 
 def test_a_refused_copy_comes_back_and_the_link_goes_on(rig: Callable[..., Rig]) -> None:
     one = rig(3, 1, 1)
     one.gpu.refuse = True
     with pytest.raises(RuntimeError, match="refuses to copy"):
-        within(10, lambda: one.layer(0, [0]))
+        within(lambda: one.layer(0, [0]))
     with pytest.raises(RuntimeError, match="refuses to copy"):
-        within(10, lambda: one.layer(0, [0]))  # this time from main memory
+        within(lambda: one.layer(0, [0]))  # this time from main memory
     one.gpu.refuse = False
-    within(10, lambda: one.layer(0, [0, 1, 2]))
+    within(lambda: one.layer(0, [0, 1, 2]))
     assert one.disk.reads[key(0, 0)] == 1
 
 
@@ -161,8 +153,7 @@ def test_recall_and_urgent_first(rig: Callable[..., Rig]) -> None:
     one = rig(5, 5, 1)
     one.disk.gate.clear()
     one.link.submit(load(0, 0, urgent=False))
-    while not one.disk.order:
-        threading.Event().wait(0.001)
+    until(lambda: one.disk.order)
     speculative = [load(expert, expert, urgent=False) for expert in (1, 2)]
     for each in speculative:
         one.link.submit(each)
@@ -172,7 +163,7 @@ def test_recall_and_urgent_first(rig: Callable[..., Rig]) -> None:
     assert one.link.recall() == []
     one.link.submit(speculative[0])
     one.disk.gate.set()
-    assert {within(10, one.link.wait).load.slot for _ in range(3)} == {0, 1, 3}
+    assert {within(one.link.wait).load.slot for _ in range(3)} == {0, 1, 3}
     assert one.disk.order == [key(0, 0), key(0, 3), key(0, 1)]
     assert one.link.is_idle()
 
@@ -182,19 +173,18 @@ def test_speculative_copies_run_one_by_one(rig: Callable[..., Rig]) -> None:
     one = rig(3, 3, 1)
     for expert in range(3):
         one.link.submit(load(expert, expert))
-        within(10, one.link.wait)
+        within(one.link.wait)
     one.gpu.hold()
     for expert in range(3):
         one.link.submit(load(expert, expert, urgent=False))
-    while len(one.gpu.asked) < 4:
-        threading.Event().wait(0.001)
+    until(lambda: len(one.gpu.asked) == 4)
     threading.Event().wait(0.05)
     assert len(one.gpu.asked) == 4
     assert [each.slot for each in one.link.recall()] == [1, 2]
     one.link.submit(load(1, 1))  # urgent: begins at once
     assert len(one.gpu.asked) == 5
     one.gpu.release()
-    assert {within(10, one.link.wait).load.slot for _ in range(2)} == {0, 1}
+    assert {within(one.link.wait).load.slot for _ in range(2)} == {0, 1}
 
 
 def test_device_slots_share_one_tensor() -> None:
@@ -222,22 +212,22 @@ def test_an_interrupted_run_is_rolled_back(rig: Callable[..., Rig]) -> None:
 def test_what_is_borrowed_lies_in_main_memory_and_is_read_once(rig: Callable[..., Rig]) -> None:
     one = rig(2, 2, 1)
     for _ in range(2):
-        assert torch.equal(within(10, lambda: one.link.host.borrow(key(0, 3)))[:BYTES], content(key(0, 3)))
+        assert torch.equal(within(lambda: one.link.host.borrow(key(0, 3)))[:BYTES], content(key(0, 3)))
         one.link.host.give_back(key(0, 3))
-    within(10, lambda: one.layer(0, [3]))
+    within(lambda: one.layer(0, [3]))
     assert one.disk.order == [key(0, 3)]
     assert (one.link.host.hits, one.link.host.misses, len(one.gpu.asked)) == (2, 1, 1)
 
 
 def test_a_slot_that_is_lent_is_not_taken(rig: Callable[..., Rig]) -> None:
     one = rig(2, 1, 2)
-    lent = within(10, lambda: one.link.host.borrow(key(0, 3)))
+    lent = within(lambda: one.link.host.borrow(key(0, 3)))
     one.link.submit(load(0, 0))
     threading.Event().wait(0.05)
     assert one.disk.order == [key(0, 3)]
     assert torch.equal(lent[:BYTES], content(key(0, 3)))
     one.link.host.give_back(key(0, 3))
-    assert within(10, one.link.wait).error is None
+    assert within(one.link.wait).error is None
     one.gpu.use(one.device.buffer(0), key(0, 0))
 
 
@@ -245,13 +235,13 @@ def test_borrowing_waits_for_the_copy_that_holds_the_only_slot(rig: Callable[...
     one = rig(2, 1, 1)
     one.gpu.hold()
     one.link.submit(load(0, 0))
-    within(10, one.link.wait)
+    within(one.link.wait)
     thread = threading.Thread(target=one.link.host.borrow, args=[key(0, 3)])
     thread.start()
     threading.Event().wait(0.05)
     assert one.disk.order == [key(0, 0)]
     one.gpu.release()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert one.disk.order == [key(0, 0), key(0, 3)]
     one.link.host.give_back(key(0, 3))
 
@@ -264,12 +254,11 @@ def test_what_is_loaded_and_borrowed_at_once_is_read_once(borrow_first: bool, ri
     begin = [thread.start, lambda: one.link.submit(load(3, 0))]
     for start in begin if borrow_first else reversed(begin):
         start()
-        while not one.disk.order:
-            threading.Event().wait(0.001)
+        until(lambda: one.disk.order)
     threading.Event().wait(0.02)
     one.disk.gate.set()
-    assert within(10, one.link.wait).error is None
-    thread.join(10)
+    assert within(one.link.wait).error is None
+    thread.join(PATIENCE_S)
     one.link.host.give_back(key(0, 3))
     one.gpu.use(one.device.buffer(0), key(0, 3))
     assert one.disk.order == [key(0, 3)]
@@ -279,11 +268,11 @@ def test_what_cannot_be_read_cannot_be_borrowed_and_the_link_goes_on(rig: Callab
     one = rig(2, 1, 1)
     one.disk.failing = {key(0, 3)}
     with pytest.raises(LoadError, match="layer 0, expert 3"):
-        within(10, lambda: one.link.host.borrow(key(0, 3)))
+        within(lambda: one.link.host.borrow(key(0, 3)))
     one.disk.failing.clear()
-    within(10, lambda: one.link.host.borrow(key(0, 3)))
+    within(lambda: one.link.host.borrow(key(0, 3)))
     one.link.host.give_back(key(0, 3))
-    within(10, lambda: one.layer(0, [0]))
+    within(lambda: one.layer(0, [0]))
 
 
 @settings(max_examples=15, deadline=None, phases=[Phase.generate])  # a hang takes long to shrink
@@ -303,9 +292,8 @@ def test_what_is_lent_stays_while_loads_go_on(seed: int, host_slots: int, lanes:
 
     helper = threading.Thread(target=borrow, daemon=True)
     helper.start()
-    within(20, lambda: walk(one, seed))
-    helper.join(20)
-    assert not helper.is_alive(), "it hangs"
+    within(lambda: walk(one, seed))
+    within(helper.join)
     assert wrong == []
     assert one.link.host.misses == len(one.disk.order)
-    within(20, one.end)
+    within(one.end)

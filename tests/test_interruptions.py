@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 import tiermoe
 from fake_link import FakeLink, demands, each, lru_of
+from patience import within
 from tiermoe.offload.cache import ExpertCache
 from tiermoe.offload.loader import ExpertLoader
 from tiermoe.offload.policies.allotment import Share, by_use
@@ -20,7 +20,6 @@ from tiermoe.types import ExpertKey
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # generators that end
 GREEDY = tiermoe.Sampling(max_tokens=8, temperature=0)
-_PATIENCE_S = 120
 
 
 class Interruption(BaseException):
@@ -53,16 +52,6 @@ class Interrupted:
         return True
 
 
-def in_a_thread(work: Callable[[], Any]) -> Any:
-    """What `work` gives; fails where it hangs."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
-    thread.start()
-    thread.join(_PATIENCE_S)
-    assert found, "the step hangs, or has failed"
-    return found[0]
-
-
 def answered(model: Any, tokenizer: Any, at: int = 0) -> tuple[list[int], int]:
     """The tokens, none where the `at`-th place interrupted it, and the places passed."""
     watch, tokens = Interrupted(at), list[int]()
@@ -71,7 +60,7 @@ def answered(model: Any, tokenizer: Any, at: int = 0) -> tuple[list[int], int]:
     def answer() -> None:
         tokens.extend(tiermoe.generate(model, tokenizer, ids, GREEDY).token_ids)
 
-    in_a_thread(lambda: [watch.run(answer)])
+    within(lambda: watch.run(answer))
     return tokens, watch.places
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import SHIPPED
 from parity import close, logits
+from patience import PATIENCE_S
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.config import settings
 from tiermoe.engine.engine import Engine
@@ -349,7 +350,7 @@ print(json.dumps(found), file=sys.stderr)
 def imported(*commands: list[Any]) -> list[list[str]]:
     """What a process of its own had imported of transformers and its modelling code after each of `commands`."""
     words = json.dumps([[str(word) for word in command] for command in commands])
-    ended = subprocess.run([sys.executable, "-c", RUN, words], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([sys.executable, "-c", RUN, words], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 0, ended.stderr
     found: list[list[str]] = json.loads(ended.stderr.splitlines()[-1])
     return found

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from serving import running
+from patience import PATIENCE_S, until
+from serving import connected, running
 from tiermoe.batch import Batch
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.serve.app import create_app
@@ -99,7 +98,7 @@ class Client:
         self.sent.append(message)
 
 
-async def until(happened: Any) -> None:
+async def happens(happened: Any) -> None:
     while not happened():
         await asyncio.sleep(0.001)
 
@@ -128,23 +127,6 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def connected(address: str, path: str, stream: bool) -> socket.socket:
-    """A connection over which something was asked for."""
-    body = json.dumps(ASKED[path] | {"model": "tiny", "stream": stream, "temperature": 0}).encode()
-    host, port = address.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)))
-    lines = (f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", f"Content-Length: {len(body)}")
-    connection.sendall("\r\n".join((*lines, "", "")).encode() + body)
-    return connection
-
-
-def soon(happened: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 30
-    while not happened():
-        assert time.monotonic() < limit
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("held", "path"), [*(("decode", path) for path in ASKED), ("prefill", "/v1/completions")], indirect=["held"]
@@ -156,16 +138,17 @@ def test_closed_connections_end_their_requests_with_the_step(
     engine, worker, ended, app = held
     counted, counts = Counted(app), worker.loop.counts
     with running(counted) as address:
-        connections = [connected(address, path, stream)]
-        assert engine.reached.wait(30)
-        connections.append(connected(address, path, stream))
+        body = ASKED[path] | {"model": "tiny", "stream": stream, "temperature": 0}
+        connections = [connected(address, path, body)]
+        assert engine.reached.wait(PATIENCE_S)
+        connections.append(connected(address, path, body))
         asked = 2 * ASKED[path].get("n", 1)
-        soon(lambda: worker.waiting == asked - 1)
+        until(lambda: worker.waiting == asked - 1)
         for each in connections:
             each.close()
-        soon(lambda: counted.done == 2)
+        until(lambda: counted.done == 2)
         engine.let_go(1)
-        soon(lambda: not worker.busy)
+        until(lambda: not worker.busy)
     assert (counts.requests, counts.aborted, worker.loop.running, worker.waiting) == (asked, asked, 0, 0)
     assert counts.generated_tokens <= 2
     assert not ended
@@ -177,10 +160,10 @@ def test_a_client_that_waits_for_a_whole_answer_leaves(held: tuple[Held, Worker,
 
     async def asked() -> Client:
         client = Client(app, 50)
-        await until(engine.reached.is_set)
+        await happens(engine.reached.is_set)
         await client.leave()
         engine.let_go()
-        await until(lambda: not worker.busy)
+        await happens(lambda: not worker.busy)
         return client
 
     client = asyncio.run(asked())
@@ -196,16 +179,16 @@ def test_a_client_leaves_the_queue(held: tuple[Held, Worker, Ended, Any]) -> Non
 
     async def asked() -> Any:
         first = Client(app, 50)
-        await until(engine.reached.is_set)
+        await happens(engine.reached.is_set)
         second, third = Client(app, 50), Client(app, 3)
-        await until(lambda: worker.waiting == 2)
+        await happens(lambda: worker.waiting == 2)
         await second.leave()
         engine.let_go()
         return await first.answer(), await third.answer()
 
     answers = asyncio.run(asked())
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [50, 3]
-    worker.close(60)
+    worker.close(PATIENCE_S)
     assert ended == ["length", "length"]
     assert worker.loop.counts.aborted == 1
 
@@ -223,11 +206,11 @@ def test_a_stream_that_waits_is_kept_alive(
 
     async def asked() -> list[str]:
         clients = [Client(app, 3, stream=True) for _ in range(2)]
-        await until(lambda: all(told(client).count(": ping") > 2 for client in clients))
+        await happens(lambda: all(told(client).count(": ping") > 2 for client in clients))
         assert worker.waiting == 1
         before = [told(client) for client in clients]
         engine.let_go()
-        await until(lambda: all("[DONE]" in told(client) for client in clients))
+        await happens(lambda: all("[DONE]" in told(client) for client in clients))
         return before
 
     for before in asyncio.run(asked()):
@@ -243,12 +226,12 @@ def test_health_tells_of_a_batch_that_gets_no_further(
     with running(app) as address:
 
         def health() -> tuple[int, Any]:
-            told = httpx.get(f"{address}/health")
+            told = httpx.get(f"{address}/health", timeout=PATIENCE_S)
             return told.status_code, told.json()
 
         assert [health() for _ in range(2)] == [(200, {"status": "ok"})] * 2
-        with connected(address, "/v1/completions", stream=False):
-            assert engine.reached.wait(30)
+        with connected(address, "/v1/completions", ASKED["/v1/completions"] | {"temperature": 0}):
+            assert engine.reached.wait(PATIENCE_S)
             assert health() == (200, {"status": "ok"})
             status, told = health()
             assert (status, told["status"], told["stalled_s"] >= 0) == (503, "stalled", True)
@@ -256,5 +239,5 @@ def test_health_tells_of_a_batch_that_gets_no_further(
             assert health() == (200, {"status": "ok"})
             assert health()[0] == 503
             engine.let_go()
-            soon(lambda: not worker.busy)
+            until(lambda: not worker.busy)
         assert [health() for _ in range(2)] == [(200, {"status": "ok"})] * 2

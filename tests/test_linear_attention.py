@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+import tiermoe
 import tiny
+from parity import tokens as rows_of
 from small_engines import engine_of
 from tiermoe import native
 from tiermoe.batch import Batch, Row, decode, prompt
@@ -32,15 +34,18 @@ from tiermoe.model.mamba_1 import channelwise_scan
 from tiermoe.model.rotary import Rotary
 from tiermoe.model.short_convolution import ConvolutionSizes
 from tiermoe.model.step import Step
-from tiermoe.model.weights import ModuleWeights
+from tiermoe.model.weights import ModuleWeights, text_part
 
-FAMILIES = ["qwen3_next", "qwen3_5_moe_text", "kimi_linear"]
+KIMI = ("kimi_linear", "glm5_next_text", "bailing_hybrid")
+FAMILIES = ["qwen3_next", "qwen3_5_moe_text", *KIMI]
 MAMBA, MAMBA_1 = "granitemoehybrid", "jamba"
-BLOCKS = {MAMBA: "mamba", MAMBA_1: "mamba", "kimi_linear": "self_attn"}
+BLOCKS = {MAMBA: "mamba", MAMBA_1: "mamba", **dict.fromkeys(KIMI, "self_attn")}
 LAYERS = {"layer_types": ["linear_attention"], "mlp_only_layers": None}
 WIDE = {**LAYERS, "linear_value_head_dim": 80}  # more than a strip of columns
 SIZES = {
     "kimi_linear": {**LAYERS, "linear_head_dim": 80, "mlp_layer_types": ["dense"]},
+    "glm5_next_text": {**LAYERS, "linear_head_dim": 80, "mlp_layer_types": ["dense"]},
+    "bailing_hybrid": {**LAYERS, "head_dim": 80, "mlp_layer_types": ["dense"]},
     MAMBA_1: {"attn_layer_period": 2},  # of which the second one has attention
 }
 LENGTH = 150  # of a prompt: more than two chunks of either way
@@ -54,14 +59,16 @@ class Case:
     def __init__(self, family: str, dtype: torch.dtype) -> None:
         config = tiny.config_of(family, num_hidden_layers=1, **SIZES.get(family, WIDE))
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        self.eager: Any = model.get_submodule(f"{LAYER}.{BLOCKS.get(family, 'linear_attn')}")
+        model = tiny.auto_class(family).from_config(config, dtype=dtype).eval()
+        layer = getattr(model.model, "language_model", model.model).layers[0]
+        self.eager: Any = getattr(layer, BLOCKS.get(family, "linear_attn"))
         for name, parameter in self.eager.named_parameters():
             torch.nn.init.normal_(parameter, float(name.endswith("norm.weight")), 0.3)
         found = attention_sizes(Configs(config, config, False).plain(), lambda _: False)
         assert found is not None
         (self.sizes,) = found
-        self.block = self.sizes.block(FamilyWeights(ARCHITECTURES[family], config, ModuleWeights(model), dtype), LAYER)
+        weights = FamilyWeights(ARCHITECTURES[family], config, text_part(ModuleWeights(model)), dtype)
+        self.block = self.sizes.block(weights, LAYER)
         self.x = torch.randn(2, LENGTH + 4, config.hidden_size).to(dtype)
 
     @torch.no_grad()
@@ -150,7 +157,7 @@ class TestNative:
     def test_it_agrees_with_transformers_eager_layer(self, family: str, case: Callable[..., Case]) -> None:
         check_agreement(case(family, torch.bfloat16), 0.01)
 
-    @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+    @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "glm5_next_text"])
     def test_neither_other_tokens_nor_threads_change_a_bit(self, family: str, case: Callable[..., Case]) -> None:
         it = case(family, torch.bfloat16)
         whole, parts = it.cache(), it.cache()
@@ -322,7 +329,7 @@ def test_forks_beams_and_files_have_the_state(small: Case, tmp_path: Path) -> No
 # an engine
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", MAMBA, MAMBA_1, "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_next", *KIMI, MAMBA, MAMBA_1, "nemotron_h"])
 def test_rows_and_forks_of_an_engine_are_what_each_is_alone(family: str, tmp_path: Path) -> None:
     """A long prompt in chunks, a fork of it, and a short prompt beside their tokens."""
     engine = engine_of(tiny.write(tmp_path, family, torch.float32), bits=16, dense_bits=16, chunk=40)
@@ -340,6 +347,16 @@ def test_rows_and_forks_of_an_engine_are_what_each_is_alone(family: str, tmp_pat
             want = plain(torch.tensor([ids])).logits[0, -1]
         assert error(logits, want) < 1e-5
     engine.close()
+
+
+@pytest.mark.parametrize("family", ["glm5_next_text", "bailing_hybrid"])
+def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    directory, ids = tiny.write(tmp_path, family, torch.float32), rows_of(2, 21, seed=3)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)
+    plain = tiny.oracle(directory, family, torch.float32)
+    options = {"max_new_tokens": 64, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(ours.generate(ids, **options), plain.generate(ids, **options))
+    ours.tiermoe.close()
 
 
 # short convolutions

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from patience import PATIENCE_S
 from serving import Letters, ids, running
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
@@ -42,7 +43,10 @@ def test_slots_say_what_runs_and_no_text(served: Served) -> None:
     taken = 1 + sum(len(piece.tokens) for _ in range(2) for piece in loop.step())
     second = loop.add(Request(ids(30, 2), Sampling(max_tokens=4)))
     worker: Any = SimpleNamespace(loop=loop, most_waiting=1)
-    with running(create_app(replace(served, worker=worker))) as address, httpx.Client(base_url=address) as http:
+    with (
+        running(create_app(replace(served, worker=worker))) as address,
+        httpx.Client(base_url=address, timeout=PATIENCE_S) as http,
+    ):
         before = http.get("/slots").json()
         while loop.running < 2:
             taken += sum(len(piece.tokens) for piece in loop.step() if piece.number == first)

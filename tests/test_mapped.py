@@ -79,7 +79,7 @@ def test_a_slot_is_the_extent_of_its_expert(tmp_path: Path, lanes: int) -> None:
     for slot in range(EXPERTS):
         tiers.link.submit(Load(key(EXPERTS - 1 - slot), slot, urgent=slot % 2 > 0))
     assert [tiers.link.wait().error for _ in range(EXPERTS)] == [None] * EXPERTS
-    assert tiers.link.bytes_read == EXPERTS * SIZE
+    assert tiers.link.counters().bytes_read == EXPERTS * SIZE
     first = tiers.slots.buffer(EXPERTS - 1).data_ptr()
     for slot in range(EXPERTS):
         buffer, expert = tiers.slots.buffer(slot), EXPERTS - 1 - slot

@@ -29,33 +29,35 @@ from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.config import settings
 from tiermoe.engine.load import start
 from tiermoe.engine.mtp_draft import MtpDrafts, require_verification
+from tiermoe.engine.numerics import numerics
 from tiermoe.engine.prompt_lookup import Lookup
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
-from tiermoe.engine.speculation import Place
 from tiermoe.errors import ConfigError, LoadError, ModelError, StoreError
+from tiermoe.formats.store import open_store
+from tiermoe.model.families.mtp_heads import HEADS
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.mtp_head import Wanted
 from tiermoe.offload.assembly import PrecisionSlots, assemble
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
 from tiermoe.systems import compose
 
-FAMILIES = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "deepseek_v32")
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
     "q_lora_rank": 64,
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
-    family: {**native_changes(family), "intermediate_size": 64, "num_hidden_layers": 4, **more}
+    family: {**native_changes(family), "intermediate_size": 64, **more}
     for family, more in (("glm4_moe", {}), ("deepseek_v3", LATENT))
 }
 """Sizes that the kernels take."""
 PACKED = {"bits": 4, "dense_bits": 4, "chunk": 16, "batch": 3, "context": 120}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", HEADS)
 def test_drafts_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     """After a prompt of two chunks, and after tokens that were decoded with drafts between them and without."""
-    model, head = mtp_models.write(tmp_path, family, torch.float32, num_hidden_layers=4)
+    model, head = mtp_models.write(tmp_path, family, torch.float32)
     engine = engine_with_head(tmp_path, bits=16, dense_bits=16, chunk=16, context=120)
     ids, cache = tokens(30), engine.new_cache()
     slab = cache.open()
@@ -63,11 +65,34 @@ def test_drafts_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     for end in range(20, 26):
         if end != 23:
             expected = mtp_models.drafts(model, head, ids[: end + 1], 3)
-            found = [engine.draft(Place(cache, slab, end), ids[end])]
+            found = engine.draft(cache, [Wanted(slab, end, ids[end])])
             while len(found) < len(expected):
-                found.append(engine.draft(Place(cache, slab, end), int(expected[len(found) - 1].argmax()), found[-1]))
+                likeliest = int(expected[len(found) - 1].argmax())
+                found += engine.draft(cache, [Wanted(slab, end, likeliest, found[-1])])
             torch.testing.assert_close([each.logits for each in found], expected, rtol=1e-4, atol=1e-4)
         engine.step(Batch((decode(slab, end, ids[end]),)), cache)
+    engine.close()
+
+
+def test_drafts_of_several_sequences_are_those_of_each(tmp_path: Path) -> None:
+    """One pass over sequences of several lengths, of which the head has not read one token or three, and another."""
+    model, head = mtp_models.write(tmp_path, "glm4_moe", torch.float32)
+    engine = engine_with_head(tmp_path, bits=16, dense_bits=16, chunk=16, context=120, batch=3)
+    ids, ends = [tokens(30, seed) for seed in (3, 4, 5)], (20, 23, 27)
+    cache = engine.new_cache(3)
+    slabs = [cache.open() for _ in ids]
+    for slab, own in zip(slabs, ids, strict=True):
+        engine.step(Batch((prompt(slab, own[:20]),)), cache)
+    engine.step(Batch((verify(slabs[1], 20, ids[1][20:23]),)), cache)
+    for at in range(20, 27):
+        engine.step(Batch((decode(slabs[2], at, ids[2][at]),)), cache)
+    expected = [mtp_models.drafts(model, head, own[: end + 1], 2) for own, end in zip(ids, ends, strict=True)]
+    last = [own[end] for own, end in zip(ids, ends, strict=True)]
+    first = engine.draft(cache, [Wanted(*each) for each in zip(slabs, ends, last, strict=True)])
+    likeliest = [int(each[0].argmax()) for each in expected]
+    second = engine.draft(cache, [Wanted(*each) for each in zip(slabs, ends, likeliest, first, strict=True)])
+    found = [[one.logits, other.logits] for one, other in zip(first, second, strict=True)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     engine.close()
 
 
@@ -100,7 +125,8 @@ def requests(seed: int | None = None) -> list[Request]:
 
 
 def drafting(engine: Any, lookup: bool = False) -> Eager:
-    return Eager(MtpDrafts(engine, Lookup() if lookup else None))
+    drafts = MtpDrafts(engine, Lookup() if lookup else None)
+    return Eager(drafts, drafts.together)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -143,17 +169,17 @@ def test_wrong_guesses_leave_nothing_in_a_head(engine: Any) -> None:
     guessed, alone = cache.open(), cache.open()
     for slab in (guessed, alone):
         engine.step(Batch((prompt(slab, ids[:20]),)), cache)
-    engine.draft(Place(cache, guessed, 20), ids[20])
+    engine.draft(cache, [Wanted(guessed, 20, ids[20])])
     engine.step(Batch((verify(guessed, 20, [*ids[20:23], 5, 6]),)), cache)
     for at in range(20, 23):
         engine.step(Batch((decode(alone, at, ids[at]),)), cache)
-    one, other = (engine.draft(Place(cache, slab, 23), ids[23]) for slab in (guessed, alone))
+    one, other = engine.draft(cache, [Wanted(slab, 23, ids[23]) for slab in (guessed, alone)])
     torch.testing.assert_close(one.logits, other.logits, rtol=2e-2, atol=2e-2)
     engine.step(Batch((verify(guessed, 23, [ids[23], 7]),)), cache)
     engine.step(Batch((decode(alone, 23, ids[23]),)), cache)
     for slab in (guessed, alone):
         engine.step(Batch((prompt(slab, ids[24:30], 24),)), cache)
-    one, other = (engine.draft(Place(cache, slab, 30), ids[30]) for slab in (guessed, alone))
+    one, other = engine.draft(cache, [Wanted(slab, 30, ids[30]) for slab in (guessed, alone)])
     torch.testing.assert_close(one.logits, other.logits, rtol=2e-2, atol=2e-2)
 
 
@@ -170,7 +196,9 @@ def test_a_forked_sequence_has_nothing_of_what_its_slab_had_before(engine: Any) 
             cache.close(before)
         other = cache.fork(first, 12)
         engine.step(Batch((prompt(other, ids[12:20], 12),)), cache)
-        found += [engine.draft(Place(cache, slab, 20), ids[20]).logits.float() for slab in (first, other)]
+        found += [
+            each.logits.float() for each in engine.draft(cache, [Wanted(slab, 20, ids[20]) for slab in (first, other)])
+        ]
     assert torch.nn.functional.cosine_similarity(found[0], found[1], dim=0) > 0.9
     assert torch.equal(found[1], found[3])
 
@@ -236,6 +264,43 @@ def test_a_head_is_packed_beside_a_store_that_stays(tmp_path: Path) -> None:
     start(inspect_model(directory, "tiny", root), settings(**options)).close()
 
 
+def test_the_command_packs_a_head(tmp_path: Path, tiermoe_: Command) -> None:
+    """Model and head at once, after which a run packs nothing; what is damaged or cut short is said and not run."""
+    directory, root = tmp_path / "model", tmp_path / "store"
+    mtp_models.write(directory, "glm4_moe", torch.bfloat16, **SIZES["glm4_moe"])
+    bits, store = ("--bits", 4, "--dense-bits", 4), ("--store", root)
+    assert "pack has --draft mtp alone" in tiermoe_("pack", directory, *bits, *store, "--draft", "lookup").cause
+    calibrated = tiermoe_("pack", directory, *bits, *store, "--draft", "mtp", "--quantizer", "gptq").cause
+    assert "does not apply to --quantizer gptq" in calibrated
+    assert not root.exists()
+    packed = tiermoe_("pack", directory, *bits, *store, "--draft", "mtp")
+    assert packed.code == 0, packed.err
+    assert packed.out.strip() == str(root)
+    assert "the MTP head at 4 bits" in packed.err
+    words = ("run", directory, "abcabcab", "--raw", "--max-tokens", 4, "--memory", "4GiB", *bits, *store)
+    run = tiermoe_(*words, "--draft", "mtp")
+    assert run.code == 0, run.err
+    assert "packed" not in run.err
+    shown = tiermoe_("show", root, "--verify", "--json")
+    assert shown.code == 0, shown.err
+    document = json.loads(shown.out)
+    packed_layers = [each["layers"] for part in (root, root / "mtp") for each in open_store(part).dense.values()]
+    assert document["checked"] == 3 * 8 + sum(map(len, packed_layers))
+    names = [each["precision"] for each in document["precisions"]]
+    assert names == [*names[:2], *(f"MTP head: {name}" for name in names[:2])]
+    for kind in ("experts-*", "dense-*"):
+        file = next((root / "mtp").glob(kind))
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-5000])
+        assert f"{file.name}" in (cause := tiermoe_(*words, "--draft", "mtp").cause)
+        assert "the next run with --draft mtp packs the head anew" in cause
+        assert tiermoe_(*words, "--draft", "none").code == 0
+        file.write_bytes(bytes([whole[0]]) + bytes(len(whole) - 1))
+        damaged = tiermoe_("show", root, "--verify")
+        assert "extents are damaged" in damaged.cause
+        file.write_bytes(whole)
+
+
 def test_the_plan_counts_a_head(checkpoint: Path, plain: Any, engine: Any) -> None:
     own = {name: layer for name, layer in load_file(checkpoint / "model.safetensors").items() if ".layers.3." in name}
     dense = sum(tensor.numel() for name, tensor in own.items() if "experts." not in name or "shared" in name)
@@ -254,28 +319,30 @@ def test_a_head_runs_where_files_are_mapped(plain: Any, checkpoint: Path) -> Non
 
 def test_experts_in_place(tmp_path: Path) -> None:
     """At 16 bits the experts of model and head stay in the checkpoint."""
-    model, head = mtp_models.write(tmp_path, "glm4_moe", torch.bfloat16, num_hidden_layers=4)
+    model, head = mtp_models.write(tmp_path, "glm4_moe", torch.bfloat16)
     engine = engine_with_head(tmp_path, bits=16, dense_bits=16, context=120)
     assert engine.store.precisions["16"].in_place
     ids, cache = tokens(20), engine.new_cache()
     engine.step(Batch((prompt(cache.open(), ids[:19]),)), cache)
     expected = mtp_models.drafts(model, head, ids, 1)[0]
-    torch.testing.assert_close(engine.draft(Place(cache, 0, 19), ids[19]).logits, expected, rtol=5e-2, atol=0.15)
+    torch.testing.assert_close(engine.draft(cache, [Wanted(0, 19, ids[19])])[0].logits, expected, rtol=5e-2, atol=0.15)
     engine.close()
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_head_of_a_gguf_file(tmp_path: Path, own: bool) -> None:
-    """NextN's tensors as llama.cpp's converter writes them, in the file's types or packed."""
-    model = gguf_files.model_of("glm4_moe", **SIZES["glm4_moe"])
+@pytest.mark.parametrize(("family", "own"), [("glm4_moe", True), ("glm4_moe", False), ("exaone_moe", True)])
+def test_a_head_of_a_gguf_file(tmp_path: Path, family: str, own: bool) -> None:
+    """NextN's tensors as llama.cpp's converter writes them, in the file's types or packed; EXAONE's has no experts."""
+    sizes = {**native_changes(family), "intermediate_size": 64, "num_hidden_layers": 4}
+    model = gguf_files.model_of(family, **sizes, **mtp_models.KINDS.get(family, {}))
     head, layers = mtp_models.head_of(model), model.model.layers
     layers[-1].shared_head = torch.nn.Module()
-    for name, called in mtp_models.BESIDE.items():
+    for part, called in mtp_models.BESIDE.items():
         parent, _, child = called.rpartition(".")
-        layers[-1].get_submodule(parent).add_module(child, getattr(head, name))
+        layers[-1].get_submodule(parent).add_module(child, getattr(head, part))
+    name = {"glm4_moe": "glm4moe", "exaone_moe": "exaone-moe"}[family]
     file = gguf_files.write(
-        tmp_path / "tiny.gguf", model, "glm4_moe", gguf_files.kinds("q8_0"),
-        glm4moe__nextn_predict_layers=gguf.GGUFValue(1, gguf.GGUFValueType.UINT32),
+        tmp_path / "tiny.gguf", model, family, gguf_files.kinds("q8_0"),
+        **{f"{name}__nextn_predict_layers": gguf.GGUFValue(1, gguf.GGUFValueType.UINT32)},
     )  # fmt: skip
     model.model.layers = layers[:-1]
     store, packed = tmp_path / "store", {} if own else {"bits": 8, "dense_bits": 8}
@@ -284,7 +351,7 @@ def test_a_head_of_a_gguf_file(tmp_path: Path, own: bool) -> None:
     ids, cache = tokens(20), engine.new_cache()
     engine.step(Batch((prompt(cache.open(), ids[:19]),)), cache)
     expected = mtp_models.drafts(model, head, ids, 1)[0]
-    found = engine.draft(Place(cache, 0, 19), ids[19]).logits.float()
+    found = engine.draft(cache, [Wanted(0, 19, ids[19])])[0].logits.float()
     assert torch.nn.functional.cosine_similarity(found, expected, dim=0) > 0.99
     assert found[expected.argmax()] > found.max() - 0.3
     engine.close()
@@ -348,7 +415,7 @@ HEAD = "model.layers.3"
     ],
 )
 def test_a_head_that_is_not_whole_is_refused(tmp_path: Path, change: Any, says: str) -> None:
-    mtp_models.write(tmp_path, "glm4_moe", torch.bfloat16, num_hidden_layers=4)
+    mtp_models.write(tmp_path, "glm4_moe", torch.bfloat16)
     edited(tmp_path, change)
     with pytest.raises(ModelError, match=says):
         blueprint_with_head(tmp_path)
@@ -373,8 +440,34 @@ def test_what_verifies_nothing_is_refused(engine: Any) -> None:
 
 
 def test_a_config_may_say_nothing_of_its_head(tmp_path: Path) -> None:
-    mtp_models.write(tmp_path, "deepseek_v3", torch.bfloat16, num_hidden_layers=4)
+    mtp_models.write(tmp_path, "deepseek_v3", torch.bfloat16)
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("num_nextn_predict_layers", None)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert len(blueprint_with_head(tmp_path).layers) == 3
+
+
+@pytest.mark.parametrize("family", ["mellum", "exaone_moe"])
+def test_a_head_of_another_kind_changes_no_token(tmp_path: Path, tiermoe_: Command, family: str) -> None:
+    """Heads with a window, of Mellum with experts and of EXAONE without; EXAONE's is packed without experts too."""
+    mtp_models.write(tmp_path / "model", family, torch.bfloat16, **native_changes(family), intermediate_size=64)
+    options = {"memory": "4GiB", "device": "cpu", "lanes": 1, "store": tmp_path / "store", **PACKED}
+    plain = start(inspect_model(tmp_path / "model", "tiny", options["store"]), settings(**options))
+    expected = answers(RequestLoop(plain, Letters(), 3, set()), requests(1))
+    packed = list[str]()
+    for again in range(2):
+        blueprint = blueprint_with_head(tmp_path / "model", options["store"])
+        engine = start(blueprint, settings(**options), lambda what, *_: packed.append(what))
+        assert bool(packed) is not bool(again)
+        assert len(engine.layers) - len(plain.layers) == (family == "mellum")
+        assert numerics(engine) != numerics(plain)
+        loop = RequestLoop(engine, Letters(), 3, set(), speculation=drafting(engine))
+        assert answers(loop, requests(1)) == expected
+        assert not native.available() or loop.counts.guessed_tokens > 30
+        engine.close()
+        packed.clear()
+    plain.close()
+    words = ("--store", options["store"], "--bits", 4, "--dense-bits", 4, "--draft", "mtp")
+    found = tiermoe_("pack", tmp_path / "model", *words)
+    assert found.code == 0, found.err
+    assert ("the MTP head at 4 bits" in found.err) is (family == "mellum")

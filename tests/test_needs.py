@@ -95,10 +95,11 @@ def test_few_tokens_take_no_more_than_is_said(kind: str, tokens: int, positions:
         assert each.decode_attention is not None
         slabs: Slabs = cache.native[layer]
         turned = torch.zeros(tokens, 64, dtype=torch.bfloat16)
-        step = Step(torch.arange(tokens), last, turned, turned)
-        taken = _native.workspace(each.decode_attention._packed, step.packed, slabs.packed, threads)
         said = its.decode_bytes(tokens, positions, threads, 128)
-        assert taken <= said
+        for given in (0, tokens, 1):  # the last takes most: blocks for one, tiles for the others
+            step = Step(torch.arange(tokens), last, turned, turned, given=torch.arange(tokens) < given)
+            taken = _native.workspace(each.decode_attention._packed, step.packed, slabs.packed, threads)
+            assert taken <= said
         if tokens == 64 and positions == 3000 and native.instruction_set() != "avx2":
             assert said <= 1.5 * taken  # AVX2's count holds integers for packed weights, of which there are none
 

@@ -240,16 +240,17 @@ def test_a_stream_without_news_says_nothing_now_and_then() -> None:
         answers = Answers(1, lambda: None)
 
         async def lines() -> Any:
-            await asyncio.sleep(0.3)
+            while b"silent\n" not in sent:
+                await asyncio.sleep(0.001)
             yield b"last\n"
 
         stream = LineStream(answers, lines(), StreamKind("", lambda _: b"silent\n", bytes))
-        stream.ping_interval = 0.1
+        stream.ping_interval = 0.001
 
         async def send(message: Any) -> None:
             sent.append(message.get("body", b""))
 
-        await stream({"type": "http", "method": "POST"}, lambda: asyncio.sleep(9), send)  # type: ignore[arg-type]
+        await stream({"type": "http", "method": "POST"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
     asyncio.run(respond())
     assert sent[1] == b"silent\n"

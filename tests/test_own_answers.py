@@ -26,6 +26,7 @@ from benchmarks.load_dialects import (
     request_of,
     usage_of,
 )
+from patience import PATIENCE_S
 from serving import running
 from tiermoe.engine.sampling import Sampling
 from tiermoe.serve.app import create_app
@@ -186,11 +187,13 @@ def test_free_turns_of_ollamas_dialect(where: str) -> None:
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_clients_under_load_understand_every_dialect(where: str, dialect: Dialect) -> None:
     """Streams and whole answers tell the tokens of the prompt, and no error; a stream its end. A refusal has one."""
-    whole = httpx.post(where + dialect.path, json=request_of(dialect, "How is Bonn?", 20, stream=False), timeout=300)
+    whole = httpx.post(
+        where + dialect.path, json=request_of(dialect, "How is Bonn?", 20, stream=False), timeout=PATIENCE_S
+    )
     prompt, answer = usage_of(whole.json()) or (0, 0)
     assert 0 < answer <= 20
     asked = request_of(dialect, "How is Bonn?", 20, stream=True)
-    with httpx.stream("POST", where + dialect.path, json=asked, timeout=300) as response:
+    with httpx.stream("POST", where + dialect.path, json=asked, timeout=PATIENCE_S) as response:
         events = [event for line in response.iter_lines() if (event := event_of(line)) is not None]
     assert [is_end(event) for event in events] == [False] * (len(events) - 1) + [True]
     told = [usage for event in events if (usage := usage_of(event))]
@@ -198,4 +201,4 @@ def test_clients_under_load_understand_every_dialect(where: str, dialect: Dialec
     assert 0 < told[0][1] <= 20
     assert sum(is_beginning(event) for event in events) < len(events) - 1
     assert {error_of(event) for event in [whole.json(), *events]} == {None}
-    assert error_of(httpx.post(where + dialect.path, json={"nothing": 1}).json())
+    assert error_of(httpx.post(where + dialect.path, json={"nothing": 1}, timeout=PATIENCE_S).json())

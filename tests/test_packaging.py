@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import PATIENCE_S
 from tiermoe.model.hf.local_models import SHIPPED
 from tiermoe.version import VERSION
 
@@ -23,7 +24,7 @@ def setup(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """setup.py with a command; its variables TIERMOE_NATIVE and CC are those that are given."""
     kept = {name: value for name, value in os.environ.items() if name not in ("TIERMOE_NATIVE", "CC", "LDSHARED")}
     command = [sys.executable, "setup.py", "-q", *words]
-    return subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import re
 import httpx
 import pytest
 
+from patience import PATIENCE_S
 from tiermoe.serve.startup import StartupApp
 
 SCRIPTS = re.compile(r"<script>.*?</script>", re.DOTALL)
@@ -20,7 +21,7 @@ LIBRARIES = re.compile(r"<script>\n/\*.*?</script>", re.DOTALL)
 @pytest.fixture(scope="module")
 def page(address: str) -> httpx.Response:
     """As one gets it without a key."""
-    return httpx.get(f"{address}/")
+    return httpx.get(f"{address}/", timeout=PATIENCE_S)
 
 
 def test_the_page_comes_with_its_policy(page: httpx.Response) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from patience import PATIENCE_S
 from serving import running
 from tiermoe.engine.request import Piece
 from tiermoe.serve.app import create_app
@@ -85,9 +87,9 @@ class Dictated:
         return 0.0
 
     def submit(self, requests: Any) -> Answers:
-        self.asked += requests
-        self._answers = Answers(len(requests), self._gone)
-        return self._answers
+        self._answers = answers = Answers(len(requests), self._gone)
+        self.asked += requests  # after which the test may dictate
+        return answers
 
     def _gone(self) -> None:
         self.left += 1
@@ -99,8 +101,8 @@ class Dictated:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        expect.set_options(timeout=60_000)  # the machine may be busy
+        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=1000 * PATIENCE_S)
+        expect.set_options(timeout=1000 * PATIENCE_S)
         yield found
         found.close()
 
@@ -116,11 +118,17 @@ def address(served: Any, worker: Any) -> Iterator[str]:
         yield address
 
 
+def patient(browser: Any, **options: Any) -> Any:
+    """A context whose pages are waited for."""
+    context = browser.new_context(**options)
+    context.set_default_timeout(1000 * PATIENCE_S)
+    return context
+
+
 @pytest.fixture
 def tab(browser: Any, address: str) -> Iterator[Any]:
     """The page, which must report no error and ask nobody else."""
-    context = browser.new_context(accept_downloads=True)
-    context.set_default_timeout(60_000)
+    context = patient(browser, accept_downloads=True)
     tab, wrong = context.new_page(), list[str]()
     tab.on("pageerror", lambda error: wrong.append(str(error)))
     tab.on("console", lambda message: message.type == "error" and wrong.append(message.text))
@@ -141,11 +149,10 @@ def ask(tab: Any, worker: Any, text: str) -> None:
 
 
 def until(tab: Any, condition: Any) -> None:
-    for _ in range(6000):
-        if condition():
-            return
+    limit = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < limit, "it hangs"
         tab.wait_for_timeout(10)
-    pytest.fail("what the test waits for has not come in a minute")
 
 
 def whole(tab: Any, worker: Any, answer: str) -> Any:
@@ -196,7 +203,7 @@ def test_an_answer_runs_nothing_and_loads_nothing(tab: Any, worker: Any) -> None
 
 def test_what_marked_lets_through_is_cleaned_all_the_same(browser: Any, address: str) -> None:
     """By DOMPurify, beside which nobody makes HTML of text."""
-    tab = browser.new_page()
+    tab = patient(browser).new_page()
     tab.goto(address)
     script = """(html) => {
       const box = make("p", {}, DOMPurify.sanitize(html, MARKS));
@@ -206,7 +213,7 @@ def test_what_marked_lets_through_is_cleaned_all_the_same(browser: Any, address:
     assert tab.evaluate(script, '<a href="javascript:x">b</a><form><input name=c></form>') == "<a>b</a><input>"
     refused = "() => { try { make('p').innerHTML = '<b>'; } catch (error) { return error.name; } }"
     assert tab.evaluate(refused) == "TypeError"
-    tab.close()
+    tab.context.close()
 
 
 @pytest.mark.parametrize("length", [1, 3, 7])
@@ -380,7 +387,7 @@ def test_a_thought_that_the_template_leaves_out_is_not_continued(
 
 def test_another_server_in_the_place_of_the_first_is_found(browser: Any, address: str) -> None:
     """After an answer that failed."""
-    context = browser.new_context()
+    context = patient(browser)
     tab = context.new_page()
     tab.goto(address)
     expect(tab.locator("#model")).to_have_text("a <b>model</b>")
@@ -512,7 +519,7 @@ def test_progress_of_a_prompt(tab: Any) -> None:
 
 @pytest.mark.parametrize("experts", [8, 128, 512])
 def test_a_phone_shows_everything_without_scrolling_sideways(browser: Any, address: str, experts: int) -> None:
-    context = browser.new_context(viewport={"width": 360, "height": 640}, is_mobile=True, has_touch=True)
+    context = patient(browser, viewport={"width": 360, "height": 640}, is_mobile=True, has_touch=True)
     tab = context.new_page()
     layer = {"bits": [0] * experts, "arriving": [0] * experts, "uses": list(range(experts))}
     tab.route("**/experts?*", lambda route: route.fulfill(json={"precisions": [4], "layers": [layer] * 3}))

@@ -37,8 +37,8 @@ from tiny import _COMMON, CONFIGS, auto_class, write
 
 INTERPRETER = 300 * MIB
 PROBED = {
-    "gemma4_text", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe", "mimo_v2_flash", "nemotron_h", "qwen3_next",
-    "qwen3_5_moe_text", "qwen4_exp_text",
+    "bailing_hybrid", "gemma4_text", "glm5_next_text", "granitemoehybrid", "jamba", "kimi_linear", "lfm2_moe",
+    "mimo_v2_flash", "nemotron_h", "qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text",
 }  # fmt: skip
 """Families with heads of several sizes, or with states beside keys and values."""
 FIXED = ("interpreter", "dense", "kv_cache", "activations", "staging")

@@ -160,7 +160,9 @@ def test_who_is_put_back_reads_again_what_it_had_from_disk(
     assert ended(batch).counts.hits == 2
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "lfm2_moe", "jamba"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "kimi_linear", "glm5_next_text", "bailing_hybrid", "lfm2_moe", "jamba"]
+)
 def test_recurrent_states_go_on_after_a_restart(family: str, tmp_path: Path) -> None:
     """From where a turn ended and from nowhere else, as in memory."""
     directory = write(tmp_path, family, torch.bfloat16, **NATIVE)

@@ -18,10 +18,9 @@ import pytest
 
 from benchmarks.serving import free_port
 from commands import Command
-from serving import make_certificate, until
+from patience import PATIENCE_S, until
+from serving import make_certificate, wait_until_loaded
 from tiermoe.cli.serve_replicas import one_share
-
-PATIENCE_S = 1200  # Ray starts a dozen processes, and the machine may be busy
 
 
 def replicas(server: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -49,16 +48,8 @@ def server(shipped: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str
     process = subprocess.Popen([sys.executable, "-m", "tiermoe", "serve", str(shipped), *words], env=environment)
     trusted = ssl.create_default_context(cafile=tmp_path / "a.crt")
     client = httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trusted, timeout=PATIENCE_S)
-
-    def answers() -> bool:
-        assert process.poll() is None
-        try:
-            return client.get("/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
     try:
-        until(answers, PATIENCE_S)
+        wait_until_loaded(process, client)
         yield process, client
     finally:
         process.terminate()
@@ -93,10 +84,7 @@ def test_one_of_two_is_killed_and_requests_go_on(server: tuple[subprocess.Popen[
         for number in range(3, 9):
             tokens, found = conversation(client, number)
             assert tokens > 0
-        until(
-            lambda: killed.pid not in {each.pid for each in replicas(process)} and len(replicas(process)) == 2,
-            PATIENCE_S,
-        )
+        until(lambda: killed.pid not in {each.pid for each in replicas(process)} and len(replicas(process)) == 2)
         conversation(client, 9)
 
 

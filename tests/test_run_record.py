@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 import tiermoe
 from fake_link import FakeLink, Said
+from patience import until
 from tiermoe import native
 from tiermoe.engine.history import History
 from tiermoe.formats.store import Source, Store
@@ -134,10 +134,8 @@ class Run:
         options = {"memory": "4GiB", "device": "cpu", "bits": 4, "lanes": 2, "store": store, **options}
         self.model, _ = tiermoe.load(checkpoint, **options)
         self.engine = self.model.tiermoe
-        limit = time.monotonic() + 30
-        while wait and self.engine.loader.filling:
-            assert time.monotonic() < limit, "it hangs"
-            self.engine.loader.collect()
+        if wait:
+            until(lambda: self.engine.loader.collect() or not self.engine.loader.filling)
 
     def answer(self, tokens: int = 12) -> torch.Tensor:
         mask = torch.ones_like(IDS)

@@ -22,8 +22,8 @@ from commands import Command
 from extent_files import EXPERTS, FORM, SIZE, bytes_of, write_experts
 from gguf_engines import engine_of, greedy
 from gguf_files import kinds
-from gpu_rig import within
 from parity import tokens
+from patience import within
 from tiermoe.errors import ConfigError, LoadError
 from tiermoe.measure.machine_rates import with_second_drive
 from tiermoe.native import available
@@ -98,7 +98,7 @@ def brought(link: Any, experts: list[int]) -> list[Exception | None]:
     errors = []
     for expert in experts:
         link.submit(load(expert))
-        errors.append(within(10, link.wait).error)
+        errors.append(within(link.wait).error)
     return errors
 
 
@@ -153,7 +153,7 @@ class Gated:
             self.link.submit(load(expert))
         for gate, count in ((self.first, first), (self.also, second)):
             for _ in range(count):
-                within(10, gate.begun.get)
+                within(gate.begun.get)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_each_drive_takes_what_it_ends_sooner(copied: Copied, ratio: float, firs
     drives.begin(first, second)
     for gate in (drives.first, drives.also):
         gate.go_on.release(8)
-    assert [within(10, drives.link.wait).error for _ in range(8)] == [None] * 8
-    assert (drives.link.bytes_read, drives.second.bytes_read) == (8 * SIZE, second * SIZE)
+    assert [within(drives.link.wait).error for _ in range(8)] == [None] * 8
+    assert (drives.link.counters().bytes_read, drives.second.bytes_read) == (8 * SIZE, second * SIZE)
     drives.link.close()
 
 
@@ -173,11 +173,11 @@ def test_a_drive_that_is_stuck_is_asked_for_no_more(copied: Copied) -> None:
     drives = Gated(copied, 1.0)
     drives.begin(4, 4)
     drives.first.go_on.release(EXPERTS)
-    assert [within(10, drives.link.wait).error for _ in range(4)] == [None] * 4
+    assert [within(drives.link.wait).error for _ in range(4)] == [None] * 4
     assert brought(drives.link, list(range(8, EXPERTS))) == [None] * (EXPERTS - 8)
     assert (drives.also.begun.qsize(), drives.second.bytes_read) == (0, 0)
     drives.also.go_on.release(4)
-    assert [within(10, drives.link.wait).error for _ in range(4)] == [None] * 4
+    assert [within(drives.link.wait).error for _ in range(4)] == [None] * 4
     assert drives.second.bytes_read == 4 * SIZE
     drives.link.close()
 
@@ -190,7 +190,7 @@ def test_alone_a_read_goes_to_the_faster_drive(copied: Copied, linked: Linked, r
     assert brought(link, list(range(EXPERTS))) == [None] * EXPERTS
     for expert in range(EXPERTS):
         assert link._slots.buffer(expert)[:SIZE].numpy().tobytes() == bytes_of(copied.file, copied.extents[expert])
-    assert (link.bytes_read, second.bytes_read) == (EXPERTS * SIZE, share * EXPERTS * SIZE)
+    assert (link.counters().bytes_read, second.bytes_read) == (EXPERTS * SIZE, share * EXPERTS * SIZE)
     link.close()
 
 
@@ -207,7 +207,7 @@ def test_native_threads_turn_to_the_slower_drive_while_the_faster_one_reads(copi
     for _ in range(100):  # until a thread was quick enough: at 0.5 none of these reads would go there otherwise
         for expert in (0, 1, 2):
             link.submit(load(expert))
-        assert [within(30, link.wait).error for _ in range(3)] == [None] * 3
+        assert [within(link.wait).error for _ in range(3)] == [None] * 3
         if second.bytes_read:
             break
     assert second.bytes_read > 0
@@ -226,8 +226,8 @@ def test_an_expert_without_a_copy_comes_from_the_first_drive(copied: Copied, lin
     link = linked(copied, second, threads)
     for expert in range(EXPERTS):
         link.submit(load(expert))
-    assert [within(10, link.wait).error for _ in range(EXPERTS)] == [None] * EXPERTS
-    assert (link.bytes_read, second.bytes_read) == (EXPERTS * SIZE, EXPERTS // 2 * SIZE)
+    assert [within(link.wait).error for _ in range(EXPERTS)] == [None] * EXPERTS
+    assert (link.counters().bytes_read, second.bytes_read) == (EXPERTS * SIZE, EXPERTS // 2 * SIZE)
     link.close()
 
 
@@ -249,7 +249,7 @@ def test_what_the_copy_fails_to_give_the_first_drive_gives(copied: Copied, linke
     assert brought(link, list(range(EXPERTS))) == [None] * EXPERTS
     for expert in range(EXPERTS):
         assert link._slots.buffer(expert)[:SIZE].numpy().tobytes() == bytes_of(copied.file, copied.extents[expert])
-    assert (link.bytes_read, second.bytes_read) == (EXPERTS * SIZE, (EXPERTS - len(failed)) * SIZE)
+    assert (link.counters().bytes_read, second.bytes_read) == (EXPERTS * SIZE, (EXPERTS - len(failed)) * SIZE)
     assert second.warning.startswith(f"{len(failed)} reads failed")
     assert f"expert {failed[0]} (4 bits)" in second.warning
     assert str(copied.copy) in second.warning

@@ -19,6 +19,7 @@ import torch
 from benchmarks.load import counters_broken, metrics, settled
 from benchmarks.load_clients import Clients
 from commands import Command
+from patience import PATIENCE_S
 from serving import KEY, Scripted, running
 from tiermoe.batch import Batch
 from tiermoe.batch import prompt as row
@@ -384,7 +385,7 @@ def test_an_assistant_s_message_at_the_end_is_continued(
     monkeypatch.setattr(served.tokenizer, "chat_template", TURNS)
     scripted: Any = Scripted(served, "so on")
     with running(create_app(replace(served, worker=scripted))) as address:
-        assert httpx.post(f"{address}/v1/{path}", json=body).status_code == 200
+        assert httpx.post(f"{address}/v1/{path}", json=body, timeout=PATIENCE_S).status_code == 200
     assert served.tokenizer.decode(scripted.asked[0].ids) == prompt
 
 
@@ -438,7 +439,8 @@ def test_an_answer_goes_on_within_a_thought_or_behind_it(
     scripted: Any = Scripted(served, "a</think>b")
     body = {"messages": [ASKED, {"role": "assistant", "content": begun}]}
     with running(create_app(replace(served, worker=scripted))) as address:
-        told = httpx.post(f"{address}/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        told = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=PATIENCE_S).json()
+        told = told["choices"][0]["message"]
     assert (told.get("reasoning_content", ""), told["content"]) == (thought, content)
 
 
@@ -466,7 +468,7 @@ def test_a_thought_without_an_answer_is_continued(
     scripted: Any = Scripted(served, f"\na{end}b")
     body = {"messages": [ASKED, {"role": "assistant", **begun}], "max_tokens": 9}
     with running(create_app(replace(served, worker=scripted))) as address:
-        told = httpx.post(f"{address}/v1/{path}", json=body).json()
+        told = httpx.post(f"{address}/v1/{path}", json=body, timeout=PATIENCE_S).json()
     assert served.tokenizer.decode(scripted.asked[0].ids) == f"[user]a[assistant]{begin}hm"
     if path == "messages":
         assert [block.get("thinking") or block["text"] for block in told["content"]] == ["\na", "b"]
@@ -696,7 +698,7 @@ def test_agents_know_causes_by_their_codes(http: httpx.Client, address: str) -> 
     long = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a " * 99}]})
     assert long.json()["error"]["code"] == "context_length_exceeded"
     assert http.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
-    assert httpx.get(f"{address}/v1/models").json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{address}/v1/models", timeout=PATIENCE_S).json()["error"]["code"] == "invalid_api_key"
 
 
 def test_broken_bodies(http: httpx.Client) -> None:
@@ -724,10 +726,10 @@ def test_a_body_is_json_whatever_its_type(http: httpx.Client, path: str) -> None
 
 def test_a_key_is_asked_for(address: str) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": ""}):
-        response = httpx.get(f"{address}/v1/models", headers=headers)
+        response = httpx.get(f"{address}/v1/models", headers=headers, timeout=PATIENCE_S)
         assert (response.status_code, response.json()["error"]["type"]) == (401, "authentication_error")
-    assert httpx.get(f"{address}/v1/models", headers={"X-Api-Key": KEY}).status_code == 200
-    assert httpx.get(f"{address}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{address}/v1/models", headers={"X-Api-Key": KEY}, timeout=PATIENCE_S).status_code == 200
+    assert httpx.get(f"{address}/health", timeout=PATIENCE_S).json() == {"status": "ok"}
 
 
 def test_a_full_queue_asks_to_come_again(served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ import torch
 from benchmarks.serving import free_port
 from benchmarks.several_models import Memory
 from commands import Command
-from serving import until
+from patience import PATIENCE_S, until
+from serving import wait_until_loaded
 from tiermoe.config import parse_size
 from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiny import oracle
@@ -26,7 +27,6 @@ from tiny import oracle
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
 BUDGET = "720MiB"  # of which one of the models has room beside the router
 WORDS = ("--bits", "16", "--dense-bits", "16", "--context", "64", "--lanes", "1", "--threads", "1", "--device", "cpu")
-PATIENCE_S = 900  # the machine may be busy
 PROMPT = "Once upon a time"
 
 
@@ -42,17 +42,9 @@ def serving(*words: object, memory: str = BUDGET) -> Iterator[tuple[psutil.Proce
     named = ["--port", str(port), "--memory", memory, *WORDS]
     command = [sys.executable, "-m", "tiermoe", "serve", *map(str, words), *named]
     process = subprocess.Popen(command)
-
-    def answers() -> bool:
-        assert process.poll() is None
-        try:
-            return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
     try:
-        until(answers)
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
+            wait_until_loaded(process, client)
             yield psutil.Process(process.pid), client
     finally:
         process.kill()

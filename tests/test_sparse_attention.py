@@ -31,10 +31,12 @@ NATIVE = {
 
 
 GROUPS = "minimax_m3_vl_text"
-CHOICES: list[tuple[str, dict[str, int]]] = [
+CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v32", {"index_topk": 6}),
     ("deepseek_v32", {"index_topk": 64}),
     ("glm_moe_dsa", {"index_topk": 6}),
+    ("glm5_next_text", {"index_topk": 6, "index_kpool": 3}),
+    ("glm5_next_text", {"index_topk": 64, "linear_lower_bound": None}),
     (GROUPS, {}),
     (GROUPS, {"index_block_size": 3, "index_topk_blocks": 3, "index_local_blocks": 2}),
     (GROUPS, {"index_topk_blocks": 64}),
@@ -42,7 +44,7 @@ CHOICES: list[tuple[str, dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(("family", "changes"), CHOICES)
-def test_chunks_and_tokens_alone_agree_with_transformers(family: str, changes: dict[str, int], tmp_path: Path) -> None:
+def test_chunks_and_tokens_alone_agree_with_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """A prompt in chunks of 5, tokens that are verified and decoded after it; in a context that is longer than what is
     chosen, and in one that is not."""
     directory = write(tmp_path, family, torch.float32, **changes)

@@ -14,6 +14,7 @@ from benchmark_commands import benchmark_runner
 from benchmarks import throughput
 from benchmarks.latency import computed
 from benchmarks.throughput import LLAMA_SERVER, Contender, Measured, Requests, llama_server, measure, ours, turn
+from patience import PATIENCE_S
 from serving import running
 from tiermoe.bench.child import CaseFailed
 from tiermoe.errors import PromptError
@@ -21,7 +22,7 @@ from tiermoe.platform.machine import processors
 from tiermoe.serve.app import create_app
 from tiermoe.serve.served import Served
 
-ASKED = Requests(prompt=3, tokens=5, answers=2, memory=None, timeout=60)
+ASKED = Requests(prompt=3, tokens=5, answers=2, memory=None, timeout=PATIENCE_S)
 
 FAKE = """#!{python}
 import json, sys

@@ -108,6 +108,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "index_topk": 6, "index_head_dim": 16,
         "index_n_heads": 16, "indexer_types": ["full", "shared", "full"],
     },
+    "glm5_next_text": {
+        **_MLA, "qk_rope_head_dim": 0, "n_routed_experts": 8, "num_experts_per_tok": 3, "index_topk": 4,
+        "index_head_dim": 16, "index_n_heads": 16, "index_kpool": 2, "linear_head_dim": 16, "linear_num_heads": 4,
+        "layer_types": ["indexed_attention", "linear_attention", "indexed_attention"], "hc_mult": 2,
+        "hc_sinkhorn_iters": 3, "mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limit": 1.0,
+        "rms_norm_eps": 1e-3,
+    },
     "ernie4_5_moe": {
         "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,
     },
@@ -130,6 +137,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_MLA, "q_lora_rank": None, "num_local_experts": 8, "num_experts_per_tok": 3, "linear_head_dim": 16,
         "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "n_group": 2, "topk_group": 1,
+    },
+    "bailing_hybrid": {
+        "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
+        "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
     "hunyuan_v1_moe": {
         "num_experts": 8, "moe_topk": 3, "intermediate_size": 32, "head_dim": 16,
@@ -203,8 +216,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+class Glm5Next(AutoModelForMultimodalLM):
+    """The whole model, made of its text part's config: transformers has no class for the text part alone."""
+
+    @classmethod
+    def from_config(cls, config: Any, **options: Any) -> Any:
+        sees = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+        whole = AutoConfig.for_model("glm5_next", text_config=config.to_dict(), vision_config=sees)
+        return AutoModelForMultimodalLM.from_config(whole, **options)
+
+
 def auto_class(model_type: str) -> Any:
-    others = {"switch_transformers": AutoModelForSeq2SeqLM, "mistral4": AutoModelForMultimodalLM}
+    others = {
+        "switch_transformers": AutoModelForSeq2SeqLM, "mistral4": AutoModelForMultimodalLM, "glm5_next_text": Glm5Next,
+    }  # fmt: skip
     return others.get(model_type, AutoModelForCausalLM)
 
 

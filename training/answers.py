@@ -4,13 +4,13 @@ Each assistant's turn of a file of chats (`training.chats`) is answered greedily
 many are the file's own, by kind: calls of tools, answers after a call's result, stories, and all other answers.
 """
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import tiermoe
+from benchmarks.rounds import parser_of
 
 _TURN, _END, _TEXT = "<|im_start|>assistant\n", "<|im_end|>", "<|endoftext|>"
 
@@ -36,8 +36,7 @@ def kind_of(before: str, answer: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m training.answers", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of(__doc__)
     parser.add_argument("model")
     parser.add_argument("held_out", type=Path, metavar="HELD-OUT")
     parser.add_argument("--most", type=int, default=400, help="answers that are tried; default 400")

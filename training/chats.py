@@ -6,7 +6,6 @@ writes OUT, a file of texts separated by `<|endoftext|>`. The same arguments wri
 held-out part, a conversation of several turns counting as one, is asked nowhere in the training part.
 """
 
-import argparse
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from benchmarks.rounds import parser_of
 from training.listings import LISTINGS
 from training.questions import QUESTIONS
 from training.tokenizer import CHAT_TEMPLATE, END
@@ -106,8 +106,7 @@ def write(out: Path, size: int, seed: int, held_out: bool) -> None:
 
 
 def main() -> None:
-    top = argparse.ArgumentParser(prog="python -m training.chats", description=__doc__)
-    top.formatter_class = argparse.RawDescriptionHelpFormatter
+    top = parser_of(__doc__)
     top.add_argument("out", type=Path, help="file to write")
     top.add_argument("--megabytes", type=float, default=20, help="size of the file (%(default)s)")
     top.add_argument("--seed", type=int, default=0)

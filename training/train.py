@@ -23,11 +23,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import Qwen3MoeForCausalLM
 
 from benchmarks.perplexity import load_eager, logits_of, perplexity
+from benchmarks.rounds import parser_of
 from training.checkpoint import OtherSettings, load_state, save_state
 from training.data import Tokens, batch, documents, encode
 from training.export import export
 from training.model import build_model, losses
-from training.settings import HELP, RECIPES, Settings
+from training.settings import RECIPES, Settings
 from training.tokenizer import load_tokenizer, train_tokenizer
 
 HELD_OUT_SHARE = 0.01
@@ -121,8 +122,7 @@ def prepare(args: argparse.Namespace, settings: Settings) -> tuple[Tokens, Token
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
-    top.formatter_class = argparse.RawDescriptionHelpFormatter
+    top = parser_of(__doc__)
     top.add_argument("text", type=Path, help="folder of .txt and .txt.xz files, or one such file")
     top.add_argument("--out", type=Path, required=True, help="directory of the trained model")
     top.add_argument("--recipe", choices=RECIPES, default="stories-7m", help="the settings not given (%(default)s)")
@@ -135,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
     for field in fields(Settings):
         name = "--" + field.name.replace("_", "-")
         values = ", ".join(str(getattr(settings, field.name)) for settings in RECIPES.values())
-        told: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{HELP[field.name]} ({values})"}
+        told: dict[str, Any] = {"default": argparse.SUPPRESS, "help": f"{field.metadata['help']} ({values})"}
         if isinstance(field.default, bool):
             top.add_argument(name, action=argparse.BooleanOptionalAction, **told)
         else:

@@ -22,7 +22,7 @@ from tiermoe.errors import LoadError
 from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.registry import encoding_named
 from tiermoe.formats.source import label_of
-from tiermoe.formats.store import Store, open_store, precision_key
+from tiermoe.formats.store import MTP_FOLDER, Store, open_store, precision_key
 from tiermoe.kernels.linear import cpu_kernels, machine_layout
 from tiermoe.kernels.matrix import matrix_form
 from tiermoe.model.dense import kind_of, recipe_key
@@ -85,7 +85,7 @@ def describe_model(model: str, chosen: Path | None = None) -> dict[str, Any]:
         **({"download_bytes": download.nbytes} if download else {"checkpoint": str(blueprint.directory)}),
         "fingerprint": "" if download else blueprint.checkpoint.fingerprint(),
         "store": str(root) if is_store(root) else "",
-        "precisions": _precision_facts(store) if store else [],
+        "precisions": _all_precision_facts(store) if store else [],
     }
 
 
@@ -100,7 +100,7 @@ def describe_store(root: Path) -> dict[str, Any]:
         **_layer_facts(store.layers),
         "fingerprint": store.source.fingerprint,
         "store": str(root),
-        "precisions": _precision_facts(store),
+        "precisions": _all_precision_facts(store),
     }
 
 
@@ -130,6 +130,14 @@ def _layer_facts(layers: list[MoeLayer]) -> dict[str, Any]:
         "experts_a_layer": max(layer.experts for layer in layers),
         "experts_a_token": max(layer.top_k for layer in layers),
     }
+
+
+def _all_precision_facts(store: Store) -> list[dict[str, Any]]:
+    """`_precision_facts` of a store, and of its MTP head's where it has one."""
+    head = store.root / MTP_FOLDER
+    of_head = _precision_facts(open_store(head)) if is_store(head) else []
+    named = [{**facts, "precision": f"MTP head: {facts['precision']}"} for facts in of_head]
+    return [*_precision_facts(store), *named]
 
 
 def _precision_facts(store: Store) -> list[dict[str, Any]]:
@@ -169,9 +177,10 @@ def _packed_facts(
 
 
 def verify_store(root: Path, progress: Callable[[int, int], None]) -> tuple[int, list[str]]:
-    """(number of extents, a line for each damaged one) of a store, all of which is read. progress: called with (extents
-    read, all)."""
-    extents = _all_extents(open_store(root))
+    """(number of extents, a line for each damaged one) of a store and of its MTP head's, all of which is read.
+    progress: called with (extents read, all)."""
+    roots = [each for each in (root, root / MTP_FOLDER) if each == root or is_store(each)]
+    extents = [extent for each in roots for extent in _all_extents(open_store(each))]
     reader = ExtentReader()
     memory = aligned_memory(0)
     damaged: list[str] = []

@@ -49,7 +49,8 @@ def speculation_of(draft: str, drafting: Any, engine: Any, progress: Callable[[s
         from tiermoe.engine.mtp_draft import MtpDrafts, require_verification
 
         require_verification(engine)
-        return Speculation(MtpDrafts(engine, Lookup()))
+        drafts = MtpDrafts(engine, Lookup())
+        return Speculation(drafts, drafts.together)
     if drafting is None:
         return Speculation(Lookup())
     from tiermoe.engine.draft_model import DraftModel

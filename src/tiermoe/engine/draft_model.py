@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import torch
 
@@ -67,14 +68,23 @@ class ModelDrafter(LikeliestTokens):
         super().__init__(speculation, chances)
         self._model = model
 
-    def ready(self, tokens: list[int], place: Place | None) -> bool:
+    def ready(self, tokens: list[int]) -> bool:
         if self._model.follows(self):
             return True
         self._model.run(self, tokens)
         return False
 
-    def probabilities(self, tokens: list[int]) -> torch.Tensor:
-        return self._model.run(self, tokens)
+    def draft(
+        self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int, place: Place | None = None
+    ) -> list[int]:
+        """As of `speculation.Drafter`."""
+        draft = self.begin(prompt, answer, most, rows)
+        try:
+            tokens = next(draft)
+            while True:
+                tokens = draft.send(self._model.run(self, tokens))
+        except StopIteration as ended:
+            return list(ended.value)
 
 
 def check_vocabulary(own: dict[str, int], draft: dict[str, int], name: str) -> None:

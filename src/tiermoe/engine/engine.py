@@ -25,7 +25,6 @@ from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.moe_layer import MoELayer, closed_error
 from tiermoe.engine.observer import Observer, Undo, time_kernels
 from tiermoe.engine.service import ExpertService
-from tiermoe.engine.speculation import Place
 from tiermoe.engine.steps import AnyDecoder, gathered, is_finite, not_finite, passes_of
 from tiermoe.errors import ConfigError, ModelError
 from tiermoe.formats.store import Store
@@ -33,7 +32,7 @@ from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.model.decoder import Decoder, NotFiniteError
 from tiermoe.model.feed_forward import ExpertGate
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.mtp_head import Drafted, MtpHead
+from tiermoe.model.mtp_head import Drafted, MtpHead, Wanted
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.link import MeteredLink
 from tiermoe.offload.loader import ExpertLoader
@@ -169,10 +168,10 @@ class Engine:
 
     def snapshot(self) -> PhaseMetrics:
         """The clock and the counters now; two of them tell what happened between. Tokens are the caller's to count."""
-        seconds, wait_s = time.perf_counter(), self.wait_s
+        seconds, wait_s, link = time.perf_counter(), self.wait_s, self.link.counters()
         counts, discarded = self.loader.counts.copy(), self.scheduler.discarded.copy()
         return PhaseMetrics(
-            seconds, seconds - wait_s, wait_s, self.link.bytes_read, 0, counts, discarded, self.link.busy_s,
+            seconds, seconds - wait_s, wait_s, link.bytes_read, 0, counts, discarded, link.busy_s,
             self.service.second.bytes_read,
         )  # fmt: skip
 
@@ -319,16 +318,15 @@ class Engine:
             yield logits
 
     @torch.no_grad()
-    def draft(self, place: Place, token: int, before: Drafted | None = None) -> Drafted:
-        """A draft by the MTP head of what follows `token`: the last one of a sequence, or the one that was drafted
-        `before`. LoadError and TiermoeError as `step`."""
+    def draft(self, cache: Any, wanted: Sequence[Wanted]) -> list[Drafted]:
+        """Drafts by the MTP head of what follows tokens of several sequences. LoadError and TiermoeError as `step`."""
         self.check_open()
         context, head = self.context, self.mtp
         assert head is not None
         with context.lock:
             context.start()
-            context.begin_draft([token], len(self.layers) - self.store.drafting)
-            drafted = head.draft(*place, token, before)
+            context.begin_draft([each.token for each in wanted], len(self.layers) - self.store.drafting)
+            drafted = head.draft(cache, wanted)
             context.finish()
         return drafted
 

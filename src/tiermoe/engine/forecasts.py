@@ -44,7 +44,7 @@ class Forecaster:
         self._hidden: torch.Tensor | None = None  # the running layer's input (T, H), before the first layer None
         self._ranked: dict[int, Ranked] = {}  # by target, of the running layer
         self._counted: dict[int, Ranked] = {}
-        self._stack = _stacked(self._routers) if stacked > 1 else None
+        self._stack = _stacked([router for router in routers if router is not None]) if stacked > 1 else None
         self._ahead = stacked
         own = {layer for layer, router in enumerate(self._routers) if isinstance(router, Router)}
         self._beside_input: dict[int, Remembered] = {layer: ((), {}) for layer in own}
@@ -69,10 +69,10 @@ class Forecaster:
             return ()
         if target in known:
             return known[target]
-        if self._stack is None or self.whole or hidden.shape[0] > 1 or target >= len(self._routers):
+        if self._stack is None or self.whole or hidden.shape[0] > 1 or target >= len(self._stack):
             known[target] = self.rank(target, hidden)
             return known[target]
-        layers = range(target, min(target + self._ahead, len(self._routers)))
+        layers = range(target, min(target + self._ahead, len(self._stack)))
         k = max(self._routers[layer].top_k for layer in layers)
         weights, experts = _largest(self._stack[layers.start : layers.stop], hidden, k)
         for layer, chosen, gates in zip(layers, experts.tolist(), weights.tolist(), strict=True):

@@ -22,6 +22,7 @@ from tiermoe.engine.reading import Reading, open_reading, rows_stay_on_disk
 from tiermoe.engine.service import ExpertService
 from tiermoe.errors import ConfigError
 from tiermoe.formats.in_place import OWN_BITS
+from tiermoe.formats.quantizers import CALIBRATED, UNCALIBRATED
 from tiermoe.formats.store import Store, joined
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.decoder import Decoder, decoder_for
@@ -105,7 +106,7 @@ def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = 
     blueprint.require_text()
     resolved = resolve_for(blueprint, settings)
     if blueprint.parts:
-        _check_mtp(blueprint, resolved)
+        check_mtp(blueprint, resolved)
     found = found_store(blueprint, settings.store)
     lean = starts_lean(blueprint, resolved, found)
     if not lean and not blueprint.parts:
@@ -121,14 +122,20 @@ def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = 
     return engine
 
 
-def _check_mtp(blueprint: Blueprint, resolved: Resolved) -> None:
-    """ConfigError where nothing computes an MTP head, or a calibration says nothing of its experts."""
+def check_mtp(blueprint: Blueprint, resolved: Resolved) -> None:
+    """ConfigError where nothing computes a model's MTP head, or a calibration says nothing of its experts."""
     if not _has_own_decoder(blueprint, resolved.settings):
         raise ConfigError("--draft mtp runs on tiermoe's own decoder, on a CPU; leave it, --decoder or --device out")
     if resolved.tables.bits:
         raise ConfigError(
             f"--draft mtp does not apply to {resolved.composition.name}, whose calibration has no bits of the head's "
             f"experts; leave one of them out"
+        )
+    quantizer = resolved.settings.quantizer_used
+    if quantizer in CALIBRATED and min(resolved.precisions) < 8:
+        raise ConfigError(
+            f"--draft mtp does not apply to --quantizer {quantizer}: a calibration text runs without the head's "
+            f"experts; choose --quantizer {UNCALIBRATED[quantizer]}"
         )
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from tiermoe.engine.engine import Engine
-from tiermoe.engine.likeliest_tokens import CHANCES, LikeliestTokens
+from tiermoe.engine.likeliest_tokens import CHANCES, Draft, LikeliestTokens
 from tiermoe.engine.prompt_lookup import Lookup
-from tiermoe.engine.speculation import Chances, Drafter, Place, Speculation
+from tiermoe.engine.speculation import Asked, Chances, Drafter, Place, Speculation
 from tiermoe.errors import ConfigError
-from tiermoe.model.mtp_head import Drafted
+from tiermoe.model.mtp_head import Drafted, Wanted
 
 
 class MtpDrafts:
@@ -19,47 +19,62 @@ class MtpDrafts:
     comes first where there is one: it is longer and costs nothing."""
 
     def __init__(self, engine: Engine, lookup: Lookup | None = None) -> None:
-        self.engine = engine
+        self._engine = engine
         self._lookup = lookup
         self._chances = Chances(CHANCES)
 
-    def __call__(self, speculation: Speculation) -> Drafter:
-        own = MtpDrafter(self.engine, speculation, Chances(CHANCES, self._chances))
-        return own if self._lookup is None else FirstOf(self._lookup(speculation), own)
+    def __call__(self, speculation: Speculation) -> MtpDrafter:
+        lookup = None if self._lookup is None else self._lookup(speculation)
+        return MtpDrafter(self, speculation, Chances(CHANCES, self._chances), lookup)
+
+    def together(self, asked: Sequence[Asked]) -> list[list[int]]:
+        """The drafts of several sequences of one cache: a pass of the head gives the next guess of each that goes on.
+        LoadError and TiermoeError as `Engine.step`."""
+        drafts: list[Draft] = [each.drafter.begin(*each[1:5]) for each in asked]
+        found: list[list[int]] = [[] for _ in asked]
+        answers: dict[int, Drafted | None] = dict.fromkeys(range(len(asked)))
+        while True:
+            wanted: dict[int, Wanted] = {}
+            for at, drafted in answers.items():
+                try:
+                    tokens = next(drafts[at]) if drafted is None else drafts[at].send(_probabilities(drafted))
+                except StopIteration as ended:
+                    found[at] = ended.value
+                else:
+                    _, slab, end = asked[at].place
+                    wanted[at] = Wanted(slab, end, tokens[-1], drafted)
+            if not wanted:
+                return found
+            cache = asked[0].place.cache
+            answers = dict(zip(wanted, self._engine.draft(cache, list(wanted.values())), strict=True))
+
+
+def _probabilities(drafted: Drafted) -> torch.Tensor:
+    return torch.softmax(drafted.logits.float(), dim=-1)
 
 
 class MtpDrafter(LikeliestTokens):
-    """Drafts of one sequence by the MTP head. One guess is worth a step: the head is made for one."""
+    """Drafts of one sequence by the MTP head. One guess is worth a step: the head is made for one. lookup: whose drafts
+    come first."""
 
-    def __init__(self, engine: Engine, speculation: Speculation, chances: Chances) -> None:
+    def __init__(
+        self, drafts: MtpDrafts, speculation: Speculation, chances: Chances, lookup: Drafter | None = None
+    ) -> None:
         super().__init__(speculation, chances, least=1)
-        self._engine = engine
-        self._place: Place | None = None
-        self._drafted: Drafted | None = None  # the last guess of the running draft
+        self._drafts = drafts
+        self._lookup = lookup
 
-    def ready(self, tokens: list[int], place: Place | None) -> bool:
-        self._place, self._drafted = place, None
-        return True
-
-    def probabilities(self, tokens: list[int]) -> torch.Tensor:
-        assert self._place is not None
-        self._drafted = self._engine.draft(self._place, tokens[-1], self._drafted)
-        return torch.softmax(self._drafted.logits.float(), dim=-1)
-
-
-class FirstOf:
-    """Drafts of one sequence by the first drafter that has one."""
-
-    def __init__(self, *drafters: Drafter) -> None:
-        self._drafters = drafters
+    def begin(self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int) -> Draft:
+        if self._lookup is not None and (guesses := self._lookup.draft(prompt, answer, most, rows)):
+            return guesses
+        return (yield from super().begin(prompt, answer, most, rows))
 
     def draft(
         self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int, place: Place | None = None
     ) -> list[int]:
-        for drafter in self._drafters:
-            if guesses := drafter.draft(prompt, answer, most, rows, place):
-                return guesses
-        return []
+        """As of `speculation.Drafter`."""
+        assert place is not None
+        return self._drafts.together([Asked(self, prompt, answer, most, rows, place)])[0]
 
 
 def require_verification(engine: Engine) -> None:

@@ -32,7 +32,7 @@ def numerics(engine: Engine) -> dict[str, Any]:
         ],
         "dense": engine.plan.dense_bits,
         "kv_bits": settings.kv_bits,
-        **({"mtp": True} if engine.store.drafting else {}),  # whose keys and values a slab has too
+        **({"mtp": True} if engine.mtp is not None else {}),  # whose keys and values a slab has too
         "chunk": settings.chunk,
         "threads": torch.get_num_threads(),
         "decoder": type(engine.decoder).__name__,

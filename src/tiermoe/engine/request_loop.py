@@ -28,7 +28,7 @@ from torch import Tensor
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.engine.request import Piece, Request, RequestState
 from tiermoe.engine.sampling import end_tokens
-from tiermoe.engine.speculation import MOST, Place, Speculation
+from tiermoe.engine.speculation import MOST, Asked, Place, Speculation
 from tiermoe.errors import LoadError, PromptError
 from tiermoe.metrics import PhaseMetrics
 from tiermoe.model.prefix_cache import PrefixCache
@@ -359,10 +359,7 @@ class RequestLoop:
         began = time.perf_counter()
         parts = list(map(self._next_prompt, prompts))
         speculation = self._speculation if answering and not parts else None
-        guesses = [
-            self._guesses(row, speculation, len(answering)) if speculation is not None and guess else []
-            for row in answering
-        ]
+        guesses = self._guesses(answering, speculation) if speculation is not None and guess else [[]] * len(answering)
         guessed = sum(map(len, guesses))
         rows = (*map(RequestState.next_answer, answering, guesses), *parts)
         embeds = bool(prompts) and prompts[0].request.embeds
@@ -404,21 +401,28 @@ class RequestLoop:
         for row, part, each in zip(prompts, parts, read, strict=True):
             self._has_read(row, [part], each, pieces)
 
-    def _guesses(self, row: RequestState, speculation: Speculation, rows: int) -> list[int]:
-        """Guesses at an answer's next tokens that are worth verifying in a step of `rows` answers: as far as the answer
-        may go, there is memory, and wrong ones can be taken back."""
-        drafter = row.drafter
-        if drafter is None:
-            drafter = row.drafter = speculation.drafter()
+    def _guesses(self, answering: list[RequestState], speculation: Speculation) -> list[list[int]]:
+        """Guesses at the answers' next tokens that are worth verifying in a step of all of them."""
+        try:
+            found = speculation.drafts([self._asked(row, speculation, len(answering)) for row in answering])
+        except LoadError:  # an answer does not fail by what was guessed of it
+            return [[]] * len(answering)
+        return [
+            guesses if self._cache.can_crop(row.slab, row.length, 1 + len(guesses)) else []
+            for row, guesses in zip(answering, found, strict=True)
+        ]
+
+    def _asked(self, row: RequestState, speculation: Speculation, rows: int) -> Asked:
+        """What is asked for an answer in a step of `rows` of them: guesses as far as it may go, there is memory, and
+        wrong ones can be taken back."""
+        if row.drafter is None:
+            row.drafter = speculation.drafter()
         request = row.request
         left = request.sampling.max_tokens - len(row.answer)
         room = min(row.room - 1, self.context - 2) - row.length
         most = max(0, min(MOST, FEW_TOKENS // rows - 1, left - 1, room, self._chunk - 1))
-        try:
-            guesses = drafter.draft(request.ids, row.answer, most, rows, Place(self._cache, row.slab, row.length))
-        except LoadError:  # an answer does not fail by what was guessed of it
-            return []
-        return guesses if self._cache.can_crop(row.slab, row.length, 1 + len(guesses)) else []
+        place = Place(self._cache, row.slab, row.length)
+        return Asked(row.drafter, request.ids, row.answer, most, rows, place)
 
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:
         """Adds the tokens of an answer that a step gave, and returns their number: one, and those behind right guesses.

@@ -75,13 +75,13 @@ class ExpertService:
     @property
     def bandwidth(self) -> float:
         """Bytes per second of the link: the probe's at loading, or more where reading has been faster since."""
-        busy = self.link.busy_s
-        return max(self.drive.bandwidth, self.link.bytes_read / busy if busy > _LONG_ENOUGH else 0.0)
+        found = self.link.counters()
+        return max(self.drive.bandwidth, found.bytes_read / found.busy_s if found.busy_s > _LONG_ENOUGH else 0.0)
 
     @property
     def wait_s(self) -> float:
         """Seconds in which the computing thread waited for experts, or parts of them."""
-        return self.link.wait_s + self.unit.wait_s
+        return self.link.counters().wait_s + self.unit.wait_s
 
     def experts(self, index: int, gate: ExpertGate) -> ExpertSource:
         """What computes the experts of MoE layer `index`."""

@@ -50,6 +50,22 @@ class Drafter(Protocol):
         goes on from call to call."""
 
 
+class Asked(NamedTuple):
+    """A drafter, and what its `draft` is called with."""
+
+    drafter: Any
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    most: int
+    rows: int
+    place: Place
+
+
+def each_alone(asked: Sequence[Asked]) -> list[list[int]]:
+    """The draft of each drafter."""
+    return [drafter.draft(*rest) for drafter, *rest in asked]
+
+
 class Chances:
     """How often guesses of each kind were right. assumed: chance of each kind before any. earlier: of all sequences,
     which take its place."""
@@ -100,10 +116,15 @@ class Speculation:
     the next one. Once they have lost too much, they are verified again when as many would have been right since.
     `share`: what a guess costs, of a token's time.
 
-    drafter: makes that of a sequence."""
+    drafter: makes that of a sequence. drafts: gives the drafts of all sequences of a step."""
 
-    def __init__(self, drafter: Callable[[Speculation], Drafter]) -> None:
+    def __init__(
+        self,
+        drafter: Callable[[Speculation], Drafter],
+        drafts: Callable[[Sequence[Asked]], list[list[int]]] = each_alone,
+    ) -> None:
         self._drafter = drafter
+        self.drafts = drafts
         self.share = _SHARE
         self._plain: dict[int, Average] = {}  # answers in a step → the step without guesses
         self._credit = _CREDIT / 2  # tokens' times that guesses may lose

@@ -224,11 +224,11 @@ class Store:
 
 def joined(trunk: Store, head: Store) -> Store:
     """A model's store with that of its MTP head, which lies in a folder of it, as one that is read and never saved: the
-    head's layer is the last one. It has what both have."""
+    head's layer is the last one. It has what both have; a head without experts has every precision."""
     precisions = {
-        key: replace(found, layers=[*found.layers, *head.precisions[key].layers])
+        key: replace(found, layers=[*found.layers, *head.precisions[key].layers]) if head.layers else found
         for key, found in trunk.precisions.items()
-        if key in head.precisions
+        if key in head.precisions or not head.layers
     }
     dense = {
         key: {**found, "layers": {**found["layers"], **_inside(head, key, trunk.root)}}

@@ -2,8 +2,8 @@
 (`DecodeAttention`), and attention alone for a prompt's tokens (`prompt_attention`).
 
 `GroupedAttention` or `LatentAttention` describes a layer, `Step` the tokens, `Slabs` the memory of keys and values. A
-token's values depend on its sequence's positions alone, bit for bit: neither the other tokens of a call nor the number
-of threads matter, nor whether the cache is a ring.
+token's values depend on its sequence's positions alone, and from position `DEEP` on, on whether it is a prompt's, bit
+for bit: neither the other tokens of a call nor the number of threads matter, nor whether the cache is a ring.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from tiermoe.types import FEW_TOKENS
 
 HEAD_COLUMNS = 32  # a head has a multiple of them
 LARGEST_HEAD = 256
+DEEP = 1024
+"""From this position on a prompt's tokens are computed by blocks of queries (native/attention.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,8 @@ def decode_attention_workspace(
     known = _PROJECTIONS * (tokens * prepared_at_most(widest) + 64)
     shared = threads * (known + 2 * tokens * (hidden + max(latent, key)))
     projected = 2 * tokens * (2 * hidden + count * (2 * key + value) + kv_heads * (key + value))
-    return shared + projected + tiles * (4 * count * (value + 16) + 32)
+    blocks = 0 if latent else prompt_workspace(threads, key, value) + 24 * tokens * count // kv_heads
+    return shared + projected + tiles * (4 * count * (value + 16) + 32) + blocks
 
 
 class Slabs:
@@ -263,7 +266,8 @@ class Step:
     queries are multiplied; None: 1. first: int64 (T), where padding on the
     left ends; None: 0. A token attends to positions max(first, position - window + 1) .. position of the slab, those
     that the step writes included. chosen: int32 (T, most), the only positions that a token attends to, ascending; a
-    token with fewer than `most` positions has them at the row's beginning. None: all.
+    token with fewer than `most` positions has them at the row's beginning. None: all. given: bool (T), whether a token
+    is a prompt's: grouped attention computes it as `prompt_attention` does, from position `DEEP` on. None: no token is.
 
     ValueError: of another dtype, shape or layout. Keeps the tensors alive; they must not change while it is used."""
 
@@ -276,6 +280,7 @@ class Step:
         first: Tensor | None = None,
         chosen: Tensor | None = None,
         temperatures: Tensor | None = None,
+        given: Tensor | None = None,
     ) -> None:
         self.tokens = slabs.numel()
         whole = [slabs, positions] if first is None else [slabs, positions, first]
@@ -293,20 +298,22 @@ class Step:
             raise ValueError(f"chosen must be contiguous int32 ({self.tokens}, positions)")
         if chosen is not None and len(chosen) != self.tokens:
             raise ValueError(f"positions are chosen for {len(chosen)} of {self.tokens} tokens")
+        if given is not None and (given.dtype != torch.bool or given.shape != (self.tokens,)):
+            raise ValueError(f"given must be bool ({self.tokens})")
         self._held = (slabs, positions, cos, sin, first)
-        self._chosen, self._temperatures = chosen, temperatures
+        self._chosen, self._temperatures, self._given = chosen, temperatures, given
         self.results: tuple[Tensor, Tensor] | None = None  # of the last layer
         self.packed = _native.pack(
             structs.Step(
                 tokens=self.tokens, slabs=slabs.data_ptr(), positions=positions.data_ptr(), first=address(first),
                 cos=cos.data_ptr(), sin=sin.data_ptr(), rotary_columns=cos.shape[1], chosen=address(chosen),
-                most=0 if chosen is None else chosen.shape[1], temperatures=address(temperatures),
+                most=0 if chosen is None else chosen.shape[1], temperatures=address(temperatures), given=address(given),
             )
         )  # fmt: skip
 
     def choosing(self, chosen: Tensor | None) -> Step:
         """The same step, with `chosen` positions for each token."""
-        return Step(*self._held, chosen, self._temperatures)
+        return Step(*self._held, chosen, self._temperatures, self._given)
 
 
 class DecodeAttention:

@@ -94,8 +94,9 @@ def delta_rows(spans: Sequence[tuple[int, int, int]]) -> Iterator[DeltaRows]:
 
 class DeltaKernel:
     """Gated delta rule of one layer. taps bfloat16 (kept + 1, channels), those of the oldest input first; rates
-    (heads) and biases (heads * decay columns) float32: the logarithm of a decay is -rate * softplus(a + bias); norm
-    bfloat16 (value columns). Keeps the tensors alive."""
+    (heads) and biases (heads * decay columns) float32: the logarithm of a decay is -rate * softplus(a + bias), or with
+    a least_decay below 0 least_decay * sigmoid(rate * (a + bias)); norm bfloat16 (value columns). Keeps the tensors
+    alive."""
 
     def __init__(
         self,
@@ -106,6 +107,7 @@ class DeltaKernel:
         norm: Tensor,
         epsilon: float,
         gate: DeltaGate = DeltaGate.SILU,
+        least_decay: float | None = None,
     ) -> None:
         shapes = (rates.shape, biases.shape) == ((sizes.heads,), (sizes.heads * sizes.decay_columns,))
         wide = shapes and rates.dtype == biases.dtype == torch.float32
@@ -115,8 +117,9 @@ class DeltaKernel:
         self._packed = _native.pack(
             structs.Delta(
                 taps=taps.data_ptr(), rates=rates.data_ptr(), biases=biases.data_ptr(), norm=norm.data_ptr(),
-                epsilon=epsilon, gate=gate, kept=sizes.kept, key_heads=sizes.key_heads, heads=sizes.heads,
-                key_columns=sizes.key_columns, value_columns=sizes.value_columns, decay_columns=sizes.decay_columns,
+                epsilon=epsilon, least_decay=least_decay or 0, gate=gate, kept=sizes.kept, key_heads=sizes.key_heads,
+                heads=sizes.heads, key_columns=sizes.key_columns, value_columns=sizes.value_columns,
+                decay_columns=sizes.decay_columns,
             )
         )  # fmt: skip
 

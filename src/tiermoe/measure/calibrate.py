@@ -19,6 +19,7 @@ from tiermoe.engine.load import start
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.measure.evaluate import reserved_bytes
 from tiermoe.measure.record import MadeFrom, made_from, write_trace
+from tiermoe.measure.summaries import METRICS
 from tiermoe.measure.texts import SequenceShape, cut_sequences
 from tiermoe.model.families.table import Family
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
@@ -33,8 +34,6 @@ LEAST_TOKENS = 1024
 """Of a text: fewer tokens say too little of how a model routes."""
 
 TRACE = "calibration.trace"
-
-METRICS = ("perplexity", "rouge2")
 
 
 @dataclass(frozen=True, slots=True)

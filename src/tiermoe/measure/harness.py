@@ -52,14 +52,9 @@ def tasks_asked(text: str, data: Path | None) -> list[str]:
         if missing:
             raise ConfigError(
                 f"the data of {name} are not in {data}: {missing[0]} is missing; download the published files of "
-                f"{name} into {data / name_of_folder(name)}"
+                f"{name} into {data / FILES[name][0].split('/')[0]}"
             )
     return names
-
-
-def name_of_folder(task: str) -> str:
-    """The folder of a task's files in the folder of the data."""
-    return FILES[task][0].split("/")[0]
 
 
 def need_harness() -> None:

@@ -30,7 +30,8 @@ from tiermoe.model.prepare_store import Progress
 from tiermoe.offload.policies.precision import Popularity, PrecisionContext
 from tiermoe.offload.policies.prediction import count_paths, paths_to_json
 from tiermoe.offload.profiles import FOLDER, Profile, profile_path, read_profile, to_json
-from tiermoe.systems import PRESETS, corm, fate, hobbit, hobbit_weights
+from tiermoe.systems import PRESETS, corm, fate, hobbit
+from tiermoe.systems.hobbit_weights import MissPenalties
 from tiermoe.systems.routings import frequencies, halves, routings
 
 Contents = tuple[dict[str, Any], dict[str, Any], dict[str, str]]
@@ -113,10 +114,9 @@ def calibrate_hobbit(calibration: Calibration, progress: Progress) -> Contents:
     split = hobbit.Split.of(judged_on, t1, t2)
     composition = PRESETS["hobbit"].having({"t1": t1, "t2": t2})
     bits, cache = calibration.settings.bits_used, calibration.cache
-    found = hobbit_weights.find_weights(
-        found_on, composition, bits, cache, lambda done, total: progress("weighing the cache", done, total)
-    )
-    judged = hobbit_weights.judge_weights(judged_on, composition, bits, cache, found.weights)
+    penalties = MissPenalties(found_on, composition, bits, cache)
+    found = penalties.search(lambda done, total: progress("weighing the cache", done, total))
+    judged = MissPenalties(judged_on, composition, bits, cache).judge(found.weights)
     settings = {"t1": t1, "t2": t2, "weights": list(found.weights)}
     names = ("penalty", "lru_penalty", "lfu_penalty")
     data = {name: getattr(judged, name) for name in names} | {f"found_{name}": getattr(found, name) for name in names}

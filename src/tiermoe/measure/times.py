@@ -22,12 +22,13 @@ from tiermoe.measure.texts import Feed
 from tiermoe.trace.file import Times
 from tiermoe.types import Ready, Routed
 
+_DECODED = 32
 _PROMPTS = 3  # the first is left out: it may be the first that the model does
 
 
 @torch.inference_mode()
-def measure_times(model: Any, ids: torch.Tensor, prompt: int, decoded: int = 32) -> Times:
-    """Times of a loaded model on one sequence (n,): the prompt three times, then up to `decoded` tokens after it."""
+def measure_times(model: Any, ids: torch.Tensor, prompt: int) -> Times:
+    """Times of a loaded model on one sequence (n,): the prompt three times, then up to `_DECODED` tokens after it."""
     prefills, decodes = [], []
     with Stopwatch(model) as watch:
         for _ in range(_PROMPTS):
@@ -35,7 +36,7 @@ def measure_times(model: Any, ids: torch.Tensor, prompt: int, decoded: int = 32)
             watch.lap()
             feed.prompt()
             prefills.append(watch.lap())
-        for position in range(prompt, min(prompt + decoded, len(ids))):
+        for position in range(prompt, min(prompt + _DECODED, len(ids))):
             feed.token(position)
             decodes.append(watch.lap())
     return times_of(prefills[1:], decodes, prompt, engine_of(model).settings.bits_used)

@@ -57,6 +57,8 @@ class Architecture:
     value_scale: str | None = None  # the config's name of what values are multiplied by
     kv_heads: Callable[[Any, int], int] | None = None  # config, layer → its heads of keys, where layers differ
     plain_norms: bool = False  # in layers with a window, where config.use_qk_norm (Llama 4)
+    latent_gate: str | None = None  # of the matrix by whose sigmoid latent attention's output is multiplied
+    narrow_epsilon: float | None = 1e-6  # of the norms inside of latent attention; None: the config's
     index_rope: str | None = None  # of the `Indexer` of latent attention; None: there is no indexer
     without_first_norms: bool = False  # nothing norms what attention and the feed-forward part take (FlexOlmo)
     norm_attended: str | None = None  # of the norm of attention's output before it is added

@@ -102,13 +102,17 @@ class BlockIndexer:
         """Writes the positions of a sequence's tokens into `chosen`, ascending; kept (room, columns)."""
         block = self.sizes.block
         keys = kept[block - 1 : span.row.end : block].float()
-        offsets = torch.arange(block, dtype=torch.int32)
         for token in range(span.begin, span.end):
             positions = span.row.first + token - span.begin + 1
             whole = positions // block
             scores = torch.matmul(queries[token], keys[:whole].T).T.relu_().sum(dim=-1) / self.sizes.columns**0.5
-            best = scores.topk(min(self.sizes.blocks, whole)).indices.sort().values.int()
-            found = torch.cat(
-                ((best[:, None] * block + offsets).flatten(), torch.arange(whole * block, positions, dtype=torch.int32))
-            )
+            best = scores.topk(min(self.sizes.blocks, whole)).indices.sort().values
+            found = block_positions(best, block, positions)
             chosen[token, : len(found)] = found
+
+
+def block_positions(best: Tensor, block: int, positions: int) -> Tensor:
+    """Of so many `positions` those in the whole blocks `best` of `block` positions, and those behind the last whole
+    one."""
+    rest = torch.arange(positions // block * block, positions)
+    return torch.cat(((best[:, None] * block + torch.arange(block)).flatten(), rest))

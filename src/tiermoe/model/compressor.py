@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tiermoe.batch import Row
 from tiermoe.model.architecture import FamilyWeights
+from tiermoe.model.indexer import best_keys
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.kv_memory import read_rows, write_rows
-from tiermoe.model.latent_attention import best_keys
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import Rotary, rope_last
@@ -62,24 +62,21 @@ class CompressorSizes:
 
 @dataclass(frozen=True, slots=True)
 class Compressor:
-    """Makes entries of positions: the sum of their values, weighed in each column by the softmax of their gates, normed
-    and rotated by the angles of the entry's first position."""
+    """Makes entries of positions: the sum of their values, weighed in each column by the softmax of their gates, and
+    rotated by the angles of the entry's first position. Values are normed before (GLM-5 Next), or entries."""
 
     sizes: CompressorSizes
     value: Linear  # hidden → width
     gate: Linear  # hidden → width
     bias: Tensor  # (rate, width), of the gates
-    norm: Norm
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
-        return self.value.batch_invariant and self.gate.batch_invariant
+    norm: Norm | None = None  # of an entry
+    value_norm: Norm | None = None
 
     def __call__(self, x: Tensor, places: range, step: Step, rotary: Rotary) -> None:
         """x (T, H), normed: writes what the cache keeps of the step's tokens, and the entries that end with them.
         places: of `sizes.shapes` in the cache."""
-        new = torch.cat((self.value(x), self.gate(x)), dim=-1)[:, None]
+        values = self.value(x) if self.value_norm is None else self.value_norm(self.value(x))
+        new = torch.cat((values, self.gate(x)), dim=-1)[:, None]
         kept, entries = (step.cache.keys[place] for place in places)
         for span in step.spans:
             write_rows(kept, span.row, new[span.begin : span.end])
@@ -98,7 +95,8 @@ class Compressor:
             values = torch.cat((_later(values[..., :columns], 0.0), values[..., columns:]), dim=1)
             gates = torch.cat((_later(gates[..., :columns], float("-inf")), gates[..., columns:]), dim=1)
         weights = torch.softmax(gates[begin - end :], dim=1, dtype=torch.float32).to(values.dtype)
-        entries = self.norm((values[begin - end :] * weights).sum(dim=1))
+        entries = (values[begin - end :] * weights).sum(dim=1)
+        entries = entries if self.norm is None else self.norm(entries)
         cos, sin = rotary.at(torch.arange(begin * rate, end * rate, rate), row.end)
         return rope_last(entries[:, None], cos, sin)[:, 0]
 
@@ -131,18 +129,13 @@ class EntryIndexerSizes:
 @dataclass(frozen=True, slots=True)
 class EntryIndexer:
     """Chooses the `sizes.most` entries of the largest scores, of those that end before or with a token's position, by
-    keys that are entries of their own. A score is that of `latent_attention.Indexer`, whose docstring says which of
-    equal ones are chosen."""
+    keys that are entries of their own. A score is that of an `Indexer`, whose docstring says which of equal ones are
+    chosen."""
 
     sizes: EntryIndexerSizes
     keys: Compressor
     query: Linear  # narrow query → heads * columns
     weigh: Linear  # hidden → the heads' weights
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether a token's scores do not depend on the other tokens of a call of up to FEW_TOKENS."""
-        return all(each.batch_invariant for each in (self.keys, self.query, self.weigh))
 
     def queries(self, x: Tensor, narrow: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x (T, H), normed, and narrow queries → queries (T, heads, columns) and weights (T, heads), float32."""

@@ -24,9 +24,10 @@ from tiermoe.model.feed_forward import Experts, MoeBlock, feed_forward
 from tiermoe.model.group_indexer import GroupIndexer
 from tiermoe.model.grouped_attention import GroupedSizes, head_columns
 from tiermoe.model.hyper_connections import CONNECTIONS, StreamLayer, in_streams, streams_of
+from tiermoe.model.indexer import Indexer
 from tiermoe.model.kimi_delta import KimiDeltaSizes
 from tiermoe.model.kv_cache import KVCache, LayerShape
-from tiermoe.model.latent_attention import Indexer, LatentSizes
+from tiermoe.model.latent_attention import LatentSizes
 from tiermoe.model.layer import AttentionLayer, DecoderLayer, FeedForwardLayer, Layer
 from tiermoe.model.linear import Linear
 from tiermoe.model.linear_attention import LinearSizes, is_linear

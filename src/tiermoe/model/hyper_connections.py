@@ -111,6 +111,17 @@ class BalancedMixer:
 
 
 @dataclass(frozen=True, slots=True)
+class MeanMixer:
+    """The mean of the streams (GLM-5 Next)."""
+
+    norm: Norm  # of the mean
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(T, streams, H) → (T, H)."""
+        return self.norm(x.mean(dim=1))
+
+
+@dataclass(frozen=True, slots=True)
 class BalancedConnection:
     """Manifold-constrained hyper-connections (DeepSeek-V4, section 2.2): a part reads a weighed sum of the streams, and
     its output is added to mixtures of them, by a matrix whose rows and columns sum to 1 (Sinkhorn and Knopp's
@@ -142,9 +153,10 @@ class BalancedConnection:
         )
 
     @staticmethod
-    def end(weights: FamilyWeights) -> BalancedMixer:
+    def end(weights: FamilyWeights) -> BalancedMixer | MeanMixer:
         """What makes one of the streams behind the last layer."""
-        return BalancedMixer.of(weights)
+        weighs = weights.has("model.hc_head.hc_fn")
+        return BalancedMixer.of(weights) if weighs else MeanMixer(weights.norm("model.norm"))
 
     def __call__(self, x: Tensor) -> Connected:
         """Streams (T, streams, H) → a part's input, the streams' shares of its output, and their mixtures."""

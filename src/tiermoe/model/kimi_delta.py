@@ -1,9 +1,10 @@
-"""Kimi Delta Attention (Kimi Linear; arXiv:2510.26692): linear attention whose key columns decay each by itself, at a
-rate that each token chooses."""
+"""Kimi Delta Attention (Kimi Linear, GLM-5 Next, Ling 3.0; arXiv:2510.26692): linear attention whose key columns decay
+each by itself, at a rate that each token chooses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -52,22 +53,34 @@ class KimiDeltaSizes(LinearSizes):
 
     def block(self, weights: FamilyWeights, layer: str) -> GatedDelta:
         part, forget = f"{layer}.self_attn", f"{layer}.self_attn.forget_gate"
-        query, key, value, betas, gates, gates_up = (
-            weights.linear(f"{part}.{name}_proj") for name in ("q", "k", "v", "b", "g_a", "g_b")
-        )
-        decays, decays_up = (weights.linear(f"{forget}.f_{name}_proj") for name in "ab")
+        query, key, value, betas = (weights.linear(f"{part}.{name}_proj") for name in "qkvb")
         return GatedDelta(
             self,
-            KimiProjection((query, key, value), (gates, gates_up), betas, (decays, decays_up)),
+            KimiProjection(
+                (query, key, value), _narrowing(weights, f"{part}.g"), betas, _narrowing(weights, f"{forget}.f")
+            ),
             weights.linear(f"{part}.o_proj"),
-            weights.tensor(f"{part}.conv1d.weight"),
+            weights.tensor(f"{part}.conv1d.weight").to(weights.dtype),  # transformers widens that of GLM-5 Next
             weights.tensor(f"{forget}.A_log").flatten(),
             weights.tensor(f"{forget}.dt_bias"),
             RootMeanSquare(weights.tensor(f"{part}.o_norm.weight"), weights.epsilon),
             ACTIVATIONS[weights.config.hidden_act],
             torch.sigmoid,
             rounded_once=True,
+            least_decay=_least_decay(weights.config),
         )
+
+
+def _narrowing(weights: FamilyWeights, path: str) -> tuple[Linear, ...]:
+    """The matrices that lead to gates or decays: a narrow one before a wide one, or one alone (Ling 3.0)."""
+    names = ("_proj",) if weights.has(f"{path}_proj") else ("_a_proj", "_b_proj")
+    return tuple(weights.linear(f"{path}{name}") for name in names)
+
+
+def _least_decay(config: Any) -> float | None:
+    """Of `GatedDelta`: GLM-5 Next's, or Ling 3.0's, which a switch may take away; Kimi Linear has none."""
+    bound = config.kda_lower_bound if getattr(config, "kda_safe_gate", False) else None
+    return getattr(config, "linear_lower_bound", bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +88,11 @@ class KimiProjection:
     """Projection of hidden states to `Projected`."""
 
     mixed: tuple[Linear, Linear, Linear]  # hidden → queries, keys, values
-    gates: tuple[Linear, Linear]  # hidden → narrow → gates
+    gates: tuple[Linear, ...]  # hidden → gates, one after the other
     betas: Linear
-    decays: tuple[Linear, Linear]  # hidden → narrow → decays
+    decays: tuple[Linear, ...]  # hidden → decays, one after the other
 
     def __call__(self, x: Tensor) -> Projected:
         """x (T, H) → `Projected`."""
-        gates, decays = (wide(narrow(x)) for narrow, wide in (self.gates, self.decays))
+        gates, decays = (reduce(lambda given, matrix: matrix(given), path, x) for path in (self.gates, self.decays))
         return torch.cat([each(x) for each in self.mixed], dim=1), gates, self.betas(x), decays

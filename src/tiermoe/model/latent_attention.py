@@ -1,5 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1): the cache has one compressed vector a token. With it the
-indexer of sparse attention (DeepSeek-V3.2), which chooses the positions that a token attends to."""
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): the cache has one compressed vector a token."""
 
 from __future__ import annotations
 
@@ -26,16 +25,16 @@ from tiermoe.kernels.attention import (
 )
 from tiermoe.model.architecture import Architecture, FamilyWeights
 from tiermoe.model.attention import SPARSE_TOKENS, Attention, AttentionSizes, attend, scores_at_once, tempered
+from tiermoe.model.indexer import Indexer, IndexerSizes
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.kv_memory import read_rows, write_rows
-from tiermoe.model.linear import Linear, PlainLinear
-from tiermoe.model.norms import LayerNorm, Norm
+from tiermoe.model.linear import Linear
+from tiermoe.model.norms import Norm
+from tiermoe.model.pool_indexer import PoolIndexer, PoolIndexerSizes
 from tiermoe.model.rotary import ROPES, ApplyRope, is_rotated, rope_halves, yarn_scale
-from tiermoe.model.step import Span, Step
+from tiermoe.model.step import Step
 from tiermoe.types import Workload
 
-_NARROW_EPSILON = 1e-6
-"""Of the norms inside of latent attention, whatever the config says (transformers' default)."""
 PIECE = 1024
 """Positions whose keys and values are expanded at a time."""
 _FLOAT_BYTES = 4
@@ -50,22 +49,6 @@ def has_indexer(architecture: Architecture, config: Any, index: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexerSizes:
-    """The description of an `Indexer`."""
-
-    heads: int
-    columns: int  # of a head's query, and of a key
-    most: int  # positions that a token attends to
-
-    def nbytes(self, load: Workload) -> int:
-        """Workspace of one sequence: keys and scores as float32, the search for the largest scores, and the positions
-        found for all tokens of a step."""
-        found = load.tokens * self.most * _FLOAT_BYTES
-        tokens = load.tokens * self.heads * (self.columns * (3 * load.itemsize + _FLOAT_BYTES) + _FLOAT_BYTES)
-        return load.context * (_FLOAT_BYTES * (self.columns + 2 * self.heads + 1) + 16) + found + tokens
-
-
-@dataclass(frozen=True, slots=True)
 class LatentSizes(AttentionSizes):
     """The description of a `LatentAttention`."""
 
@@ -74,15 +57,16 @@ class LatentSizes(AttentionSizes):
     rotary_columns: int  # of a head's query, and of the key that all heads share
     value_columns: int  # of a head
     latent_columns: int
-    indexer: IndexerSizes | None = None  # of sparse attention
+    indexer: IndexerSizes | PoolIndexerSizes | None = None  # of sparse attention
     keeps_index: bool = False  # the layer has an indexer of its own, whose keys the cache holds
+    by_decode_kernel: bool = True  # whether the native kernel could compute it with its norms and residual
 
     @classmethod
     def of(cls, architecture: Architecture, config: Any, index: int) -> LatentSizes:
         """Of layer `index`."""
-        indexer = None
+        indexer: IndexerSizes | PoolIndexerSizes | None = None
         if architecture.index_rope is not None:
-            indexer = IndexerSizes(config.index_n_heads, config.index_head_dim, config.index_topk)
+            indexer = PoolIndexerSizes.of(config) or IndexerSizes.of(config)
         return cls(
             config.num_attention_heads,
             config.qk_nope_head_dim,
@@ -91,12 +75,13 @@ class LatentSizes(AttentionSizes):
             config.kv_lora_rank,
             indexer,
             has_indexer(architecture, config, index),
+            by_decode_kernel=not (architecture.streams or architecture.latent_gate),
         )
 
     @property
     def shape(self) -> LayerShape:
-        index = self.indexer.columns if self.indexer is not None and self.keeps_index else 0
-        return LayerShape(1, self.latent_columns + self.rotary_columns, 0, index_columns=index)
+        shape = LayerShape(1, self.latent_columns + self.rotary_columns, 0)
+        return self.indexer.kept(shape) if self.indexer is not None and self.keeps_index else shape
 
     @property
     def token_columns(self) -> int:
@@ -129,7 +114,7 @@ class LatentSizes(AttentionSizes):
         widened = 4 * positions * self.heads * (keys + self.value_columns)
         return expanded + masks + scores * _SCORE_BYTES + int(widened * share)
 
-    def _sparse_bytes(self, load: Workload, indexer: IndexerSizes) -> int:
+    def _sparse_bytes(self, load: Workload, indexer: IndexerSizes | PoolIndexerSizes) -> int:
         """The indexer's search, and attention to what it finds: the matrices that expand latents and, of some tokens at
         a time, latents, scores, and expanded queries, all as float32."""
         width = self.latent_columns + self.rotary_columns
@@ -139,6 +124,8 @@ class LatentSizes(AttentionSizes):
         return indexer.nbytes(load) + _FLOAT_BYTES * (expanding + SPARSE_TOKENS * (latents + queries))
 
     def decode_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
+        if not self.by_decode_kernel:
+            return 0
         columns = self.latent_columns + self.rotary_columns
         attended = positions if self.indexer is None else min(positions, self.indexer.most)
         return decode_attention_workspace(
@@ -147,7 +134,8 @@ class LatentSizes(AttentionSizes):
 
     @property
     def expanding_bytes(self) -> int:
-        return 2 * self.heads * self.latent_columns * (self.plain_columns + self.value_columns)
+        by_kernel = 2 * self.heads * self.latent_columns * (self.plain_columns + self.value_columns)
+        return by_kernel if self.by_decode_kernel else 0
 
     def weight_shapes(self, hidden: int, narrow: int | None) -> dict[str, tuple[int, ...]]:
         """Path in a layer → shape of the weights. narrow: columns of a narrow query; None: there is none."""
@@ -168,7 +156,7 @@ class LatentSizes(AttentionSizes):
 
     def block(self, weights: FamilyWeights, layer: str) -> LatentAttention:
         of, config, part = weights.architecture, weights.config, f"{layer}.self_attn"
-        narrow = config.q_lora_rank is not None
+        narrow = getattr(config, "q_lora_rank", None) is not None
         asks = of.rope == "pairs" and of.index_rope is None
         interleaved = getattr(config, "rope_interleave", True) if asks else True
         rope = config.rope_parameters if is_rotated(config) else {}
@@ -176,32 +164,19 @@ class LatentSizes(AttentionSizes):
             sizes=self,
             query=weights.linear(f"{part}.q_b_proj" if narrow else f"{part}.q_proj"),
             narrow_query=weights.linear(f"{part}.q_a_proj") if narrow else None,
-            query_norm=weights.norm(f"{part}.q_a_layernorm", _NARROW_EPSILON) if narrow else None,
+            query_norm=weights.norm(f"{part}.q_a_layernorm", of.narrow_epsilon) if narrow else None,
             compress=weights.linear(f"{part}.kv_a_proj_with_mqa"),
-            latent_norm=weights.norm(f"{part}.kv_a_layernorm", _NARROW_EPSILON),
+            latent_norm=weights.norm(f"{part}.kv_a_layernorm", of.narrow_epsilon),
             expand=weights.linear(f"{part}.kv_b_proj"),
             output=weights.linear(f"{part}.o_proj"),
             scale=yarn_scale(rope, (self.plain_columns + self.rotary_columns) ** -0.5),
             apply_rope=ROPES[of.rope if interleaved else "halves"],
+            gate=weights.linear(f"{part}.{of.latent_gate}") if of.latent_gate else None,
         )
 
-    def indexer_block(self, weights: FamilyWeights, layer: str) -> Indexer | None:
+    def indexer_block(self, weights: FamilyWeights, layer: str) -> Indexer | PoolIndexer | None:
         """The indexer of the layer at the path `layer`; None where it has none of its own."""
-        if self.indexer is None or not self.keeps_index:
-            return None
-        part = f"{layer}.self_attn"
-        weigh, norm = weights.linear(f"{part}.indexer.weights_proj"), f"{part}.indexer.k_norm"
-        return Indexer(
-            sizes=self.indexer,
-            narrow=weights.linear(f"{part}.q_a_proj"),
-            narrow_norm=weights.norm(f"{part}.q_a_layernorm", _NARROW_EPSILON),
-            query=weights.linear(f"{part}.indexer.wq_b"),
-            key=weights.linear(f"{part}.indexer.wk"),
-            key_norm=LayerNorm(weights.tensor(f"{norm}.weight"), weights.tensor(f"{norm}.bias"), _NARROW_EPSILON),
-            weigh=weigh,
-            apply_rope=ROPES[weights.architecture.index_rope or "halves"],
-            weigh_in=weigh.packed.fields["weight"].dtype if isinstance(weigh, PlainLinear) else weights.dtype,
-        )
+        return self.indexer.block(weights, layer) if self.indexer is not None and self.keeps_index else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +197,7 @@ class LatentAttention(Attention):
     apply_rope: ApplyRope
     narrow_query: Linear | None = None  # hidden → narrow query, with its norm
     query_norm: Norm | None = None
+    gate: Linear | None = None  # hidden → heads, by whose sigmoid what each attended to is multiplied (Ling 3.0)
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Writes the tokens' latents into the step's cache."""
@@ -243,13 +219,15 @@ class LatentAttention(Attention):
             if step.chosen is None or span.row.end <= step.chosen.shape[1]:
                 attended[tokens] = self._attended(query[tokens], rows)
             else:
-                attended[tokens] = self._sparsely(query[tokens], rows, step.chosen[tokens], step.positions[tokens])
+                attended[tokens] = self._sparsely(query[tokens], rows, step.chosen[tokens])
+        if self.gate is not None:
+            attended = attended * torch.sigmoid(self.gate(x).float()).to(x.dtype)[..., None]
         return self.output(attended.flatten(1))
 
     def decode_kernel(
         self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
     ) -> DecodeAttention | None:
-        if self.expand.packed.bias is not None:
+        if self.expand.packed.bias is not None or self.gate is not None:
             return None
         key_up, value_up = self._expanding()
         return decode_attention(
@@ -309,9 +287,9 @@ class LatentAttention(Attention):
             attended = prompt_attention(query, slabs, 0, kept.shape[0] - tokens, self.scale, piece=piece)
         return attended
 
-    def _sparsely(self, query: Tensor, kept: Tensor, chosen: Tensor, positions: Tensor) -> Tensor:
+    def _sparsely(self, query: Tensor, kept: Tensor, chosen: Tensor) -> Tensor:
         """query (T, heads, columns) over those of kept (n, latent + rotary columns) that are chosen (T, most) for each
-        token."""
+        token, -1: none."""
         packed = self.expand.packed
         expand = packed.encoding.decode(packed.fields, packed.out, packed.in_, torch.float32)
         expand = expand.view(self.sizes.heads, -1, self.sizes.latent_columns)
@@ -321,11 +299,10 @@ class LatentAttention(Attention):
             some = slice(begin, begin + SPARSE_TOKENS)
             wide = query[some].float()
             plain, rotary = wide[..., : self.sizes.plain_columns], wide[..., self.sizes.plain_columns :]
-            latents = kept[chosen[some].long()].float()
+            latents = kept[chosen[some].long().clamp_min(0)].float()
             expanded = torch.cat((torch.matmul(plain.transpose(0, 1), keys).transpose(0, 1), rotary), dim=-1)
             scores = torch.matmul(expanded, latents.transpose(1, 2)).mul_(self.scale)
-            beyond = torch.arange(chosen.shape[1]) > positions[some, None]
-            weights = torch.softmax(scores.masked_fill_(beyond[:, None], float("-inf")), dim=-1)
+            weights = torch.softmax(scores.masked_fill_(chosen[some, None] < 0, float("-inf")), dim=-1)
             attended = torch.matmul(weights, latents[..., : self.sizes.latent_columns])
             result[some] = torch.matmul(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
         return result
@@ -342,73 +319,3 @@ class LatentAttention(Attention):
 
 def _plain(weight: Tensor) -> PackedMatrix:
     return PackedMatrix(Plain(), {"weight": weight}, *weight.shape)
-
-
-def best_keys(query: Tensor, weights: Tensor, keys: Tensor, most: int) -> Tensor:
-    """The places of the `most` largest scores of keys (n, columns), ascending. A score is the sum over heads of
-    weight * relu(query · key), by the root of the columns; query (heads, columns), weights (heads)."""
-    scores = torch.matmul(query, keys.T).mul_(keys.shape[1] ** -0.5).relu_()
-    return torch.matmul(weights, scores).topk(most).indices.sort().values
-
-
-@dataclass(frozen=True, slots=True)
-class Indexer:
-    """Chooses the `sizes.most` positions of the largest scores, of those up to a token's own.
-
-    Each token keeps a key. A token's score of a position is the sum over heads of weight * relu(query · key). The first
-    columns of queries and keys are rotated.
-
-    Scores are float32, as in transformers, and each token's are computed by themselves over its own positions alone:
-    the choice depends neither on the other tokens of a step nor on how a prompt was cut. Few heads give many equal
-    scores: a position that no head finds has 0. Of equal scores the one is chosen that `torch.topk` finds among the
-    token's positions, as where transformers decodes one by one; it depends on the length of the row. In a prompt
-    transformers' rows have all positions of the prompt, so it may choose another of the equals, and its logits of the
-    prompt differ from those of its own decoding: of random weights with two heads by any amount."""
-
-    sizes: IndexerSizes
-    narrow: Linear  # hidden → narrow query, with its norm
-    narrow_norm: Norm
-    query: Linear  # narrow query → heads * columns
-    key: Linear  # hidden → columns
-    key_norm: Norm
-    weigh: Linear  # hidden → the heads' weights
-    apply_rope: ApplyRope
-    weigh_in: torch.dtype  # of what `weigh` takes
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether a token's scores do not depend on the other tokens of a call of up to FEW_TOKENS."""
-        return all(each.batch_invariant for each in (self.narrow, self.query, self.key, self.weigh))
-
-    def __call__(self, x: Tensor, layer: int, step: Step) -> None:
-        """x (T, H), normed: writes the tokens' keys into the step's cache, and sets the positions that the tokens
-        attend to from this layer on."""
-        kept, keys = step.cache.index_keys[layer], self._rotated(self.key_norm(self.key(x))[:, None], step)
-        for span in step.spans:
-            write_rows(kept, span.row, keys[span.begin : span.end])
-        step.choose(self._chosen(x, kept, step) if step.longest > self.sizes.most else None)
-
-    def _chosen(self, x: Tensor, kept: Tensor, step: Step) -> Tensor:
-        """int32 (T, most)."""
-        heads, most = self.sizes.heads, self.sizes.most
-        queries = self.query(self.narrow_norm(self.narrow(x))).view(len(x), heads, self.sizes.columns)
-        queries = self._rotated(queries, step).float()
-        weights = self.weigh(x.to(self.weigh_in)).float() * heads**-0.5
-        chosen = torch.arange(most, dtype=torch.int32).repeat(len(x), 1)
-        for span in step.spans:
-            if span.row.end > most:
-                self._search(queries, weights, read_rows(kept, span.row, None)[0].float(), span, chosen)
-        return chosen
-
-    def _search(self, queries: Tensor, weights: Tensor, keys: Tensor, span: Span, chosen: Tensor) -> None:
-        """Writes the positions of a sequence's tokens into `chosen`, ascending; keys (n, columns) of its positions."""
-        for token in range(span.begin, span.end):
-            positions = span.row.first + token - span.begin + 1
-            if positions <= self.sizes.most:
-                continue
-            chosen[token] = best_keys(queries[token], weights[token], keys[:positions], self.sizes.most)
-
-    def _rotated(self, x: Tensor, step: Step) -> Tensor:
-        """x (T, heads, columns) with its first columns rotated."""
-        rotary = step.cos.shape[-1]
-        return torch.cat((self.apply_rope(x[..., :rotary], step.cos, step.sin), x[..., rotary:]), dim=-1)

@@ -13,7 +13,7 @@ from tiermoe.model.attention import Attention
 from tiermoe.model.families.gemma4 import SideBySide
 from tiermoe.model.feed_forward import DenseBlock, MoeBlock
 from tiermoe.model.group_indexer import GroupIndexer
-from tiermoe.model.latent_attention import Indexer
+from tiermoe.model.indexer import Indexer
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Step
 

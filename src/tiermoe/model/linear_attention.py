@@ -196,7 +196,8 @@ class GatedDelta(Attention):
     convolution (channels, 1, taps). decay_rates (heads): logarithms of the rates by which a head forgets (transformers'
     `A_log`); decay_biases (heads * decay columns). activation: of the convolution, gate_activation: of the norm's gate;
     both `silu` where the native kernel is to compute them, or the gate's `sigmoid` with `rounded_once`. rounded_once:
-    the gated norm is float32 up to its end (Kimi)."""
+    the gated norm is float32 up to its end (Kimi). least_decay: the least logarithm of a decay, which is a sigmoid's
+    share of it (GLM-5 Next); None: it has no bound, and is a softplus's."""
 
     def __init__(
         self,
@@ -210,8 +211,9 @@ class GatedDelta(Attention):
         activation: Callable[[Tensor], Tensor],
         gate_activation: Callable[[Tensor], Tensor] = F.silu,
         rounded_once: bool = False,
+        least_decay: float | None = None,
     ) -> None:
-        self.sizes, self._rounded_once = sizes, rounded_once
+        self.sizes, self._rounded_once, self._least_decay = sizes, rounded_once, least_decay
         self._gate_activation = gate_activation
         self._projection, self._output, self._heads = projection, output, sizes.heads
         self._convolution, self._norm, self._activation = convolution, norm, activation
@@ -221,7 +223,9 @@ class GatedDelta(Attention):
         gate = _GATES.get((gate_activation, rounded_once))
         if self._heads.suit(convolution.dtype) and activation is F.silu and gate is not None:
             taps = convolution[:, 0].t().contiguous()
-            self._kernel = DeltaKernel(self._heads, taps, self._rates, self._biases, norm.weight, norm.epsilon, gate)
+            self._kernel = DeltaKernel(
+                self._heads, taps, self._rates, self._biases, norm.weight, norm.epsilon, gate, least_decay
+            )
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Leaves each sequence's state after its tokens in the step's cache."""
@@ -266,7 +270,9 @@ class GatedDelta(Attention):
             )
             for each in (query, key)
         )
-        decay = -self._rates[:, None] * F.softplus(decays.float() + self._biases).view(len(mixed), sizes.heads, -1)
+        rates, steps = self._rates[:, None], (decays.float() + self._biases).view(len(mixed), sizes.heads, -1)
+        bound = self._least_decay
+        decay = -rates * F.softplus(steps) if bound is None else bound * torch.sigmoid(rates * steps)
         states = recurrent.states[layer].flatten(0, 1)
         state = states[places[1]]
         state.copy_(states[places[0]])

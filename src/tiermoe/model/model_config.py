@@ -52,20 +52,22 @@ class ModelConfig:
         return config
 
 
-_BY_LAYER = ("layer_types", "mlp_layer_types")
+_BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types")
 """A config's lists with an entry for each layer."""
 
 
-def lengthened(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config that change where a model has one more layer, like its last one."""
+def lengthened(fields: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a config that change where a model has an MTP head's layer behind its last one: of the kinds that
+    the config says (`mtp_layer_types`), else `kinds` (`families.mtp_heads`), else like the last one."""
     lists = {name: fields[name] for name in _BY_LAYER if isinstance(fields.get(name), list)}
-    longer = {name: [*each, each[-1]] for name, each in lists.items()}
+    own = {name: [*(fields.get(f"mtp_{name}") or ()), kinds.get(name, each[-1])][0] for name, each in lists.items()}
+    longer = {name: [*each, own[name]] for name, each in lists.items()}
     return {"num_hidden_layers": fields["num_hidden_layers"] + 1, **longer}
 
 
-def with_mtp_head(config: ModelConfig) -> ModelConfig:
-    """The config of a model whose last layer is an MTP head's."""
-    fields = {**config.fields, **lengthened(config.fields), _MTP: True}
+def with_mtp_head(config: ModelConfig, kinds: Mapping[str, str]) -> ModelConfig:
+    """The config of a model whose last layer is an MTP head's. kinds: as of `lengthened`."""
+    fields = {**config.fields, **lengthened(config.fields, kinds), _MTP: True}
     return ModelConfig(fields, config.rope_frequencies, config.has_text_class, config.unread)
 
 

@@ -34,6 +34,15 @@ class Drafted(NamedTuple):
     position: int  # of the entry that it was drafted by
 
 
+class Wanted(NamedTuple):
+    """A token whose successor is to be drafted."""
+
+    slab: int
+    end: int  # the sequence has run up to this position
+    token: int  # the one there, or the last one that was drafted
+    before: Drafted | None = None  # the draft that gave it
+
+
 @dataclass(frozen=True, slots=True)
 class MtpHead:
     """The head as layer `index` of a KV cache. embedding, output, rotaries: the model's own."""
@@ -65,25 +74,30 @@ class MtpHead:
         if rows:
             self._attended(Batch(tuple(rows)), torch.cat(states), cache)
 
-    def draft(self, cache: KVCache, slab: int, end: int, token: int, before: Drafted | None = None) -> Drafted:
-        """A draft of what follows `token`: the one at position `end` of a sequence that has run up to there, or the one
-        that was drafted `before`."""
-        if before is not None:
-            return self._drafted(Row(slab, before.position + 1, (token,), Kind.VERIFY), before.hidden, cache)
-        like = self.embedding(torch.tensor([token]))
-        unread = _before(cache.unread.get(slab), end, like)
-        if not unread.tokens:
-            unread = _unknown(end, like)
-        row = Row(slab, unread.first, (*unread.tokens[1:], token), Kind.VERIFY)
-        drafted = self._drafted(row, unread.hidden, cache)
-        cache.unread[slab] = Unread(end, [], like[:0])
-        return drafted
-
-    def _drafted(self, row: Row, hidden: Tensor, cache: KVCache) -> Drafted:
-        cache.begin_write(row.slab, row.end)
-        normed, x = self._attended(Batch((row,)), hidden, cache)
-        hidden = self.norm(self.layer.feed_forward.add(normed[-1:], x[-1:], self.layer.multiplier))
-        return Drafted(self.output(hidden)[0], hidden, row.end - 1)
+    def draft(self, cache: KVCache, wanted: Sequence[Wanted]) -> list[Drafted]:
+        """Drafts of what follows tokens of several sequences."""
+        rows, states = list[Row](), list[Tensor]()
+        like = self.embedding(torch.tensor([wanted[0].token]))
+        for slab, end, token, before in wanted:
+            if before is not None:
+                unread = Unread(before.position + 1, [token], before.hidden)
+            else:
+                unread = _before(cache.unread.get(slab), end, like)
+                if not unread.tokens:
+                    unread = _unknown(end, like)
+            rows.append(Row(slab, unread.first, (*unread.tokens[1:], token), Kind.VERIFY))
+            states.append(unread.hidden)
+            cache.begin_write(slab, rows[-1].end)
+        batch = Batch(tuple(rows))
+        normed, x = self._attended(batch, torch.cat(states), cache)
+        hidden = self.norm(self.layer.feed_forward.add(normed[batch.last], x[batch.last], self.layer.multiplier))
+        for slab, end, _, before in wanted:
+            if before is None:
+                cache.unread[slab] = Unread(end, [], like[:0])
+        return [
+            Drafted(logits, own[None], row.end - 1)
+            for logits, own, row in zip(self.output(hidden), hidden, rows, strict=True)
+        ]
 
     def _attended(self, batch: Batch, hidden: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """`Layer.attended` of entries: hidden states (T, H) and the tokens after them."""

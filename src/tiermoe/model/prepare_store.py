@@ -143,7 +143,9 @@ def ensure_packed(
     layout, workers = machine_layout(device), workers or torch.get_num_threads() + 1
     key = precision_key(bits, quantizer, layout, unit)
     precision = store.precisions.get(key)
-    if precision is None:
+    if not store.layers:  # an MTP head without experts
+        pass
+    elif precision is None:
         report = (lambda done, total: progress("packing experts (once)", done, total)) if progress else None
         with heap_for_packing():
             pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit, workers, inputs, progress)

@@ -162,11 +162,12 @@ def rope_last(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (T, heads, columns), whose last columns are rotated in float32 by cos and sin (T, rotary columns): of these,
     columns 2 i and 2 i + 1 by angle i, and they stay where they are (DeepSeek-V4)."""
     rotary = cos.shape[-1]
+    plain = x.shape[-1] - rotary
     cos, sin = (each[:, None, : rotary // 2].float() for each in (cos, sin))
-    part = x[..., -rotary:].float()
+    part = x[..., plain:].float()
     even, odd = part[..., 0::2], part[..., 1::2]
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((x[..., :-rotary], turned.to(x.dtype)), dim=-1)
+    return torch.cat((x[..., :plain], turned.to(x.dtype)), dim=-1)
 
 
 def yarn_scale(parameters: Any, scale: float) -> float:

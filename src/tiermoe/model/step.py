@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiermoe.batch import Batch, Row
+from tiermoe.batch import Batch, Kind, Row
 from tiermoe.kernels.attention import Step as NativeStep
 from tiermoe.kernels.delta import delta_rows
 from tiermoe.model.kv_cache import KVCache
@@ -54,8 +54,11 @@ class Step:
         self.chosen: Tensor | None = None
         self._native: list[NativeStep] = []
         if len(batch.tokens) <= FEW_TOKENS and available() and cache.dtype == torch.bfloat16:
+            given = None
+            if batch.phase == "prefill":
+                given = torch.tensor([row.kind is Kind.PROMPT for row in batch.rows for _ in row.tokens])
             self._native = [
-                NativeStep(self.slabs, self.positions, cos.bfloat16(), sin.bfloat16(), temperatures=factors)
+                NativeStep(self.slabs, self.positions, cos.bfloat16(), sin.bfloat16(), None, None, factors, given)
                 for (cos, sin), factors in zip(self.angles, self.temperatures, strict=True)
             ]
         recurrent = cache.recurrent
@@ -70,9 +73,8 @@ class Step:
         return [] if self.chosen is not None and self.chosen.dim() == 3 else self._native
 
     def choose(self, chosen: Tensor | None) -> None:
-        """The next layers' tokens attend to these positions of their sequences alone: int32 (T, most), ascending, of a
-        token with fewer positions the first so many; -1, of blocks: none; (T, groups, most): of each group of heads.
-        None: to all positions."""
+        """The next layers' tokens attend to these positions of their sequences alone: int32 (T, most), ascending, and
+        behind them -1 where there are fewer; (T, groups, most): of each group of heads. None: to all positions."""
         changed = chosen is not None or self.chosen is not None
         if changed and (chosen is None or chosen.dim() == 2):
             self._native = [each.choosing(chosen) for each in self._native]

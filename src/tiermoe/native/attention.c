@@ -4,6 +4,7 @@
 
 #include "kernels.h"
 #include "kv_codes.h"
+#include "prompt_attention.h"
 #include "team.h"
 
 enum { PROJECTIONS = 3 }; /* of one input, at the most */
@@ -14,16 +15,24 @@ typedef struct {
     size_t place; /* among all tiles, those of a token one after the other */
 } Work;
 
+/* A block of queries of a prompt's tokens, for every key/value head. */
+typedef struct {
+    size_t token, tokens; /* the first of them, and how many */
+    size_t block;         /* among those of these tokens */
+} PromptWork;
+
 typedef struct {
     const Attention *layer;
     const Step *step;
     const Slabs *slabs;
     const bf16 *x;
     bf16 *out, *normed_out;
-    size_t works, prepared_each, heads_each; /* heads of a task */
-    size_t normed_each, one_head_each;
+    size_t works, blocks, prepared_each, heads_each; /* heads of a task */
+    size_t normed_each, one_head_each, panels_each;
     Work *work;
-    size_t *places;        /* (tokens + 1): of a token's first tile */
+    PromptWork *prompts;   /* (blocks) */
+    size_t *places;        /* (tokens + 1): of a token's first tile; of a prompt's there are none */
+    float *panels;         /* of each thread: the workspace of a block */
     bf16 *normed;          /* of each thread: normed inputs of what it multiplies */
     float *prepared;       /* of each thread and projection: what is known of what it multiplies */
     bf16 *one_head;        /* of each thread, (tokens, columns): of latent attention */
@@ -77,6 +86,18 @@ static size_t first_tile(const Attention *layer, const Step *step, size_t token)
 
 static size_t last_tile(const Step *step, size_t token) { return last_of(step, token) / TILE; }
 
+/* How many tokens from `token` on are computed by blocks of queries, those of a prompt that follow each other; 0: it is
+ * computed by itself. */
+static size_t prompt_from(const Attention *layer, const Step *step, size_t token) {
+    const int64_t *slabs = step->slabs + token, *positions = step->positions + token;
+    size_t count = 0;
+    if (layer->latent_columns || !step->given || *positions < DEEP) return 0;
+    while (token + count < step->tokens && step->given[token + count] && slabs[count] == *slabs &&
+           positions[count] == *positions + (int64_t)count)
+        count++;
+    return count;
+}
+
 void step_measure(Step *step) {
     step->spread = 0;
     for (size_t a = 0; a < step->tokens; a++)
@@ -107,6 +128,8 @@ const char *attention_misfit(const Attention *layer, const Step *step, const Sla
     if (slabs->ring && !layer->window) return "a ring for a layer without a window";
     if (slabs->ring && layer->window + step->spread > slabs->room)
         return "a ring with less room than the window and the step's tokens take";
+    if (!layer->latent_columns && step->given && (step->first || step->chosen))
+        return "padding or chosen positions for a prompt's tokens";
     for (size_t t = 0; t < step->tokens; t++) {
         const int64_t position = step->positions[t], slab = step->slabs[t];
         if (slab < 0 || (size_t)slab >= slabs->slabs) return "a token of a slab that is not there";
@@ -147,8 +170,13 @@ static size_t lay_out(Job *job, size_t threads, char *start) {
     const Attention *layer = job->layer;
     const size_t tokens = job->step->tokens, width = hidden(layer), latent = layer->latent_columns;
     char *end = start;
-    job->works = 0;
-    for (size_t t = 0; t < tokens; t++) job->works += last_tile(job->step, t) - first_tile(layer, job->step, t) + 1;
+    job->works = job->blocks = 0;
+    for (size_t t = 0, some; t < tokens; t += some ? some : 1) {
+        some = prompt_from(layer, job->step, t);
+        job->blocks += prompt_blocks(some, layer->heads, job->slabs);
+        if (!some) job->works += last_tile(job->step, t) - first_tile(layer, job->step, t) + 1;
+    }
+    job->panels_each = job->blocks ? rows_workspace(layer->key_columns, layer->value_columns) : 0;
     job->prepared_each = (tokens * most_prepared(layer) + 15) / 16 * 16; /* so that each begins at a cache line */
     job->normed_each = tokens * larger(width, layer->query_first.matrix.rows);
     job->one_head_each = latent ? tokens * larger(latent, layer->key_columns) : 0;
@@ -158,7 +186,9 @@ static size_t lay_out(Job *job, size_t threads, char *start) {
     job->field = (void *)end; \
     end += ((count) * sizeof *job->field + 63) / 64 * 64;
     PART(work, job->works)
+    PART(prompts, job->blocks)
     PART(places, tokens + 1)
+    PART(panels, threads * job->panels_each)
     PART(normed, threads * job->normed_each)
     PART(prepared, threads * PROJECTIONS * job->prepared_each)
     PART(one_head, threads * job->one_head_each)
@@ -173,26 +203,34 @@ static size_t lay_out(Job *job, size_t threads, char *start) {
     return (size_t)(end - start);
 }
 
-size_t attention_workspace(const Attention *layer, const Step *step, size_t threads) {
-    Job job = {.layer = layer, .step = step};
+size_t attention_workspace(const Attention *layer, const Step *step, const Slabs *slabs, size_t threads) {
+    Job job = {.layer = layer, .step = step, .slabs = slabs};
     return lay_out(&job, threads, NULL);
 }
+
+/* Whether a token is computed by itself, tile by tile. */
+static int has_tiles(const Job *job, size_t token) { return job->places[token + 1] > job->places[token]; }
 
 /* Tile by tile, so that tokens of one sequence find the keys and values of a tile where the one before has left them. */
 static void list_work(Job *job) {
     const size_t tokens = job->step->tokens;
-    size_t lowest = SIZE_MAX, highest = 0, count = 0;
+    size_t lowest = SIZE_MAX, highest = 0, count = 0, blocks = 0;
     job->places[0] = 0;
-    for (size_t t = 0; t < tokens; t++) {
+    for (size_t t = 0, some; t < tokens; t += some ? some : 1) {
+        some = prompt_from(job->layer, job->step, t);
         const size_t from = first_tile(job->layer, job->step, t), to = last_tile(job->step, t);
+        for (size_t i = 0; i < prompt_blocks(some, job->layer->heads, job->slabs); i++)
+            job->prompts[blocks++] = (PromptWork){t, some, i};
+        for (size_t i = 0; i < some; i++) job->places[t + i + 1] = job->places[t];
+        if (some) continue;
         job->places[t + 1] = job->places[t] + to - from + 1;
         if (from < lowest) lowest = from;
         if (to > highest) highest = to;
     }
-    for (size_t tile = lowest; tokens && tile <= highest; tile++)
+    for (size_t tile = lowest; job->works && tile <= highest; tile++)
         for (size_t t = 0; t < tokens; t++) {
             const size_t from = first_tile(job->layer, job->step, t);
-            if (tile < from || tile > last_tile(job->step, t)) continue;
+            if (!has_tiles(job, t) || tile < from || tile > last_tile(job->step, t)) continue;
             job->work[count++] = (Work){t, tile, job->places[t] + tile - from};
         }
 }
@@ -304,7 +342,7 @@ static void grouped_place(void *data, size_t thread, size_t task) {
         bf16 *query = job->query + (token * layer->heads + head) * columns;
         place(job, token, &queries, head, query);
         temper(job->step, token, query, columns);
-        if (slabs->bits == 4) hadamard_inverse(query, columns, query);
+        if (slabs->bits == 4 && has_tiles(job, token)) hadamard_inverse(query, columns, query);
     }
 }
 
@@ -315,9 +353,11 @@ static void grouped_merge(void *data, size_t thread, size_t task) {
     const size_t each = tile_result(width), place = job->places[token];
     bf16 *out = job->attended + task * width;
     (void)thread;
-    kernels->merge_tiles(job->results + (place * layer->heads + head) * each, job->places[token + 1] - place, layer->heads * each,
-                width, layer->sinks ? layer->sinks + head : NULL, out);
-    if (job->slabs->bits == 4) hadamard_inverse(out, width, out);
+    if (has_tiles(job, token)) {
+        kernels->merge_tiles(job->results + (place * layer->heads + head) * each, job->places[token + 1] - place,
+                             layer->heads * each, width, layer->sinks ? layer->sinks + head : NULL, out);
+        if (job->slabs->bits == 4) hadamard_inverse(out, width, out);
+    }
     if (layer->gated)
         kernels->times_sigmoid(out, job->projected_query + task * query_columns(layer) + layer->key_columns, width);
 }
@@ -432,11 +472,37 @@ static void project(void *data, size_t thread, size_t block) {
                        out[which] + block * BLOCK, projections[which]->matrix.rows);
 }
 
-/* Some heads of a group over a tile. */
+/* A block of a prompt's queries. */
+static void attend_prompt(const Job *job, size_t thread, size_t task) {
+    const Attention *layer = job->layer;
+    const PromptWork *work = &job->prompts[task % job->blocks];
+    const size_t first = (size_t)job->step->positions[work->token], query = work->token * layer->heads;
+    const Prompt prompt = {
+        .query = job->query + query * layer->key_columns,
+        .out = job->attended + query * layer->value_columns,
+        .sinks = layer->sinks,
+        .tokens = work->tokens,
+        .heads = layer->heads,
+        .slab = (size_t)job->step->slabs[work->token],
+        .first = first,
+        .window = layer->window,
+        .chunked = layer->chunked,
+        .scale = layer->scale,
+        .end = first + work->tokens,
+    };
+    prompt_block(&prompt, job->slabs, task / job->blocks, work->block, job->panels + thread * job->panels_each);
+}
+
+/* Some heads of a group over a tile, or a block of a prompt's queries: these take longer, and come first. */
 static void attend(void *data, size_t thread, size_t task) {
     const Job *job = data;
     const Attention *layer = job->layer;
     const Slabs *slabs = job->slabs;
+    if (task < layer->kv_heads * job->blocks) {
+        attend_prompt(job, thread, task);
+        return;
+    }
+    task -= layer->kv_heads * job->blocks;
     const size_t group = layer->heads / layer->kv_heads, parts = (group + job->heads_each - 1) / job->heads_each;
     const Work *work = &job->work[task % job->works];
     const size_t kv_head = task / job->works / parts, from = task / job->works % parts * job->heads_each;
@@ -494,7 +560,7 @@ void attention_run(const Attention *layer, const Step *step, const Slabs *slabs,
         {latent_begin_queries, latent_queries, two_steps ? blocks(&layer->query) : 0},
         {NULL, latent ? latent_place : grouped_place,
          latent ? layer->heads + step->tokens : step->tokens * layer->kv_heads},
-        {NULL, attend, layer->kv_heads * parts * job.works},
+        {NULL, attend, layer->kv_heads * (job.blocks + parts * job.works)},
         {NULL, latent ? latent_merge : grouped_merge, latent ? layer->heads : step->tokens * layer->heads},
         {begin_outputs, add_output, blocks(&layer->output)},
         {NULL, norm_output, step->tokens},

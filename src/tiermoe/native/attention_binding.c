@@ -13,7 +13,7 @@ static PyObject *workspace(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&O&O&I", STRUCT(layer), STRUCT(step), STRUCT(slabs), &threads)) return NULL;
     const char *misfit = attention_misfit(&layer, &step, &slabs);
     if (misfit) return PyErr_SetString(PyExc_ValueError, misfit), NULL;
-    return PyLong_FromSize_t(attention_workspace(&layer, &step, threads));
+    return PyLong_FromSize_t(attention_workspace(&layer, &step, &slabs, threads));
 }
 
 static PyObject *attend(PyObject *self, PyObject *args) {

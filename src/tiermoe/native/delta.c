@@ -60,6 +60,14 @@ static void mix(void *data, size_t thread, size_t task) {
 
 static float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 
+static float sigmoid(float x) { return 1 / (1 + expf(-x)); }
+
+/* What a head, or a row of its state, keeps of itself. */
+static float decay(const Delta *layer, size_t head, float step) {
+    const float rate = layer->rates[head];
+    return expf(layer->least_decay ? layer->least_decay * sigmoid(rate * step) : -rate * softplus(step));
+}
+
 static float rounded(float x) { return from_bf16(to_bf16(x)); }
 
 /* A key head's query and key of a token, and the factors of the heads that share them. */
@@ -76,10 +84,10 @@ static void prepare(void *data, size_t thread, size_t task) {
     for (size_t head = key_head * shared; head < (key_head + 1) * shared; head++) {
         for (size_t at = head * width; at < (head + 1) * width; at++) {
             const float a = from_bf16(step->decays[token * step->decays_stride + at]);
-            job->decays[token * layer->heads * width + at] = expf(-layer->rates[head] * softplus(a + layer->biases[at]));
+            job->decays[token * layer->heads * width + at] = decay(layer, head, a + layer->biases[at]);
         }
         const float b = from_bf16(step->betas[token * step->betas_stride + head]);
-        job->betas[token * layer->heads + head] = rounded(1 / (1 + expf(-b)));
+        job->betas[token * layer->heads + head] = rounded(sigmoid(b));
     }
 }
 

@@ -24,10 +24,11 @@ enum { DELTA_SILU, DELTA_SIGMOID };
 
 typedef struct {
     const bf16 *taps;    /* (kept + 1, channels): the convolution's weights, those of the oldest input first */
-    const float *rates;  /* (heads): the logarithm of a decay is -rate * softplus(a + bias) */
+    const float *rates;  /* (heads): the logarithm of a decay is -rate * softplus(a + bias), or, where least_decay is not 0,
+                            least_decay * sigmoid(rate * (a + bias)) */
     const float *biases; /* (heads, decay_columns) */
     const bf16 *norm;    /* (value_columns) */
-    float epsilon;
+    float epsilon, least_decay;
     int gate;
     size_t kept; /* inputs before a token's own */
     size_t key_heads, heads; /* heads / key_heads heads share a query and a key */

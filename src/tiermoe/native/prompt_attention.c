@@ -9,16 +9,15 @@ typedef struct {
     const Prompt *prompt;
     const Slabs *slabs;
     float *workspace;
-    size_t blocks; /* of a key/value head's queries */
+    size_t blocks; /* of a key/value head */
 } Job;
 
-/* Of a key/value head's queries. */
-static size_t blocks_of(size_t tokens, size_t heads, const Slabs *slabs) {
+size_t prompt_blocks(size_t tokens, size_t heads, const Slabs *slabs) {
     return (tokens * (heads / slabs->kv_heads) + QUERY_ROWS - 1) / QUERY_ROWS;
 }
 
 size_t prompt_state(size_t tokens, size_t heads, const Slabs *slabs) {
-    return slabs->kv_heads * blocks_of(tokens, heads, slabs) * rows_state(slabs->value_columns);
+    return slabs->kv_heads * prompt_blocks(tokens, heads, slabs) * rows_state(slabs->value_columns);
 }
 
 const char *prompt_misfit(const Prompt *prompt, const Slabs *slabs) {
@@ -45,12 +44,8 @@ size_t prompt_workspace(const Slabs *slabs, size_t threads) {
     return threads * rows_workspace(slabs->key_columns, slabs->value_columns) * sizeof(float);
 }
 
-/* A block: queries of a group's heads, token by token. */
-static void attend_block(void *data, size_t thread, size_t task) {
-    const Job *job = data;
-    const Prompt *prompt = job->prompt;
-    const Slabs *slabs = job->slabs;
-    const size_t kv_head = task / job->blocks, from = task % job->blocks * QUERY_ROWS;
+void prompt_block(const Prompt *prompt, const Slabs *slabs, size_t kv_head, size_t block, float *workspace) {
+    const size_t from = block * QUERY_ROWS;
     const size_t group = prompt->heads / slabs->kv_heads, rest = prompt->tokens * group - from;
     const Positions positions = slab_positions(slabs, prompt->slab, kv_head);
     bf16 transformed[QUERY_ROWS][MOST_HEAD_COLUMNS];
@@ -60,8 +55,11 @@ static void attend_block(void *data, size_t thread, size_t task) {
         .from = prompt->begin,
         .to = prompt->end,
         .more = prompt->end < prompt->first + prompt->tokens,
-        .state = prompt->state ? prompt->state + task * rows_state(slabs->value_columns) : NULL,
     };
+    if (prompt->state) {
+        const size_t before = kv_head * prompt_blocks(prompt->tokens, prompt->heads, slabs) + block;
+        rows.state = prompt->state + before * rows_state(slabs->value_columns);
+    }
     for (size_t r = 0; r < rows.count; r++) {
         const size_t token = (from + r) / group, head = kv_head * group + (from + r) % group;
         const size_t end = prompt->first + token + 1, at = token * prompt->heads + head;
@@ -75,14 +73,19 @@ static void attend_block(void *data, size_t thread, size_t task) {
         rows.begin[r] = window_begin(end - 1, prompt->window, prompt->chunked);
         rows.end[r] = end;
     }
-    const size_t each = rows_workspace(slabs->key_columns, slabs->value_columns);
-    kernels->attend_rows(&positions, &rows, job->workspace + thread * each);
+    kernels->attend_rows(&positions, &rows, workspace);
     for (size_t r = 0; slabs->bits == 4 && !rows.more && r < rows.count; r++)
         hadamard_inverse(rows.out[r], slabs->value_columns, rows.out[r]);
 }
 
+static void attend_block(void *data, size_t thread, size_t task) {
+    const Job *job = data;
+    const size_t each = rows_workspace(job->slabs->key_columns, job->slabs->value_columns);
+    prompt_block(job->prompt, job->slabs, task / job->blocks, task % job->blocks, job->workspace + thread * each);
+}
+
 void prompt_attend(const Prompt *prompt, const Slabs *slabs, void *workspace, size_t threads) {
-    Job job = {prompt, slabs, workspace, blocks_of(prompt->tokens, prompt->heads, slabs)};
+    Job job = {prompt, slabs, workspace, prompt_blocks(prompt->tokens, prompt->heads, slabs)};
     const Phase phase = {NULL, attend_block, slabs->kv_heads * job.blocks};
     team_run(&phase, 1, &job, threads, TORCHS);
 }

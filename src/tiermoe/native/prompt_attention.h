@@ -20,6 +20,9 @@ typedef struct {
     float *state; /* prompt_state floats; NULL: the call attends to all */
 } Prompt;
 
+/* Blocks of queries of a key/value head. */
+size_t prompt_blocks(size_t tokens, size_t heads, const Slabs *slabs);
+
 /* Floats of what is known of `tokens` tokens between the calls for pieces of their positions. */
 size_t prompt_state(size_t tokens, size_t heads, const Slabs *slabs);
 
@@ -28,6 +31,9 @@ const char *prompt_misfit(const Prompt *prompt, const Slabs *slabs);
 
 /* Bytes of workspace. */
 size_t prompt_workspace(const Slabs *slabs, size_t threads);
+
+/* One block of a key/value head: queries of its group's heads, token by token. workspace: that of one thread. */
+void prompt_block(const Prompt *prompt, const Slabs *slabs, size_t kv_head, size_t block, float *workspace);
 
 void prompt_attend(const Prompt *prompt, const Slabs *slabs, void *workspace, size_t threads);
 

@@ -143,6 +143,7 @@ class Step(Struct):
         ("spread", c_size_t),
         ("chosen", c_void_p),
         ("most", c_size_t),
+        ("given", c_void_p),
     )
 
 
@@ -196,6 +197,7 @@ class Delta(Struct):
         ("biases", c_void_p),
         ("norm", c_void_p),
         ("epsilon", c_float),
+        ("least_decay", c_float),
         ("gate", c_int),
         ("kept", c_size_t),
         ("key_heads", c_size_t),

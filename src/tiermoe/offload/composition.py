@@ -24,8 +24,6 @@ from tiermoe.offload.profiles import Profile
 POLICIES: dict[str, Mapping[str, Any]] = {"precision": PRECISIONS, "prefetch": PREDICTIONS, "cache": EVICTIONS}
 """The parts whose values are classes that declare settings of their own."""
 
-_LITTLE = ("half", "confident")  # routings that have a pass of fewer experts
-_RECALL = ("recalled", "recalled+next-gate")  # predictions that recall such a pass
 _FEWER_OR_OTHERS = ("half", "confident", "cached")  # routings that do not run the router's K
 
 
@@ -33,19 +31,19 @@ def _part(default: str, choices: Collection[str], **values: Any) -> Any:
     return setting(default, read=str, one_of=choices, **values)
 
 
-def _is(part: str, value: str) -> tuple[str, Callable[[Composition], bool]]:
-    return part, lambda composition: getattr(composition, part) == value
+def _is(part: str, *values: str) -> tuple[str, Callable[[Composition], bool]]:
+    return part, lambda composition: getattr(composition, part) in values
 
 
-def _predicts(composition: Composition) -> bool:
-    return composition.prefetch != "none"
+def _is_not(part: str, value: str) -> tuple[str, Callable[[Composition], bool]]:
+    return part, lambda composition: getattr(composition, part) != value
 
 
 def _errs(composition: Composition) -> bool:
     """Whether the prediction may lack what the router chooses: an expert, one that it expected to be skipped, or
     neurons of one."""
     missed = composition.policy("prefetch").errs or composition.policy("precision").skips
-    return _predicts(composition) and (missed or composition.unit == "neuron")
+    return composition.prefetch != "none" and (missed or composition.unit == "neuron")
 
 
 def _absent(composition: Composition) -> bool:
@@ -63,22 +61,8 @@ def _known_before(composition: Composition) -> bool:
     return composition.prefetch != "recalled" or composition.routing == "confident"
 
 
-def _has_little(composition: Composition) -> bool:
-    return composition.routing in _LITTLE
-
-
-def _keeps(composition: Composition) -> bool:
-    """Whether a policy chooses what is evicted."""
-    return composition.cache in EVICTIONS
-
-
 def _forgets(composition: Composition) -> bool:
     return getattr(composition.policy("cache"), "forgets", False)
-
-
-def _several(composition: Composition) -> bool:
-    """Whether experts are loaded in more than one precision."""
-    return composition.precision != "fixed"
 
 
 def _size(given: Any) -> int:
@@ -120,12 +104,12 @@ class Composition:
     )
     # when decode prefetches; prefill always does. 'measured': only where passes are measured to be faster for it
     # (`policies.prefetch_trial`), which by itself changes no token
-    speculate: str = _part("always", ("always", "measured"), read_by=(("prefetch", _predicts),), off=True)
+    speculate: str = _part("always", ("always", "measured"), read_by=(_is_not("prefetch", "none"),), off=True)
     # eviction policy; 'none': room for one layer's K, 'all': every expert stays
     cache: str = _part("lru", ChainMap[str, Any](EVICTIONS, {"none": None, "all": None}).keys())
     # 'pool' one for all layers, 'even' the same for each, 'by-use' more where experts are used most, 'shallow' all
     # experts of the layers below `boundary` first; 'pool' too where slots do not give every layer its K
-    allotment: str = _part("pool", ALLOTMENTS.keys(), read_by=(("cache", _keeps),), off=True)
+    allotment: str = _part("pool", ALLOTMENTS.keys(), read_by=(_is("cache", *EVICTIONS),), off=True)
     # of the eviction policy: forgotten at each sequence, or kept for the model
     records: str = _part("model", ("model", "sequence"), read_by=(("cache", _forgets),), off=True)
     # what is loaded: 'neuron' the rows where |act(W1 x)| > `theta`, all above the share `upper_limit` (CORM)
@@ -143,14 +127,14 @@ class Composition:
     # the place where an expert is computed then depends on what is cached, so it counts as lossy
     misses: str = _part("load", ("load", "cpu", "measured"))
     # predicted experts stay until their layer has run
-    mask: bool = setting(True, read=_flag, kind="true or false", read_by=(("prefetch", _predicts),), off=True)
+    mask: bool = setting(True, read=_flag, kind="true or false", read_by=(_is_not("prefetch", "none"),), off=True)
 
     # settings
 
     profile: str = setting("", read=str)
     gamma: float = setting(0.7, low=0, high=1, read_by=(_is("routing", "confident"),))
     # experts of a little pass; None: K/2, rounded up
-    little: int | None = setting(None, read=int, low=1, high=64, read_by=(("routing", _has_little),))
+    little: int | None = setting(None, read=int, low=1, high=64, read_by=(_is("routing", "half", "confident"),))
     # of `CachePrior`: `strength`, and the fields of these names
     prior: float | None = setting(None, low=0, high=4, calibrated=True, read_by=(_is("routing", "cached"),))
     always: int = setting(1, read=int, low=0, high=64, read_by=(_is("routing", "cached"),))
@@ -165,10 +149,12 @@ class Composition:
     )
     # slots of the cache for experts that are fetched, until their layer has run and the eviction policy says who stays
     # (Fate's cache list); 0: they take the place of others at once
-    room: int = setting(0, read=int, low=0, high=1 << 16, read_by=(("cache", _keeps),), off=True)
+    room: int = setting(0, read=int, low=0, high=1 << 16, read_by=(_is("cache", *EVICTIONS),), off=True)
     # share of the cache's bytes for a pool of low copies, in slots of their own size; 0: they take slots of high ones,
     # None: what follows from the precision (`with_low_share`)
-    low_share: float | None = setting(0.0, read=_share, low=0, high=0.9, read_by=(("precision", _several),), off=True)
+    low_share: float | None = setting(
+        0.0, read=_share, low=0, high=0.9, read_by=(_is_not("precision", "fixed"),), off=True
+    )
     theta: float | None = setting(None, low=0, high=1e9, calibrated=True, read_by=(_is("unit", "neuron"),))
     upper_limit: float = setting(0.75, low=0, high=1, read_by=(_is("unit", "neuron"),))
     # bytes between two wanted neurons that are read through; None: what suits the store
@@ -240,7 +226,7 @@ class Composition:
     def exact(self) -> Composition:
         """The same composition with every lossy part off: the exact preset's tokens, bit for bit."""
         routing = "all" if self.routing in _FEWER_OR_OTHERS else self.routing
-        prefetch = "next-gate" if self.prefetch in (*_RECALL, "neurons") else self.prefetch
+        prefetch = "next-gate" if self.prefetch in ("recalled", "recalled+next-gate", "neurons") else self.prefetch
         return replace(
             self, routing=routing, precision="fixed", prefetch=prefetch, low_share=0.0, unit="expert",
             on_mispredict="reload", misses="load",

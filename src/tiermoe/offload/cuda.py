@@ -10,27 +10,32 @@ import torch
 
 from tiermoe.errors import BudgetError, ConfigError
 
+Mark = torch.cuda.Event
+"""A point in the order of computation."""
 
-class _Copy(NamedTuple):
-    """Events around a copy, on the stream that copies."""
+
+class Ticket(NamedTuple):
+    """A copy that has been asked for: events around it, on the stream that copies."""
 
     begun: torch.cuda.Event
     done: torch.cuda.Event
 
 
 class CudaCopier:
-    """Copies on a stream of its own (`offload.gpu.Copier`). A mark is an event, a ticket a `_Copy`."""
+    """Copies from pinned memory to a GPU on a stream of its own, beside the computation."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         self._stream = torch.cuda.Stream(self._device)
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Mark:
+        """The point after everything that the calling thread has launched so far."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def copy(self, host: torch.Tensor, device: torch.Tensor, after: torch.cuda.Event) -> _Copy:
+    def copy(self, host: torch.Tensor, device: torch.Tensor, after: Mark) -> Ticket:
+        """Asks for a copy that starts once `after` is reached. Returns at once; any thread may call."""
         begun = torch.cuda.Event(enable_timing=True)
         done = torch.cuda.Event(enable_timing=True, blocking=True)  # a thread that waits for it sleeps
         with torch.cuda.stream(self._stream):
@@ -38,18 +43,22 @@ class CudaCopier:
             begun.record(self._stream)
             device.copy_(host, non_blocking=True)
             done.record(self._stream)
-        return _Copy(begun, done)
+        return Ticket(begun, done)
 
-    def ready(self, ticket: _Copy) -> bool:
+    def ready(self, ticket: Ticket) -> bool:
+        """True where the copy is done."""
         return bool(ticket.done.query())
 
-    def wait(self, ticket: _Copy) -> None:
+    def wait(self, ticket: Ticket) -> None:
+        """Blocks the calling thread until the copy is done."""
         ticket.done.synchronize()
 
-    def seconds(self, ticket: _Copy) -> float:
+    def seconds(self, ticket: Ticket) -> float:
+        """How long a copy that is done took, from the moment when it could start."""
         return float(ticket.begun.elapsed_time(ticket.done)) / 1e3
 
-    def wait_before_use(self, ticket: _Copy) -> None:
+    def wait_before_use(self, ticket: Ticket) -> None:
+        """Lets what the calling thread launches from now on start only after the copy; does not block."""
         torch.cuda.current_stream(self._device).wait_event(ticket.done)
 
 

@@ -24,7 +24,7 @@ from tiermoe.errors import LoadError
 from tiermoe.formats.expert_format import PAGE, ExpertFormat, align
 from tiermoe.native import _native
 from tiermoe.offload.io_threads import IOThreads
-from tiermoe.offload.link import Finished
+from tiermoe.offload.link import Finished, LinkCounters
 from tiermoe.offload.reader import ExtentReader, aligned_memory, damaged, unreadable, verify
 from tiermoe.offload.second_drive import TwoDrives
 from tiermoe.offload.slots import FilledSlots
@@ -137,38 +137,23 @@ class SlotFiller:
 
 
 class DiskLink:
-    """Fills `slots` by `threads` threads of Python (`offload.link.MeteredLink`). `wakes`: how often `wait` had to wait;
-    `wake_s`: seconds from the end of what it waited for until it went on; `starts`, `start_s`: as `IOThreads`."""
+    """Fills `slots` by `threads` threads of Python (`offload.link.MeteredLink`)."""
 
     now = staticmethod(time.perf_counter)
 
     def __init__(self, filler: SlotFiller, slots: FilledSlots, threads: int) -> None:
-        self.wait_s = 0.0
-        self.wakes = 0
-        self.wake_s = 0.0
+        self._wait_s = self._wake_s = 0.0
+        self._wakes = 0
         self._filler = filler
         self._slots = slots
         self._finished: queue.SimpleQueue[tuple[Finished, float]] = queue.SimpleQueue()  # and when it ended
         self._outstanding = 0  # submitted, and neither taken nor recalled, background loads apart
         self._threads = IOThreads(threads, self._work)
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which at least one thread was reading."""
-        return self._filler.busy_s
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from the drive so far."""
-        return self._filler.bytes_read
-
-    @property
-    def starts(self) -> int:
-        return self._threads.starts
-
-    @property
-    def start_s(self) -> float:
-        return self._threads.start_s
+    def counters(self) -> LinkCounters:
+        filler, threads = self._filler, self._threads
+        waited = self._wait_s, self._wakes, self._wake_s
+        return LinkCounters(filler.bytes_read, filler.busy_s, *waited, threads.starts, threads.start_s)
 
     def submit(self, load: Load) -> None:
         self._outstanding += not load.background
@@ -179,10 +164,10 @@ class DiskLink:
         finished, ended = self._finished.get()
         now = time.perf_counter()
         self._outstanding -= not finished.load.background
-        self.wait_s += now - started
+        self._wait_s += now - started
         if ended > started:
-            self.wakes += 1
-            self.wake_s += now - ended
+            self._wakes += 1
+            self._wake_s += now - ended
         return finished
 
     def poll(self) -> Finished | None:
@@ -265,35 +250,8 @@ class NativeDiskLink:
         self._completed: set[ExpertKey] = set()  # by this thread, once they are read: see `_complete`
         self._failed: deque[Finished] = deque()  # whose files cannot be opened
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from the drive so far."""
-        return self._threads.counters()[0]
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which at least one thread was reading."""
-        return self._threads.counters()[1]
-
-    @property
-    def wait_s(self) -> float:
-        return self._threads.counters()[2]
-
-    @property
-    def wakes(self) -> int:
-        return self._threads.counters()[3]
-
-    @property
-    def wake_s(self) -> float:
-        return self._threads.counters()[4]
-
-    @property
-    def starts(self) -> int:
-        return self._threads.counters()[5]
-
-    @property
-    def start_s(self) -> float:
-        return self._threads.counters()[6]
+    def counters(self) -> LinkCounters:
+        return LinkCounters(*self._threads.counters())
 
     def submit(self, load: Load) -> None:
         key, slot, urgent, background = load

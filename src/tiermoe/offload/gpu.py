@@ -15,43 +15,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
+from tiermoe.offload.cuda import CudaCopier, Mark, Ticket
+from tiermoe.offload.disk import SlotFiller
 from tiermoe.offload.io_threads import IOThreads
-from tiermoe.offload.link import Finished
+from tiermoe.offload.link import Finished, LinkCounters
 from tiermoe.offload.policies.cpu_fallback import averaged
 from tiermoe.offload.second_level import SecondLevelCache
 from tiermoe.offload.slots import HostSlots, Slots
 from tiermoe.types import ExpertKey, Load
-
-Mark = Any
-"""A point in the order of computation, as its `Copier` has it."""
-Ticket = Any
-"""A copy that has been asked for, as its `Copier` has it."""
-
-
-class Copier(Protocol):
-    """Copies from pinned memory to the device, beside the computation."""
-
-    def mark(self) -> Mark:
-        """The point after everything that the calling thread has launched so far."""
-
-    def copy(self, host: torch.Tensor, device: torch.Tensor, after: Mark) -> Ticket:
-        """Asks for a copy that starts once `after` is reached. Returns at once; any thread may call."""
-
-    def ready(self, ticket: Ticket) -> bool:
-        """True where the copy is done."""
-
-    def wait(self, ticket: Ticket) -> None:
-        """Blocks the calling thread until the copy is done."""
-
-    def seconds(self, ticket: Ticket) -> float:
-        """How long a copy that is done took, from the moment when it could start."""
-
-    def wait_before_use(self, ticket: Ticket) -> None:
-        """Lets what the calling thread launches from now on start only after the copy; does not block."""
 
 
 class CopyQueue:
@@ -59,7 +33,7 @@ class CopyQueue:
     copy begins. Whoever takes part in the same waiting may guard state of its own with them. `bytes_copied`: asked
     for so far. `seconds`: what the last copies took on average, None before the first."""
 
-    def __init__(self, copier: Copier) -> None:
+    def __init__(self, copier: CudaCopier) -> None:
         self.lock = threading.RLock()  # taken by itself: see `IOThreads`
         self.changed = threading.Condition(self.lock)
         self.bytes_copied = 0
@@ -108,7 +82,7 @@ class CopyQueue:
         with contextlib.suppress(Exception):
             self._copier.wait(ticket)
 
-    def wait_before_use(self, ticket: Ticket | None) -> None:
+    def wait_before_use(self, ticket: Ticket) -> None:
         """Lets what the calling thread launches from now on start only after the copy; raises what it failed of."""
         self._copier.wait_before_use(ticket)
 
@@ -118,22 +92,6 @@ class CopyQueue:
             self.wait_out(ticket)
 
 
-class Filler(Protocol):
-    """Reads experts into slots in main memory (`offload.disk.SlotFiller`)."""
-
-    @property
-    def busy_s(self) -> float: ...
-
-    @property
-    def bytes_read(self) -> int: ...
-
-    def fill(self, key: ExpertKey, slot: torch.Tensor) -> None: ...
-
-    def roll_back(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class HostCache(SecondLevelCache):
     """The second-level cache in pinned memory, filled by `filler` and copied from by `copies`. Any thread may call.
     slots: of the experts of each precision; precisions may share slots.
@@ -141,7 +99,7 @@ class HostCache(SecondLevelCache):
     An expert that is read, copied or borrowed is pinned. `read_s`: what the last reads took on average, 0 before the
     first."""
 
-    def __init__(self, filler: Filler, slots: Mapping[int, HostSlots], copies: CopyQueue) -> None:
+    def __init__(self, filler: SlotFiller, slots: Mapping[int, HostSlots], copies: CopyQueue) -> None:
         shared: dict[HostSlots, list[int]] = {}
         for bits, run in slots.items():
             shared.setdefault(run, []).append(bits)
@@ -254,7 +212,7 @@ class _Arrival:
     """A load to be taken by `wait` or `poll`: its copy is asked for, or `error` says why not."""
 
     load: Load
-    ticket: Ticket = None
+    ticket: Ticket | None = None
     error: Exception | None = None
 
 
@@ -262,21 +220,21 @@ class GpuLink:
     """Implements `tiermoe.offload.link.Link` with I/O threads that read experts into `host` slots and copies from there
     to `device` slots. host: as `HostCache`. bytes_of: bytes of an expert in its slot.
 
-    `wait_s` adds up the time that the caller spent in `wait`, which does not wait for copies.
+    Waiting is what the caller spent in `wait`, which does not wait for copies.
     """
 
     now = staticmethod(time.perf_counter)
 
     def __init__(
         self,
-        filler: Filler,
+        filler: SlotFiller,
         host: Mapping[int, HostSlots],
         device: Slots,
         bytes_of: Callable[[ExpertKey], int],
-        copier: Copier,
+        copier: CudaCopier,
         threads: int,
     ) -> None:
-        self.wait_s = 0.0
+        self._wait_s = 0.0
         self._filler = filler
         self._device = device
         self._bytes_of = bytes_of
@@ -299,15 +257,8 @@ class GpuLink:
         read = host.misses / max(1, host.hits + host.misses)
         return self._copies.seconds + read * host.read_s / self._thread_count
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which at least one thread was reading."""
-        return self._filler.busy_s
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from the drive so far."""
-        return self._filler.bytes_read
+    def counters(self) -> LinkCounters:
+        return LinkCounters(self._filler.bytes_read, self._filler.busy_s, self._wait_s)
 
     @property
     def bytes_copied(self) -> int:
@@ -332,7 +283,7 @@ class GpuLink:
         arrival = min(self._arrivals, key=lambda a: (not self._copies.is_over(a.ticket), not a.load.urgent))
         self._arrivals.remove(arrival)
         finished = self._hand_out(arrival)
-        self.wait_s += time.perf_counter() - started
+        self._wait_s += time.perf_counter() - started
         return finished
 
     def poll(self) -> Finished | None:
@@ -386,7 +337,7 @@ class GpuLink:
 
     def _hand_out(self, arrival: _Arrival) -> Finished:
         self._outstanding -= not arrival.load.background
-        if arrival.error is not None:
+        if arrival.ticket is None:
             return Finished(arrival.load, arrival.error)
         try:
             self._copies.wait_before_use(arrival.ticket)

@@ -115,7 +115,7 @@ class IOThreads:
             if self._urgent or self._speculative:
                 self._note_start(slept)
                 load = self._urgent.popleft() if self._urgent else self._speculative.popleft()
-            elif self._may_begin_background():
+            elif self._background and self._begun_in_background < self._most_in_background:
                 self._begun_in_background += 1
                 load = self._background.popitem(last=False)[1]
             else:
@@ -128,6 +128,3 @@ class IOThreads:
             self.starts += 1
             self.start_s += time.perf_counter() - self._asked
         self._asked = None
-
-    def _may_begin_background(self) -> bool:
-        return bool(self._background) and self._begun_in_background < self._most_in_background

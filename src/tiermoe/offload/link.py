@@ -40,18 +40,22 @@ class Link(Protocol):
         """Seconds since some moment, by the clock in which loads take their time."""
 
 
+class LinkCounters(NamedTuple):
+    """What a link has done so far."""
+
+    bytes_read: int  # from the drive
+    busy_s: float  # seconds in which at least one thread was reading
+    wait_s: float  # seconds in which the caller waited
+    wakes: int = 0  # how often the caller had to wait; 0 of a GPU's link, and so on
+    wake_s: float = 0.0  # seconds from the end of what it waited for until it went on
+    starts: int = 0  # loads, background ones apart, that found a thread without work
+    start_s: float = 0.0  # seconds from their submission until it took them
+
+
 class MeteredLink(Link, Protocol):
-    """A link that counts what it did. `wait_s`: seconds the caller waited; `busy_s`: seconds in which it was reading;
-    `bytes_read`: bytes from the drive."""
+    """A link that counts what it does."""
 
-    @property
-    def wait_s(self) -> float: ...
-
-    @property
-    def busy_s(self) -> float: ...
-
-    @property
-    def bytes_read(self) -> int: ...
+    def counters(self) -> LinkCounters: ...
 
     def roll_back(self) -> None:
         """After an interruption of its caller anywhere: drops what is queued, waits for what is under way and forgets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.native import available
@@ -18,17 +18,13 @@ from tiermoe.offload.slots import DeviceSlots, FilledSlots, HostSlots, SlotRuns,
 from tiermoe.types import ExpertKey, Extent
 
 
-def _no_more() -> dict[str, int | str]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Tiers:
     """The slots that kernels compute from, and the link that fills them. `stats`: a GPU's own counters."""
 
     slots: Slots
     link: MeteredLink
-    stats: Callable[[], dict[str, int | str]] = field(default=_no_more)
+    stats: Callable[[], dict[str, int | str]] = dict
 
 
 def assemble(

@@ -71,7 +71,7 @@ PAPER = Paper(
             Row("overlap", "328, 110", _milliseconds("overlap")),
         ]),
         Figure("figure 8", "speed over int4 on demand, part by part",
-               rungs("corm", RTX_3090, 4, ("1.25, 1.40", "1.59, 1.84", "2.07, 2.14"))),
+               rungs("corm", RTX_3090, ("1.25, 1.40", "1.59, 1.84", "2.07, 2.14"))),
         Figure("figure 9", "bytes a token with active neurons over those of whole experts", [
             Row("without prefetch, on demand", "in proportion to the active neurons",
                 Ratio(OURS.but(prefetch="none", on_mispredict="reload"),

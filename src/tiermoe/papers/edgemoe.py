@@ -82,7 +82,7 @@ PAPER = Paper(
             Row(f"every expert at {bits} bits", "rises with the loss",
                 Replayed(OURS.but(precision="fixed", bits=bits), TX2, decoding, ".2f")) for bits in (8, 4, 2)
         ]),
-        Figure("figure 16", "speed over IO-EXP, part by part, TX2", rungs("edgemoe", TX2, 4, ("2.01", "2.59", "3.22"))),
+        Figure("figure 16", "speed over IO-EXP, part by part, TX2", rungs("edgemoe", TX2, ("2.01", "2.59", "3.22"))),
     ],
     {
         "figure 2": "is of other papers",

@@ -92,7 +92,7 @@ PAPER = Paper(
             for share in SHARES for name, side in (("Fate", OURS), ("EAP", EAP))
         ]),
         Figure("figure 14", "decoding over LoD, part by part, high-end PC",
-               rungs("fate", HIGH_END, 4, ("1.3", "2 at most", "3.7 at most"))),
+               rungs("fate", HIGH_END, ("1.3", "2 at most", "3.7 at most"))),
         Figure("table 3", "loss of perplexity, for that of tasks", [
             Row("high-end PC", ".55 points at most", Loss(OURS)),
             Row("low-end PC: mispredicted experts at 2 bits", "1.8 points at most",

@@ -147,11 +147,11 @@ class Loss:
         return f"{lost:.2%}" if error is None else f"{lost:.2%} ± {error:.2%}"
 
 
-def rungs(system: str, place: Place, bits: int, papers: Sequence[str]) -> list[Row]:
-    """A row for each part of a system's ladder: decoding over the baseline, with the part and those before it. bits:
-    of the parts that do not say themselves. papers: the paper's ratios, one for each part."""
+def rungs(system: str, place: Place, papers: Sequence[str]) -> list[Row]:
+    """A row for each part of a system's ladder: decoding over the baseline, with the part and those before it.
+    papers: the paper's ratios, one for each part."""
     steps = LADDERS[system].steps(PRESETS[system], {})
-    sides = [Side(system, {name: str(value) for name, value in changes.items()}, bits) for _, changes in steps]
+    sides = [Side(system, {name: str(value) for name, value in changes.items()}) for _, changes in steps]
     return [
         Row(f"with {part}", value, Ratio(side, sides[0], place))
         for (part, _), side, value in zip(steps[1:], sides[1:], papers, strict=True)

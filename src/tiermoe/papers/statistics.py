@@ -120,11 +120,11 @@ def recall_of(predictor: str, distance: int = 1) -> Statistic:
     return lambda trace: fmean(row.recall for row in _rows(trace, predictor, distance))
 
 
-def recall_by_layer(predictor: str, distance: int = 1) -> ByLayer:
-    """The same for each layer; None for layers that nothing predicts."""
+def recall_by_layer(predictor: str) -> ByLayer:
+    """The same for each layer, of the next layer; None for layers that nothing predicts."""
 
     def count(trace: Trace) -> list[float | None]:
-        found = {row.layer: row.recall for row in _rows(trace, predictor, distance)}
+        found = {row.layer: row.recall for row in _rows(trace, predictor, 1)}
         return [found.get(layer) for layer in range(len(trace.header.experts))]
 
     return count

@@ -19,7 +19,7 @@ from tiermoe.serve.errors import Refused
 from tiermoe.serve.fields import CallArguments, Several, StopStrings, Tools, check_fields, text_alone
 from tiermoe.serve.intake import aside
 from tiermoe.serve.served import Served
-from tiermoe.serve.tools import CallPiece
+from tiermoe.serve.tool_calls import CallPiece
 
 PATH = "/v1/messages"
 Event = dict[str, Any]

@@ -17,7 +17,8 @@ from tiermoe.serve.errors import Refused
 from tiermoe.serve.grammar import Compiling
 from tiermoe.serve.served import Served, continued
 from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks, unfinished
-from tiermoe.serve.tools import CallPiece, CallReader, Format, format_of, types_of
+from tiermoe.serve.tool_calls import CallPiece, CallReader
+from tiermoe.serve.tool_formats import Format, format_of, types_of
 
 
 @dataclass(frozen=True, slots=True)

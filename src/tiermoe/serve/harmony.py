@@ -18,7 +18,7 @@ from typing import Any
 
 from tiermoe.engine.detokenize import overlap
 from tiermoe.serve.grammar import json_rule
-from tiermoe.serve.tools import CallPiece, JsonObject, ToolCall
+from tiermoe.serve.tool_calls import CallPiece, JsonObject, ToolCall
 
 CHANNEL, MESSAGE, END, START = "<|channel|>", "<|message|>", "<|end|>", "<|start|>"
 _ENDS = (END, "<|call|>", "<|return|>", START, CHANNEL)

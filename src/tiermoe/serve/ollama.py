@@ -37,7 +37,8 @@ from tiermoe.serve.samplers import SamplerFields
 from tiermoe.serve.served import Served
 from tiermoe.serve.streams import lines
 from tiermoe.serve.thoughts import thinks
-from tiermoe.serve.tools import ToolCall, format_of
+from tiermoe.serve.tool_calls import ToolCall
+from tiermoe.serve.tool_formats import format_of
 
 _FOR_EVER = "9999-12-31T23:59:59Z"
 _LINES: dict[int | str, dict[str, Any]] = {

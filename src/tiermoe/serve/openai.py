@@ -25,7 +25,7 @@ from tiermoe.serve.llama_server import timings_of
 from tiermoe.serve.logprobs import Logprobs
 from tiermoe.serve.openai_requests import ChatRequest, Common, CompletionRequest
 from tiermoe.serve.served import Served
-from tiermoe.serve.tools import CallPiece, ToolCall
+from tiermoe.serve.tool_calls import CallPiece, ToolCall
 
 COMPLETION_TOKENS = 16
 """Tokens of a completion that names no `max_tokens`, as OpenAI has it; a chat's answer may take the whole context."""

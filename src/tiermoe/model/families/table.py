@@ -21,6 +21,7 @@ from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.gemma4 import GEMMA4
 from tiermoe.model.families.llama4 import LLAMA4
 from tiermoe.model.feed_forward import ACTIVATIONS
+from tiermoe.model.linear_attention import is_linear
 from tiermoe.model.mamba import mamba_lacks
 from tiermoe.model.rotary import Temperature, knows_rotary
 from tiermoe.model.routers import RouterRule
@@ -73,6 +74,7 @@ _TABLE = (
     Family("GLM4-MoE", "glm4_moe"),
     Family("GLM4-MoE-Lite", "glm4_moe_lite", latent_kv=True),
     Family("GLM-MoE-DSA (GLM-5)", "glm_moe_dsa", latent_kv=True),
+    Family("GLM-5 Next (GLM-5.3-Flash)", "glm5_next_text", latent_kv=True),
     Family("ERNIE 4.5", "ernie4_5_moe", normalised=True),
     Family("dots.llm1", "dots1"),
     Family("EXAONE MoE (K-EXAONE)", "exaone_moe"),
@@ -86,6 +88,7 @@ _TABLE = (
     Family("GraniteMoE with sliding windows", "granitemoe_swa", normalised=True),
     Family("Granite 4 (hybrid)", "granitemoehybrid", normalised=True),
     Family("Kimi Linear", "kimi_linear"),
+    Family("Ling 3.0", "bailing_hybrid"),
     Family("Hunyuan (A13B)", "hunyuan_v1_moe", normalised=True),
     Family("Hunyuan 3", "hy_v3", normalised=True),
     Family("Mellum 2", "mellum", plain_router=True),
@@ -347,8 +350,13 @@ def granite_windows_lack(config: Any) -> str:
 
 def indexer_lacks(config: Any) -> str:
     """The parts of a config of a family with indexers that cannot be computed; empty: none."""
-    first, *_ = getattr(config, "indexer_types", None) or ["full"]
-    return "a first layer that shares what an indexer chose before it" if first == "shared" else ""
+    kinds = getattr(config, "indexer_types", None) or []
+    for layer, kind in enumerate(kinds[: config.num_hidden_layers]):
+        alone = layer == 0 or is_linear(config, layer - 1)
+        if kind == "shared" and alone and not is_linear(config, layer):
+            return "a layer that shares what an indexer chose, behind none that has it"
+    whole = getattr(config, "index_kpool", None) is None or config.index_kpool_always_select_tail
+    return "" if whole else "pools without the positions behind them"
 
 
 _LFM2_NAMES = {
@@ -365,6 +373,7 @@ _QWEN2 = Architecture(softmax_router, shared="shared_expert", shared_gate="share
 _QWEN3_NEXT = replace(_QWEN2, window="none", centred_norm=True, gated=True)
 _GLM4 = Architecture(deepseek_v3_router, shared="shared_experts", correction="gate.e_score_correction_bias")
 _DEEPSEEK_V3 = replace(_GLM4, latent=True, rope="pairs")
+_GLM_5 = replace(_DEEPSEEK_V3, index_rope="pairs", lacks=indexer_lacks)
 _GRANITE = Architecture(
     chosen_router,
     block="block_sparse_moe",
@@ -499,6 +508,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek_v2": Architecture(deepseek_v2_router, shared="shared_experts", latent=True, rope="complex"),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_linear": replace(_DEEPSEEK_V3, rope="halves", kimi_delta=True),
+    "bailing_hybrid": replace(_DEEPSEEK_V3, kimi_delta=True, latent_gate="g_proj"),
     "axk1": replace(_DEEPSEEK_V3, norm_fed="mlp.post_mlp_layernorm"),
     "mistral4": replace(_DEEPSEEK_V3, router=mistral4_router, correction=None, temperature=mistral4_temperature),
     "deepseek_v32": replace(_DEEPSEEK_V3, index_rope="halves", lacks=indexer_lacks),
@@ -512,7 +522,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         streams="balanced",
         lacks=deepseek_v4_lacks,
     ),
-    "glm_moe_dsa": replace(_DEEPSEEK_V3, index_rope="pairs", lacks=indexer_lacks),
+    "glm_moe_dsa": _GLM_5,
+    "glm5_next_text": replace(_GLM_5, kimi_delta=True, streams="balanced", narrow_epsilon=None),
 }
 """model_type → blocks of the families whose decoders are tiermoe's own."""
 

@@ -59,7 +59,7 @@ def outline_of_head(
     """The outline of an MTP head, the last layer of a config. beside: path → shape of its tensors that are none of a
     layer's. ModelError where the file lacks a tensor, or has it in another shape."""
     last = config.num_hidden_layers - 1
-    layers = [_layer(config, last)]
+    layers = [] if _is_dense(config, last) else [_layer(config, last)]
     dense = {f"model.layers.{last}.{name}": shape for name, shape in _of_layer(config, last)} | dict(beside)
     for path, shape in (_experts_of(layers) | dense).items():
         found = checkpoint.tensors[path].shape if path in checkpoint else None

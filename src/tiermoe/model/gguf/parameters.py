@@ -197,9 +197,9 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     return GgufCheckpoint(file, parameters)
 
 
-def mtp_parameters(file: GgufFile) -> dict[str, Parameter]:
-    """Path → parameter of the MTP head behind the last layer (llama.cpp's NextN); empty where the file has none.
-    ModelError as `open_checkpoint`."""
+def mtp_parameters(file: GgufFile, dense: bool = False) -> dict[str, Parameter]:
+    """Path → parameter of the MTP head behind the last layer (llama.cpp's NextN); empty where the file has none. dense:
+    its layer has no experts. ModelError as `open_checkpoint`."""
     architecture, layer = architecture_of(file), blocks(file)
     names = block_names(architecture.layers) | dict(architecture.more) | _NEXTN
     parameters: dict[str, Parameter] = {}
@@ -209,7 +209,7 @@ def mtp_parameters(file: GgufFile) -> dict[str, Parameter]:
             parameters |= _in_block(file, architecture, names, tensor, layer, found[2], found[3])
     if not parameters:
         return {}
-    experts = expert_parameters(file, layer, f"{architecture.layers.block}.experts")
+    experts = {} if dense else expert_parameters(file, layer, f"{architecture.layers.block}.experts")
     return parameters | experts | _expanding(file, layer)
 
 

@@ -1,10 +1,10 @@
 """Blueprint of a model with its MTP head: the layer behind the last one that drafts (`model/mtp_head.py`).
 
 A checkpoint has the head as one more layer, `model.layers.N` of a model of N layers, with norms and a projection before
-it and a norm behind it. So transformers' code for a model of N + 1 layers says what its layer is made of, and the head
-is one more MoE layer of the model, of its expert cache and of its plan. It is packed into a folder of its own within
-the model's store, which stays as it is for runs without the head. Embedding and output layer are the model's, whatever
-copies of them a checkpoint has."""
+it and a norm behind it, or by names that `families/mtp_heads` turns into these. So transformers' code for a model of
+N + 1 layers says what its layer is made of, and the head is one more layer of the model, of its plan, and of its expert
+cache where it has experts. It is packed into a folder of its own within the model's store, which stays as it is for
+runs without the head. Embedding and output layer are the model's, whatever copies of them a checkpoint has."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.outline import DenseTensor, Outline, read_outline
 from tiermoe.formats.safetensors import Checkpoint
 from tiermoe.formats.store import MTP_FOLDER
+from tiermoe.model.families.mtp_heads import HEADS
 from tiermoe.model.families.table import decodes
 from tiermoe.model.gguf.outline import outline_of_head
 from tiermoe.model.gguf.parameters import mtp_parameters
@@ -35,24 +36,26 @@ if TYPE_CHECKING:
     from tiermoe.model.gguf.experts import GgufExperts
     from tiermoe.model.hf.conversion import CheckpointExperts
 
-FAMILIES = ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "deepseek_v32")
-"""Families whose MTP heads run."""
 _INSTEAD = "--draft lookup drafts without one"
 
 
 def with_mtp(blueprint: Blueprint, store: Path | None) -> Blueprint:
     """The model with its MTP head. store: as of `inspect_model`; it keeps the head's outline. ModelError where there is
     no head that tiermoe runs, or where it lacks tensors."""
-    if blueprint.family.model_type not in FAMILIES or not decodes(blueprint.config):
+    form = HEADS.get(blueprint.family.model_type)
+    if form is None or not decodes(blueprint.config):
         raise ModelError(
             f"{blueprint.name} is of the family {blueprint.family.name}, of which tiermoe runs no MTP head; it runs "
-            f"those of {', '.join(FAMILIES)}; {_INSTEAD}"
+            f"those of {', '.join(HEADS)}; {_INSTEAD}"
         )
-    config = with_mtp_head(blueprint.config)
+    config = with_mtp_head(blueprint.config, form.kinds)
     whole = checkpoint = blueprint.checkpoint
     if isinstance(whole, GgufCheckpoint):
-        own = mtp_parameters(whole.file)
+        own = mtp_parameters(whole.file, "dense" in form.kinds.values())
         checkpoint, whole = GgufCheckpoint(whole.file, own), GgufCheckpoint(whole.file, {**whole.parameters, **own})
+    else:
+        whole = checkpoint = copy.copy(whole)
+        whole.tensors = form.renamed(whole.tensors, blueprint.config.num_hidden_layers)
     prefix = _prefix(config)
     if not any(key.startswith(prefix) for key in checkpoint.tensors):
         raise ModelError(
@@ -66,7 +69,7 @@ def with_mtp(blueprint: Blueprint, store: Path | None) -> Blueprint:
         checkpoint, known, blueprint.origin, trunk=blueprint,
     )  # fmt: skip
     check_outline(head.outline, head.checkpoint, head.directory)
-    outline = _both(blueprint.outline, head.outline)
+    outline = _both(blueprint.outline, head.outline, whole)
     if not outline.whole:
         raise ModelError(
             f"the checkpoint in {blueprint.directory} has weights that transformers converts, and the MTP head runs "
@@ -75,7 +78,8 @@ def with_mtp(blueprint: Blueprint, store: Path | None) -> Blueprint:
     return replace(blueprint, config=config, checkpoint=whole, known=outline, parts=(blueprint, head))
 
 
-def _both(trunk: Outline, head: Outline) -> Outline:
+def _both(trunk: Outline, head: Outline, checkpoint: Checkpoint | GgufCheckpoint) -> Outline:
+    keys = dict.fromkeys((*trunk.dense_keys, *head.dense_keys))
     return replace(
         trunk,
         layers=[*trunk.layers, *head.layers],
@@ -83,7 +87,7 @@ def _both(trunk: Outline, head: Outline) -> Outline:
         tensors={**trunk.tensors, **head.tensors},
         packable=(*trunk.packable, *head.packable),
         dense_bytes=trunk.dense_bytes + head.dense_bytes,
-        dense_keys=tuple(dict.fromkeys((*trunk.dense_keys, *head.dense_keys))),
+        dense_keys=tuple(key for key in keys if key in checkpoint),  # by the names that they have with the head
         whole=trunk.whole and head.whole,
     )
 
@@ -99,7 +103,8 @@ class MtpBlueprint(Blueprint):
         beside, prefix = beside_layer(self.config), _prefix(self.config)
         if isinstance(self.checkpoint, GgufCheckpoint):
             return outline_of_head(self.checkpoint, self.config, self.dtype, beside)
-        whole = self._built.outline()
+        assert self.trunk is not None
+        whole, trunk = self._built.outline(), len(self.trunk.layers)
         tensors = {path: tensor for path, tensor in whole.tensors.items() if path.startswith(prefix)}
         tensors |= {
             path: DenseTensor(path if path in self.checkpoint else None, shape, self.dtype, self.dtype)
@@ -118,8 +123,8 @@ class MtpBlueprint(Blueprint):
         )
         return replace(
             whole,
-            layers=whole.layers[-1:],
-            sources=whole.sources[-1:],
+            layers=whole.layers[trunk:],
+            sources=whole.sources[trunk:],
             tensors=tensors,
             tied={},
             packable=tuple(path for path in packable if path.startswith(prefix)),
@@ -135,13 +140,15 @@ class MtpBlueprint(Blueprint):
     def configs(self) -> Configs:
         assert self.trunk is not None
         config = copy.deepcopy(self.trunk.configs.whole)
-        for name, value in lengthened(config.to_dict()).items():
+        kinds = HEADS[self.family.model_type].kinds
+        for name, value in lengthened(config.to_dict(), kinds).items():
             setattr(config, name, value)
         return Configs(config, config, False)
 
     @property
     def experts(self) -> Any:
-        return LastLayer(super().experts)
+        assert self.trunk is not None
+        return LaterLayers(super().experts, len(self.trunk.layers))
 
     def _of_layers(self) -> Checkpoint | GgufCheckpoint:
         trunk = None if self.trunk is None else self.trunk.checkpoint
@@ -152,12 +159,12 @@ class MtpBlueprint(Blueprint):
         return GgufCheckpoint(self.checkpoint.file, {**trunk.parameters, **layer})
 
 
-class LastLayer:
-    """The last layer of a source of experts (`formats.source.ExpertSource`)."""
+class LaterLayers:
+    """The layers of a source of experts (`formats.source.ExpertSource`) from one on."""
 
-    def __init__(self, source: CheckpointExperts | GgufExperts) -> None:
-        self.layers: list[MoeLayer] = source.layers[-1:]
-        self._source, self._at = source, len(source.layers) - 1
+    def __init__(self, source: CheckpointExperts | GgufExperts, first: int) -> None:
+        self.layers: list[MoeLayer] = source.layers[first:]
+        self._source, self._at = source, first
 
     def read(self, layer: int, expert: int) -> Mapping[str, torch.Tensor]:
         return self._source.read(self._at + layer, expert)

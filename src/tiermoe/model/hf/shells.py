@@ -28,6 +28,7 @@ from tiermoe.model.hf.adapters import ADAPTERS, drop_parameters
 IMPLEMENTATION = "tiermoe"
 _ROUTERS = ("gate", "router")
 _CLAMPED, _LIMITED = "GptOssExperts._apply_gate", "DeepseekV4Experts._apply_gate"
+_LIMITED_SILU = ("Glm5NextTextExperts._apply_gate", "HYV4Experts._apply_gate")
 _CLAMPED_HALVES = "MiniMaxM3VLExperts._apply_gate"
 _SILU = (torch.nn.SiLU, SiLUActivation)
 
@@ -142,6 +143,8 @@ def activation_of(module: Any) -> Activation:
             return ClampedGate(float(module.swiglu_limit), float(module.swiglu_alpha), halves=True)
         if type(module)._apply_gate.__qualname__ == _LIMITED and type(module.act_fn) in _SILU:
             return LimitedSilu(float(module.limit))
+        if type(module)._apply_gate.__qualname__ in _LIMITED_SILU:
+            return LimitedSilu(float(module.swiglu_limit))
         gate: Activation = module._apply_gate
         return gate
     plain: Activation = getattr(module, "act_fn", None) or ACT2FN[module.config.hidden_act]

@@ -69,53 +69,74 @@ static Panels panels_in(float *at, const Positions *positions) {
     return p;
 }
 
+/* Of a block's rows as many are computed as fill vectors; what is left of ROW_VECTORS of them takes one vector at a time,
+ * or, being more than half, all. */
+static size_t rows_computed(size_t rows) {
+    enum { TOGETHER = LANES * ROW_VECTORS };
+    const size_t rest = rows % TOGETHER, vectors = (rest + LANES - 1) / LANES;
+    return rows - rest + (2 * vectors > ROW_VECTORS ? TOGETHER : vectors * LANES);
+}
+
 /* sums[j][v] += the sum over `steps` of unit `step * stride` of factors[j] times the rows' units. */
-INLINE void add_products(const Unit *const *factors, size_t stride, const Unit *rows, size_t steps,
+INLINE void add_products(size_t vectors, const Unit *const *factors, size_t stride, const Unit *rows, size_t steps,
                          Vector sums[PLACES][ROW_VECTORS]) {
     for (size_t s = 0; s < steps; s++) {
         Units row[ROW_VECTORS];
-        for (size_t v = 0; v < ROW_VECTORS; v++) row[v] = units_from(rows + s * QUERY_ROWS + v * LANES);
+        for (size_t v = 0; v < vectors; v++) row[v] = units_from(rows + s * QUERY_ROWS + v * LANES);
         for (size_t j = 0; j < PLACES; j++) {
             const Units factor = unit_all(factors[j][s * stride]);
-            for (size_t v = 0; v < ROW_VECTORS; v++) sums[j][v] = units_times_plus(factor, row[v], sums[j][v]);
+            for (size_t v = 0; v < vectors; v++) sums[j][v] = units_times_plus(factor, row[v], sums[j][v]);
         }
     }
 }
 
-/* scores (keys, QUERY_ROWS) = scale * query times key. ahead: the next tile's keys and values. */
-static void score_rows(const Unit *const *keys, size_t count, const Unit *queries, size_t steps, size_t rows, float scale,
-                       float *scores, const Ahead ahead[2]) {
-    for (size_t r = 0; r < rows; r += LANES * ROW_VECTORS)
-        for (size_t i = 0; i < count; i += PLACES) {
-            Vector sums[PLACES][ROW_VECTORS];
-            if (!r) fetch(&ahead[0], i, PLACES), fetch(&ahead[1], i, PLACES);
-            for (size_t j = 0; j < PLACES; j++)
-                for (size_t v = 0; v < ROW_VECTORS; v++) sums[j][v] = zeros();
-            add_products(keys + i, 1, queries + r, steps, sums);
-            for (size_t j = 0; j < PLACES; j++)
-                for (size_t v = 0; v < ROW_VECTORS; v++)
-                    store(scores + (i + j) * QUERY_ROWS + r + v * LANES, times(sums[j][v], all(scale)));
-        }
+/* scores (keys, QUERY_ROWS) = scale * query times key, for some vectors of rows. ahead: the next tile's keys and values;
+ * NULL: are fetched. */
+INLINE void score_vectors(size_t vectors, const Unit *const *keys, size_t count, const Unit *queries, size_t steps, float scale,
+                          float *scores, const Ahead *ahead) {
+    for (size_t i = 0; i < count; i += PLACES) {
+        Vector sums[PLACES][ROW_VECTORS];
+        if (ahead) fetch(&ahead[0], i, PLACES), fetch(&ahead[1], i, PLACES);
+        for (size_t j = 0; j < PLACES; j++)
+            for (size_t v = 0; v < vectors; v++) sums[j][v] = zeros();
+        add_products(vectors, keys + i, 1, queries, steps, sums);
+        for (size_t j = 0; j < PLACES; j++)
+            for (size_t v = 0; v < vectors; v++)
+                store(scores + (i + j) * QUERY_ROWS + v * LANES, times(sums[j][v], all(scale)));
+    }
 }
 
-/* sums (columns, QUERY_ROWS) = fade * sums + values weighted. */
+static void score_rows(const Unit *const *keys, size_t count, const Unit *queries, size_t steps, size_t rows, float scale,
+                       float *scores, const Ahead ahead[2]) {
+    size_t r = 0;
+    for (; r + LANES * ROW_VECTORS <= rows; r += LANES * ROW_VECTORS, ahead = NULL)
+        score_vectors(ROW_VECTORS, keys, count, queries + r, steps, scale, scores + r, ahead);
+    for (; r < rows; r += LANES, ahead = NULL) score_vectors(1, keys, count, queries + r, steps, scale, scores + r, ahead);
+}
+
+/* sums (columns, QUERY_ROWS) = fade * sums + values weighted, for some vectors of rows. */
+INLINE void weigh_vectors(size_t vectors, const Unit *values, size_t columns, const Unit *weights, size_t steps,
+                          const float *fade, float *to) {
+    for (size_t c = 0; c < columns; c += PLACES) {
+        const Unit *some[PLACES];
+        Vector sums[PLACES][ROW_VECTORS];
+        for (size_t j = 0; j < PLACES; j++) {
+            some[j] = values + c + j;
+            for (size_t v = 0; v < vectors; v++)
+                sums[j][v] = times(load(to + (c + j) * QUERY_ROWS + v * LANES), load(fade + v * LANES));
+        }
+        add_products(vectors, some, columns, weights, steps, sums);
+        for (size_t j = 0; j < PLACES; j++)
+            for (size_t v = 0; v < vectors; v++) store(to + (c + j) * QUERY_ROWS + v * LANES, sums[j][v]);
+    }
+}
+
 static void weigh_rows(const Unit *values, size_t columns, const Unit *weights, size_t steps, size_t rows, const float *fade,
                        float *to) {
-    for (size_t r = 0; r < rows; r += LANES * ROW_VECTORS)
-        for (size_t c = 0; c < columns; c += PLACES) {
-            const Unit *some[PLACES];
-            Vector sums[PLACES][ROW_VECTORS];
-            for (size_t j = 0; j < PLACES; j++) {
-                some[j] = values + c + j;
-                for (size_t v = 0; v < ROW_VECTORS; v++) {
-                    const size_t at = r + v * LANES;
-                    sums[j][v] = times(load(to + (c + j) * QUERY_ROWS + at), load(fade + at));
-                }
-            }
-            add_products(some, columns, weights + r, steps, sums);
-            for (size_t j = 0; j < PLACES; j++)
-                for (size_t v = 0; v < ROW_VECTORS; v++) store(to + (c + j) * QUERY_ROWS + r + v * LANES, sums[j][v]);
-        }
+    size_t r = 0;
+    for (; r + LANES * ROW_VECTORS <= rows; r += LANES * ROW_VECTORS)
+        weigh_vectors(ROW_VECTORS, values, columns, weights + r, steps, fade + r, to + r);
+    for (; r < rows; r += LANES) weigh_vectors(1, values, columns, weights + r, steps, fade + r, to + r);
 }
 
 /* Takes away the scores of positions that a query does not attend to. */
@@ -188,9 +209,8 @@ static void scale_rows(const Panels *p, const size_t *at, size_t count, size_t r
 
 /* Positions begin .. stop - 1, of one tile. */
 static void attend_rows_tile(const Positions *positions, const QueryRows *rows, size_t begin, size_t stop, const Panels *p) {
-    enum { TOGETHER = LANES * ROW_VECTORS };
     const size_t count = (stop - begin + PLACES - 1) / PLACES * PLACES, steps = positions->key_columns / IN_UNIT;
-    const size_t some = (rows->count + TOGETHER - 1) / TOGETHER * TOGETHER;
+    const size_t some = rows_computed(rows->count);
     const Unit *keys[QUERY_TILE];
     size_t at[QUERY_TILE];
     float scales[QUERY_TILE];

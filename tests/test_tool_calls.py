@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from serving import calls_of, parts_of
 from tiermoe.serve.grammar import Grammars
-from tiermoe.serve.tools import FORMATS, CallPiece, CallReader, Format, format_of, types_of
+from tiermoe.serve.tool_calls import CallPiece, CallReader
+from tiermoe.serve.tool_formats import FORMATS, Format, format_of, types_of
 from tiny import write_tokenizer
 
 TOOLS = [

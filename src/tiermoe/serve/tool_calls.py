@@ -1,7 +1,6 @@
-"""Tool calls in an answer's text, in the formats that model families write them in.
+"""Tool calls in an answer's text, read as it comes.
 
-The format is found in the model's chat template, which describes it to the model. The sampled text stays as it is: a
-client sends the call back, and the template writes it again.
+The sampled text stays as it is: a client sends the call back, and the template writes it again.
 """
 
 from __future__ import annotations
@@ -9,13 +8,13 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tiermoe.engine.detokenize import overlap
 from tiermoe.serve.fields import from_json, readable_object
-from tiermoe.serve.grammar import json_rule
+from tiermoe.serve.tool_formats import Format, Tags, Types, json_text
 
 
 @dataclass(slots=True)
@@ -52,89 +51,6 @@ class CallPiece:
     call: ToolCall
     kind: Literal["begin", "arguments", "end"]
     arguments: str = ""  # those that come now
-
-
-Types = Mapping[str, Mapping[str, Any]]
-"""Function → parameter → its JSON schema."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tags:
-    """Tags of a call that is not JSON."""
-
-    name: re.Pattern[str]  # finds the function, which begins a call
-    parameter: re.Pattern[str]  # finds a parameter, up to its value
-    head: str  # as they are written: before the parameters; {} is the function
-    key: str  # before each value; {} is the parameter
-    value_end: str  # behind each value
-    tail: str  # behind the parameters
-
-    def rules(self, function: Mapping[str, Any], name: str) -> str:
-        """The rule `name` of a grammar: the call of a function, its parameters in the order of its schema."""
-        schema = function.get("parameters") or {}
-        required, parts, rules = schema.get("required") or (), [_text(self.head.format(function["name"]))], []
-        for number, (key, kind) in enumerate(_properties(schema).items()):
-            value = f"{name}v{number}"
-            before = _text(self.key.format(key))
-            if kind.get("type") == "string" and "enum" not in kind:
-                rules.append(f"{value}[suffix={_text(self.value_end)}]: /(.|\\n)*/")
-                part = f"{before} {value}"
-            else:
-                rules.append(f"{value}: {self._value(kind, schema)}")
-                part = f"{before} {value} {_text(self.value_end)}"
-            parts.append(part if key in required else f"({part})?")
-        parts += [_text(self.tail)] if self.tail else []
-        return "\n".join([f"{name}: {' '.join(parts)}", *rules])
-
-    def _value(self, kind: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-        words = kind.get("enum")
-        if words and all(isinstance(word, str) for word in words):
-            return " | ".join(_text(word) for word in words)
-        return json_rule({**kind, **_definitions(schema)})
-
-
-def _json_rule(function: Mapping[str, Any], name: str) -> str:
-    schema = {"type": "object", **(function.get("parameters") or {})}
-    fields = {"name": {"const": function["name"]}, "arguments": schema}
-    whole = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
-    return f"{name}: {json_rule({**whole, **_definitions(schema)})}"
-
-
-def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Parameter → its schema; a schema that is no object restricts nothing."""
-    found = schema.get("properties")
-    items = found.items() if isinstance(found, dict) else ()
-    return {key: value if isinstance(value, dict) else {} for key, value in items}
-
-
-def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Definitions that references in a schema point to: they count from the outermost schema."""
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A format of tool calls."""
-
-    mark: str  # part of every chat template of this format
-    begin: str  # before a call
-    end: str  # behind a call
-    tags: Tags | None = None  # None: a call is JSON
-
-    def block(self, types: Types) -> _JsonBlock | _TaggedBlock:
-        """Reader of the text between."""
-        return _JsonBlock() if self.tags is None else _TaggedBlock(self.tags, self.end, types)
-
-    def rule(self, functions: Sequence[Mapping[str, Any]]) -> str:
-        """The rule `call` of a grammar: one call of one of the functions."""
-        bodies = [self.tags.rules(f, f"f{n}") if self.tags else _json_rule(f, f"f{n}") for n, f in enumerate(functions)]
-        either = " | ".join(f"f{number}" for number in range(len(functions)))
-        call = f"call: {_text(self.begin)} /\\n?/ ({either}) /\\n?/ {_text(self.end)}"
-        return "\n".join([call, *bodies])
 
 
 class JsonObject:
@@ -278,7 +194,7 @@ class _TaggedBlock:
         key, self.held = found[1].strip(), self.held[found.end() :]
         self._schema, self._value_begun = self._types.get(call.name, {}).get(key, {}), False
         quote = '"' * (self._schema.get("type") == "string")
-        return call.add(f"{', ' if call.arguments else '{'}{_text(key)}: {quote}")
+        return call.add(f"{', ' if call.arguments else '{'}{json_text(key)}: {quote}")
 
     def _value(self, call: ToolCall, schema: Mapping[str, Any]) -> list[CallPiece] | None:
         """More of a value. It ends where the call does, too."""
@@ -289,13 +205,13 @@ class _TaggedBlock:
         at = min((at for mark in marks if (at := self.held.find(mark)) >= 0), default=-1)
         if at >= 0:
             text, self.held, self._schema = self.held[:at], self.held[at:].removeprefix(self._value_end), None
-            return call.add(_text(text.removesuffix("\n"))[1:] if string else _text(_parsed(text)))
+            return call.add(json_text(text.removesuffix("\n"))[1:] if string else json_text(_parsed(text)))
         kept = max(overlap(self.held, mark) for mark in marks)
         text = self.held[: len(self.held) - kept].removesuffix("\n")
         if not string or not text:
             return None
         self.held = self.held[len(text) :]
-        return call.add(_text(text)[1:-1])
+        return call.add(json_text(text)[1:-1])
 
     def _ended(self, call: ToolCall, whole: bool) -> list[CallPiece]:
         self._call = None
@@ -311,46 +227,9 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _regex(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.DOTALL)
-
-
-FORMATS = (
-    Format(
-        "<minimax:tool_call>", "<minimax:tool_call>", "</minimax:tool_call>",
-        Tags(
-            _regex(r'<invoke name="?([^">]+)"?>'), _regex(r'<parameter name="?([^">]+)"?>'),
-            '<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n", "</invoke>",
-        ),
-    ),
-    Format(
-        "<arg_key>", "<tool_call>", "</tool_call>",
-        Tags(
-            _regex(r"^\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>)"), _regex(r"<arg_key>(.*?)</arg_key>\s*<arg_value>"),
-            "{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", "",
-        ),
-    ),
-    Format(
-        "<function=", "<tool_call>", "</tool_call>",
-        Tags(
-            _regex(r"<function=([^>]+)>"), _regex(r"<parameter=([^>]+)>"),
-            "<function={}>\n", "<parameter={}>\n", "\n</parameter>\n", "</function>",
-        ),
-    ),
-    Format("<tool_call>", "<tool_call>", "</tool_call>"),
-)  # fmt: skip
-"""Formats of MiniMax-M2, GLM-4.5, Qwen3-Coder, and families whose calls are JSON; the first whose mark a template has
-counts."""
-
-
-def format_of(template: str | None) -> Format | None:
-    """The format of tool calls in a chat template; None where this server does not know it."""
-    return next((each for each in FORMATS if each.mark in (template or "")), None)
-
-
-def types_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Types of the parameters of tools, which are as OpenAI has them."""
-    return {tool["function"]["name"]: _properties(tool["function"].get("parameters") or {}) for tool in tools}
+def _block(form: Format, types: Types) -> _JsonBlock | _TaggedBlock:
+    """Reader of the text between a format's beginning and end."""
+    return _JsonBlock() if form.tags is None else _TaggedBlock(form.tags, form.end, types)
 
 
 class CallReader:
@@ -396,7 +275,7 @@ class CallReader:
         """Text before the next block, which begins where it does."""
         text, begin, rest = self._withheld.partition(self._form.begin)
         if begin:
-            self._block = self._form.block(self._types)
+            self._block = _block(self._form, self._types)
         elif not last or self._forced:
             kept = overlap(text, self._form.begin)
             text, rest = text[: len(text) - kept], text[len(text) - kept :]

@@ -1,0 +1,134 @@
+"""Sparse attention to chosen positions (DeepSeek-V3.2): an indexer chooses the positions that a token attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiermoe.model.architecture import FamilyWeights
+from tiermoe.model.kv_cache import LayerShape
+from tiermoe.model.kv_memory import read_rows, write_rows
+from tiermoe.model.linear import Linear, PlainLinear
+from tiermoe.model.norms import LayerNorm, Norm
+from tiermoe.model.rotary import ROPES, ApplyRope
+from tiermoe.model.step import Span, Step
+from tiermoe.types import Workload
+
+KEY_EPSILON = 1e-6
+"""Of the norm of keys, whatever the config says (transformers' code)."""
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class IndexerSizes:
+    """The description of an `Indexer`."""
+
+    heads: int
+    columns: int  # of a head's query, and of a key
+    most: int  # positions that a token attends to
+
+    @classmethod
+    def of(cls, config: Any) -> IndexerSizes:
+        """Of all layers that have an indexer."""
+        return cls(config.index_n_heads, config.index_head_dim, config.index_topk)
+
+    def nbytes(self, load: Workload) -> int:
+        """Workspace of one sequence: keys and scores as float32, the search for the largest scores, and the positions
+        found for all tokens of a step."""
+        found = load.tokens * self.most * _FLOAT_BYTES
+        tokens = load.tokens * self.heads * (self.columns * (3 * load.itemsize + _FLOAT_BYTES) + _FLOAT_BYTES)
+        return load.context * (_FLOAT_BYTES * (self.columns + 2 * self.heads + 1) + 16) + found + tokens
+
+    def kept(self, shape: LayerShape) -> LayerShape:
+        """A layer's cache with what its indexer keeps."""
+        return replace(shape, index_columns=self.columns)
+
+    def block(self, weights: FamilyWeights, layer: str) -> Indexer:
+        """The indexer of the layer at the path `layer`."""
+        part, of = f"{layer}.self_attn", weights.architecture
+        weigh, norm = weights.linear(f"{part}.indexer.weights_proj"), f"{part}.indexer.k_norm"
+        return Indexer(
+            sizes=self,
+            narrow=weights.linear(f"{part}.q_a_proj"),
+            narrow_norm=weights.norm(f"{part}.q_a_layernorm", of.narrow_epsilon),
+            query=weights.linear(f"{part}.indexer.wq_b"),
+            key=weights.linear(f"{part}.indexer.wk"),
+            key_norm=LayerNorm(weights.tensor(f"{norm}.weight"), weights.tensor(f"{norm}.bias"), KEY_EPSILON),
+            weigh=weigh,
+            apply_rope=ROPES[of.index_rope or "halves"],
+            weigh_in=weigh.packed.fields["weight"].dtype if isinstance(weigh, PlainLinear) else weights.dtype,
+        )
+
+
+def best_keys(query: Tensor, weights: Tensor, keys: Tensor, most: int) -> Tensor:
+    """The places of the `most` largest scores of keys (n, columns), ascending. A score is the sum over heads of
+    weight * relu(query · key), by the root of the columns; query (heads, columns), weights (heads)."""
+    scores = torch.matmul(query, keys.T).mul_(keys.shape[1] ** -0.5).relu_()
+    return torch.matmul(weights, scores).topk(most).indices.sort().values
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """Chooses the `sizes.most` positions of the largest scores, of those up to a token's own.
+
+    Each token keeps a key. A token's score of a position is the sum over heads of weight * relu(query · key). The first
+    columns of queries and keys are rotated.
+
+    Scores are float32, as in transformers, and each token's are computed by themselves over its own positions alone:
+    the choice depends neither on the other tokens of a step nor on how a prompt was cut. Few heads give many equal
+    scores: a position that no head finds has 0. Of equal scores the one is chosen that `torch.topk` finds among the
+    token's positions, as where transformers decodes one by one; it depends on the length of the row. In a prompt
+    transformers' rows have all positions of the prompt, so it may choose another of the equals, and its logits of the
+    prompt differ from those of its own decoding: of random weights with two heads by any amount."""
+
+    sizes: IndexerSizes
+    narrow: Linear  # hidden → narrow query, with its norm
+    narrow_norm: Norm
+    query: Linear  # narrow query → heads * columns
+    key: Linear  # hidden → columns
+    key_norm: Norm
+    weigh: Linear  # hidden → the heads' weights
+    apply_rope: ApplyRope
+    weigh_in: torch.dtype  # of what `weigh` takes
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's scores do not depend on the other tokens of a call of up to FEW_TOKENS."""
+        return all(each.batch_invariant for each in (self.narrow, self.query, self.key, self.weigh))
+
+    def __call__(self, x: Tensor, layer: int, step: Step) -> None:
+        """x (T, H), normed: writes the tokens' keys into the step's cache, and sets the positions that the tokens
+        attend to from this layer on."""
+        kept, keys = step.cache.index_keys[layer], self._rotated(self.key_norm(self.key(x))[:, None], step)
+        for span in step.spans:
+            write_rows(kept, span.row, keys[span.begin : span.end])
+        step.choose(self._chosen(x, kept, step) if step.longest > self.sizes.most else None)
+
+    def _chosen(self, x: Tensor, kept: Tensor, step: Step) -> Tensor:
+        """int32 (T, most)."""
+        heads, most = self.sizes.heads, self.sizes.most
+        queries = self.query(self.narrow_norm(self.narrow(x))).view(len(x), heads, self.sizes.columns)
+        queries = self._rotated(queries, step).float()
+        weights = self.weigh(x.to(self.weigh_in)).float() * heads**-0.5
+        chosen = torch.arange(most, dtype=torch.int32).repeat(len(x), 1)
+        chosen.masked_fill_(chosen > step.positions[:, None], -1)
+        for span in step.spans:
+            if span.row.end > most:
+                self._search(queries, weights, read_rows(kept, span.row, None)[0].float(), span, chosen)
+        return chosen
+
+    def _search(self, queries: Tensor, weights: Tensor, keys: Tensor, span: Span, chosen: Tensor) -> None:
+        """Writes the positions of a sequence's tokens into `chosen`, ascending; keys (n, columns) of its positions."""
+        for token in range(span.begin, span.end):
+            positions = span.row.first + token - span.begin + 1
+            if positions <= self.sizes.most:
+                continue
+            chosen[token] = best_keys(queries[token], weights[token], keys[:positions], self.sizes.most)
+
+    def _rotated(self, x: Tensor, step: Step) -> Tensor:
+        """x (T, heads, columns) with its first columns rotated."""
+        rotary = step.cos.shape[-1]
+        return torch.cat((self.apply_rope(x[..., :rotary], step.cos, step.sin), x[..., rotary:]), dim=-1)

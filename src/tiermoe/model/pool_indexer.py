@@ -1,0 +1,105 @@
+"""Sparse attention by pools (GLM-5 Next): an indexer chooses the pools of positions that a token attends to, by a key
+of each pool that is made of its positions' keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiermoe.model.architecture import FamilyWeights
+from tiermoe.model.block_indexer import block_positions
+from tiermoe.model.compressor import Compressor, CompressorSizes, EntryIndexer, EntryIndexerSizes
+from tiermoe.model.indexer import KEY_EPSILON
+from tiermoe.model.kv_cache import LayerShape
+from tiermoe.model.linear import Linear, PlainLinear
+from tiermoe.model.norms import LayerNorm, Norm
+from tiermoe.model.step import Span, Step
+from tiermoe.types import Workload
+
+_POSITION_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PoolIndexerSizes:
+    """The description of a `PoolIndexer`."""
+
+    pools: EntryIndexerSizes  # a pool's key is an entry
+
+    @classmethod
+    def of(cls, config: Any) -> PoolIndexerSizes | None:
+        """Of all layers that have an indexer; None where it chooses single positions."""
+        pool = getattr(config, "index_kpool", None)
+        if pool is None:
+            return None
+        keys = CompressorSizes(pool, config.index_head_dim, overlaps=False)
+        return cls(EntryIndexerSizes(config.index_n_heads, config.index_topk // pool, keys))
+
+    @property
+    def most(self) -> int:
+        """Positions that a token attends to, at the most: those of its pools, and those behind the last whole one."""
+        pool = self.pools.keys.rate
+        return self.pools.most * pool + pool - 1
+
+    def nbytes(self, load: Workload) -> int:
+        """Workspace of one sequence: that of choosing, and the positions found for all tokens of a step."""
+        return self.pools.nbytes(load) + load.tokens * self.most * _POSITION_BYTES
+
+    def kept(self, shape: LayerShape) -> LayerShape:
+        """A layer's cache with what its indexer keeps."""
+        return replace(shape, beside=self.pools.keys.shapes)
+
+    def block(self, weights: FamilyWeights, layer: str) -> PoolIndexer:
+        """The indexer of the layer at the path `layer`."""
+        part = f"{layer}.self_attn"
+        own, norm = f"{part}.indexer", f"{part}.indexer.k_norm"
+        keys = Compressor(
+            self.pools.keys,
+            value=weights.linear(f"{own}.wk"),
+            gate=PlainLinear(weights.tensor(f"{own}.index_kpool_compress_gate")),
+            bias=weights.tensor(f"{own}.index_kpool_compress_ape").float(),
+            value_norm=LayerNorm(weights.tensor(f"{norm}.weight"), weights.tensor(f"{norm}.bias"), KEY_EPSILON),
+        )
+        query, weigh = weights.linear(f"{own}.wq_b"), weights.linear(f"{own}.weights_proj")
+        return PoolIndexer(
+            sizes=self,
+            narrow=weights.linear(f"{part}.q_a_proj"),
+            narrow_norm=weights.norm(f"{part}.q_a_layernorm", weights.architecture.narrow_epsilon),
+            pools=EntryIndexer(self.pools, keys, query, weigh),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolIndexer:
+    """Chooses the `sizes.pools.most` pools of the largest scores, of those that end before or with a token's own
+    position; the positions behind the last of them are always chosen."""
+
+    sizes: PoolIndexerSizes
+    narrow: Linear  # hidden → narrow query, with its norm
+    narrow_norm: Norm
+    pools: EntryIndexer
+
+    def __call__(self, x: Tensor, layer: int, step: Step) -> None:
+        """x (T, H), normed: writes the keys of the pools that end with the tokens into the step's cache, and sets the
+        positions that the tokens attend to from this layer on."""
+        places = step.cache.beside[layer]
+        self.pools.keys(x, places, step, step.rotaries[0])
+        if step.longest <= self.sizes.most:
+            return step.choose(None)
+        asked = self.pools.queries(x, self.narrow_norm(self.narrow(x)), step.cos, step.sin)
+        chosen = torch.full((len(x), self.sizes.most), -1, dtype=torch.int32)
+        for span in step.spans:
+            if span.row.end > self.sizes.most:
+                self._search(*asked, step.cache.keys[places[1]][span.row.slab, 0], span, chosen)
+        return step.choose(chosen)
+
+    def _search(self, queries: Tensor, weights: Tensor, keys: Tensor, span: Span, chosen: Tensor) -> None:
+        """Writes the positions of a sequence's tokens into `chosen`, ascending; keys (room, columns) of its pools."""
+        pool = self.sizes.pools.keys.rate
+        for token in range(span.begin, span.end):
+            positions = span.row.first + token - span.begin + 1
+            best = self.pools.choose(queries[token], weights[token], keys[: positions // pool])
+            found = block_positions(best, pool, positions)
+            chosen[token, : len(found)] = found
