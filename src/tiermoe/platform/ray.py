@@ -10,6 +10,7 @@ _OBJECT_STORE_BYTES = 128 << 20  # tiermoe puts nothing large into Ray's object 
 def start_ray(processors: int | None = None) -> None:
     """Starts Ray, which runs until `ray.shutdown`. processors: those of this machine that tasks may use; None: all."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports each start to its makers
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else 15, with which a replica waits for all other programs
     import ray
 
     if on_cluster():
