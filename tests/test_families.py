@@ -95,7 +95,7 @@ def test_a_matrix_whose_rows_are_several_tensors_is_packed(tmp_path: Path) -> No
     gate, up = packed["model.language_model.layers.0.mlp.gate_up_proj"]
     assert (gate.rpartition("mlp.")[2], up.rpartition("mlp.")[2]) == ("gate_proj.weight", "up_proj.weight")
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, dense_bits=8)
-    mine = ours.tiermoe.decoder.layers[0].feed_forward.gate.packed
+    mine = ours.tiermoe.decoder.layers[0].feed_forward.first[0].packed
     decoded = mine.encoding.decode(mine.fields, mine.out, mine.in_, torch.float32)
     theirs = plain_model(directory).model.language_model.layers[0].mlp.gate_up_proj.weight
     assert (decoded - theirs).abs().max() < 0.01 * theirs.abs().max()
