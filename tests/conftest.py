@@ -113,6 +113,15 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Matrices here are small, and threads that wait for each other make them slow on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def tiermoe_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs the command line in this process: arguments → how it ended."""
     return command_runner(monkeypatch, capsys)

@@ -3,7 +3,6 @@ one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,20 +31,12 @@ from tiny import write
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
-    pytest.mark.usefixtures("instruction_set"),
+    pytest.mark.usefixtures("instruction_set", "one_thread"),
 ]
 
 COLUMNS, SCALE = 64, 0.125
 BEFORE, AFTER = 5, 30  # tokens before and from position DEEP on
 LENGTH = DEEP + AFTER
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

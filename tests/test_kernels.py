@@ -12,18 +12,11 @@ from tiermoe.formats.registry import encoding_for
 from tiermoe.kernels import linear
 from tiermoe.kernels.linear import INT4_TOKENS, INT8_TOKENS, DecodedLinear, linear_for
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ALIGNMENT = 64
 # of sum |x| |w|: the rounding of operands, of the accumulation and of the result
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrices here are small, and threads that wait for each other make them slow on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def in_one_buffer(fields, values):

@@ -35,14 +35,6 @@ pytestmark = [
 ROUNDING = 2.0**-8  # the most that rounding to bfloat16 changes a value, relative
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def product(x: torch.Tensor, encoding: Encoding, fields: dict[str, torch.Tensor], out: int) -> torch.Tensor:
     """The native product with a matrix (out, in_) in an encoding."""
     form = matrix_form(encoding, out, x.shape[1], torch.bfloat16)

@@ -32,19 +32,11 @@ from tiermoe.model.families.table import ARCHITECTURES
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
-    pytest.mark.usefixtures("instruction_set"),
+    pytest.mark.usefixtures("instruction_set", "one_thread"),
 ]
 
 HIDDEN, LENGTH, TOGETHER = 128, 300, 50  # tokens of a sequence, of which a step takes so many; a tile has 256 positions
 AGREE = 0.02  # relative error of a token's outputs
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

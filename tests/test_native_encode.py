@@ -23,17 +23,12 @@ from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.prepare_store import ensure_packed, open_or_create
 from tiermoe.types import MoeLayer, Part, Segment
 
-pytestmark = pytest.mark.skipif(not native.quantizes(), reason="this build has no kernels")
+pytestmark = [
+    pytest.mark.skipif(not native.quantizes(), reason="this build has no kernels"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 SETS = native.instruction_sets()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=SETS)

@@ -3,7 +3,6 @@ threads, in a ring, over codes of 8 and 4 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -17,18 +16,10 @@ from tiermoe.native import _native
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
-    pytest.mark.usefixtures("instruction_set"),
+    pytest.mark.usefixtures("instruction_set", "one_thread"),
 ]
 
 LENGTH = 330  # positions; a tile has 128, a block of queries 64 rows
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

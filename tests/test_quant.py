@@ -22,19 +22,12 @@ from tiermoe.formats.quantizers import QUANTIZERS, nearest, nearest_codes
 from tiermoe.formats.registry import encoding_for, encoding_named
 from tiermoe.formats.trellis import Trellis
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LINEAR, HQQ = QUANTIZERS["linear"], QUANTIZERS["hqq"]
 EVEN = ("linear", "hqq")  # quantizers whose 4 bits are Int4's
 RELATIVE_ERROR = {16: 0.002, 8: 0.01, 4: 0.16, 2: 0.45}  # of normal weights, at most
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrices here are small, and threads that wait for each other make them slow on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_weight(rows, columns, seed=0, size=0.02, mean=0.0, outliers=False):
