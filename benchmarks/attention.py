@@ -35,6 +35,7 @@ from tiermoe.kernels.norm import Norm
 from tiermoe.model.attention import attend
 from tiermoe.model.kv_memory import CODED
 from tiermoe.platform.machine import processors
+from tiermoe.types import FEW_TOKENS
 
 HIDDEN = 64
 CHUNK = 512
@@ -175,6 +176,8 @@ def main() -> None:
     ):
         if set(given) - set(known):
             parser.error(f"{what} {', '.join(map(str, known))}, not {', '.join(map(str, given))}")
+    if max(args.turns) > (most := min(CHUNK, FEW_TOKENS)):
+        parser.error(f"a turn has at most {most} tokens here, not {max(args.turns)}")
     document, table = about(args.rounds), []
     for name in args.shapes:
         document[name] = []

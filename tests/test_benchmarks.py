@@ -204,12 +204,13 @@ def test_attention_prints_every_way(run_: Printed, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(attention, "SHAPES", {"small": kernels.Shape(128, 64, 2, 4, 2, 32, 320)})
     monkeypatch.setattr(attention, "CHUNK", 8)
     isa = native.instruction_sets()[0]
-    words = {"shapes": "small", "depths": "40", "threads": "1", "megabytes": 1, "rounds": 2}
+    words = {"shapes": "small", "depths": "40", "threads": "1", "megabytes": 1, "rounds": 2, "turns": "4"}
     found, err = run_("benchmarks.attention", *(f"--{name}={value}" for name, value in words.items()))
     read, *rest = found["small"]
     assert read["way"] == kernels.READ
-    ways = [f"{what}, {bits} bits, {isa}" for bits in (16, 8, 4) for what in ("one token", "a chunk")]
-    assert [row["way"] for row in rest] == [*ways[:2], "a chunk, torch", *ways[2:]]
+    whats = ("one token", "a chunk", "4 given tokens", "4 verified tokens")
+    ways = [f"{what}, {bits} bits, {isa}" for bits in (16, 8, 4) for what in whats]
+    assert [row["way"] for row in rest] == [*ways[:4], "a chunk, torch", *ways[4:]]
     assert all(positive(row.get("gb_s") or row["gflop_s"]) and row["depth"] == 40 for row in rest)
     assert "small, 40, a chunk, torch" in err
 

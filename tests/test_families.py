@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +61,17 @@ def test_a_family(model_type: str, tmp_path: Path) -> None:
     assert close(mine, theirs) if model_type in ROUNDED else torch.equal(mine, theirs)
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     expected = plain.generate(ids, **options)
-
-    def read_ahead() -> bool:
-        assert torch.equal(ours.generate(ids, **options), expected)
-        return ours.tiermoe.loader.counts.speculative_loads > 0
-
-    assert read_ahead() <= forecasts
+    assert torch.equal(ours.generate(ids, **options), expected)
+    assert forecasts or not ours.tiermoe.loader.counts.speculative_loads
     assert stepped(ours.tiermoe, ids[0].tolist(), expected.shape[1]) == expected[0].tolist()
     unread = "does not read sound" if model_type in HEARING else "does not read pictures"
     assert any(unread in each for each in ours.tiermoe.plan.warnings) == (model_type in LARGER)
+    seeds = count(2)  # what one prompt needs may all be cached after it
+
+    def read_ahead() -> int:
+        logits(ours, model_type, tokens(2, 9, seed=next(seeds)))
+        return ours.tiermoe.loader.counts.speculative_loads
+
     if forecasts:
         until(read_ahead)  # on a busy machine a prediction may be taken back before any lane has begun with it
     ours.tiermoe.close()

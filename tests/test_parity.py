@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,12 @@ def test_prefetching_names_the_routers_own_choice_and_changes_nothing(family: st
     """The next layer's router is called as the model calls it; with every prediction right or wrong, same tokens."""
     directory = model_of(family, torch.float32, tiny_model)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="60%", preset="mixtral-offload")
-    ids = tokens(1, 5, seed=4)
-    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    expected = oracle(directory, family, torch.float32).generate(ids, **options)
+    seeds = count(4)  # what one prompt needs may all be cached after it
 
     def read_ahead() -> int:
+        ids = tokens(1, 5, seed=next(seeds))
+        options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        expected = oracle(directory, family, torch.float32).generate(ids, **options)
         assert torch.equal(ours.generate(ids, **options), expected)
         return ours.tiermoe.loader.counts.speculative_loads
 

@@ -230,8 +230,8 @@ def deepseek_v4_router(config: Any) -> RouterRule:
     )
 
 
-def deepseek_v4_gate(config: Any) -> Callable[..., Tensor]:
-    """Of the shared experts."""
+def limited_silu(config: Any) -> Callable[..., Tensor]:
+    """Of dense blocks (DeepSeek-V4, GLM-5 Next)."""
     return LimitedSilu(float(config.swiglu_limit)).of
 
 
@@ -526,11 +526,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         compressed=True,
         late_norm=True,
         streams="balanced",
-        dense_gate=deepseek_v4_gate,
+        dense_gate=limited_silu,
         lacks=deepseek_v4_lacks,
     ),
     "glm_moe_dsa": _GLM_5,
-    "glm5_next_text": replace(_GLM_5, kimi_delta=True, streams="balanced", narrow_epsilon=None),
+    "glm5_next_text": replace(
+        _GLM_5, kimi_delta=True, streams="balanced", narrow_epsilon=None, dense_gate=limited_silu
+    ),
 }
 """model_type → blocks of the families whose decoders are tiermoe's own."""
 

@@ -4,6 +4,7 @@ part where the model reads more than text."""
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.metadata
 import re
 from collections.abc import Iterator, Mapping
@@ -312,6 +313,7 @@ def model_class(family: Family, config: Any) -> Any:
     )
 
 
+@functools.cache
 def text_only(cls: type[Any]) -> type[Any]:
     """A subclass of a larger model's class without the parts that read anything but text."""
 

@@ -111,11 +111,12 @@ class Skeleton:
         for path, tensor in self.model.state_dict().items():
             key = self.experts.direct_key(path)
             stored = checkpoint.tensors.get(key) if key is not None else None
+            kept = torch.float32 if wide is not None and wide.search(path) else tensor.dtype
             if stored is None:
-                found[path] = DenseTensor(None, tuple(tensor.shape), tensor.dtype, tensor.dtype)
+                kept = kept if tensor.is_floating_point() else tensor.dtype
+                found[path] = DenseTensor(None, tuple(tensor.shape), kept, kept)
                 continue
             floating = tensor.is_floating_point() and stored.dtype.is_floating_point
-            kept = torch.float32 if wide is not None and wide.search(path) else tensor.dtype
             found[path] = DenseTensor(key, tuple(tensor.shape), kept if floating else stored.dtype, kept)
         return found
 

@@ -132,8 +132,7 @@ class ScoredEviction(ABC):
         insort(row, entry)
 
     def removed(self, key: ExpertKey) -> None:
-        row, entry = self._rows[key.layer], self._entries.pop(key)
-        del row[bisect_left(row, entry)]
+        self._unrank(key)
 
     def victim(self, incoming: ExpertKey, evictable: Callable[[ExpertKey], bool]) -> ExpertKey | None:
         """Of equal priorities the key with the lower score, then the least recently touched."""
@@ -156,9 +155,13 @@ class ScoredEviction(ABC):
     def rescore(self, key: ExpertKey) -> None:
         """Ranks a cached key by its score of now; its last touch stays."""
         touch = self._entries[key][1]
-        self.removed(key)
+        self._unrank(key)
         self._rank(key, touch)
 
     def _rank(self, key: ExpertKey, touch: int) -> None:
         entry = self._entries[key] = (self.score(key), touch, key)
         insort(self._rows.setdefault(key.layer, []), entry)
+
+    def _unrank(self, key: ExpertKey) -> None:
+        row, entry = self._rows[key.layer], self._entries.pop(key)
+        del row[bisect_left(row, entry)]
