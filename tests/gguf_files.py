@@ -37,7 +37,7 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config.get("intermediate_size", 0))
+    writer.add_feed_forward_length(config.get("intermediate_size_mlp", config.get("intermediate_size", 0)))
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config[EPSILON.get(family, "rms_norm_eps")])
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -118,6 +118,11 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_expert_weights_scale(config["route_scale"])
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if family == "llama4_text":
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_rope_dimension_count(config["head_dim"])
+        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     if family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -206,6 +211,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
+    "llama4_text": gguf.MODEL_ARCH.LLAMA4,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
@@ -287,7 +293,11 @@ FIXED: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 32},
     "afmoe": {"num_hidden_layers": 4, "layer_types": None},
     "qwen3_next": {"mlp_only_layers": []},
-}
+    "llama4_text": {
+        "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "moe_layers": None, "no_rope_layers": None,
+        "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1,
+    },
+}  # fmt: skip
 """What llama.cpp takes for granted of a family."""
 
 
@@ -309,6 +319,8 @@ def write(
         fields.pop(name, None)
         if value is not None:
             fields[name] = value
+    if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _factors(config))
     with torch.no_grad():
         for name, views, shape in _tensors(model, family, arch):
             _add(writer, name, views, shape, _kind_of(name, shape, kind), family)
@@ -317,6 +329,14 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+def _factors(config: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """`LlamaModel.generate_extra_tensors`, of scaling without waves between short and long ones."""
+    rope, columns = config["rope_parameters"], config["head_dim"]
+    frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, columns, 2, dtype=torch.float32) / columns))
+    longest = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+    return np.where(2 * np.pi / frequencies.numpy() > longest, rope["factor"], 1).astype(np.float32)
 
 
 _WIDE = ("ffn_gate_inp", "sinks", "ssm_conv1d", "ssm_norm", "shortconv.conv", "hc_", "_ape")
@@ -434,7 +454,7 @@ def _other(path: str, value: Tensor, family: str, name_of: Callable[[str], str])
 def _experts(stem: str, last: str, value: Tensor, family: str, name_of: Callable[[str], str]) -> Views:
     matrix, _, bias = last.partition("_proj")
     suffix = "bias" if bias else "weight"
-    if family == "gpt_oss" and not bias:
+    if family in ("gpt_oss", "llama4_text") and not bias:
         value = value.transpose(1, 2)
     if matrix == "down":
         halves = {"down": value}

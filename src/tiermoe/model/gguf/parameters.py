@@ -24,6 +24,7 @@ from tiermoe.model.gguf.deepseek4 import NAMES as DEEPSEEK4
 from tiermoe.model.gguf.deepseek4 import deepseek4
 from tiermoe.model.gguf.experts import expert_parameters
 from tiermoe.model.gguf.linear_attention import linear_rows, rates
+from tiermoe.model.gguf.llama4 import FACTORS, llama4
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
 
@@ -81,6 +82,7 @@ class GgufArchitecture:
     family: str  # model_type of transformers' model, whose names the parameters have
     more: Mapping[str, str] = field(default_factory=dict)  # tensors of a block → modules, beside `block_names`
     turned: bool = False  # the halves of each head's queries and keys take turns (`_turned_rows`)
+    in_config: str = ""  # a tensor whose values are the config's
     linear: Callable[[GgufFile, str, GgufTensor], dict[str, Rows]] | None = None
     """Tensor → the parameters of linear attention, or of Mamba, that it holds, by their names in the block; none of
     other tensors."""
@@ -118,6 +120,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     # Qwen3-Next's layers, with their projection's matrices apart, as the file has them, are Qwen3.5's
     "qwen3next": _QWEN35,
     "kimi-linear": GgufArchitecture(configs.kimi_linear, "kimi_linear", _KIMI),
+    "llama4": GgufArchitecture(llama4, "llama4_text", in_config=FACTORS),
     "deepseek4": GgufArchitecture(deepseek4, "deepseek_v4", DEEPSEEK4),
     "mistral4": GgufArchitecture(configs.mistral4, "mistral4"),
     "exaone-moe": GgufArchitecture(configs.exaone_moe, "exaone_moe"),
@@ -194,6 +197,8 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     for name, tensor in file.tensors.items():
         if tensor.kind.name == "I32" and not name.endswith(_TABLE):
             raise ModelError(f"{file.path}: {name} is stored as I32, in which only tables of experts are; {AGAIN}")
+        if name == architecture.in_config:
+            continue
         if (path := _outside(of, name)) is not None:
             parameters[path] = Rows(tensor, tensor.shape, change=_change(of, path))
         elif (found := _IN_BLOCK.fullmatch(name)) and int(found[1]) < blocks(file):
