@@ -301,6 +301,11 @@ FIXED: dict[str, dict[str, Any]] = {
 """What llama.cpp takes for granted of a family."""
 
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 16.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 1.0, "original_max_position_embeddings": 8192}  # fmt: skip
+"""The rotary embedding of Llama 4 Scout, by another base."""
+
+
 def write(
     out: Path, model: Any, family: str, kind: Kinds, shards: int = 0, vocabulary: Path | None = None, **entries: Any
 ) -> Path:
@@ -319,11 +324,11 @@ def write(
         fields.pop(name, None)
         if value is not None:
             fields[name] = value
-    if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", _factors(config))
     with torch.no_grad():
         for name, views, shape in _tensors(model, family, arch):
             _add(writer, name, views, shape, _kind_of(name, shape, kind), family)
+    if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _factors(config))  # where llama-quantize puts it: behind matrices
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -9,12 +9,9 @@ import pytest
 from gguf import GGUFValue, GGUFValueType
 
 import gguf_files
-from gguf_files import kinds
+from gguf_files import LLAMA3, kinds
 from tiermoe.errors import ModelError
 from tiermoe.model.hf.blueprint import inspect_model
-
-SCALED = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 16.0, "low_freq_factor": 1.0,
-          "high_freq_factor": 1.0, "original_max_position_embeddings": 8192}  # fmt: skip
 
 
 def written(folder: Path, changes: dict[str, Any], **entries: Any) -> tuple[Any, Path]:
@@ -26,8 +23,8 @@ def written(folder: Path, changes: dict[str, Any], **entries: Any) -> tuple[Any,
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rope_parameters": SCALED},
-        {"rope_parameters": {**SCALED, "rope_theta": 500000.0, "factor": 8.0}, "head_dim": 64},
+        {"rope_parameters": LLAMA3},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0, "factor": 8.0}, "head_dim": 64},
         {"num_local_experts": 128, "use_qk_norm": False},
     ],
 )
@@ -49,14 +46,14 @@ def test_the_config_is_transformers(changes: dict[str, Any], tmp_path: Path) -> 
     ],
 )
 def test_factors_that_no_llama_4_has(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    _, file = written(tmp_path, {"rope_parameters": {**SCALED, **changes}})
+    _, file = written(tmp_path, {"rope_parameters": {**LLAMA3, **changes}})
     with pytest.raises(ModelError, match=message):
         inspect_model(file, "model", tmp_path / "store")
 
 
 def test_factors_of_another_head(tmp_path: Path) -> None:
     columns = GGUFValue(32, GGUFValueType.UINT32)
-    _, file = written(tmp_path, {"rope_parameters": SCALED}, llama4__attention__key_length=columns)
+    _, file = written(tmp_path, {"rope_parameters": LLAMA3}, llama4__attention__key_length=columns)
     with pytest.raises(ModelError, match=r"rope_freqs.weight is F32 of shape \(8,\), not F32 of 16 factors"):
         inspect_model(file, "model", tmp_path / "store")
 

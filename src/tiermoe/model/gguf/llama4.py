@@ -64,8 +64,8 @@ def _scaled(file: GgufFile, rope: dict[str, Any], columns: int) -> dict[str, Any
     expected = torch.where(waves > _TRAINED, factor, 1.0)
     if not 1 <= factor < math.inf or not torch.equal(factors, expected):
         raise ModelError(
-            f"{file.path} divides the frequencies of its rotary embedding by {factors.tolist()}, and Llama 4 those of "
-            f"waves over {_TRAINED:,} positions by one number of at least 1; {AGAIN}"
+            f"{file.path} divides the frequencies of its rotary embedding by {factors.min():g} to {factors.max():g}, "
+            f"and Llama 4 those of waves over {_TRAINED:,} positions by one number of at least 1; {AGAIN}"
         )
     scaling = {"low_freq_factor": 1.0, "high_freq_factor": 1.0, "original_max_position_embeddings": _TRAINED}
     return {**rope, "rope_type": "llama3", "factor": rounded(factor), **scaling}
