@@ -25,6 +25,7 @@ from gguf_deepseek4 import name_of as deepseek4_name
 from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_tensors
 from gguf_mamba import NAMES as MAMBA
 from gguf_mamba import granite_metadata, jamba_metadata, mamba_tensors, nemotron_metadata
+from gguf_mimo2 import head_name, is_joined, joined, mimo_metadata
 from tiermoe.formats.gguf_types import ENCODINGS
 from tiermoe.model.hf.configs import Configs
 
@@ -34,6 +35,8 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     rope = config.get("rope_parameters") or {"rope_theta": 1e4}
     if "compress" in rope:  # DeepSeek-V4: by one scaling, and another base
         rope = {**rope["compress"], "rope_theta": config["rope_theta"]}
+    if "full_attention" in rope:  # MiMo's: layers with a window have another base
+        rope = rope["full_attention"]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -57,6 +60,9 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         kimi_metadata(writer, config)
     if family.startswith("deepseek_v") or family in ("mistral4", "kimi_linear"):
         _latent_metadata(writer, family, config)
+        return
+    if family == "mimo_v2_flash":
+        mimo_metadata(writer, config)
         return
     if family == "lfm2_moe":
         kinds = config["layer_types"]
@@ -206,6 +212,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "mistral4": gguf.MODEL_ARCH.MISTRAL4,
+    "mimo_v2_flash": gguf.MODEL_ARCH.MIMO2,
     "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "afmoe": gguf.MODEL_ARCH.AFMOE,
@@ -402,7 +409,8 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
             return deepseek4_name(path)
         if ".mixer." in path:
             path = path.replace("model.", "backbone.")
-        found = names.get_name(path, (".weight", ".bias"))
+        own = head_name(path) if family == "mimo_v2_flash" else None
+        found = own or names.get_name(path, (".weight", ".bias"))
         assert found is not None, path
         return str(found)
 
@@ -418,6 +426,8 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
         elif family in HYBRID and (name := path.partition(".mamba." if ".mamba." in path else ".mixer.")[2]) in MAMBA:
             groups = config.n_groups if family == "nemotron_h" else getattr(config, "mamba_n_groups", None)
             yield from mamba_tensors(f"blk.{path.split('.')[2]}", name, value, groups)
+        elif family == "mimo_v2_flash" and is_joined(path, config):
+            yield from joined(path, state)
         elif path.endswith("shared_mlp.input_linear.weight"):
             block = f"blk.{path.split('.')[2]}"
             for part, half in zip(("gate", "up"), value.chunk(2), strict=True):

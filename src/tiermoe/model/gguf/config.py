@@ -245,10 +245,6 @@ def glm4moe(file: GgufFile) -> Config:
 
 
 def exaone_moe(file: GgufFile) -> Config:
-    slides = file.of_model("attention.sliding_window_pattern")
-    layers = range(blocks(file))
-    if not isinstance(slides, list) or len(slides) < len(layers):
-        raise ModelError(f"{file.path} does not say which of its layers have a window; {AGAIN}")
     return {
         **grouped(file),
         "model_type": "exaone_moe",
@@ -260,7 +256,7 @@ def exaone_moe(file: GgufFile) -> Config:
         "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(file.of_model("expert_weights_norm", False)),
         "sliding_window": file.count("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if slides[layer] else "full_attention" for layer in layers],
+        "layer_types": window_layers(file),
     }
 
 
@@ -378,6 +374,14 @@ def _partly_turned(file: GgufFile) -> Config:
 
 
 # parts of several configs
+
+
+def window_layers(file: GgufFile) -> list[str]:
+    """`layer_types` of a config by which layers have a window. ModelError where the file does not say."""
+    slides, count = file.of_model("attention.sliding_window_pattern"), blocks(file)
+    if not isinstance(slides, list) or len(slides) < count:
+        raise ModelError(f"{file.path} does not say which of its layers have a window; {AGAIN}")
+    return ["sliding_attention" if each else "full_attention" for each in slides[:count]]
 
 
 def rope_parameters(file: GgufFile) -> dict[str, Any]:

@@ -251,9 +251,16 @@ def _attention(config: Any, index: int) -> Shapes:
     elif of.latent:
         yield from LatentSizes.of(of, config, index).weight_shapes(hidden, config.q_lora_rank).items()
     else:
-        sizes = GroupedSizes.of(of, config, index, lambda _: config.model_type == "gpt_oss")  # which has sinks
+        sizes = GroupedSizes.of(of, config, index, lambda _: _sinks(config, index))
         for name, shape in (*sizes.weight_shapes(hidden).items(), *_biases_and_norms(of, config, sizes)):
             yield f"{of.named('self_attn')}.{name}", shape
+
+
+def _sinks(config: Any, index: int) -> bool:
+    """Whether a layer's attention has sinks."""
+    if config.model_type == "mimo_v2_flash":
+        return bool(config.layer_types[index] == "sliding_attention")
+    return bool(config.model_type == "gpt_oss")
 
 
 def _biases_and_norms(of: Architecture, config: Any, sizes: GroupedSizes) -> Shapes:
