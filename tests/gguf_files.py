@@ -22,7 +22,9 @@ import tiny
 from gguf_deepseek4 import ARCHITECTURE as DEEPSEEK4
 from gguf_deepseek4 import deepseek4_metadata
 from gguf_deepseek4 import name_of as deepseek4_name
+from gguf_latent import latent_metadata, router_metadata
 from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_tensors
+from gguf_llama4 import add_factors, llama4_metadata
 from gguf_mamba import NAMES as MAMBA
 from gguf_mamba import granite_metadata, jamba_metadata, mamba_tensors, nemotron_metadata
 from gguf_mimo2 import head_name, is_joined, joined, mimo_metadata
@@ -59,7 +61,7 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     if family == "kimi_linear":
         kimi_metadata(writer, config)
     if family.startswith("deepseek_v") or family in ("mistral4", "kimi_linear"):
-        _latent_metadata(writer, family, config)
+        latent_metadata(writer, family, config)
         return
     if family == "mimo_v2_flash":
         mimo_metadata(writer, config)
@@ -97,7 +99,7 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     if family in ("glm4_moe", "minimax_m2", "lfm2_moe"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "glm4_moe":
-        _router_metadata(writer, config)
+        router_metadata(writer, config)
     if family == "deepseek":
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
@@ -125,50 +127,10 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "llama4_text":
-        writer.add_vocab_size(config["vocab_size"])
-        writer.add_rope_dimension_count(config["head_dim"])
-        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
-        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        llama4_metadata(writer, config)
     if family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-
-
-def _latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
-    """`DeepseekV2Model.set_gguf_parameters`."""
-    latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    if family != "kimi_linear":
-        writer.add_head_count_kv(1)
-    writer.add_vocab_size(config["vocab_size"])
-    if config["q_lora_rank"] is not None:
-        writer.add_q_lora_rank(config["q_lora_rank"])
-    writer.add_kv_lora_rank(latent)
-    writer.add_key_length(latent + rotary)
-    writer.add_value_length(latent)
-    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
-    writer.add_value_length_mla(config["v_head_dim"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    _router_metadata(writer, config)
-    sigmoid = family in ("deepseek_v3", "kimi_linear")
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
-    writer.add_rope_dimension_count(rotary)
-    rope = config.get("rope_parameters", {})
-    if (beta := rope.get("llama_4_scaling_beta")) is not None:
-        writer.add_attn_temperature_scale(beta)
-    if (scale := rope.get("mscale_all_dim")) is not None:
-        writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
-
-
-def _router_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    kinds_ = config.get("mlp_layer_types") or []
-    writer.add_leading_dense_block_count(config.get("first_k_dense_replace", kinds_.count("dense")))
-    writer.add_expert_shared_count(config["n_shared_experts"])
-    writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    if config["norm_topk_prob"]:
-        writer.add_expert_weights_norm(True)
-    if config["n_group"] is not None:
-        writer.add_expert_group_count(config["n_group"])
-        writer.add_expert_group_used_count(config["topk_group"])
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Path, size: int) -> None:
@@ -308,11 +270,6 @@ FIXED: dict[str, dict[str, Any]] = {
 """What llama.cpp takes for granted of a family."""
 
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 16.0, "low_freq_factor": 1.0,
-          "high_freq_factor": 1.0, "original_max_position_embeddings": 8192}  # fmt: skip
-"""The rotary embedding of Llama 4 Scout, by another base."""
-
-
 def write(
     out: Path, model: Any, family: str, kind: Kinds, shards: int = 0, vocabulary: Path | None = None, **entries: Any
 ) -> Path:
@@ -334,21 +291,14 @@ def write(
     with torch.no_grad():
         for name, views, shape in _tensors(model, family, arch):
             _add(writer, name, views, shape, _kind_of(name, shape, kind), family)
-    if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", _factors(config))  # where llama-quantize puts it: behind matrices
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":  # behind matrices, where llama-quantize puts it
+        add_factors(writer, rope, config["head_dim"])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return out
-
-
-def _factors(config: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """`LlamaModel.generate_extra_tensors`, of scaling without waves between short and long ones."""
-    rope, columns = config["rope_parameters"], config["head_dim"]
-    frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, columns, 2, dtype=torch.float32) / columns))
-    longest = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
-    return np.where(2 * np.pi / frequencies.numpy() > longest, rope["factor"], 1).astype(np.float32)
 
 
 _WIDE = ("ffn_gate_inp", "sinks", "ssm_conv1d", "ssm_norm", "shortconv.conv", "hc_", "_ape")

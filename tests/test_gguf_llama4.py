@@ -9,7 +9,8 @@ import pytest
 from gguf import GGUFValue, GGUFValueType
 
 import gguf_files
-from gguf_files import LLAMA3, kinds
+from gguf_files import kinds
+from gguf_llama4 import LLAMA3
 from tiermoe.errors import ModelError
 from tiermoe.model.hf.blueprint import inspect_model
 

@@ -13,6 +13,7 @@ import torch
 import gguf_files
 import tiny
 from fake_hub import FakeHub, Run, commands_with, serving
+from gguf_llama4 import LLAMA3
 from tiermoe.config import format_size
 
 GGUF, SHARDED, WHOLE, TORN = "someone/moe-GGUF", "someone/sharded-GGUF", "someone/moe", "someone/torn-GGUF"
@@ -45,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tiny.write(whole, "qwen3_moe", torch.bfloat16)
     (whole / "moe-Q8_0.gguf").write_bytes(b"GGUF")
     (torn / "moe-torn.gguf").write_bytes((many / "moe-Q2_K.gguf").read_bytes()[:1000])
-    large = gguf_files.model_of("llama4_text", vocab_size=8192, hidden_size=512, rope_parameters=gguf_files.LLAMA3)
+    large = gguf_files.model_of("llama4_text", vocab_size=8192, hidden_size=512, rope_parameters=LLAMA3)
     gguf_files.write(scaled / "llama4-Q8_0.gguf", large, "llama4_text", gguf_files.kinds("q8_0"))
     return {GGUF: many, SHARDED: sharded, WHOLE: whole, TORN: torn, SCALED: scaled}
 
