@@ -22,9 +22,12 @@ import tiny
 from gguf_deepseek4 import ARCHITECTURE as DEEPSEEK4
 from gguf_deepseek4 import deepseek4_metadata
 from gguf_deepseek4 import name_of as deepseek4_name
+from gguf_latent import latent_metadata, router_metadata
 from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_tensors
+from gguf_llama4 import add_factors, llama4_metadata
 from gguf_mamba import NAMES as MAMBA
 from gguf_mamba import granite_metadata, jamba_metadata, mamba_tensors, nemotron_metadata
+from gguf_mimo2 import head_name, is_joined, joined, mimo_metadata
 from tiermoe.formats.gguf_types import ENCODINGS
 from tiermoe.model.hf.configs import Configs
 
@@ -34,10 +37,12 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     rope = config.get("rope_parameters") or {"rope_theta": 1e4}
     if "compress" in rope:  # DeepSeek-V4: by one scaling, and another base
         rope = {**rope["compress"], "rope_theta": config["rope_theta"]}
+    if "full_attention" in rope:  # MiMo's: layers with a window have another base
+        rope = rope["full_attention"]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config.get("intermediate_size", 0))
+    writer.add_feed_forward_length(config.get("intermediate_size_mlp", config.get("intermediate_size", 0)))
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config[EPSILON.get(family, "rms_norm_eps")])
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -56,7 +61,10 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     if family == "kimi_linear":
         kimi_metadata(writer, config)
     if family.startswith("deepseek_v") or family in ("mistral4", "kimi_linear"):
-        _latent_metadata(writer, family, config)
+        latent_metadata(writer, family, config)
+        return
+    if family == "mimo_v2_flash":
+        mimo_metadata(writer, config)
         return
     if family == "lfm2_moe":
         kinds = config["layer_types"]
@@ -91,7 +99,7 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     if family in ("glm4_moe", "minimax_m2", "lfm2_moe"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "glm4_moe":
-        _router_metadata(writer, config)
+        router_metadata(writer, config)
     if family == "deepseek":
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
@@ -118,46 +126,11 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_expert_weights_scale(config["route_scale"])
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if family == "llama4_text":
+        llama4_metadata(writer, config)
     if family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-
-
-def _latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
-    """`DeepseekV2Model.set_gguf_parameters`."""
-    latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    if family != "kimi_linear":
-        writer.add_head_count_kv(1)
-    writer.add_vocab_size(config["vocab_size"])
-    if config["q_lora_rank"] is not None:
-        writer.add_q_lora_rank(config["q_lora_rank"])
-    writer.add_kv_lora_rank(latent)
-    writer.add_key_length(latent + rotary)
-    writer.add_value_length(latent)
-    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
-    writer.add_value_length_mla(config["v_head_dim"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    _router_metadata(writer, config)
-    sigmoid = family in ("deepseek_v3", "kimi_linear")
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
-    writer.add_rope_dimension_count(rotary)
-    rope = config.get("rope_parameters", {})
-    if (beta := rope.get("llama_4_scaling_beta")) is not None:
-        writer.add_attn_temperature_scale(beta)
-    if (scale := rope.get("mscale_all_dim")) is not None:
-        writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
-
-
-def _router_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    kinds_ = config.get("mlp_layer_types") or []
-    writer.add_leading_dense_block_count(config.get("first_k_dense_replace", kinds_.count("dense")))
-    writer.add_expert_shared_count(config["n_shared_experts"])
-    writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    if config["norm_topk_prob"]:
-        writer.add_expert_weights_norm(True)
-    if config["n_group"] is not None:
-        writer.add_expert_group_count(config["n_group"])
-        writer.add_expert_group_used_count(config["topk_group"])
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Path, size: int) -> None:
@@ -201,11 +174,13 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "mistral4": gguf.MODEL_ARCH.MISTRAL4,
+    "mimo_v2_flash": gguf.MODEL_ARCH.MIMO2,
     "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
+    "llama4_text": gguf.MODEL_ARCH.LLAMA4,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
@@ -287,7 +262,11 @@ FIXED: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 32},
     "afmoe": {"num_hidden_layers": 4, "layer_types": None},
     "qwen3_next": {"mlp_only_layers": []},
-}
+    "llama4_text": {
+        "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "moe_layers": None, "no_rope_layers": None,
+        "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1,
+    },
+}  # fmt: skip
 """What llama.cpp takes for granted of a family."""
 
 
@@ -312,6 +291,9 @@ def write(
     with torch.no_grad():
         for name, views, shape in _tensors(model, family, arch):
             _add(writer, name, views, shape, _kind_of(name, shape, kind), family)
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":  # behind matrices, where llama-quantize puts it
+        add_factors(writer, rope, config["head_dim"])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -377,7 +359,8 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
             return deepseek4_name(path)
         if ".mixer." in path:
             path = path.replace("model.", "backbone.")
-        found = names.get_name(path, (".weight", ".bias"))
+        own = head_name(path) if family == "mimo_v2_flash" else None
+        found = own or names.get_name(path, (".weight", ".bias"))
         assert found is not None, path
         return str(found)
 
@@ -393,6 +376,8 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
         elif family in HYBRID and (name := path.partition(".mamba." if ".mamba." in path else ".mixer.")[2]) in MAMBA:
             groups = config.n_groups if family == "nemotron_h" else getattr(config, "mamba_n_groups", None)
             yield from mamba_tensors(f"blk.{path.split('.')[2]}", name, value, groups)
+        elif family == "mimo_v2_flash" and is_joined(path, config):
+            yield from joined(path, state)
         elif path.endswith("shared_mlp.input_linear.weight"):
             block = f"blk.{path.split('.')[2]}"
             for part, half in zip(("gate", "up"), value.chunk(2), strict=True):
@@ -434,7 +419,7 @@ def _other(path: str, value: Tensor, family: str, name_of: Callable[[str], str])
 def _experts(stem: str, last: str, value: Tensor, family: str, name_of: Callable[[str], str]) -> Views:
     matrix, _, bias = last.partition("_proj")
     suffix = "bias" if bias else "weight"
-    if family == "gpt_oss" and not bias:
+    if family in ("gpt_oss", "llama4_text") and not bias:
         value = value.transpose(1, 2)
     if matrix == "down":
         halves = {"down": value}

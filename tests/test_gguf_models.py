@@ -47,9 +47,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "minimax_m2": ("minimax_m2", {}),
+    "mimo_v2_flash": ("mimo_v2_flash", {"attention_value_scale": 0.5, "sliding_window": 7}),
     "mistral4": ("mistral4", {}),
     "exaone_moe": ("exaone_moe", {}),
     "afmoe": ("afmoe", {}),
+    "llama4": ("llama4_text", {}),
+    "llama4 of other layers": ("llama4_text", {"interleave_moe_layer_step": 1, "tie_word_embeddings": True}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "lfm2_moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}),  # the converter writes no other
     "granitemoe": ("granitemoeshared", {"shared_intermediate_size": 0, "residual_multiplier": 0.5}),

@@ -329,9 +329,11 @@ def test_experts_in_place(tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(("family", "own"), [("glm4_moe", True), ("glm4_moe", False), ("exaone_moe", True)])
+@pytest.mark.parametrize(
+    ("family", "own"), [("glm4_moe", True), ("glm4_moe", False), ("exaone_moe", True), ("mimo_v2_flash", True)]
+)
 def test_a_head_of_a_gguf_file(tmp_path: Path, family: str, own: bool) -> None:
-    """NextN's tensors as llama.cpp's converter writes them, in the file's types or packed; EXAONE's has no experts."""
+    """NextN's tensors as llama.cpp's converter writes them, in the file's types or packed; two have no experts."""
     sizes = {**native_changes(family), "intermediate_size": 64, "num_hidden_layers": 4}
     model = gguf_files.model_of(family, **sizes, **mtp_models.KINDS.get(family, {}))
     head, layers = mtp_models.head_of(model), model.model.layers
@@ -339,7 +341,7 @@ def test_a_head_of_a_gguf_file(tmp_path: Path, family: str, own: bool) -> None:
     for part, called in mtp_models.BESIDE.items():
         parent, _, child = called.rpartition(".")
         layers[-1].get_submodule(parent).add_module(child, getattr(head, part))
-    name = {"glm4_moe": "glm4moe", "exaone_moe": "exaone-moe"}[family]
+    name = {"glm4_moe": "glm4moe", "exaone_moe": "exaone-moe", "mimo_v2_flash": "mimo2"}[family]
     file = gguf_files.write(
         tmp_path / "tiny.gguf", model, family, gguf_files.kinds("q8_0"),
         **{f"{name}__nextn_predict_layers": gguf.GGUFValue(1, gguf.GGUFValueType.UINT32)},

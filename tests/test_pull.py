@@ -13,9 +13,11 @@ import torch
 import gguf_files
 import tiny
 from fake_hub import FakeHub, Run, commands_with, serving
+from gguf_llama4 import LLAMA3
 from tiermoe.config import format_size
 
 GGUF, SHARDED, WHOLE, TORN = "someone/moe-GGUF", "someone/sharded-GGUF", "someone/moe", "someone/torn-GGUF"
+SCALED = "someone/scaled-GGUF"
 TOKENIZER = Path(__file__).parents[1] / "models/stories-7m/tokenizer.json"
 WIDE = {
     "vocab_size": 4096,
@@ -31,8 +33,8 @@ WIDE = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("hub")
-    many, sharded, whole, torn = (root / name for name in ("many", "sharded", "whole", "torn"))
-    for folder in (many, sharded, torn):
+    many, sharded, whole, torn, scaled = (root / name for name in ("many", "sharded", "whole", "torn", "scaled"))
+    for folder in (many, sharded, torn, scaled):
         folder.mkdir()
     model = gguf_files.model_of("qwen3_moe", **WIDE)
     for name, kind in (("Q8_0", "q8_0"), ("Q4_0", "q4_0"), ("Q2_K", "q2_k")):
@@ -44,7 +46,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tiny.write(whole, "qwen3_moe", torch.bfloat16)
     (whole / "moe-Q8_0.gguf").write_bytes(b"GGUF")
     (torn / "moe-torn.gguf").write_bytes((many / "moe-Q2_K.gguf").read_bytes()[:1000])
-    return {GGUF: many, SHARDED: sharded, WHOLE: whole, TORN: torn}
+    large = gguf_files.model_of("llama4_text", vocab_size=8192, hidden_size=512, rope_parameters=LLAMA3)
+    gguf_files.write(scaled / "llama4-Q8_0.gguf", large, "llama4_text", gguf_files.kinds("q8_0"))
+    return {GGUF: many, SHARDED: sharded, WHOLE: whole, TORN: torn, SCALED: scaled}
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +189,14 @@ def test_a_file_of_a_repository_runs_by_its_name(run: Run, hub: FakeHub, folders
     assert (again.code, again.out) == (0, ended.out) == (alone.code, alone.out)
     assert run("pull", f"{GGUF}:moe-Q8_0.gguf", offline=True).out == run("pull", name).out
     assert f"{GGUF} names" not in run("run", GGUF, "once upon", *words).cause
+
+
+def test_values_that_a_config_needs_are_asked_for(run: Run, hub: FakeHub, folders: dict[str, Path]) -> None:
+    """Llama 4's factors, which lie behind the first request."""
+    hub.served.clear()
+    ended = run("plan", f"{SCALED}:Q8_0", "--machine", "laptop-ddr4", "--memory", "2GiB")
+    assert ended.code == 0, ended.err
+    assert hub.served["llama4-Q8_0.gguf"] < (folders[SCALED] / "llama4-Q8_0.gguf").stat().st_size
 
 
 def test_shards_of_which_one_is_missing_are_downloaded(run: Run, folders: dict[str, Path]) -> None:

@@ -844,6 +844,20 @@ BREAKAGES = (
         "_FEW",
         ("tests/test_gguf_models.py::test_logits_and_tokens_are_those_of_the_dequantised_weights",),
     ),
+    Breakage(
+        "the first of four layers of Llama 4 in a GGUF file has no positions, not the last",
+        "llama4",
+        "(layer + 1) % _EVERY",
+        "layer % _EVERY",
+        ("tests/test_gguf_llama4.py::test_the_config_is_transformers",),
+    ),
+    Breakage(
+        "the window of MiMo-V2-Flash in a GGUF file counts the token itself",
+        "mimo2",
+        'file.count("attention.sliding_window", least=1) + 1',
+        'file.count("attention.sliding_window", least=1)',
+        ("tests/test_gguf_mimo2.py::test_the_window_is_the_published_one",),
+    ),
     # the systems' parts
     Breakage(
         "HOBBIT loads nothing low",

@@ -53,7 +53,7 @@ def common(file: GgufFile) -> Config:
     }
 
 
-def _grouped(file: GgufFile) -> Config:
+def grouped(file: GgufFile) -> Config:
     """A model with grouped-query attention."""
     heads = file.uniform_count("attention.head_count")
     return {
@@ -65,7 +65,7 @@ def _grouped(file: GgufFile) -> Config:
 
 def qwen3moe(file: GgufFile) -> Config:
     return {
-        **_grouped(file),
+        **grouped(file),
         "model_type": "qwen3_moe",
         "num_experts": experts(file),
         "moe_intermediate_size": inner(file),
@@ -78,7 +78,7 @@ def qwen3moe(file: GgufFile) -> Config:
 
 def qwen2moe(file: GgufFile) -> Config:
     return {
-        **_grouped(file),
+        **grouped(file),
         "model_type": "qwen2_moe",
         "num_experts": experts(file),
         "moe_intermediate_size": inner(file),
@@ -92,7 +92,7 @@ def qwen2moe(file: GgufFile) -> Config:
 
 def mixtral(file: GgufFile) -> Config:
     return {
-        **_grouped(file),
+        **grouped(file),
         "model_type": "mixtral",
         "num_local_experts": experts(file),
         "intermediate_size": inner(file),
@@ -102,7 +102,7 @@ def mixtral(file: GgufFile) -> Config:
 
 def olmoe(file: GgufFile) -> Config:
     return {
-        **_grouped(file),
+        **grouped(file),
         "model_type": "olmoe",
         "num_experts": experts(file),
         "intermediate_size": inner(file),
@@ -112,7 +112,7 @@ def olmoe(file: GgufFile) -> Config:
 
 
 def gpt_oss(file: GgufFile) -> Config:
-    config = _grouped(file)
+    config = grouped(file)
     if config["rope_parameters"]["rope_type"] == "yarn":
         config["rope_parameters"]["truncate"] = False  # as OpenAI's configs say
     layers = range(config["num_hidden_layers"])
@@ -130,7 +130,7 @@ def deepseek(file: GgufFile) -> Config:
     if (scale := file.decimal("expert_weights_scale", 1.0)) != 1.0:
         raise ModelError(f"{file.path} scales its experts' weights by {scale:g}, which no DeepSeekMoE does")
     return {
-        **_grouped(file),
+        **grouped(file),
         "model_type": "deepseek",
         "n_routed_experts": experts(file),
         "n_shared_experts": file.count("expert_shared_count"),
@@ -245,12 +245,8 @@ def glm4moe(file: GgufFile) -> Config:
 
 
 def exaone_moe(file: GgufFile) -> Config:
-    slides = file.of_model("attention.sliding_window_pattern")
-    layers = range(blocks(file))
-    if not isinstance(slides, list) or len(slides) < len(layers):
-        raise ModelError(f"{file.path} does not say which of its layers have a window; {AGAIN}")
     return {
-        **_grouped(file),
+        **grouped(file),
         "model_type": "exaone_moe",
         "num_experts": experts(file),
         "num_shared_experts": file.count("expert_shared_count"),
@@ -260,7 +256,7 @@ def exaone_moe(file: GgufFile) -> Config:
         "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(file.of_model("expert_weights_norm", False)),
         "sliding_window": file.count("attention.sliding_window"),
-        "layer_types": ["sliding_attention" if slides[layer] else "full_attention" for layer in layers],
+        "layer_types": window_layers(file),
     }
 
 
@@ -269,7 +265,7 @@ def afmoe(file: GgufFile) -> Config:
     if not sigmoid or not file.of_model("expert_weights_norm", True):
         raise ModelError(f"{file.path} has no sigmoid router whose weights sum to 1, which every AFMoE has; {AGAIN}")
     return {
-        **_grouped(file),
+        **grouped(file),
         "model_type": "afmoe",
         "num_experts": experts(file),
         "num_shared_experts": file.count("expert_shared_count"),
@@ -285,7 +281,7 @@ def afmoe(file: GgufFile) -> Config:
 
 def hunyuan_moe(file: GgufFile) -> Config:
     return {
-        **_grouped(file),
+        **grouped(file),
         "model_type": "hunyuan_v1_moe",
         "num_experts": experts(file),
         "intermediate_size": inner(file),
@@ -357,7 +353,7 @@ def minimaxm2(file: GgufFile) -> Config:
 def ernie45moe(file: GgufFile) -> Config:
     first = leading_dense(file)
     return {
-        **_grouped(file),
+        **grouped(file),
         "model_type": "ernie4_5_moe",
         "moe_num_experts": experts(file),
         "moe_num_shared_experts": file.count("expert_shared_count", 0),
@@ -371,13 +367,21 @@ def ernie45moe(file: GgufFile) -> Config:
 
 def _partly_turned(file: GgufFile) -> Config:
     """A model with partial rotary embedding: some columns of each head are rotated."""
-    config = _grouped(file)
+    config = grouped(file)
     share = file.count("rope.dimension_count", config["head_dim"]) / config["head_dim"]
     config["rope_parameters"]["partial_rotary_factor"] = share
     return config
 
 
 # parts of several configs
+
+
+def window_layers(file: GgufFile) -> list[str]:
+    """`layer_types` of a config by which layers have a window. ModelError where the file does not say."""
+    slides, count = file.of_model("attention.sliding_window_pattern"), blocks(file)
+    if not isinstance(slides, list) or len(slides) < count:
+        raise ModelError(f"{file.path} does not say which of its layers have a window; {AGAIN}")
+    return ["sliding_attention" if each else "full_attention" for each in slides[:count]]
 
 
 def rope_parameters(file: GgufFile) -> dict[str, Any]:

@@ -143,6 +143,8 @@ def _is_dense(config: Any, layer: int) -> bool:
     if config.model_type == "jamba":
         return bool(layer % config.expert_layer_period != config.expert_layer_offset)
     first = getattr(config, "first_k_dense_replace", 0) or getattr(config, "moe_layer_start_index", 0)
+    if config.model_type == "llama4_text":
+        return layer not in config.moe_layers
     kinds = getattr(config, "mlp_layer_types", None)
     return layer < first or layer in getattr(config, "mlp_only_layers", []) or bool(kinds and kinds[layer] == "dense")
 
@@ -193,7 +195,8 @@ def _of_layer(config: Any, index: int) -> Shapes:
         if of.one_part:
             return
     if _is_dense(config, index):
-        yield from _matrices(of, of.block, hidden, config.intermediate_size)
+        inner = getattr(config, "intermediate_size_mlp", config.intermediate_size)
+        yield from _matrices(of, of.block, hidden, inner)
         return
     router = _router(of)
     yield f"{router}.weight", (_experts(config), hidden)
@@ -224,7 +227,7 @@ def _shared(of: Architecture, config: Any) -> Shapes:
         yield from _matrices(of, shared, hidden, config.shared_expert_intermediate_size)
         yield f"{of.block}.{of.shared_gate}.weight", (1, hidden)
         return
-    count = max(getattr(config, name, 0) for name in _SHARED)
+    count = 1 if config.model_type == "llama4_text" else max(getattr(config, name, 0) for name in _SHARED)
     if of.shared and count:
         own = getattr(config, "moe_shared_expert_intermediate_size", None)
         yield from _matrices(of, shared, hidden, count * _inner(config) if own is None else own)
@@ -248,9 +251,16 @@ def _attention(config: Any, index: int) -> Shapes:
     elif of.latent:
         yield from LatentSizes.of(of, config, index).weight_shapes(hidden, config.q_lora_rank).items()
     else:
-        sizes = GroupedSizes.of(of, config, index, lambda _: config.model_type == "gpt_oss")  # which has sinks
+        sizes = GroupedSizes.of(of, config, index, lambda _: _sinks(config, index))
         for name, shape in (*sizes.weight_shapes(hidden).items(), *_biases_and_norms(of, config, sizes)):
             yield f"{of.named('self_attn')}.{name}", shape
+
+
+def _sinks(config: Any, index: int) -> bool:
+    """Whether a layer's attention has sinks."""
+    if config.model_type == "mimo_v2_flash":
+        return bool(config.layer_types[index] == "sliding_attention")
+    return bool(config.model_type == "gpt_oss")
 
 
 def _biases_and_norms(of: Architecture, config: Any, sizes: GroupedSizes) -> Shapes:
@@ -265,7 +275,7 @@ def _biases_and_norms(of: Architecture, config: Any, sizes: GroupedSizes) -> Sha
     if (
         of.norm_all_heads
         or kind in ("qwen3_moe", "qwen3_5_moe_text", "exaone_moe")
-        or getattr(config, "use_qk_norm", False)
+        or (getattr(config, "use_qk_norm", False) and not of.plain_norms)
     ):
         for name in "qk":
             yield f"{name}_norm.weight", (columns[name] if of.norm_all_heads else sizes.columns,)

@@ -24,7 +24,9 @@ from tiermoe.model.gguf.deepseek4 import NAMES as DEEPSEEK4
 from tiermoe.model.gguf.deepseek4 import deepseek4
 from tiermoe.model.gguf.experts import expert_parameters
 from tiermoe.model.gguf.linear_attention import linear_rows, rates
+from tiermoe.model.gguf.llama4 import FACTORS, llama4
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
+from tiermoe.model.gguf.mimo2 import mimo2, qkv_parts
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
 
 _TOP = {
@@ -81,9 +83,11 @@ class GgufArchitecture:
     family: str  # model_type of transformers' model, whose names the parameters have
     more: Mapping[str, str] = field(default_factory=dict)  # tensors of a block → modules, beside `block_names`
     turned: bool = False  # the halves of each head's queries and keys take turns (`_turned_rows`)
-    linear: Callable[[GgufFile, str, GgufTensor], dict[str, Rows]] | None = None
-    """Tensor → the parameters of linear attention, or of Mamba, that it holds, by their names in the block; none of
-    other tensors."""
+    in_config: str = ""  # a tensor whose values are the config's
+    parts: Callable[[GgufFile, str, GgufTensor], dict[str, Rows]] | None = None
+    """Tensor → the parameters of linear attention, of Mamba or of attention that it holds, by their names in the block;
+    none of other tensors."""
+    within: str = "linear_attn"  # that block, where it is not Mamba's
 
     @property
     def layers(self) -> Architecture:
@@ -91,6 +95,7 @@ class GgufArchitecture:
         return FAMILIES[self.family]
 
 
+_SINKS = {"attn_sinks": "self_attn.sinks"}
 _LATE_NORM = {"post_attention_norm": "post_attention_layernorm"}
 _AFMOE = _LATE_NORM | {"post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj"}
 _KIMI = {
@@ -104,21 +109,23 @@ _KIMI = {
     "ssm_norm": "self_attn.o_norm",
 }
 _CONVOLUTION = {f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}
-_QWEN35 = GgufArchitecture(configs.qwen35moe, "qwen3_5_moe_text", _LATE_NORM, linear=linear_rows)
+_QWEN35 = GgufArchitecture(configs.qwen35moe, "qwen3_5_moe_text", _LATE_NORM, parts=linear_rows)
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen3moe": GgufArchitecture(configs.qwen3moe, "qwen3_moe"),
     "qwen2moe": GgufArchitecture(configs.qwen2moe, "qwen2_moe"),
     "llama": GgufArchitecture(configs.mixtral, "mixtral", turned=True),
     "olmoe": GgufArchitecture(configs.olmoe, "olmoe"),
-    "gpt-oss": GgufArchitecture(configs.gpt_oss, "gpt_oss", _LATE_NORM | {"attn_sinks": "self_attn.sinks"}),
+    "gpt-oss": GgufArchitecture(configs.gpt_oss, "gpt_oss", _LATE_NORM | _SINKS),
     "deepseek": GgufArchitecture(configs.deepseek, "deepseek", turned=True),
     "deepseek2": GgufArchitecture(configs.deepseek2, "deepseek_v3"),  # V2 has the same names, and no correction
     "qwen35moe": _QWEN35,
     # Qwen3-Next's layers, with their projection's matrices apart, as the file has them, are Qwen3.5's
     "qwen3next": _QWEN35,
     "kimi-linear": GgufArchitecture(configs.kimi_linear, "kimi_linear", _KIMI),
+    "llama4": GgufArchitecture(llama4, "llama4_text", in_config=FACTORS),
     "deepseek4": GgufArchitecture(deepseek4, "deepseek_v4", DEEPSEEK4),
+    "mimo2": GgufArchitecture(mimo2, "mimo_v2_flash", _SINKS, parts=qkv_parts, within="self_attn"),
     "mistral4": GgufArchitecture(configs.mistral4, "mistral4"),
     "exaone-moe": GgufArchitecture(configs.exaone_moe, "exaone_moe"),
     "afmoe": GgufArchitecture(configs.afmoe, "afmoe", _AFMOE),
@@ -128,9 +135,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "minimax-m2": GgufArchitecture(configs.minimaxm2, "minimax_m2"),
     "ernie4_5-moe": GgufArchitecture(configs.ernie45moe, "ernie4_5_moe"),
     "granitemoe": GgufArchitecture(configs.granitemoe, "granitemoeshared", turned=True),
-    "nemotron_h_moe": GgufArchitecture(mamba_configs.nemotron_h_moe, "nemotron_h", turned=True, linear=mamba_rows),
-    "jamba": GgufArchitecture(mamba_configs.jamba, "jamba", linear=mamba_1_rows),
-    "granitehybrid": GgufArchitecture(mamba_configs.granitehybrid, "granitemoehybrid", turned=True, linear=mamba_rows),
+    "nemotron_h_moe": GgufArchitecture(mamba_configs.nemotron_h_moe, "nemotron_h", turned=True, parts=mamba_rows),
+    "jamba": GgufArchitecture(mamba_configs.jamba, "jamba", parts=mamba_1_rows),
+    "granitehybrid": GgufArchitecture(mamba_configs.granitehybrid, "granitemoehybrid", turned=True, parts=mamba_rows),
 }
 
 _NEXTN = {
@@ -138,6 +145,7 @@ _NEXTN = {
     "nextn.enorm": "enorm",
     "nextn.hnorm": "hnorm",
     "nextn.shared_head_norm": "shared_head.norm",
+    "layer_output_norm": "shared_head.norm",  # MiMo's
 }
 _COPIES = ("nextn.embed_tokens", "nextn.shared_head_head")
 """Tensors of an MTP head that are the model's embedding and output layer."""
@@ -194,6 +202,8 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     for name, tensor in file.tensors.items():
         if tensor.kind.name == "I32" and not name.endswith(_TABLE):
             raise ModelError(f"{file.path}: {name} is stored as I32, in which only tables of experts are; {AGAIN}")
+        if name == architecture.in_config:
+            continue
         if (path := _outside(of, name)) is not None:
             parameters[path] = Rows(tensor, tensor.shape, change=_change(of, path))
         elif (found := _IN_BLOCK.fullmatch(name)) and int(found[1]) < blocks(file):
@@ -260,8 +270,8 @@ def _in_block(
     if joined or _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b", *_CONVOLVED):
         return {}  # of several tensors each
     prefix = f"model.layers.{layer}"
-    if architecture.linear is not None and (found := architecture.linear(file, stem, tensor)):
-        block = of.named("mamba") if of.mamba else "linear_attn"
+    if architecture.parts is not None and (found := architecture.parts(file, stem, tensor)):
+        block = of.named("mamba") if of.mamba else architecture.within
         return {f"{prefix}.{block}.{name}": rows for name, rows in found.items()}
     path = names.get(stem)
     if path is None:

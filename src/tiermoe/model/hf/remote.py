@@ -18,10 +18,12 @@ import xxhash
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import MOST_HEADER, HeaderCutError, read_header
 from tiermoe.formats.safetensors import Checkpoint, FileReader, TensorEntry, entries_of
+from tiermoe.model.gguf.llama4 import FACTORS
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.repository import Repository, hub_errors
 
 _GGUF_HEADER = 8 << 20  # bytes asked for first: a vocabulary of 150,000 tokens and its merges take 6 MB
+_MOST_FACTORS = 4096  # bytes: of heads of 2,048 columns
 _REQUESTS = 8  # headers that are asked for at once
 
 
@@ -58,14 +60,15 @@ def safetensors_headers(repository: Repository, shards: list[str]) -> dict[str, 
 
 
 def fetch_headers(repository: Repository, files: Sequence[str]) -> Path:
-    """The first of a model's GGUF files, in a folder that is removed when this process ends: of each file the header
-    and its size, zeros where its tensors lie. ModelError as `hub_errors`."""
+    """The first of a model's GGUF files, in a folder that is removed when this process ends: of each file the header,
+    its size, and the tensor whose values its config has; zeros where others lie. ModelError as `hub_errors`."""
     folder = Path(tempfile.mkdtemp(prefix="tiermoe-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for file in files:
         nbytes = _GGUF_HEADER
         while not _fetch_header(repository, file, folder / file, nbytes):
             nbytes *= 2
+        _fetch_factors(repository, file, folder / file)
     return folder / files[0]
 
 
@@ -79,15 +82,8 @@ def inspect_headers(repository: Repository, fetched: Path, name: str, store: Pat
 
 def _fetch_header(repository: Repository, file: str, path: Path, nbytes: int) -> bool:
     """Writes the first bytes of a GGUF file. False where its header goes on."""
-    from huggingface_hub import get_session, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
-
-    url = hf_hub_url(repository.name, file, revision=repository.commit)
-    with hub_errors(repository.name):
-        answer = get_session().get(url, headers={**build_hf_headers(), "Range": f"bytes=0-{nbytes - 1}"})
-        hf_raise_for_status(answer)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(answer.content)
+    path.write_bytes(_fetched(repository, file, 0, nbytes))
     try:
         read_header(path)
     except HeaderCutError:
@@ -97,6 +93,30 @@ def _fetch_header(repository: Repository, file: str, path: Path, nbytes: int) ->
         pass
     os.truncate(path, repository.sizes[file])
     return True
+
+
+def _fetch_factors(repository: Repository, file: str, path: Path) -> None:
+    """Writes the factors of a rotary embedding where a GGUF file with its header has zeros."""
+    try:
+        factors = read_header(path).tensors.get(FACTORS)
+    except ModelError:  # raised again where the file is opened
+        return
+    if factors is not None and factors.nbytes <= _MOST_FACTORS:
+        with path.open("r+b") as opened:
+            opened.seek(factors.offset)
+            opened.write(_fetched(repository, file, factors.offset, factors.nbytes))
+
+
+def _fetched(repository: Repository, file: str, first: int, nbytes: int) -> bytes:
+    """So many bytes of a file from byte `first` on, or those up to its end."""
+    from huggingface_hub import get_session, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    url = hf_hub_url(repository.name, file, revision=repository.commit)
+    with hub_errors(repository.name):
+        answer = get_session().get(url, headers={**build_hf_headers(), "Range": f"bytes={first}-{first + nbytes - 1}"})
+        hf_raise_for_status(answer)
+    return bytes(answer.content)
 
 
 def _header(repository: Repository, shard: str) -> bytes:

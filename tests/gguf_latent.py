@@ -1,0 +1,44 @@
+"""Latent attention, and routers with groups, as GGUF, by the rules of llama.cpp's converter (`DeepseekV2Model`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gguf
+
+
+def latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
+    """`DeepseekV2Model.set_gguf_parameters`."""
+    latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    if family != "kimi_linear":
+        writer.add_head_count_kv(1)
+    writer.add_vocab_size(config["vocab_size"])
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(latent)
+    writer.add_key_length(latent + rotary)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotary)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    router_metadata(writer, config)
+    sigmoid = family in ("deepseek_v3", "kimi_linear")
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
+    writer.add_rope_dimension_count(rotary)
+    rope = config.get("rope_parameters", {})
+    if (beta := rope.get("llama_4_scaling_beta")) is not None:
+        writer.add_attn_temperature_scale(beta)
+    if (scale := rope.get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
+
+
+def router_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    kinds_ = config.get("mlp_layer_types") or []
+    writer.add_leading_dense_block_count(config.get("first_k_dense_replace", kinds_.count("dense")))
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(True)
+    if config["n_group"] is not None:
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
