@@ -38,7 +38,8 @@ from tiermoe.formats.registry import FIXED, encoding_for, encoding_named
 from tiermoe.kernels.linear import KERNELS, DecodedLinear, linear_for
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.decoder import Decoder
-from tiermoe.model.families.table import ARCHITECTURES, FAMILIES, Family, deepseek_v3_router
+from tiermoe.model.families.router_rules import deepseek_v3_router
+from tiermoe.model.families.table import ARCHITECTURES, FAMILIES, Family
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.policies.precision import PRECISIONS

@@ -21,11 +21,30 @@ from tiermoe.kernels.gates import ClampedGate, LimitedSilu
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.gemma4 import GEMMA4
 from tiermoe.model.families.llama4 import LLAMA4
+from tiermoe.model.families.router_rules import (
+    afmoe_router,
+    chosen_router,
+    deepseek_v2_router,
+    deepseek_v3_router,
+    deepseek_v4_router,
+    ernie_router,
+    hunyuan3_router,
+    hunyuan_router,
+    hunyuan_top_k,
+    kolibri_router,
+    lfm2_router,
+    minimax_m3_router,
+    minimax_router,
+    mistral4_router,
+    mixtral_router,
+    normalising_router,
+    phi_router,
+    softmax_router,
+)
 from tiermoe.model.feed_forward import ACTIVATIONS
 from tiermoe.model.linear_attention import is_linear
 from tiermoe.model.mamba import mamba_lacks
 from tiermoe.model.rotary import Temperature, knows_rotary
-from tiermoe.model.routers import RouterRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,37 +170,6 @@ def family_of(model_type: str, architectures: Sequence[str] = ()) -> Family:
 # decoders of our own: the rule of a family's routers, what its configs may lack, its blocks
 
 
-def softmax_router(config: Any) -> RouterRule:
-    """Softmax over all experts; a token's weights may sum to 1."""
-    return RouterRule(config.num_experts_per_tok, normalise=bool(getattr(config, "norm_topk_prob", False)))
-
-
-def normalising_router(config: Any) -> RouterRule:
-    """Softmax over all experts; a token's weights sum to 1, whatever the config says."""
-    return RouterRule(config.num_experts_per_tok, normalise=True)
-
-
-def mixtral_router(config: Any) -> RouterRule:
-    return RouterRule(config.num_experts_per_tok, normalise=True, rounded=False)
-
-
-def chosen_router(config: Any) -> RouterRule:
-    """Softmax over the chosen experts alone."""
-    return RouterRule(config.num_experts_per_tok, scores="chosen")
-
-
-def phi_router(config: Any) -> RouterRule:
-    return RouterRule(2, scores="sparsemixer", jitter=float(config.router_jitter_noise))
-
-
-def minimax_router(config: Any) -> RouterRule:
-    return RouterRule(config.num_experts_per_tok, scores="sigmoid", normalise=True, rounded=False)
-
-
-def minimax_m3_router(config: Any) -> RouterRule:
-    return replace(minimax_router(config), scale=float(config.routed_scaling_factor))
-
-
 def minimax_m3_gate(config: Any) -> ClampedGate:
     return ClampedGate(float(config.swiglu_limit), float(config.swiglu_alpha), halves=True)
 
@@ -191,43 +179,6 @@ def minimax_m3_lacks(config: Any) -> str:
     sparse = "minimax_m3_sparse" in config.layer_types
     apart = sparse and config.index_n_heads != config.num_key_value_heads
     return "an indexer of other groups of heads than share keys and values" if apart else ""
-
-
-def deepseek_v2_router(config: Any) -> RouterRule:
-    grouped = config.topk_method == "group_limited_greedy"
-    return RouterRule(
-        config.num_experts_per_tok,
-        wide=True,
-        rounded=False,
-        groups=config.n_group if grouped else 1,
-        kept_groups=config.topk_group if grouped else 1,
-        best_of_group=True,
-        scale=float(config.routed_scaling_factor),
-    )
-
-
-def deepseek_v3_router(config: Any) -> RouterRule:
-    return RouterRule(
-        config.num_experts_per_tok,
-        scores="sigmoid",
-        normalise=bool(config.norm_topk_prob),
-        epsilon=1e-20,
-        wide=True,
-        rounded=False,
-        groups=config.n_group,
-        kept_groups=config.topk_group,
-        scale=float(config.routed_scaling_factor),
-    )
-
-
-def deepseek_v4_router(config: Any) -> RouterRule:
-    return RouterRule(
-        config.num_experts_per_tok,
-        scores=config.scoring_func,
-        normalise=True,
-        epsilon=1e-20,
-        scale=float(config.routed_scaling_factor),
-    )
 
 
 def limited_silu(config: Any) -> Callable[..., Tensor]:
@@ -241,77 +192,9 @@ def deepseek_v4_lacks(config: Any) -> str:
     return "" if known else f"routers that score by '{config.scoring_func}'"
 
 
-def hunyuan_router(config: Any) -> RouterRule:
-    return RouterRule(_topk(config)[0], normalise=True, wide=True, rounded=False)
-
-
 def hunyuan_lacks(config: Any) -> str:
     """The parts of a config of Hunyuan that cannot be computed; empty: none."""
-    return "" if len(set(_topk(config))) == 1 else "layers that use different numbers of experts"
-
-
-def _topk(config: Any) -> list[int]:
-    return config.moe_topk if isinstance(config.moe_topk, list) else [config.moe_topk]
-
-
-def hunyuan3_router(config: Any) -> RouterRule:
-    return RouterRule(
-        config.num_experts_per_tok,
-        scores="sigmoid",
-        normalise=True,
-        epsilon=1e-20,
-        wide=True,
-        rounded=False,
-        scale=float(config.router_scaling_factor),
-    )
-
-
-def mistral4_router(config: Any) -> RouterRule:
-    return RouterRule(
-        config.num_experts_per_tok,
-        normalise=bool(config.norm_topk_prob),
-        epsilon=1e-20,
-        groups=config.n_group,
-        kept_groups=config.topk_group,
-        scale=float(config.routed_scaling_factor),
-    )
-
-
-def ernie_router(config: Any) -> RouterRule:
-    """Softmax over all experts, of which a correction chooses; a token's weights sum to 1."""
-    return RouterRule(config.num_experts_per_tok, normalise=True, epsilon=1e-20, wide=True)
-
-
-def kolibri_router(config: Any) -> RouterRule:
-    return RouterRule(
-        config.num_experts_per_tok,
-        scores="sigmoid",
-        normalise=bool(config.norm_topk_prob),
-        corrects_logits=True,
-        wide=True,
-        rounded=False,
-    )
-
-
-def lfm2_router(config: Any) -> RouterRule:
-    return RouterRule(
-        config.num_experts_per_tok,
-        scores="sigmoid",
-        normalise=bool(config.norm_topk_prob),
-        epsilon=1e-6,
-        scale=float(config.routed_scaling_factor),
-    )
-
-
-def afmoe_router(config: Any) -> RouterRule:
-    return RouterRule(
-        config.num_experts_per_tok,
-        scores="sigmoid",
-        normalise=True,
-        epsilon=1e-20,
-        rounded=False,
-        scale=float(config.route_scale),
-    )
+    return "" if len(set(hunyuan_top_k(config))) == 1 else "layers that use different numbers of experts"
 
 
 def afmoe_scale(config: Any) -> float:
