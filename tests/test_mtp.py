@@ -37,7 +37,7 @@ from tiermoe.errors import ConfigError, LoadError, ModelError, StoreError
 from tiermoe.formats.store import open_store
 from tiermoe.model.families.mtp_heads import HEADS
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.model.mtp_head import Wanted
+from tiermoe.model.mtp_head import DraftToken
 from tiermoe.offload.assembly import PrecisionSlots, assemble
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
 from tiermoe.systems import compose
@@ -65,10 +65,10 @@ def test_drafts_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     for end in range(20, 26):
         if end != 23:
             expected = mtp_models.drafts(model, head, ids[: end + 1], 3)
-            found = engine.draft(cache, [Wanted(slab, end, ids[end])])
+            found = engine.draft(cache, [DraftToken(slab, end, ids[end])])
             while len(found) < len(expected):
                 likeliest = int(expected[len(found) - 1].argmax())
-                found += engine.draft(cache, [Wanted(slab, end, likeliest, found[-1])])
+                found += engine.draft(cache, [DraftToken(slab, end, likeliest, found[-1])])
             torch.testing.assert_close([each.logits for each in found], expected, rtol=1e-4, atol=1e-4)
         engine.step(Batch((decode(slab, end, ids[end]),)), cache)
     engine.close()
@@ -88,9 +88,9 @@ def test_drafts_of_several_sequences_are_those_of_each(tmp_path: Path) -> None:
         engine.step(Batch((decode(slabs[2], at, ids[2][at]),)), cache)
     expected = [mtp_models.drafts(model, head, own[: end + 1], 2) for own, end in zip(ids, ends, strict=True)]
     last = [own[end] for own, end in zip(ids, ends, strict=True)]
-    first = engine.draft(cache, [Wanted(*each) for each in zip(slabs, ends, last, strict=True)])
+    first = engine.draft(cache, [DraftToken(*each) for each in zip(slabs, ends, last, strict=True)])
     likeliest = [int(each[0].argmax()) for each in expected]
-    second = engine.draft(cache, [Wanted(*each) for each in zip(slabs, ends, likeliest, first, strict=True)])
+    second = engine.draft(cache, [DraftToken(*each) for each in zip(slabs, ends, likeliest, first, strict=True)])
     found = [[one.logits, other.logits] for one, other in zip(first, second, strict=True)]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     engine.close()
@@ -126,7 +126,7 @@ def requests(seed: int | None = None) -> list[Request]:
 
 def drafting(engine: Any, lookup: bool = False) -> Eager:
     drafts = MtpDrafts(engine, Lookup() if lookup else None)
-    return Eager(drafts, drafts.together)
+    return Eager(drafts, drafts.draft_batch)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -169,17 +169,17 @@ def test_wrong_guesses_leave_nothing_in_a_head(engine: Any) -> None:
     guessed, alone = cache.open(), cache.open()
     for slab in (guessed, alone):
         engine.step(Batch((prompt(slab, ids[:20]),)), cache)
-    engine.draft(cache, [Wanted(guessed, 20, ids[20])])
+    engine.draft(cache, [DraftToken(guessed, 20, ids[20])])
     engine.step(Batch((verify(guessed, 20, [*ids[20:23], 5, 6]),)), cache)
     for at in range(20, 23):
         engine.step(Batch((decode(alone, at, ids[at]),)), cache)
-    one, other = engine.draft(cache, [Wanted(slab, 23, ids[23]) for slab in (guessed, alone)])
+    one, other = engine.draft(cache, [DraftToken(slab, 23, ids[23]) for slab in (guessed, alone)])
     torch.testing.assert_close(one.logits, other.logits, rtol=2e-2, atol=2e-2)
     engine.step(Batch((verify(guessed, 23, [ids[23], 7]),)), cache)
     engine.step(Batch((decode(alone, 23, ids[23]),)), cache)
     for slab in (guessed, alone):
         engine.step(Batch((prompt(slab, ids[24:30], 24),)), cache)
-    one, other = engine.draft(cache, [Wanted(slab, 30, ids[30]) for slab in (guessed, alone)])
+    one, other = engine.draft(cache, [DraftToken(slab, 30, ids[30]) for slab in (guessed, alone)])
     torch.testing.assert_close(one.logits, other.logits, rtol=2e-2, atol=2e-2)
 
 
@@ -197,7 +197,8 @@ def test_a_forked_sequence_has_nothing_of_what_its_slab_had_before(engine: Any) 
         other = cache.fork(first, 12)
         engine.step(Batch((prompt(other, ids[12:20], 12),)), cache)
         found += [
-            each.logits.float() for each in engine.draft(cache, [Wanted(slab, 20, ids[20]) for slab in (first, other)])
+            each.logits.float()
+            for each in engine.draft(cache, [DraftToken(slab, 20, ids[20]) for slab in (first, other)])
         ]
     assert torch.nn.functional.cosine_similarity(found[0], found[1], dim=0) > 0.9
     assert torch.equal(found[1], found[3])
@@ -325,7 +326,9 @@ def test_experts_in_place(tmp_path: Path) -> None:
     ids, cache = tokens(20), engine.new_cache()
     engine.step(Batch((prompt(cache.open(), ids[:19]),)), cache)
     expected = mtp_models.drafts(model, head, ids, 1)[0]
-    torch.testing.assert_close(engine.draft(cache, [Wanted(0, 19, ids[19])])[0].logits, expected, rtol=5e-2, atol=0.15)
+    torch.testing.assert_close(
+        engine.draft(cache, [DraftToken(0, 19, ids[19])])[0].logits, expected, rtol=5e-2, atol=0.15
+    )
     engine.close()
 
 
@@ -353,7 +356,7 @@ def test_a_head_of_a_gguf_file(tmp_path: Path, family: str, own: bool) -> None:
     ids, cache = tokens(20), engine.new_cache()
     engine.step(Batch((prompt(cache.open(), ids[:19]),)), cache)
     expected = mtp_models.drafts(model, head, ids, 1)[0]
-    found = engine.draft(cache, [Wanted(0, 19, ids[19])])[0].logits.float()
+    found = engine.draft(cache, [DraftToken(0, 19, ids[19])])[0].logits.float()
     assert torch.nn.functional.cosine_similarity(found, expected, dim=0) > 0.99
     assert found[expected.argmax()] > found.max() - 0.3
     engine.close()

@@ -84,8 +84,8 @@ def bench(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="UTF-8 text file with the prompts of every engine, or 'random' for random token ids. Default: the "
-            "held-out text.",
+            help="UTF-8 text file that every engine reads, or 'random' for random token ids. Default: the held-out "
+            "text.",
             show_default=False,
         ),
     ] = None,

@@ -38,7 +38,7 @@ at once are one message. The arrows up and down bring earlier messages, also of 
 HISTORY = "chat-history"
 """File in the cache folder with the messages typed in a terminal, one a line, for nobody else to read."""
 BREAK_IN_HISTORY = "\r"
-"""What stands in that file for a line break within a message: no terminal sends it as a part of one."""
+"""Line break within a message in the history file. No terminal sends it as part of a message."""
 MOST_HISTORY = 1000
 PROMPT, CONTINUED = "> ", "... "
 """Before a message, and before a line that continues it."""

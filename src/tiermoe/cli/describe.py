@@ -177,7 +177,7 @@ def _packed_facts(
 
 
 def verify_store(root: Path, progress: Callable[[int, int], None]) -> tuple[int, list[str]]:
-    """(number of extents, a line for each damaged one) of a store and of its MTP head's, all of which is read.
+    """Reads a store and the store of its MTP head whole: (number of extents, a line for each damaged extent).
     progress: called with (extents read, all)."""
     roots = [each for each in (root, root / MTP_FOLDER) if each == root or is_store(each)]
     extents = [extent for each in roots for extent in _all_extents(open_store(each))]

@@ -50,7 +50,7 @@ def speculation_of(draft: str, drafting: Any, engine: Any, progress: Callable[[s
 
         require_verification(engine)
         drafts = MtpDrafts(engine, Lookup())
-        return Speculation(drafts, drafts.together)
+        return Speculation(drafts, drafts.draft_batch)
     if drafting is None:
         return Speculation(Lookup())
     from tiermoe.engine.draft_model import DraftModel

@@ -32,7 +32,7 @@ from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.model.decoder import Decoder, NotFiniteError
 from tiermoe.model.feed_forward import ExpertGate
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.mtp_head import Drafted, MtpHead, Wanted
+from tiermoe.model.mtp_head import Drafted, DraftToken, MtpHead
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.link import MeteredLink
 from tiermoe.offload.loader import ExpertLoader
@@ -318,7 +318,7 @@ class Engine:
             yield logits
 
     @torch.no_grad()
-    def draft(self, cache: Any, wanted: Sequence[Wanted]) -> list[Drafted]:
+    def draft(self, cache: Any, wanted: Sequence[DraftToken]) -> list[Drafted]:
         """Drafts by the MTP head of what follows tokens of several sequences. LoadError and TiermoeError as `step`."""
         self.check_open()
         context, head = self.context, self.mtp

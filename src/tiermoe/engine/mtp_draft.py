@@ -9,9 +9,9 @@ import torch
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.likeliest_tokens import CHANCES, Draft, LikeliestTokens
 from tiermoe.engine.prompt_lookup import Lookup
-from tiermoe.engine.speculation import Asked, Chances, Drafter, Place, Speculation
+from tiermoe.engine.speculation import Chances, Drafter, DraftRequest, Place, Speculation
 from tiermoe.errors import ConfigError
-from tiermoe.model.mtp_head import Drafted, Wanted
+from tiermoe.model.mtp_head import Drafted, DraftToken
 
 
 class MtpDrafts:
@@ -27,14 +27,14 @@ class MtpDrafts:
         lookup = None if self._lookup is None else self._lookup(speculation)
         return MtpDrafter(self, speculation, Chances(CHANCES, self._chances), lookup)
 
-    def together(self, asked: Sequence[Asked]) -> list[list[int]]:
+    def draft_batch(self, asked: Sequence[DraftRequest]) -> list[list[int]]:
         """The drafts of several sequences of one cache: a pass of the head gives the next guess of each that goes on.
         LoadError and TiermoeError as `Engine.step`."""
         drafts: list[Draft] = [each.drafter.begin(*each[1:5]) for each in asked]
         found: list[list[int]] = [[] for _ in asked]
         answers: dict[int, Drafted | None] = dict.fromkeys(range(len(asked)))
         while True:
-            wanted: dict[int, Wanted] = {}
+            wanted: dict[int, DraftToken] = {}
             for at, drafted in answers.items():
                 try:
                     tokens = next(drafts[at]) if drafted is None else drafts[at].send(_probabilities(drafted))
@@ -42,7 +42,7 @@ class MtpDrafts:
                     found[at] = ended.value
                 else:
                     _, slab, end = asked[at].place
-                    wanted[at] = Wanted(slab, end, tokens[-1], drafted)
+                    wanted[at] = DraftToken(slab, end, tokens[-1], drafted)
             if not wanted:
                 return found
             cache = asked[0].place.cache
@@ -74,7 +74,7 @@ class MtpDrafter(LikeliestTokens):
     ) -> list[int]:
         """As of `speculation.Drafter`."""
         assert place is not None
-        return self._drafts.together([Asked(self, prompt, answer, most, rows, place)])[0]
+        return self._drafts.draft_batch([DraftRequest(self, prompt, answer, most, rows, place)])[0]
 
 
 def require_verification(engine: Engine) -> None:

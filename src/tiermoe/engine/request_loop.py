@@ -28,7 +28,7 @@ from torch import Tensor
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.engine.request import Piece, Request, RequestState
 from tiermoe.engine.sampling import end_tokens
-from tiermoe.engine.speculation import MOST, Asked, Place, Speculation
+from tiermoe.engine.speculation import MOST, DraftRequest, Place, Speculation
 from tiermoe.errors import LoadError, PromptError
 from tiermoe.metrics import PhaseMetrics
 from tiermoe.model.prefix_cache import PrefixCache
@@ -407,7 +407,7 @@ class RequestLoop:
     def _guesses(self, answering: list[RequestState], speculation: Speculation) -> list[list[int]]:
         """Guesses at the answers' next tokens that are worth verifying in a step of all of them."""
         try:
-            found = speculation.drafts([self._asked(row, speculation, len(answering)) for row in answering])
+            found = speculation.drafts([self._draft_request(row, speculation, len(answering)) for row in answering])
         except LoadError:  # an answer does not fail by what was guessed of it
             return [[]] * len(answering)
         return [
@@ -415,9 +415,9 @@ class RequestLoop:
             for row, guesses in zip(answering, found, strict=True)
         ]
 
-    def _asked(self, row: RequestState, speculation: Speculation, rows: int) -> Asked:
-        """What is asked for an answer in a step of `rows` of them: guesses as far as it may go, there is memory, and
-        wrong ones can be taken back."""
+    def _draft_request(self, row: RequestState, speculation: Speculation, rows: int) -> DraftRequest:
+        """The draft request of an answer in a step of `rows` answers. Its guesses end with the answer, with its memory
+        and with what one step verifies."""
         if row.drafter is None:
             row.drafter = speculation.drafter()
         request, length = row.request, row.length
@@ -425,7 +425,7 @@ class RequestLoop:
         room = min(row.room - 1, self.context - 2) - length
         most = max(0, min(MOST, FEW_TOKENS // rows - 1, left - 1, room, self._chunk - 1))
         place = Place(self._cache, row.slab, length)
-        return Asked(row.drafter, request.ids, row.answer, most, rows, place)
+        return DraftRequest(row.drafter, request.ids, row.answer, most, rows, place)
 
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:
         """Adds the tokens of an answer that a step gave, and returns their number: one, and those behind right guesses.

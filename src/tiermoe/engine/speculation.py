@@ -50,7 +50,7 @@ class Drafter(Protocol):
         goes on from call to call."""
 
 
-class Asked(NamedTuple):
+class DraftRequest(NamedTuple):
     """A drafter, and what its `draft` is called with."""
 
     drafter: Any
@@ -61,7 +61,7 @@ class Asked(NamedTuple):
     place: Place
 
 
-def each_alone(asked: Sequence[Asked]) -> list[list[int]]:
+def draft_alone(asked: Sequence[DraftRequest]) -> list[list[int]]:
     """The draft of each drafter."""
     return [drafter.draft(*rest) for drafter, *rest in asked]
 
@@ -121,7 +121,7 @@ class Speculation:
     def __init__(
         self,
         drafter: Callable[[Speculation], Drafter],
-        drafts: Callable[[Sequence[Asked]], list[list[int]]] = each_alone,
+        drafts: Callable[[Sequence[DraftRequest]], list[list[int]]] = draft_alone,
     ) -> None:
         self._drafter = drafter
         self.drafts = drafts

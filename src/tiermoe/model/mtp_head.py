@@ -34,7 +34,7 @@ class Drafted(NamedTuple):
     position: int  # of the entry that it was drafted by
 
 
-class Wanted(NamedTuple):
+class DraftToken(NamedTuple):
     """A token whose successor is to be drafted."""
 
     slab: int
@@ -74,7 +74,7 @@ class MtpHead:
         if rows:
             self._attended(Batch(tuple(rows)), torch.cat(states), cache)
 
-    def draft(self, cache: KVCache, wanted: Sequence[Wanted]) -> list[Drafted]:
+    def draft(self, cache: KVCache, wanted: Sequence[DraftToken]) -> list[Drafted]:
         """Drafts of what follows tokens of several sequences."""
         rows, states = list[Row](), list[Tensor]()
         like = self.embedding(torch.tensor([wanted[0].token]))

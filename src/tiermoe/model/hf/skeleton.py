@@ -111,13 +111,13 @@ class Skeleton:
         for path, tensor in self.model.state_dict().items():
             key = self.experts.direct_key(path)
             stored = checkpoint.tensors.get(key) if key is not None else None
-            kept = torch.float32 if wide is not None and wide.search(path) else tensor.dtype
+            floating = tensor.is_floating_point()
+            kept = torch.float32 if floating and wide is not None and wide.search(path) else tensor.dtype
             if stored is None:
-                kept = kept if tensor.is_floating_point() else tensor.dtype
                 found[path] = DenseTensor(None, tuple(tensor.shape), kept, kept)
                 continue
-            floating = tensor.is_floating_point() and stored.dtype.is_floating_point
-            found[path] = DenseTensor(key, tuple(tensor.shape), kept if floating else stored.dtype, kept)
+            read_as = kept if floating and stored.dtype.is_floating_point else stored.dtype
+            found[path] = DenseTensor(key, tuple(tensor.shape), read_as, kept)
         return found
 
     def _kept_wide(self) -> Any:
