@@ -47,6 +47,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "minimax_m2": ("minimax_m2", {}),
+    "minimax_m3": ("minimax_m3_vl_text", {}),
+    "minimax_m3 of other blocks": (
+        "minimax_m3_vl_text",
+        {"index_block_size": 3, "index_topk_blocks": 3, "index_local_blocks": 2, "shared_intermediate_size": 64},
+    ),
     "mimo_v2_flash": ("mimo_v2_flash", {"attention_value_scale": 0.5, "sliding_window": 7}),
     "mistral4": ("mistral4", {}),
     "exaone_moe": ("exaone_moe", {}),
