@@ -22,6 +22,9 @@ import tiny
 from gguf_deepseek4 import ARCHITECTURE as DEEPSEEK4
 from gguf_deepseek4 import deepseek4_metadata
 from gguf_deepseek4 import name_of as deepseek4_name
+from gguf_granite_swa import ARCHITECTURE as GRANITE_SWA
+from gguf_granite_swa import granite_swa_metadata, is_whole
+from gguf_granite_swa import name_of as granite_swa_name
 from gguf_latent import latent_metadata, router_metadata
 from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_tensors
 from gguf_llama4 import add_factors, llama4_metadata
@@ -82,6 +85,8 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_head_count_kv(config["num_key_value_heads"])
     if family.startswith("granitemoe"):
         granite_metadata(writer, config)
+    if family == "granitemoe_swa":
+        granite_swa_metadata(writer, config)
     if family == "nemotron_h":
         nemotron_metadata(writer, config)
     if family == "jamba":
@@ -190,12 +195,13 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "llama4_text": gguf.MODEL_ARCH.LLAMA4,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
+    "granitemoe_swa": GRANITE_SWA,
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "jamba": gguf.MODEL_ARCH.JAMBA,
 }
 
 
-NAMED = {"deepseek_v4": deepseek4_name, "minimax_m3_vl_text": minimax_name}
+NAMED = {"deepseek_v4": deepseek4_name, "minimax_m3_vl_text": minimax_name, "granitemoe_swa": granite_swa_name}
 """Families that the gguf package does not have → parameter → its name in the file."""
 
 
@@ -211,7 +217,7 @@ HYBRID = ("granitemoehybrid", "jamba", "nemotron_h")
 """Families with layers of Mamba beside those with attention."""
 
 
-TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared", "nemotron_h")
+TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared", "granitemoe_swa", "nemotron_h")
 """Families whose queries and keys are written with the halves of each head in turns."""
 
 
@@ -390,6 +396,8 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
             yield from mamba_tensors(f"blk.{path.split('.')[2]}", name, value, groups)
         elif family == "mimo_v2_flash" and is_joined(path, config):
             yield from joined(path, state)
+        elif family == "granitemoe_swa" and is_whole(path):
+            yield name_of(path), (value,), tuple(value.shape)
         elif path.endswith("shared_mlp.input_linear.weight"):
             block = f"blk.{path.split('.')[2]}"
             for part, half in zip(("gate", "up"), value.chunk(2), strict=True):

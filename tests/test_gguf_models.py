@@ -63,6 +63,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoeshared", {"shared_intermediate_size": 0, "residual_multiplier": 0.5}),
     "granitemoeshared": ("granitemoeshared", {"shared_intermediate_size": 64, "attention_multiplier": 0.2}),
     "granitemoehybrid": ("granitemoehybrid", {"shared_intermediate_size": 64, "max_position_embeddings": 1 << 20}),
+    "granitemoe_swa": ("granitemoe_swa", {"sliding_window": 7, "shared_intermediate_size": 64}),
+    "granitemoe_swa without a shared expert": ("granitemoe_swa", {"layer_rope_theta": None}),
     "jamba": ("jamba", {}),
     "jamba of other periods": (
         "jamba",

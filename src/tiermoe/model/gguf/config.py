@@ -344,6 +344,23 @@ def granite(file: GgufFile) -> Config:
     }
 
 
+def granite_swa(file: GgufFile) -> Config:
+    """ModelError where the file does not say which of its layers have a window, or have a rotary embedding."""
+    config, shared = granite(file), "blk.0.ffn_down_shexp.weight"
+    count, base = blocks(file), config["rope_parameters"]["rope_theta"]
+    rotated = file.of_model("attention.rope_pattern", [True] * count)
+    if not isinstance(rotated, list) or len(rotated) < count:
+        raise ModelError(f"{file.path} does not say which of its layers have a rotary embedding; {AGAIN}")
+    return {
+        **config,
+        "model_type": "granitemoe_swa",
+        "shared_intermediate_size": shape(file, shared, 2)[1] if shared in file.tensors else 0,
+        "sliding_window": file.count("attention.sliding_window", least=1),
+        "layer_types": window_layers(file),
+        "layer_rope_theta": [base if each else 0 for each in rotated[:count]],
+    }
+
+
 def rotates(file: GgufFile) -> bool:
     """Whether a Granite model's queries and keys are rotated (models/granite.cpp)."""
     return bool(file.of_model("rope.scaling.finetuned", True))

@@ -101,7 +101,8 @@ class GgufArchitecture:
         of = self.layers
         if of.fused_gate_up:
             return {"": f"{of.block}.gate_up_proj", "_shexp": f"{of.block}.{of.shared}.gate_up_proj"}
-        return {"_shexp": f"{of.shared_beside}.input_linear"} if of.shared_beside else {}
+        apart = of.shared_beside and "ffn_up_shexp" not in self.more
+        return {"_shexp": f"{of.shared_beside}.input_linear"} if apart else {}
 
 
 _SINKS = {"attn_sinks": "self_attn.sinks"}
@@ -117,6 +118,7 @@ _KIMI = {
     "ssm_beta": "self_attn.b_proj",
     "ssm_norm": "self_attn.o_norm",
 }
+_GRANITE_SWA = _SINKS | {"ffn_up_shexp": "shared_mlp.input_linear"}
 _CONVOLUTION = {f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}
 _QWEN35 = GgufArchitecture(configs.qwen35moe, "qwen3_5_moe_text", _LATE_NORM, parts=linear_rows)
 
@@ -145,6 +147,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "minimax-m3": GgufArchitecture(minimaxm3, "minimax_m3_vl_text", INDEXER),
     "ernie4_5-moe": GgufArchitecture(configs.ernie45moe, "ernie4_5_moe"),
     "granitemoe": GgufArchitecture(configs.granitemoe, "granitemoeshared", turned=True),
+    "granite_swa": GgufArchitecture(configs.granite_swa, "granitemoe_swa", _GRANITE_SWA, turned=True),
     "nemotron_h_moe": GgufArchitecture(mamba_configs.nemotron_h_moe, "nemotron_h", turned=True, parts=mamba_rows),
     "jamba": GgufArchitecture(mamba_configs.jamba, "jamba", parts=mamba_1_rows),
     "granitehybrid": GgufArchitecture(mamba_configs.granitehybrid, "granitemoehybrid", turned=True, parts=mamba_rows),
