@@ -1,5 +1,5 @@
-"""GraniteMoE with sliding windows as GGUF, by the rules of llama.cpp's converter (`GraniteMoeSWAModel`). The gguf package
-does not have it."""
+"""GraniteMoE with sliding windows as GGUF, by the rules of llama.cpp's converter (`GraniteMoeSWAModel`). The gguf
+package does not have it."""
 
 from __future__ import annotations
 

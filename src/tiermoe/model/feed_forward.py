@@ -33,6 +33,7 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """By the name that configs use."""
 
+
 @dataclass(frozen=True, slots=True)
 class ExpertGate:
     """Gate of a MoE layer's experts: the activation between their matrices."""

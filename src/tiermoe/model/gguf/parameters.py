@@ -360,7 +360,9 @@ def _gate_up(file: GgufFile, architecture: GgufArchitecture, layer: int) -> dict
             continue
         if gate is None or up is None or gate.shape != up.shape or len(gate.shape) != 2:
             shapes = [None if each is None else each.shape for each in (gate, up)]
-            raise ModelError(f"{file.path}: ffn_gate{end} and ffn_up{end} of layer {layer} have the shapes {shapes}; {AGAIN}")
+            raise ModelError(
+                f"{file.path}: ffn_gate{end} and ffn_up{end} of layer {layer} have the shapes {shapes}; {AGAIN}"
+            )
         found[f"model.layers.{layer}.{path}.weight"] = Joined((gate, up))
     return found
 
