@@ -345,7 +345,8 @@ def granite(file: GgufFile) -> Config:
 
 
 def granite_swa(file: GgufFile) -> Config:
-    """ModelError where the file does not say which of its layers have a window, or have a rotary embedding."""
+    """GraniteMoE with sliding windows. ModelError where the file does not say which layers have a window, or says of
+    some alone whether they have a rotary embedding. Where it says nothing of these, all have one."""
     config, shared = granite(file), "blk.0.ffn_down_shexp.weight"
     count, base = blocks(file), config["rope_parameters"]["rope_theta"]
     rotated = file.of_model("attention.rope_pattern", [True] * count)
