@@ -865,6 +865,20 @@ BREAKAGES = (
         'file.count("attention.sliding_window", least=1)',
         ("tests/test_gguf_mimo2.py::test_the_window_is_the_published_one",),
     ),
+    Breakage(
+        "layers of MiniMax-M3 in a GGUF file attend to all positions",
+        "minimaxm3",
+        '"minimax_m3_sparse"',
+        '"full_attention"',
+        ("tests/test_gguf_minimax.py::test_the_config_is_transformers",),
+    ),
+    Breakage(
+        "layers of Granite without positions have some in a GGUF file",
+        "granite_swa",
+        "base if each else 0",
+        "base",
+        ("tests/test_gguf_granite_swa.py::test_layers_without_positions",),
+    ),
     # the systems' parts
     Breakage(
         "HOBBIT loads nothing low",

@@ -254,16 +254,16 @@ class Decoder:
 # building: sizes from a config, blocks from sizes and weights
 
 
-def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[AttentionSizes] | None:
+def attention_sizes(config: Any) -> list[AttentionSizes] | None:
     """The description of each layer's attention in the decoder that a model with this config gets; None where it gets
-    none of ours. has: whether the checkpoint has a tensor of this name."""
+    none of ours."""
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None or not decodes(config):
         return None
-    return [_sizes_at(architecture, config, index, has) for index in range(config.num_hidden_layers)]
+    return [_sizes_at(architecture, config, index) for index in range(config.num_hidden_layers)]
 
 
-def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable[[str], bool]) -> AttentionSizes:
+def _sizes_at(architecture: Architecture, config: Any, index: int) -> AttentionSizes:
     if not architecture.attends(config, index):
         return NoAttention()
     if is_linear(config, index):
@@ -276,17 +276,16 @@ def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable
         return CompressedSizes.of(config, index)
     if is_convolution(config, index):
         return ConvolutionSizes.of(config)
-    return GroupedSizes.of(architecture, config, index, has)
+    return GroupedSizes.of(architecture, config, index)
 
 
 def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int = 16) -> Decoder | None:
     """The decoder of a model with this transformers config; None where the family has none or no block computes a part
     of the config. kv_bits: of keys and values in its caches; latents have 16 alone."""
-    text = text_part(weights)
-    sizes = attention_sizes(config, text.has)
+    sizes = attention_sizes(config)
     if sizes is None:
         return None
-    parts = FamilyWeights(ARCHITECTURES[config.model_type], config, text, dtype)
+    parts = FamilyWeights(ARCHITECTURES[config.model_type], config, text_part(weights), dtype)
     rotaries = _rotaries(config, dtype)
     layers = [
         _layer(f"model.layers.{index}", each, parts, rotaries[each.rotary].columns) for index, each in enumerate(sizes)
