@@ -311,7 +311,7 @@ class KVCache:
         if (states := self.recurrent) is not None:
             states.copy(slab, other)
             states.crop(other, length)
-        self.filled(other, length)
+        self._fill_rows(other, length)
         return other
 
     def copy(self, slab: int, other: int) -> None:
@@ -359,12 +359,16 @@ class KVCache:
     def filled(self, slab: int, length: int) -> None:
         """Declares that the first `length` positions of an empty slab lie in `memory` and `end_memory`, or will before
         anything else is done with the slab."""
+        self._fill_rows(slab, length)
+        if self.recurrent is not None:
+            self.recurrent.filled(slab, length)
+
+    def _fill_rows(self, slab: int, length: int) -> None:
+        """`filled` of keys and values."""
         self._lengths[slab] = self._furthest[slab] = length
         for keys, shape in zip(self.keys, self.shapes, strict=True):
             if shape.window is not None and length > shape.window:  # what lies before the window is not there
                 self._furthest[slab] = max(self._furthest[slab], length + keys.shape[2] - shape.window)
-        if self.recurrent is not None:
-            self.recurrent.filled(slab, length)
 
     def _each_tensor(self) -> Iterator[tuple[Tensor, LayerShape]]:
         for tensors in filter(None, self._kept.values()):
