@@ -112,6 +112,20 @@ BREAKAGES = (
         ("tests/test_linear_attention.py",),
     ),
     Breakage(
+        "a recurrent state behind wrong guesses lacks a token",
+        "RecurrentStates._replay",
+        "last.tokens[: length - last.first]",
+        "last.tokens[: length - last.first - 1]",
+        ("test_after_each_number_of_right_guesses",),
+    ),
+    Breakage(
+        "what a request left keeps its wrong guesses",
+        "RequestLoop._finish",
+        "self._crop(row)",
+        "pass",
+        ("test_what_a_request_left_is_found_again_without_its_wrong_guesses",),
+    ),
+    Breakage(
         "a prefix that ran in another step counts as the same",
         "SlabContents.reusable",
         "self.step_tokens(part, at) == other.step_tokens(their, at)",

@@ -288,7 +288,7 @@ class KVCache:
 
     def crop(self, slab: int, length: int) -> None:
         """Forgets the positions from `length` on. ValueError where a sliding window has moved on past them, or where no
-        recurrent state is kept from there."""
+        recurrent state is kept from there and none can be made: amid tokens that the last step verified it can."""
         self._check_crop(slab, length)
         if self.recurrent is not None:
             self.recurrent.crop(slab, length)
@@ -435,7 +435,7 @@ class KVCache:
             raise ValueError(f"a sequence of {self._lengths[slab]} tokens cannot be cut to {length}")
         if not self._window_holds(slab, length):
             raise ValueError(f"a sliding window cannot be wound back to {length} of {self._furthest[slab]} positions")
-        if not self._state_holds(slab, length):
+        if not self._state_holds(slab, length) and not (self.recurrent and self.recurrent.can_replay(slab, length)):
             raise ValueError(f"a recurrent state cannot be wound back to {length} of {self._lengths[slab]} positions")
 
     def _window_holds(self, slab: int, length: int, ahead: int = 0) -> bool:

@@ -91,7 +91,8 @@ class Layer:
     @property
     def batch_invariant(self) -> bool:
         indexes = self.indexer is None or self.indexer.batch_invariant
-        return self.decode_attention is not None and self.feed_forward.batch_invariant and indexes
+        attends = self.decode_attention is not None or self.attention.batch_invariant
+        return attends and self.feed_forward.batch_invariant and indexes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,10 @@ class AttentionLayer:
     attention: Attention
 
     moe: ClassVar[None] = None
-    batch_invariant: ClassVar[bool] = False
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.attention.batch_invariant
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         """x (T, H) → (T, H)."""

@@ -149,17 +149,17 @@ class Mamba(Attention):
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Leaves each sequence's state after its tokens in the step's cache."""
-        sizes, recurrent = self._sizes, step.cache.recurrent
-        assert recurrent is not None
+        sizes, rows = self._sizes, step.states
+        assert rows is not None
         projected = self._input(x)
         gates, mixed, times = torch.split(projected, [sizes.values, sizes.channels, sizes.heads], dim=1)
-        mixed = self._convolution(mixed, recurrent.inputs[layer], step)
-        states = recurrent.states[layer].flatten(0, 1)
+        mixed = self._convolution(mixed, layer, rows)
+        states = rows.recurrent.states[layer].flatten(0, 1)
         scanned = x.new_empty((len(x), sizes.values))
-        for span, (before, after) in zip(step.spans, step.states, strict=True):
-            own = slice(span.begin, span.end)
-            least_step = self._least_step if span.row.kind is Kind.PROMPT else 0.0
-            found = self._scanned(mixed[own], times[own], least_step, states[before], states[after])
+        for row in rows.rows:
+            own = slice(row.begin, row.end)
+            least_step = self._least_step if row.row.kind is Kind.PROMPT else 0.0
+            found = self._scanned(mixed[own], times[own], least_step, states[row.before], states[row.after])
             scanned[own] = self._gated(found, gates[own])
         return self._output(scanned)
 

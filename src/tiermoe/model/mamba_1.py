@@ -136,19 +136,19 @@ class Mamba1(Attention):
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Leaves each sequence's state after its tokens in the step's cache."""
-        sizes, recurrent = self._sizes, step.cache.recurrent
-        assert recurrent is not None
+        sizes, rows = self._sizes, step.states
+        assert rows is not None
         values, gates = self._input(x).chunk(2, dim=1)
-        values = F.silu(self._convolution(values, recurrent.inputs[layer], step))
+        values = F.silu(self._convolution(values, layer, rows))
         selected = torch.split(self._selection(values), [sizes.rank, sizes.state, sizes.state], dim=1)
         times, key, query = (norm(each) for norm, each in zip(self._norms, selected, strict=True))
         times, key, query = self._times(times), key.float(), query.float()
-        states = recurrent.states[layer].flatten(0, 2)
+        states = rows.recurrent.states[layer].flatten(0, 2)
         scanned = torch.empty_like(values)
-        for span, (before, after) in zip(step.spans, step.states, strict=True):
-            own = slice(span.begin, span.end)
-            row = [each[own] for each in (query, key, values, times, gates)]
-            scanned[own] = self._scanned(row, states[before], states[after])
+        for row in rows.rows:
+            own = slice(row.begin, row.end)
+            taken = [each[own] for each in (query, key, values, times, gates)]
+            scanned[own] = self._scanned(taken, states[row.before], states[row.after])
         return self._output(scanned)
 
     def _scanned(self, row: Sequence[Tensor], before: Tensor, after: Tensor) -> Tensor:

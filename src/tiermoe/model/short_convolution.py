@@ -77,7 +77,7 @@ class ShortConvolution(Attention):
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Leaves each sequence's last inputs in the step's cache."""
-        states = step.cache.recurrent
-        assert states is not None
+        rows = step.states
+        assert rows is not None
         gates, gates_after, values = self._input(x).chunk(3, dim=1)
-        return self._output(gates_after * self._convolution(gates * values, states.inputs[layer], step))
+        return self._output(gates_after * self._convolution(gates * values, layer, rows))
