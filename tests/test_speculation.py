@@ -28,22 +28,35 @@ from tiermoe.errors import LoadError, ModelError
 from tiny import write
 
 REPEATED = [*tokens(12, 3) * 3, *tokens(5, 4), *tokens(12, 3)]
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+}  # fmt: skip
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": {"intermediate_size": 128},
     "qwen3_5_moe_text": {},
+    "kimi_linear": {**_LATENT, "linear_head_dim": 64, "intermediate_size": 128},
+    "bailing_hybrid": {**_LATENT, "head_dim": 64, "intermediate_size": 128},
+    "granitemoehybrid": {
+        "mamba_n_heads": 64, "mamba_d_head": 4, "mamba_d_state": 16, "shared_intermediate_size": 64,
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 64, "mamba_head_dim": 4, "ssm_state_size": 16, "moe_latent_size": 64,
+        "moe_shared_expert_intermediate_size": 64, "intermediate_size": 128,
+    },
+    "jamba": {"mamba_d_state": 32, "mamba_dt_rank": 64},
+    "lfm2_moe": {"intermediate_size": 128},
 }  # fmt: skip
 """Families with recurrent states, in sizes that the kernels take."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "gpt_oss": {"sliding_window": 12},
-    "deepseek_v32": {
-        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
-        "q_lora_rank": 64, "index_head_dim": 128, "index_topk": 12, "intermediate_size": 64,
-    },
+    "deepseek_v32": {**_LATENT, "q_lora_rank": 64, "index_head_dim": 128, "index_topk": 12, "intermediate_size": 64},
     "olmoe": {},
+    "flex_olmo": {},
+    "afmoe": {"intermediate_size": 128},
     **RECURRENT,
 }  # fmt: skip
-"""Grouped heads, sinks and windows, latents that are chosen, recurrent states."""
+"""Grouped heads, sinks and windows, latents that are chosen, attention apart from its norms, recurrent states."""
 
 
 class Eager(Speculation):

@@ -137,5 +137,5 @@ def test_verified_tokens_are_those_of_transformers(family: str, tmp_path: Path) 
     then = engine.step(Batch((verify(slab, READ + 3, ids[READ + 3 : READ + 12]),)), cache, every=True)
     want = tiny.oracle(directory, family, torch.bfloat16)(torch.tensor([ids[: READ + 12]])).logits[0, READ:]
     error = (torch.cat((first, then)) - want).float().norm() / want.float().norm()
-    assert error < 0.25  # of 8 bits, by which a token takes another expert now and then; 1 and more with other states
+    assert error < 0.5  # of 8 bits, by which a token takes another expert now and then; more than 1 with other states
     engine.close()

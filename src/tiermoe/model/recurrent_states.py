@@ -79,6 +79,18 @@ class StateRows:
             self.rows.append(StateRow(row, begin, begin + len(row.tokens), before, after))
         self.pieces = list(delta_rows([(each.end - each.begin, each.before, each.after) for each in self.rows]))
 
+    @property
+    def apart(self) -> Iterator[StateRow]:
+        """The rows, with one for each token that is verified: it is computed as if it ran alone."""
+        for row in self.rows:
+            if row.row.kind is not Kind.VERIFY:
+                yield row
+                continue
+            before = row.before
+            for at, one in enumerate(row.row.each(), row.begin):
+                yield StateRow(one, at, at + 1, before, row.after)
+                before = row.after
+
 
 Replay = Callable[[Tensor, int, StateRows], None]
 """replay(kept, layer, rows) updates the states of a layer by a row of T tokens, of which it has kept (T, columns)."""

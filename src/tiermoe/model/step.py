@@ -28,7 +28,7 @@ class Span:
 class Step:
     """A batch's tensors, for T tokens and a cache.
 
-    spans: the tokens of each row. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with
+    spans: the tokens of each row; apart: with a span for each token that is verified. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with
     the step's. rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's
     dtype; cos, sin: the first ones.
     temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row the places
@@ -65,6 +65,18 @@ class Step:
         if recurrent is not None:
             places = [recurrent.begin(row.slab, row.first, row.end) for row in batch.rows]
             self.states = StateRows(recurrent, [(row, *of) for row, of in zip(batch.rows, places, strict=True)])
+
+    @property
+    def apart(self) -> list[Span]:
+        if all(span.row.kind is not Kind.VERIFY for span in self.spans):
+            return self.spans
+        found = list[Span]()
+        for span in self.spans:
+            if span.row.kind is Kind.VERIFY:
+                found += [Span(row, at, at + 1) for at, row in enumerate(span.row.each(), span.begin)]
+            else:
+                found.append(span)
+        return found
 
     @property
     def native(self) -> list[NativeStep]:
