@@ -34,6 +34,9 @@ _LATENT = {
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": {"intermediate_size": 128},
     "qwen3_5_moe_text": {},
+    "qwen4_exp_text": {
+        "indexer_head_dim": 32, "indexer_n_heads": 3, "hc_lowrank": 64, "ple_embed_dim": 64, "linear_value_head_dim": 32,
+    },
     "kimi_linear": {**_LATENT, "linear_head_dim": 64, "intermediate_size": 128},
     "bailing_hybrid": {**_LATENT, "head_dim": 64, "intermediate_size": 128},
     "granitemoehybrid": {

@@ -128,6 +128,11 @@ class NgramFeatures:
         values = torch.sigmoid(gate) * self.value(rows)[:, None]
         return values + self._mixed(self.norm_value(values).flatten(1), layer, step).view(x.shape)
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether what a token takes does not depend on the other tokens of a call of up to FEW_TOKENS."""
+        return self.key.batch_invariant and self.value.batch_invariant
+
     def _places(self, layer: int, step: Step) -> Tensor:
         """The rows of the table that the step's tokens take, int64 (T, heads)."""
         assert step.states is not None

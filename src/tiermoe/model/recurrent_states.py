@@ -192,7 +192,9 @@ class RecurrentStates:
     def can_replay(self, slab: int, length: int) -> bool:
         """Whether `length` is amid the tokens that the sequence's last step verified."""
         row = self._verified.get(slab)
-        return row is not None and row.first < length < row.end and {row.first, row.end} <= set(self.lengths[slab])
+        if row is None or len(self._replays[0]) < len(self.states):  # not every layer has kept what its update takes
+            return False
+        return row.first < length < row.end and {row.first, row.end} <= set(self.lengths[slab])
 
     def crop(self, slab: int, length: int) -> None:
         """Forgets the states after more than `length` tokens, which is one of `ends`, or 0, or one that it

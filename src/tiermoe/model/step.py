@@ -28,7 +28,7 @@ class Span:
 class Step:
     """A batch's tensors, for T tokens and a cache.
 
-    spans: the tokens of each row; apart: with a span for each token that is verified. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with
+    spans: the tokens of each row. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with
     the step's. rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's
     dtype; cos, sin: the first ones.
     temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row the places
@@ -68,6 +68,7 @@ class Step:
 
     @property
     def apart(self) -> list[Span]:
+        """`spans`, with one for each token that is verified: it is computed as if it ran alone."""
         if all(span.row.kind is not Kind.VERIFY for span in self.spans):
             return self.spans
         found = list[Span]()
