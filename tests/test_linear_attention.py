@@ -308,7 +308,7 @@ def test_forks_beams_and_files_have_the_state(small: Case, tmp_path: Path) -> No
     cache.open()
     small.run(cache, row_of(0, 0, 9))
     cache.save(0, tmp_path / "sequence")
-    other = cache.fork(0)
+    other, again = cache.fork(0), cache.fork(0, 9)
     want = small.run(cache, decode(0, 9, 1))
     state, states = cache.recurrent, cache.recurrent.states[0]  # type: ignore[union-attr]
     assert state is not None
@@ -317,6 +317,7 @@ def test_forks_beams_and_files_have_the_state(small: Case, tmp_path: Path) -> No
         return states[slab, state.lengths[slab].index(length)]
 
     assert torch.equal(after(other, 9), after(0, 9))
+    assert torch.equal(after(again, 9), after(0, 9))
     assert not torch.equal(after(other, 9), after(0, 10))
     cache.select([1, 0])
     assert (cache.length(0), cache.length(1)) == (9, 10)

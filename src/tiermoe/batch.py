@@ -31,6 +31,10 @@ class Row:
         """The position behind the last token."""
         return self.first + len(self.tokens)
 
+    def each(self) -> list[Row]:
+        """A row of each token."""
+        return [Row(self.slab, self.first + at, (token,), self.kind) for at, token in enumerate(self.tokens)]
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
