@@ -94,7 +94,7 @@ class RequestLoop:
 
     ends: tokens that end an answer; None: those of the model's generation config. disk: makes the prefix cache on disk
     from the KV cache. times_decoding: whether `decoding` is measured where experts are missing. speculation: which
-    guesses at answers' next tokens are verified, where the engine is exact and verifies several at once; None: none."""
+    guesses at answers' next tokens are verified, where the engine is exact and verifies several in a step; None: none."""
 
     def __init__(
         self,
@@ -131,7 +131,8 @@ class RequestLoop:
         # lossy rules look at all that runs at once, and transformers' code runs row by row
         self._joins = missing and not engine.lossy and engine.decoder.rows_together
         self._verified = FEW_TOKENS if engine.decoder.can_verify_draft else 1
-        verifies = self._verified > 1 and engine.decoder.rows_together
+        # tokens that are verified by themselves have the bits of an answer that is alone
+        verifies = self._verified > 1 and (rows == 1 or engine.decoder.batch_invariant)
         self._speculation = speculation if verifies and speculation and not engine.composition.lossy else None
         self._together: int = engine.plan.prompt_chunks
         self._layered: _Layered | None = None  # of a row in `_reading`
