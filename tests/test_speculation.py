@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +16,21 @@ from hypothesis import strategies as st
 from benchmarks.speculation import Forced
 from native_experts import checkpoint
 from serving import Letters, WrappedEngine
-from small_engines import NATIVE, engine_of, tokens
+from small_engines import NATIVE, alone, engine_of, tokens
 from tiermoe import native
+from tiermoe.batch import Batch, prompt, verify
 from tiermoe.engine.draft_model import DraftModel, check_vocabulary
 from tiermoe.engine.prompt_lookup import LONGEST, MATCH, Lookup, PromptLookup
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
-from tiermoe.engine.speculation import LOSS, MOST, Speculation
+from tiermoe.engine.speculation import LOSS, MOST, Place, Speculation
 from tiermoe.engine.thought_budget import ThoughtBudget
 from tiermoe.errors import LoadError, ModelError
-from tiny import write
+from tiny import oracle, write
 
+VOCABULARY = 128
+WRONG = 0.2  # share of an `Informed`'s guesses
 REPEATED = [*tokens(12, 3) * 3, *tokens(5, 4), *tokens(12, 3)]
 _LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
@@ -35,7 +39,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": {"intermediate_size": 128},
     "qwen3_5_moe_text": {},
     "qwen4_exp_text": {
-        "indexer_head_dim": 32, "indexer_n_heads": 3, "hc_lowrank": 64, "ple_embed_dim": 64, "linear_value_head_dim": 32,
+        "indexer_head_dim": 32, "indexer_n_heads": 3, "hc_lowrank": 64, "ple_embed_dim": 64,
+        "linear_value_head_dim": 32,
     },
     "kimi_linear": {**_LATENT, "linear_head_dim": 64, "intermediate_size": 128},
     "bailing_hybrid": {**_LATENT, "head_dim": 64, "intermediate_size": 128},
@@ -55,11 +60,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 12},
     "deepseek_v32": {**_LATENT, "q_lora_rank": 64, "index_head_dim": 128, "index_topk": 12, "intermediate_size": 64},
     "olmoe": {},
+    "deepseek_v4": {"num_key_value_heads": 1, "index_topk": 3, "sliding_window": 6, "o_lora_rank": 32},
+    "minimax_m3_vl_text": {},
+    "gemma4_text": {"intermediate_size": 64},
     "flex_olmo": {},
     "afmoe": {"intermediate_size": 128},
     **RECURRENT,
 }  # fmt: skip
-"""Grouped heads, sinks and windows, latents that are chosen, attention apart from its norms, recurrent states."""
+"""Grouped heads, sinks and windows, latents that are chosen, compressed positions, groups of heads that choose, a dense
+block beside the experts, attention apart from its norms, recurrent states."""
+ALONE = {"deepseek_v4", "minimax_m3_vl_text", "gemma4_text"}
+"""Families whose tokens are verified by themselves within a layer, everywhere."""
 
 
 class Eager(Speculation):
@@ -81,6 +92,21 @@ class Counted(WrappedEngine):
         return self._engine.step(batch, *rest)
 
 
+class Informed:
+    """Drafts from answers that are known, by prompt. Some are empty, and some tokens wrong."""
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], seed: int) -> None:
+        self._answers = answers
+        self._drawn = random.Random(seed)
+
+    def draft(
+        self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int, place: Place | None = None
+    ) -> list[int]:
+        drawn = self._drawn
+        known = self._answers[tuple(prompt)][len(answer) :][: drawn.randint(0, most)]
+        return [drawn.randrange(VOCABULARY) if drawn.random() < WRONG else token for token in known]
+
+
 def eager() -> Speculation:
     return Eager(Lookup())
 
@@ -89,7 +115,8 @@ def eager() -> Speculation:
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     directory = checkpoint(tmp_path_factory.mktemp("speculation"), request.param, **FAMILIES[request.param])
     engine = engine_of(directory, bits=4, dense_bits=4, chunk=16, batch=3, context=120, cache="50%")
-    assert engine.decoder.can_verify_draft is native.available()
+    assert engine.decoder.can_verify_draft is (native.available() or request.param not in RECURRENT)
+    assert engine.decoder.batch_invariant is (native.available() and request.param not in ALONE)
     yield engine
     engine.close()
 
@@ -148,6 +175,39 @@ def test_guesses_change_no_bit_of_a_family(family: Any) -> None:
     if family.decoder.can_verify_draft:
         assert guessed.steps < plain.steps
         assert guessed.ran > plain.ran
+
+
+def test_tokens_behind_any_number_of_right_guesses_have_their_bits(family: Any) -> None:
+    """Three wrong guesses behind them each time: a window goes on, an entry ends amid them, a block is chosen."""
+    if not family.decoder.can_verify_draft:
+        pytest.skip("verifies no draft")
+    ids, wrong, at = tokens(90), tokens(90, seed=9), 30
+    expected = alone(family, ids, at)
+    cache = family.new_cache(1)
+    slab = cache.open()
+    family.step(Batch((prompt(slab, ids[:at]),)), cache)
+    for right in (0, 1, 2, 3, 4, 0, 5, 6, 7, 8, 1, 9):
+        row = verify(slab, at, [*ids[at : at + 1 + right], *wrong[:3]])
+        assert cache.can_crop(slab, at, len(row.tokens))
+        found = family.step(Batch((row,)), cache, every=True)
+        assert torch.equal(found[: 1 + right], expected[at - 30 :][: 1 + right])
+        at += 1 + right
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "minimax_m3_vl_text", "gemma4_text", "phimoe"])
+def test_answers_with_guesses_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Without native kernels for the dtype: each token runs by itself."""
+    engine = engine_of(write(tmp_path, name, torch.float32), bits=16, dense_bits=16, chunk=16, context=120, cache="50%")
+    ids, plain = REPEATED[:20], oracle(tmp_path, name, torch.float32)
+    said = plain.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, attention_mask=torch.ones(1, 20))
+    expected = said[0, 20:].tolist()
+    informed = Informed({tuple(ids): expected}, 1)
+    counted = Counted(engine)
+    loop = RequestLoop(counted, Letters(), 1, {2}, speculation=Eager(lambda _: informed))
+    assert answers(loop, [Request(ids, Sampling(max_tokens=40, repetition_penalty=1.0))]) == [expected]
+    assert 0 < loop.counts.right_guesses < loop.counts.guessed_tokens
+    assert counted.steps < 0.5 * len(expected)
+    engine.close()
 
 
 @pytest.mark.parametrize("rows", [1, 3])

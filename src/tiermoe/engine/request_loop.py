@@ -48,7 +48,7 @@ class RequestLoop:
 
     ends: tokens that end an answer; None: those of the model's generation config. disk: makes the prefix cache on disk
     from the KV cache. times_decoding: whether `decoding` is measured where experts are missing. speculation: which
-    guesses at answers' next tokens are verified, where the engine is exact and verifies several at once; None: none."""
+    guesses are verified, where the engine is exact and verifies several tokens in a step; None: none."""
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class RequestLoop:
         missing = engine.plan.slots < engine.plan.all_slots
         self._timed = missing and times_decoding
         verified, together = FEW_TOKENS if engine.decoder.can_verify_draft else 1, engine.plan.prompt_chunks
-        verifies = verified > 1 and engine.decoder.rows_together
+        # tokens that are verified by themselves have the bits of an answer that is alone
+        verifies = verified > 1 and (rows == 1 or engine.decoder.batch_invariant)
         self._speculation = speculation if verifies and speculation and not engine.composition.lossy else None
         self._limits = Limits(
             rows=rows,
