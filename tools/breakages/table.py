@@ -128,8 +128,8 @@ BREAKAGES = (
     Breakage(
         "verified tokens of Mamba are scanned together",
         "StateRows.apart",
-        "row.row.kind is not Kind.VERIFY",
-        "True",
+        "row.row.one_by_one()",
+        "[row.row]",
         ("test_after_each_number_of_right_guesses",),
     ),
     Breakage(
@@ -141,8 +141,8 @@ BREAKAGES = (
     ),
     Breakage(
         "what a request left keeps its wrong guesses",
-        "RequestLoop._finish",
-        "self._crop(row)",
+        "RequestScheduler.finish",
+        "self.crop(row)",
         "pass",
         ("test_what_a_request_left_is_found_again_without_its_wrong_guesses",),
     ),
@@ -1390,7 +1390,7 @@ BREAKAGES = (
     Breakage(
         "prompts that are computed apart share their products",
         "Decoder.begin",
-        "FEW_TOKENS if batch.ragged and self.can_verify_draft else 0",
+        "FEW_TOKENS if self.batch_invariant else 0",
         "10**9",
         ("tests/test_steps.py",),
     ),
