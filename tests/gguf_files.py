@@ -34,6 +34,7 @@ from gguf_mimo2 import head_name, is_joined, joined, mimo_metadata
 from gguf_minimax import ARCHITECTURE as MINIMAX_M3
 from gguf_minimax import minimax_metadata
 from gguf_minimax import name_of as minimax_name
+from gguf_vocabulary import add_vocabulary
 from tiermoe.formats.gguf_types import ENCODINGS
 from tiermoe.model.hf.configs import Configs
 
@@ -142,28 +143,6 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     if family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-
-
-def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Path, size: int) -> None:
-    """The byte-level BPE of a tokenizer.json, cut or padded to `size` tokens."""
-    import json
-
-    document = json.loads(tokenizer.read_text())
-    special = {added["id"]: added["content"] for added in document["added_tokens"] if added["special"]}
-    by_id = {index: token for token, index in document["model"]["vocab"].items()} | special
-    ids = range(size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([by_id.get(index, f"[PAD{index}]") for index in ids])
-    kinds_ = gguf.TokenType
-    writer.add_token_types(
-        [kinds_.CONTROL if i in special else kinds_.NORMAL if i in by_id else kinds_.UNUSED for i in ids]
-    )
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in document["model"]["merges"]]
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-    writer.add_add_bos_token(False)
 
 
 BLOCKS = {**{each.type: each.columns for each in ENCODINGS}, "nvfp4": 64}
