@@ -141,6 +141,7 @@ _ALONE = "a layer that shares what an indexer chose, behind none that has it"
         ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, _ALONE),
         ("granitemoe_swa", {"layer_rope_theta": [0, 1e4, 1e5]}, "layers with rotary embeddings of their own bases"),
         ("granitemoe_swa", {"layer_rope_theta": None}, ""),
+        ("hy_v4", {"indexer_types": ["shared", "full", "full"]}, _ALONE),
         ("hunyuan_v1_moe", {"moe_topk": [2, 3, 4]}, "layers that use different numbers of experts"),
         ("hunyuan_v1_moe", {"moe_topk": [3, 3, 3]}, ""),
         ("hunyuan_v1_moe", {"rope_parameters": _GROWING}, "silu, rotary embedding 'dynamic'"),
@@ -162,6 +163,16 @@ def test_a_shared_expert_beside_the_block_has_the_config_s_activation(tmp_path: 
     assert isinstance(ours.tiermoe.decoder, Decoder)
     plain, ids = tiny.oracle(directory, "granitemoeshared", torch.float32), tokens(2, 9)
     assert close(logits(ours, "", ids), logits(plain, "", ids))
+    ours.tiermoe.close()
+
+
+@pytest.mark.parametrize("family", ["glm5_next_text", "bailing_hybrid", "hy_v4"])
+def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    directory, ids = tiny.write(tmp_path, family, torch.float32), tokens(2, 21, seed=3)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)
+    plain = tiny.oracle(directory, family, torch.float32)
+    options = {"max_new_tokens": 64, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(ours.generate(ids, **options), plain.generate(ids, **options))
     ours.tiermoe.close()
 
 

@@ -97,7 +97,7 @@ class Skeleton:
             table=self._table(tensors),
             tables=tables,
             joined=joined,
-            dense_bytes=self._dense_bytes(),
+            dense_bytes=self._dense_bytes(tensors),
             dense_keys=tuple(dense_keys),
             gate=gate,
             whole=gate is not None and self._known_embedding() and as_they_are,
@@ -218,11 +218,12 @@ class Skeleton:
         scaled = own is not None and own.scaled_embedding
         return scaled or self._plain_embedding()
 
-    def _dense_bytes(self) -> int:
-        """Bytes of the parameters and buffers that stay resident at 16 bits (tied ones once)."""
+    def _dense_bytes(self, tensors: Mapping[str, DenseTensor]) -> int:
+        """Bytes of the parameters and buffers that stay resident at 16 bits, or in float32 (tied ones once)."""
         seen: dict[int, int] = {}
-        for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            seen[id(tensor)] = tensor.numel() * tensor.element_size()
+        for path, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            kept = tensors[path].dtype if path in tensors else tensor.dtype
+            seen[id(tensor)] = tensor.numel() * kept.itemsize
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         shared = sum(
