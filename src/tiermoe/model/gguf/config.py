@@ -23,7 +23,7 @@ from tiermoe.model.gguf.shapes import (
 
 Config = dict[str, Any]
 
-_SOFTMAX, _SIGMOID = 1, 2
+_SOFTMAX, SIGMOID = 1, 2
 """`expert_gating_func`."""
 _THETA = 10000.0  # of the rotary embedding where the file says nothing
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # llama.cpp's of YaRN
@@ -141,7 +141,7 @@ def deepseek(file: GgufFile) -> Config:
     }
 
 
-def _latent(file: GgufFile) -> Config:
+def latent(file: GgufFile) -> Config:
     """A model with latent attention."""
     rotary = file.count("rope.dimension_count")
     key = file.count("attention.key_length_mla", file.count("attention.key_length"))
@@ -167,8 +167,8 @@ def _latent(file: GgufFile) -> Config:
 
 def deepseek2(file: GgufFile) -> Config:
     corrected = any(name.endswith("exp_probs_b.bias") for name in file.tensors)  # no DeepSeek-V2 is
-    sigmoid = file.count("expert_gating_func", _SIGMOID if corrected else _SOFTMAX) == _SIGMOID
-    config = _latent(file)
+    sigmoid = file.count("expert_gating_func", SIGMOID if corrected else _SOFTMAX) == SIGMOID
+    config = latent(file)
     if sigmoid:
         return {**config, "model_type": "deepseek_v3"}
     if config["norm_topk_prob"]:
@@ -181,7 +181,7 @@ def deepseek2(file: GgufFile) -> Config:
 
 
 def kimi_linear(file: GgufFile) -> Config:
-    config = _latent(file)
+    config = latent(file)
     del config["rope_parameters"]  # no layer has positions
     linear = linear_layers(file)
     if True not in linear:
@@ -201,7 +201,7 @@ def kimi_linear(file: GgufFile) -> Config:
 
 
 def mistral4(file: GgufFile) -> Config:
-    config = _latent(file)
+    config = latent(file)
     rope = config["rope_parameters"]
     if rope["rope_type"] != "yarn":
         raise ModelError(f"{file.path} does not scale its rotary embedding by yarn, which every Mistral 4 does")
@@ -261,7 +261,7 @@ def exaone_moe(file: GgufFile) -> Config:
 
 
 def afmoe(file: GgufFile) -> Config:
-    sigmoid = file.count("expert_gating_func", _SIGMOID) == _SIGMOID
+    sigmoid = file.count("expert_gating_func", SIGMOID) == SIGMOID
     if not sigmoid or not file.of_model("expert_weights_norm", True):
         raise ModelError(f"{file.path} has no sigmoid router whose weights sum to 1, which every AFMoE has; {AGAIN}")
     return {
