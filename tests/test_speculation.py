@@ -83,7 +83,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 def answers(loop: RequestLoop, asked: Sequence[Request]) -> list[list[int]]:
     found: dict[int, list[int]] = {loop.add(each): [] for each in asked}
-    while not loop.idle:
+    while not loop.scheduler.idle:
         for piece in loop.step():
             assert piece.error is None, piece.error
             found[piece.number] += piece.tokens
@@ -105,7 +105,7 @@ def written(text: Sequence[int]) -> Request:
 def logprobs(loop: RequestLoop, text: Sequence[int]) -> list[Any]:
     loop.add(written(text))
     found = list[Any]()
-    while not loop.idle:
+    while not loop.scheduler.idle:
         found += [each for piece in loop.step() for each in piece.logprobs]
     return found
 
@@ -157,7 +157,7 @@ def test_timings_count_the_draft_tokens_that_ran(engine: Any) -> None:
     logprobs(RequestLoop(plain, Letters(), 1, set()), text)
     loop, asked, pieces = RequestLoop(guessed, Letters(), 1, set(), speculation=eager()), written(text), list[Piece]()
     loop.add(asked)
-    while not loop.idle:
+    while not loop.scheduler.idle:
         pieces += loop.step()
     steps = guessed.steps - (plain.steps - (len(text) - 1))  # those of the prompt are the same
     timings = pieces[-1].timings
@@ -211,9 +211,9 @@ def with_preemptions(loop: RequestLoop, asked: Sequence[Request]) -> list[list[i
     """Answers that are preempted now and then."""
     found: dict[int, list[int]] = {loop.add(each): [] for each in asked}
     for step in range(10_000):
-        if loop.idle:
+        if loop.scheduler.idle:
             break
-        if step % 7 == 6 and loop.running > 1:
+        if step % 7 == 6 and loop.scheduler.running > 1:
             preempt_last(loop)
         for piece in loop.step():
             found[piece.number] += piece.tokens
@@ -270,8 +270,8 @@ def test_a_budget_of_thoughts_is_exact(engine: Any) -> None:
 
 
 def preempt_last(loop: Any) -> None:
-    row = loop._answering[-1] if loop._answering else loop._reading[-1]
-    loop._preempt(row)
+    row = loop.scheduler.answering[-1] if loop.scheduler.answering else loop.scheduler.reading[-1]
+    loop.scheduler.preempt(row)
 
 
 def test_lossy_presets_take_no_guesses(engine: Any) -> None:
@@ -394,7 +394,7 @@ def test_guesses_come_back_after_they_have_lost() -> None:
 def test_a_piece_for_each_token(engine: Any) -> None:
     loop, pieces = RequestLoop(engine, Letters(), 1, set(), speculation=eager()), list[Piece]()
     loop.add(requests()[0])
-    while not loop.idle:
+    while not loop.scheduler.idle:
         pieces += loop.step()
     assert [len(piece.tokens) for piece in pieces] == [1] * 40
     assert [piece.finish for piece in pieces] == [None] * 39 + ["length"]

@@ -1185,8 +1185,8 @@ BREAKAGES = (
     Breakage(
         "a request whose client left is not counted",
         "RequestLoop.cancel",
-        "self.counts.aborted += self._drop(number)",
-        "self._drop(number)",
+        "self.counts.aborted += self.scheduler.drop(number)",
+        "self.scheduler.drop(number)",
         ("tests/test_request_loop.py",),
     ),
     Breakage(
@@ -1240,8 +1240,8 @@ BREAKAGES = (
     ),
     Breakage(
         "an answer waits for the memory of later prompts",
-        "RequestLoop._schedule",
-        "(*self._reading, *self._answering)",
+        "RequestScheduler._answers",
+        "(*self.reading, *self.answering)",
         "(*self._answering,)",
         ("tests/test_preemption.py",),
     ),
@@ -1382,7 +1382,7 @@ BREAKAGES = (
     ),
     Breakage(
         "a prompt goes on from a state that was written over",
-        "RequestLoop._take_turns",
+        "RequestScheduler._take_turns",
         "self._cache.kept(first.slab, first.length) < first.length",
         "False",
         ("test_a_prompt_is_read_again_where_its_layers_are_interrupted",),
@@ -1396,7 +1396,7 @@ BREAKAGES = (
     ),
     Breakage(
         "a short prompt waits until a long one is through",
-        "RequestLoop._take_turns",
+        "RequestScheduler._take_turns",
         "not (was_last and (answering or reading))",
         "True",
         ("test_a_short_prompt_does_not_wait_for_a_long_one",),
