@@ -81,8 +81,7 @@ class Skeleton:
         if isinstance(self.experts, CheckpointExperts):  # what other parts read, or other layers, is never loaded
             known = self.experts.dense_keys
             part = self._part or bool(self._family.encoder_class)
-            left_out = {key for key in dense_keys if part or isinstance(checkpoint.tensors[key], QuantizedTensor)}
-            dense_keys = [key for key in dense_keys if key in known or key not in left_out]
+            dense_keys = [key for key in dense_keys if key in known or not (part or self._is_ignored(checkpoint, key))]
         tensors = self._tensors(checkpoint)
         tied, tables = self._tied(tensors), self._tables()
         joined = self._joined(tensors, {*tied, *tables})
@@ -102,6 +101,12 @@ class Skeleton:
             gate=gate,
             whole=gate is not None and self._known_embedding() and as_they_are,
         )
+
+    def _is_ignored(self, checkpoint: Checkpoint | GgufCheckpoint, key: str) -> bool:
+        """Whether nobody asks for a tensor that the model does not have, like an MTP head's."""
+        ignored = self.model._keys_to_ignore_on_load_unexpected or ()
+        quantized = isinstance(checkpoint.tensors[key], QuantizedTensor)
+        return quantized or any(re.search(pattern, key) for pattern in ignored)
 
     def _tensors(self, checkpoint: TensorSource) -> dict[str, DenseTensor]:
         """Path → tensor of the state dict. A floating tensor is read in the dtype that transformers' loader leaves it
