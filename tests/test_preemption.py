@@ -28,7 +28,7 @@ class Rounding:
 
     lossy, longest_context, generation_config = False, None, None
     settings, config = SimpleNamespace(chunk=CHUNK), SimpleNamespace(vocab_size=VOCABULARY)
-    decoder = SimpleNamespace(rows_together=True, can_verify_draft=True)
+    decoder = SimpleNamespace(rows_together=True, batch_invariant=True, can_verify_draft=True)
 
     def __init__(self, memory: int, missing: bool) -> None:
         self.plan = SimpleNamespace(context=CONTEXT, slots=1, all_slots=1 + missing, kv_memory=memory, prompt_chunks=1)

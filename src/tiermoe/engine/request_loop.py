@@ -48,7 +48,7 @@ class RequestLoop:
 
     ends: tokens that end an answer; None: those of the model's generation config. disk: makes the prefix cache on disk
     from the KV cache. times_decoding: whether `decoding` is measured where experts are missing. speculation: which
-    guesses at answers' next tokens are verified, where the engine is exact and verifies several at once; None: none."""
+    guesses are verified, where the engine is exact and verifies several tokens in a step; None: none."""
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class RequestLoop:
         missing = engine.plan.slots < engine.plan.all_slots
         self._timed = missing and times_decoding
         verified, together = FEW_TOKENS if engine.decoder.can_verify_draft else 1, engine.plan.prompt_chunks
-        verifies = verified > 1 and engine.decoder.rows_together
+        # tokens that are verified by themselves have the bits of an answer that is alone
+        verifies = verified > 1 and (rows == 1 or engine.decoder.batch_invariant)
         self._speculation = speculation if verifies and speculation and not engine.composition.lossy else None
         self._limits = Limits(
             rows=rows,
@@ -194,7 +195,7 @@ class RequestLoop:
             for each in prompts:
                 self._run([], [each], pieces)
             return
-        seconds, after = time.perf_counter() - began, self._engine.snapshot() if before is not None else None
+        after = self._engine.snapshot() if before is not None else None
         self.counts.steps += 1
         given, at = 0, 0
         for row, own in zip(answering, guesses, strict=True):
@@ -205,8 +206,8 @@ class RequestLoop:
             self.decoding.add(after.since(before), given)
         self.counts.guessed_tokens += guessed
         self.counts.right_guesses += given - len(answering)
-        if speculation is not None:
-            speculation.record(len(answering), guessed, given, seconds)
+        if speculation is not None:  # taking wrong guesses back takes time too
+            speculation.record(len(answering), guessed, given, time.perf_counter() - began)
         read = [logits] if prompts and every else logits[len(answering) :, None] if prompts else []
         for (row, part), own_logits in zip(prompts, read, strict=True):
             self._has_read(row, [part], own_logits, pieces)
@@ -236,14 +237,17 @@ class RequestLoop:
 
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:
         """Adds the tokens of an answer that a step gave, and returns their number: one, and those behind right guesses.
-        The next step writes over wrong ones. logits (1 + len(guesses), vocabulary)."""
+        Wrong ones are taken back. logits (1 + len(guesses), vocabulary)."""
         given = 0
         for guess, each in zip((*guesses, None), logits, strict=True):
             row.contents.add(row.answer[-1:], Kind.DECODE)
             row.accepted += given > 0  # this token ran since it was the guess
             given += 1
-            if self._choose(row, each, pieces) or row.answer[-1] != guess:
+            if self._choose(row, each, pieces):
+                return given
+            if row.answer[-1] != guess:
                 break
+        self.scheduler.crop(row)
         return given
 
     def _has_read(self, row: RequestState, parts: list[Row], logits: Tensor, pieces: list[Piece]) -> None:

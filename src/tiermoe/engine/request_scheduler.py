@@ -123,12 +123,18 @@ class RequestScheduler:
 
     def has_read(self, row: RequestState) -> None:
         """A row of a prompt has run: other prompts have their turn, or its answer begins."""
-        self._crop(row)
+        self.crop(row)
         self._requeue(row)
+
+    def crop(self, row: RequestState) -> None:
+        """Crops the slab to the tokens that the request has: guesses were wrong, or a replayed part had more."""
+        if self._cache.length(row.slab) > row.length:
+            self._cache.crop(row.slab, row.length)
 
     def finish(self, row: RequestState) -> None:
         """An answer has ended: its slab is left to the prefix cache."""
         self.answering.remove(row)
+        self.crop(row)
         self.prefixes.leave(row.slab, row.contents)
 
     def drop(self, number: int, failed: bool = False) -> bool:
@@ -262,15 +268,10 @@ class RequestScheduler:
         if disk is not None and disk.fill(stored, row.slab):
             row.has_filled(stored)
             row.stored = None
-            self._crop(row)
+            self.crop(row)
             if not row.replaying:
                 row.cached = row.length
         self._requeue(row)
-
-    def _crop(self, row: RequestState) -> None:
-        """Crops the slab to the tokens that the request has: a replayed part may have had more."""
-        if self._cache.length(row.slab) > row.length:
-            self._cache.crop(row.slab, row.length)
 
     def _requeue(self, row: RequestState) -> None:
         self.reading.remove(row)
