@@ -42,23 +42,31 @@ has no test here.
 _LLAMA_CPP = """
 ## GGUF files beside llama.cpp
 
-The gguf package has no names for `deepseek4`, `granite_swa` and `minimax-m3`: the tests write them from tables of their
-own. For the last two, files of tiny random models were also written by llama.cpp's converter in F32 (llama-cpp-python
-0.3.36, 2026-11-26). The converter and the tests write the same tensors, bit for bit, and the same entries.
+The gguf package has no names for `deepseek4`, `granite_swa`, `hy_v4` and `minimax-m3`: the tests write them from tables
+of their own. For `granite_swa` and `minimax-m3`, files of tiny random models were also written by llama.cpp's converter
+in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the same tensors, bit for bit, and the
+same entries. The file of `hy_v4` is the tests' own, with 10 chosen positions.
 transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest differences from transformers, as
 shares of the largest logit:
 
 | architecture | tiermoe | llama.cpp, float32 | llama.cpp, flash attention |
 |---|--:|--:|--:|
 | `granite_swa` | 7e-7 | 5e-7 | 3e-4 |
+| `hy_v4` | 8e-7 | 1e-6 | 2e-2, median 2e-4 |
 | `minimax-m3` | 5e-7 | no sparse attention | 8e-2, median 3e-4 |
 
-llama.cpp rounds to 16 bits in flash attention, without which it computes no sparse attention. For one token its indexer
-chose another block of MiniMax-M3, where the scores of two blocks were 0.002 apart: 8e-2 is that token's, the five after
-it differ by up to 7e-3, all others by up to 1e-3. The likeliest tokens were the same at all places.
+llama.cpp rounds to 16 bits in flash attention, without which it computes no sparse attention by blocks. For one token
+its indexer chose another block of MiniMax-M3, where the scores of two blocks were 0.002 apart: 8e-2 is that token's,
+the five after it differ by up to 7e-3, all others by up to 1e-3. The likeliest tokens were the same at all places.
 
 llama.cpp's converter writes which of Granite's layers have positions where the config has `no_rope_layers`. It does not
 read `layer_rope_theta`, so that a file of such a config has positions in all layers.
+
+The converter writes the matrices of Hunyuan 4 as they are published. llama.cpp rotates neighbouring columns of a head,
+transformers 5.23 those of both halves, of the same matrices: one of both is wrong. tiermoe reads a GGUF file as
+llama.cpp does, and safetensors as transformers does; the tests' file has its rows in llama.cpp's order. The norms
+inside of latent attention have an epsilon of 1e-6 in transformers and tiermoe, and the config's in llama.cpp: above it
+is 1e-6 too.
 """
 
 

@@ -16,7 +16,7 @@ _NAMES = {
     "hc_head.hc_base": "output_hc_base.weight",
     "hc_head.hc_scale": "output_hc_scale.weight",
 }
-_IN_BLOCK = {
+IN_BLOCK = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",
     "self_attn.sinks.weight": "attn_sinks.weight",
@@ -57,11 +57,16 @@ _IN_BLOCK = {
 
 def name_of(path: str) -> str:
     """The name in the file of a parameter of transformers' model."""
+    return name_in(IN_BLOCK, path)
+
+
+def name_in(in_block: dict[str, str], path: str) -> str:
+    """The name in the file of a parameter; in_block: of those of a layer."""
     own = path.removeprefix("model.")
     if own in _NAMES:
         return _NAMES[own]
     _, layer, name = own.split(".", 2)
-    return f"blk.{layer}.{_IN_BLOCK[name]}"
+    return f"blk.{layer}.{in_block[name]}"
 
 
 def deepseek4_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

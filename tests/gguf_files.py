@@ -25,6 +25,9 @@ from gguf_deepseek4 import name_of as deepseek4_name
 from gguf_granite_swa import ARCHITECTURE as GRANITE_SWA
 from gguf_granite_swa import granite_swa_metadata, is_whole
 from gguf_granite_swa import name_of as granite_swa_name
+from gguf_hy4 import ARCHITECTURE as HY4
+from gguf_hy4 import hy4_metadata, rotated_views
+from gguf_hy4 import name_of as hy4_name
 from gguf_latent import latent_metadata, router_metadata
 from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_tensors
 from gguf_llama4 import add_factors, llama4_metadata
@@ -65,6 +68,9 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if family == "deepseek_v4":
         deepseek4_metadata(writer, config)
+        return
+    if family == "hy_v4":
+        hy4_metadata(writer, config)
         return
     if family == "kimi_linear":
         kimi_metadata(writer, config)
@@ -158,6 +164,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v4": DEEPSEEK4,
+    "hy_v4": HY4,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
@@ -180,7 +187,10 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
 }
 
 
-NAMED = {"deepseek_v4": deepseek4_name, "minimax_m3_vl_text": minimax_name, "granitemoe_swa": granite_swa_name}
+NAMED = {
+    "deepseek_v4": deepseek4_name, "hy_v4": hy4_name, "minimax_m3_vl_text": minimax_name,
+    "granitemoe_swa": granite_swa_name,
+}  # fmt: skip
 """Families that the gguf package does not have → parameter → its name in the file."""
 
 
@@ -400,7 +410,9 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
             squeezed = value.squeeze(1) if path.endswith("conv.conv.weight") else value
             if family == "qwen2_moe" and path.endswith("shared_expert_gate.weight"):
                 squeezed = value[0]  # llama.cpp's quantiser drops a dimension that its converter leaves
-            yield *_other(path, value, family, name_of), tuple(squeezed.shape)
+            called, views = _other(path, value, family, name_of)
+            views = rotated_views(path, value, config) if family == "hy_v4" else views
+            yield called, views, tuple(squeezed.shape)
 
 
 def _other(path: str, value: Tensor, family: str, name_of: Callable[[str], str]) -> tuple[str, tuple[Tensor, ...]]:

@@ -22,7 +22,7 @@ def latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]
     writer.add_value_length_mla(config["v_head_dim"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     router_metadata(writer, config)
-    sigmoid = family in ("deepseek_v3", "kimi_linear")
+    sigmoid = family in ("deepseek_v3", "kimi_linear", "hy_v4")
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
     writer.add_rope_dimension_count(rotary)
     rope = config.get("rope_parameters", {})

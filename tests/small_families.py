@@ -46,7 +46,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "enable_moe_block": True, "top_k_experts": 3, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
         "vocab_size_per_layer_input": 128,
     },
-    "hy_v4": {},
     "inkling2_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},
     "jetmoe": {"kv_channels": 16},

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import tiermoe
@@ -19,6 +20,7 @@ from small_families import FAMILIES, LARGER, config_of, plain_model, write_small
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.dense import packable
+from tiermoe.model.dense_weights import loading_needs
 from tiermoe.model.families.table import decodes, family_of, not_computed
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
@@ -141,6 +143,7 @@ _ALONE = "a layer that shares what an indexer chose, behind none that has it"
         ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full"]}, _ALONE),
         ("granitemoe_swa", {"layer_rope_theta": [0, 1e4, 1e5]}, "layers with rotary embeddings of their own bases"),
         ("granitemoe_swa", {"layer_rope_theta": None}, ""),
+        ("hy_v4", {"indexer_types": ["shared", "full", "full"]}, _ALONE),
         ("hunyuan_v1_moe", {"moe_topk": [2, 3, 4]}, "layers that use different numbers of experts"),
         ("hunyuan_v1_moe", {"moe_topk": [3, 3, 3]}, ""),
         ("hunyuan_v1_moe", {"rope_parameters": _GROWING}, "silu, rotary embedding 'dynamic'"),
@@ -162,6 +165,42 @@ def test_a_shared_expert_beside_the_block_has_the_config_s_activation(tmp_path: 
     assert isinstance(ours.tiermoe.decoder, Decoder)
     plain, ids = tiny.oracle(directory, "granitemoeshared", torch.float32), tokens(2, 9)
     assert close(logits(ours, "", ids), logits(plain, "", ids))
+    ours.tiermoe.close()
+
+
+def test_hunyuan_4_runs_as_it_is_published(tmp_path: Path) -> None:
+    """By the published names, and with an MTP layer, which transformers does not have: the plan does not count it."""
+    directory = tiny.write(tmp_path, "hy_v4", torch.float32)
+    plain, ids = tiny.oracle(directory, "hy_v4", torch.float32), tokens(2, 9)
+    published = {
+        ".attn_hc.": ".hc_attn_layer.hc_pre.hc_", ".ffn_hc.": ".hc_mlp_layer.hc_pre.hc_",
+        "hc_head.hc_": "hc_head.hc_head_", ".sinks": ".learnable_sink_param",
+        ".self_attn.gate_proj": ".self_attn.linear_gate",
+    }  # fmt: skip
+    tensors = {}
+    for name, tensor in plain.state_dict().items():
+        for own, theirs in published.items():
+            name = name.replace(own, theirs)
+        tensors[name] = tensor.contiguous()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    without = loading_needs(inspect_model(directory, "without"), 0)
+    layer = {name: tensor.clone() for name, tensor in tensors.items() if ".layers.2." in name}
+    tensors |= {name.replace(".layers.2.", ".mtp_layers.0."): tensor for name, tensor in layer.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    assert loading_needs(inspect_model(directory, "with"), 0) == without
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)
+    assert isinstance(ours.tiermoe.decoder, Decoder)
+    assert close(logits(ours, "hy_v4", ids), logits(plain, "hy_v4", ids))
+    ours.tiermoe.close()
+
+
+@pytest.mark.parametrize("family", ["glm5_next_text", "bailing_hybrid", "hy_v4"])
+def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    directory, ids = tiny.write(tmp_path, family, torch.float32), tokens(2, 21, seed=3)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)
+    plain = tiny.oracle(directory, family, torch.float32)
+    options = {"max_new_tokens": 64, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(ours.generate(ids, **options), plain.generate(ids, **options))
     ours.tiermoe.close()
 
 

@@ -42,6 +42,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v4",
         {"rope_parameters": YARN, "scoring_func": "sigmoid", "layer_types": ["compressed_sparse_attention"] * 3},
     ),
+    "hy_v4": ("hy_v4", {"index_topk": 10}),
+    "hy_v4 yarn": (
+        "hy_v4",
+        {"rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, "indexer_types": ["full"] * 3},
+    ),
     "qwen3_next": ("qwen3_next", {"linear_num_value_heads": 6}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {"linear_num_value_heads": 6}),
     "kimi_linear": ("kimi_linear", {"n_group": 1, "topk_group": 1, "linear_head_dim": 32}),
@@ -80,7 +85,7 @@ ELSE_ORDERED = ("gpt_oss", "llama4", "llama4 of other layers", "qwen3_next")
 """Models whose matrices are not in the order of transformers' parameters."""
 
 
-LEFT = ("deepseek_v4", "deepseek_v4 yarn", "afmoe", "hunyuan_v1_moe", "lfm2_moe")
+LEFT = ("deepseek_v4", "deepseek_v4 yarn", "hy_v4", "hy_v4 yarn", "afmoe", "hunyuan_v1_moe", "lfm2_moe")
 """Models whose outlines are left to transformers' code."""
 
 

@@ -77,7 +77,7 @@ class Layer:
         self.keys, self.values = (random(LENGTH, case.kv_heads, COLUMNS, seed=seed) for seed in (4, 5))
         for kept, new in ((self.keys, self.key), (self.values, self.value)):
             kept[DEEP - BEFORE :] = new.view(case.kv_heads, COLUMNS)
-        self.sinks = random(case.heads, seed=6) if case.sinks else None
+        self.sinks = random(case.heads, seed=6).float() if case.sinks else None
         biases = (self.query, self.key, self.value)
         projections = [
             PackedMatrix(Plain(), {"weight": torch.zeros(len(bias), width).bfloat16()}, len(bias), width, bias)

@@ -76,6 +76,7 @@ BY_LAYERS: list[tuple[str, torch.dtype, dict[str, Any]]] = [
     ("nemotron_h", torch.float32, {"layers_block_type": ["moe", "linear_attention", "moe"]}),
     ("gemma4_text", torch.float32, {}),
     ("glm_moe_dsa", torch.float32, {}),
+    ("hy_v4", torch.float32, {}),
     ("deepseek_v3", torch.float32, {}),
 ]
 """Attention to all positions and to a window, recurrent states, convolutions, chosen latents, dense layers."""

@@ -91,7 +91,7 @@ def grouped(layer: Any, rotary: int, encodings: Encodings) -> GroupedAttention:
         norm_of(getattr(attention, "query_layernorm" if rotated else "q_norm", None)),
         norm_of(getattr(attention, "key_layernorm" if rotated else "k_norm", None)),
         window=getattr(windowed, "sliding_window", None) or 0,
-        sinks=None if sinks is None else sinks.data, gated="Qwen3Next" in type(layer).__name__,
+        sinks=None if sinks is None else sinks.data.float(), gated="Qwen3Next" in type(layer).__name__,
         interleaved="Ernie" in type(layer).__name__, norms_rotated=rotated,
         residual_multiplier=getattr(layer, "residual_multiplier", 1.0),
     )  # fmt: skip

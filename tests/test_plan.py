@@ -24,8 +24,9 @@ from tiermoe.engine.budget import plan_memory
 from tiermoe.engine.load import resolve_for
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.errors import BudgetError, ConfigError
+from tiermoe.kernels.linear import machine_layout
 from tiermoe.model import dense_weights
-from tiermoe.model.dense import packable
+from tiermoe.model.dense import packable, packed_bytes
 from tiermoe.model.dense_weights import LazyTensor, loading_needs
 from tiermoe.model.families.table import FAMILIES
 from tiermoe.model.hf import generic
@@ -33,7 +34,7 @@ from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.platform import machine
 from tiermoe.platform.process_memory import ACTIVATIONS_HEAP
 from tiermoe.types import Need, Phase, Workload
-from tiny import _COMMON, CONFIGS, auto_class, write
+from tiny import _COMMON, CONFIGS, auto_class, oracle, write
 
 INTERPRETER = 300 * MIB
 PROBED = {
@@ -78,6 +79,17 @@ def test_dense_weights_are_those_of_the_model(blueprint: Blueprint, planned: Pla
     assert dense[16] > dense[8] > dense[4]
     packed = sum(blueprint.skeleton.get_submodule(name).weight.numel() for name in packable(blueprint))
     assert dense[16] - dense[8] <= packed  # two bytes a weight become one and a scale a row
+
+
+def test_dense_weights_that_stay_in_float32_are_counted_as_such(tmp_path: Path) -> None:
+    """Hunyuan 4's output layer."""
+    found = inspect_model(write(tmp_path / "tiny", "hy_v4", torch.bfloat16), "tiny")
+    loaded = oracle(tmp_path / "tiny", "hy_v4", torch.bfloat16)
+    parts = [*loaded.named_parameters(), *loaded.named_buffers()]
+    assert found.dense_bytes() == sum(tensor.nbytes for name, tensor in parts if ".experts." not in name)
+    layers = [loaded.get_submodule(name) for name in packable(found)]
+    assert packed_bytes(found, 8, machine_layout("cpu"))[0] == sum(layer.weight.nbytes for layer in layers)
+    assert loaded.lm_head in layers
 
 
 def test_settings_move_the_rows_they_are_about(planned: Planner) -> None:

@@ -62,7 +62,7 @@ class Sequence:
         self.query = random(LENGTH, case.heads, case.keys, seed=1)
         self.keys = random(LENGTH, case.kv_heads, case.keys, seed=2)
         self.values = random(LENGTH, case.kv_heads, case.values, seed=3)
-        self.sinks = random(case.heads, seed=4) if case.sinks else None
+        self.sinks = random(case.heads, seed=4).float() if case.sinks else None
 
     def slabs(self, written: int = LENGTH, room: int = LENGTH + 20, ring: bool = False) -> Slabs:
         """Slab 1 of 2 with the first `written` positions; what is not written must not be looked at."""
@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="queries must be"):
         prompt_attention(it.query[..., :32], it.slabs(), 1, 0, SCALE, None, None)
     with pytest.raises(ValueError, match="sinks must be"):
-        prompt_attention(it.query, it.slabs(), 1, 0, SCALE, None, torch.zeros(3).bfloat16())
+        prompt_attention(it.query, it.slabs(), 1, 0, SCALE, None, torch.zeros(3))
     with pytest.raises(ValueError, match="a slab that is not there"):
         prompt_attention(it.query, it.slabs(), 2, 0, SCALE, None, None)
     small = Piece(0, 128, torch.empty(100, dtype=torch.uint8))

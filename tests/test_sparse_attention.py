@@ -17,6 +17,7 @@ from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.model.decoder import decoder_for
 from tiermoe.model.families.table import not_computed
 from tiermoe.model.hf.configs import Configs
+from tiermoe.model.latent_attention import PIECE
 from tiermoe.model.rotary import rotary_of
 from tiermoe.model.step import Step
 from tiermoe.model.weights import ModuleWeights
@@ -28,6 +29,8 @@ NATIVE = {
     "q_lora_rank": 64, "index_head_dim": 128, "index_topk": MOST, "intermediate_size": 128,
 }  # fmt: skip
 """Sizes that the native kernels take."""
+ONE = {"num_hidden_layers": 1, "indexer_types": ["full"], "mlp_layer_types": ["dense"]}
+"""Of a model of one layer."""
 
 
 GROUPS = "minimax_m3_vl_text"
@@ -35,6 +38,8 @@ CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v32", {"index_topk": 6}),
     ("deepseek_v32", {"index_topk": 64}),
     ("glm_moe_dsa", {"index_topk": 6}),
+    ("hy_v4", {"index_topk": 6}),
+    ("hy_v4", {"index_topk": 64, "indexer_types": ["full", "full", "shared"]}),
     ("glm5_next_text", {"index_topk": 6, "index_kpool": 3}),
     ("glm5_next_text", {"index_topk": 64, "linear_lower_bound": None}),
     (GROUPS, {}),
@@ -61,7 +66,7 @@ def test_chunks_and_tokens_alone_agree_with_transformers(family: str, changes: d
 
 
 @pytest.mark.parametrize("chunk", [5, 32])
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "hy_v4"])
 def test_a_prompt_with_equal_scores_is_what_transformers_gives_one_by_one(
     family: str, chunk: int, tmp_path: Path
 ) -> None:
@@ -84,10 +89,10 @@ def test_a_prompt_with_equal_scores_is_what_transformers_gives_one_by_one(
     assert (mine - want).abs().max() <= 1e-5 * want.abs().max()
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "hy_v4"])
 def test_of_equal_scores_the_same_are_chosen_as_where_transformers_decodes(family: str) -> None:
     """With one head, half of a token's scores are 0, and where its weight is negative those are the largest."""
-    config = config_of(family, num_hidden_layers=1, index_n_heads=1, index_topk=5)
+    config = config_of(family, **{**ONE, "index_n_heads": 1, "index_topk": 5})
     plain = Configs(config, config, False).plain()
     torch.manual_seed(0)
     model = auto_class(family).from_config(config, dtype=torch.float32).eval()
@@ -156,11 +161,15 @@ def test_a_long_prompt_is_near_its_tokens_read_one_by_one(engine: Any) -> None:
     assert error.median() < 0.1  # routers and indexers may decide near ties otherwise
 
 
+@pytest.mark.parametrize(
+    ("family", "sizes"), [(GROUPS, {"index_block_size": 4, "index_topk_blocks": 2}), ("hy_v4", {"index_topk": 8})]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_groups_of_heads_choose_beside_shorter_sequences(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_rows_choose_beside_shorter_sequences(
+    dtype: torch.dtype, family: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
     """A long sequence, a fork of it, and one that attends to all of its positions."""
-    sizes = {"index_block_size": 4, "index_topk_blocks": 2}
-    engine = engine_of(write(tmp_path, GROUPS, dtype, **sizes), bits=16, dense_bits=16, context=64)
+    engine = engine_of(write(tmp_path, family, dtype, **sizes), bits=16, dense_bits=16, context=64)
     long, short = tokens(30), tokens(6, seed=2)
     cache = engine.new_cache(3)
     one = cache.open()
@@ -169,11 +178,40 @@ def test_groups_of_heads_choose_beside_shorter_sequences(dtype: torch.dtype, tmp
     engine.step(Batch((decode(one, 28, long[28]), decode(two, 28, 5), prompt(three, short[:5]))), cache)
     found = engine.step(Batch((decode(one, 29, long[29]), decode(two, 29, 6), decode(three, 5, short[5]))), cache)
     engine.close()
-    plain = oracle(tmp_path, GROUPS, dtype)
+    plain = oracle(tmp_path, family, dtype)
     for logits, ids in zip(found, (long, [*long[:28], 5, 6], short), strict=True):
         with torch.no_grad():
             want = plain(torch.tensor([ids])).logits[0, -1]
         assert (logits - want).norm() < (1e-5 if dtype == torch.float32 else 0.1) * want.norm()
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+@torch.no_grad()
+def test_sinks_join_latents_in_the_native_kernel() -> None:
+    """Of a prompt longer than a piece and of tokens behind it, against transformers' attention in float32."""
+    count, prompts = PIECE + 40, PIECE + 30
+    config = config_of("hy_v4", **{**NATIVE, **ONE, "index_topk": count, "hidden_size": 128})
+    torch.manual_seed(0)
+    model = auto_class("hy_v4").from_config(config, dtype=torch.float32).eval()
+    make_random(model)
+    theirs = model.model.layers[0].self_attn
+    theirs.sinks.copy_(torch.tensor([8.0, 6.3, -2.0, 1.1]))  # among a thousand keys they count
+    x = torch.randn(count, config.hidden_size)
+    turns = model.model.rotary_emb(x[None], position_ids=torch.arange(count)[None])
+    mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+    want = theirs(x[None], turns, mask)[0][0]
+    plain = Configs(config, config, False).plain()
+    decoder = decoder_for(plain, ModuleWeights(model.bfloat16()), torch.bfloat16)
+    assert decoder is not None
+    cache, found = decoder.new_cache(1, count, count), []
+    slab, rotary = cache.open(), rotary_of(plain, config.qk_rope_head_dim, torch.bfloat16)
+    assert rotary is not None
+    for begin, end in ((0, prompts), (prompts, count)):
+        cache.begin_write(slab, end)
+        step = Step(Batch((prompt(slab, range(end - begin), begin),)), cache, rotary)
+        found.append(decoder.layers[0].attention(x[begin:end].bfloat16(), 0, step))
+        cache.end_write(slab, end)
+    assert (torch.cat(found) - want).norm() < 0.02 * want.norm()
 
 
 def test_indexers_of_other_groups_are_left_to_transformers_code() -> None:

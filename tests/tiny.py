@@ -148,6 +148,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts": 8, "moe_topk": 3, "intermediate_size": 32, "head_dim": 16,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 100.0},
     },
+    "hy_v4": {
+        **_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "index_topk": 6, "index_head_dim": 16,
+        "index_n_heads": 16, "indexer_types": ["full", "shared", "full"], "hc_mult": 2, "hc_magnitude": 1.5,
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limit": 1.0, "rms_norm_eps": 1e-3, "hc_eps": 0.01,
+    },
     "hy_v3": {
         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_shared_experts": 1,
         "head_dim": 16,

@@ -65,7 +65,7 @@ class GroupedAttention:
     interleaved: bool = False  # columns 2 i and 2 i + 1 rotate together; the cache has them as i and half + i
     window: int = 0  # positions that a token attends to, the token's own included; 0: all
     chunked: bool = False  # a token attends from a multiple of the window on
-    sinks: Tensor | None = None  # bfloat16 (heads): a score without a value that joins a head's softmax
+    sinks: Tensor | None = None  # float32 (heads): a score without a value that joins a head's softmax
     gated: bool = False  # what a head attends to is multiplied by the sigmoid of the gate
     residual_multiplier: float = 1.0  # of the output before the residual sum
     norms_rotated: bool = False  # heads are normed after they are rotated, not before
@@ -164,7 +164,7 @@ def _packed(
     norms = (weights.norm_before, weights.norm_after, weights.norm_query, norm_key)
     if any((matrix.out, matrix.in_) != (out, in_) or out % ROWS for matrix, out, in_ in shapes):
         return None
-    if any(norm is not None and not norm.suits() for norm in norms) or (sinks is not None and not plain(sinks)):
+    if any(norm is not None and not norm.suits() for norm in norms) or (sinks is not None and not _are_sinks(sinks)):
         return None
     packed = [None if matrix is None else matrix.described() for matrix in projections]
     if any((matrix is None) != (each is None) for matrix, each in zip(projections, packed, strict=True)):
@@ -251,6 +251,10 @@ class Slabs:
                 room=room, key_columns=self.columns[0], value_columns=self.columns[1], ring=ring,
             )
         )  # fmt: skip
+
+
+def _are_sinks(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu"
 
 
 def _named(scales: tuple[Tensor, Tensor] | None) -> list[tuple[str, Tensor, torch.dtype]]:
@@ -398,17 +402,17 @@ def prompt_attention(
 ) -> Tensor:
     """query (T, heads, columns), bfloat16: the tokens of a sequence from position `first` on, in position. Their keys
     and values, and those before, are in slab `slab`. window: positions that each attends to, its own included; None:
-    all. chunked: a token attends from a multiple of the window on. sinks (heads): scores without a value that join each
-    softmax. piece: the positions that are attended to; None:
-    all → (T, heads, value columns); only the last piece's have a meaning.
+    all. chunked: a token attends from a multiple of the window on. sinks: float32 (heads), scores without a value that
+    join each softmax. piece: the positions that are attended to; None: all → (T, heads, value columns); only the last
+    piece's have a meaning.
 
     ValueError: of another dtype or shape; slabs that do not fit. The interpreter's lock is released meanwhile."""
     tokens, heads, columns = query.shape
     query = query.contiguous()
     if not plain(query) or columns != slabs.columns[0] or slabs.values is None:
         raise ValueError(f"queries must be bfloat16 (T, heads, {slabs.columns[0]}), not {tuple(query.shape)}")
-    if sinks is not None and (not plain(sinks) or sinks.numel() != heads):
-        raise ValueError(f"sinks must be contiguous bfloat16 ({heads})")
+    if sinks is not None and (not _are_sinks(sinks) or sinks.numel() != heads):
+        raise ValueError(f"sinks must be contiguous float32 ({heads})")
     out = torch.empty((tokens, heads, slabs.columns[1]), dtype=torch.bfloat16)
     if piece is not None and piece.state.nbytes < _native.prompt_state(slabs.packed, tokens, heads):
         raise ValueError(f"a state of {piece.state.nbytes} bytes is too small")

@@ -61,7 +61,10 @@ class Architecture:
     plain_norms: bool = False  # in layers with a window, where config.use_qk_norm (Llama 4)
     latent_gate: str | None = None  # of the matrix by whose sigmoid latent attention's output is multiplied
     narrow_epsilon: float | None = 1e-6  # of the norms inside of latent attention; None: the config's
+    latent_sinks: bool = False  # logits join each softmax of latent attention and have no value
     index_rope: str | None = None  # of the `Indexer` of latent attention; None: there is no indexer
+    index_rotates_last: bool = False  # of its queries and keys the last columns are rotated, not the first
+    index_epsilon: float | None = 1e-6  # of the norm of its keys; None: the config's
     without_first_norms: bool = False  # nothing norms what attention and the feed-forward part take (FlexOlmo)
     norm_attended: str | None = None  # of the norm of attention's output before it is added
     norm_fed: str | None = None  # of the norm of the feed-forward part's output, relative to the layer

@@ -151,8 +151,8 @@ def attend(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, sinks: Tensor | None
 ) -> Tensor:
     """query (T, heads, columns) over keys and values (kv heads, n, columns), the last T of which are the tokens' own →
-    (T, heads, value columns). window: the last positions that a token attends to; None: all. sinks (heads): logits that
-    join each softmax and have no value."""
+    (T, heads, value columns). window: the last positions that a token attends to; None: all. sinks: float32
+    (heads), logits that join each softmax and have no value."""
     mask = mask_of(query.shape[0], keys.shape[1], window, query.device)
     if sinks is not None:
         return attend_with_sinks(query, keys, values, scale, mask, sinks)
@@ -227,7 +227,7 @@ def attend_with_sinks(
         scores = scores.view(heads, count, positions)
         if mask is not None:
             scores = scores.masked_fill(~mask[begin : begin + tokens_at_once], float("-inf"))
-        sink = sinks.view(-1, 1, 1).to(scores.dtype).expand(heads, count, 1)
+        sink = sinks.view(-1, 1, 1).expand(heads, count, 1)
         probabilities = torch.softmax(torch.cat((scores, sink), -1), dim=-1, dtype=torch.float32)[..., :-1]
         weighed = torch.matmul(probabilities.to(values.dtype).view(kv_heads, group * count, positions), values).view(
             kv_heads, group, count, -1

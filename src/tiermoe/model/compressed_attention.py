@@ -105,7 +105,7 @@ class CompressedSizes(AttentionSizes):
             query_norm=weights.norm_without_weight(self.columns),
             key=weights.linear(f"{part}.kv_proj"),
             key_norm=weights.norm(f"{part}.kv_norm"),
-            sinks=weights.tensor(f"{part}.sinks"),
+            sinks=weights.tensor(f"{part}.sinks").float(),
             groups=[PlainLinear(each) for each in groups],
             output=weights.linear(f"{part}.o_b_proj"),
             compressor=None if self.compressor is None else self.compressor.block(weights, f"{part}.compressor"),
@@ -125,7 +125,7 @@ class CompressedAttention(Attention):
     query_norm: Norm  # over each head
     key: Linear  # hidden → columns
     key_norm: Norm
-    sinks: Tensor  # (heads)
+    sinks: Tensor  # float32 (heads)
     groups: Sequence[Linear]  # of each group: its heads' columns → the rank
     output: Linear  # groups * rank → hidden
     compressor: Compressor | None

@@ -94,10 +94,11 @@ def dense_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
 
 
 def packed_bytes(blueprint: Blueprint, bits: int, layout: str) -> tuple[int, int]:
-    """(bytes at 16 bits, bytes packed) of the layers that are packed at `bits`."""
+    """(bytes at 16 bits, or in float32, bytes packed) of the layers that are packed at `bits`."""
     plain = packed = 0
     for name in packable(blueprint):
-        plain += math.prod(blueprint.outline.tensors[f"{name}.weight"].shape) * blueprint.dtype.itemsize
+        weight = blueprint.outline.tensors[f"{name}.weight"]
+        plain += math.prod(weight.shape) * weight.dtype.itemsize
         packed += dense_format(blueprint, name, bits, layout).slot.nbytes
     return plain, packed
 

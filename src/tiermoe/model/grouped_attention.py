@@ -165,7 +165,7 @@ class GroupedSizes(AttentionSizes):
             norm_all_heads=of.norm_all_heads,
             norms_rotated=of.norms_rotated,
             value_norm=weights.norm_without_weight(self.columns) if of.side_by_side else None,
-            sinks=weights.tensor(f"{part}.sinks") if self.sinks else None,
+            sinks=weights.tensor(f"{part}.sinks").float() if self.sinks else None,
             clip=None if clip is None else float(clip),
             gate=weights.linear(f"{part}.gate_proj") if self.gate_apart else None,
             value_scale=float(getattr(config, of.value_scale) or 1) if of.value_scale else 1.0,
@@ -205,7 +205,7 @@ class GroupedAttention(Attention):
     norm_all_heads: bool = False  # norms are over all heads together, not over each head
     norms_rotated: bool = False  # norms come after the rotary embedding, not before it (Hunyuan)
     value_norm: Norm | None = None  # over each head (Gemma 4)
-    sinks: Tensor | None = None  # (heads)
+    sinks: Tensor | None = None  # float32 (heads)
     clip: float | None = None  # bound of the projections' outputs (OLMoE)
     gate: Linear | None = None  # hidden → heads * columns, where the gates are apart
     value_scale: float = 1.0  # of what is attended to: the cache has values as they are

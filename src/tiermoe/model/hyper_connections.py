@@ -129,14 +129,16 @@ class MeanMixer:
 class BalancedConnection:
     """Manifold-constrained hyper-connections (DeepSeek-V4, section 2.2): a part reads a weighed sum of the streams, and
     its output is added to mixtures of them, by a matrix whose rows and columns sum to 1 (Sinkhorn and Knopp's
-    iterations). All weights follow from what the streams hold."""
+    iterations). Independent ones have no mixtures: the output is added to the streams as they are, in float32 (Hunyuan
+    4). All weights follow from what the streams hold."""
 
-    weight: Tensor  # float32 ((2 + streams) * streams, streams * H): of the sum, the shares, the mixtures
+    weight: Tensor  # float32 ((2 + streams) * streams, streams * H): of the sum, the shares, the mixtures, if any
     bias: Tensor  # ((2 + streams) * streams)
-    scales: Tensor  # (3), of each one's products
+    scales: Tensor  # (3), of each one's products; (2): there are no mixtures
     epsilon: float  # of the streams' norm, which has no weight
     floor: float  # of the sum's weights and of the mixtures'
-    iterations: int
+    iterations: int  # that make the mixtures
+    magnitude: float  # of the shares
     norm: Norm  # of the sum
 
     batch_invariant: ClassVar[bool] = False
@@ -148,7 +150,14 @@ class BalancedConnection:
         config = weights.config
         weight, bias, scales = (weights.tensor(f"{path}.{name}") for name in ("fn", "base", "scale"))
         return cls(
-            weight, bias, scales, weights.epsilon, float(config.hc_eps), config.hc_sinkhorn_iters, weights.norm(norm)
+            weight,
+            bias,
+            scales,
+            weights.epsilon,
+            float(config.hc_eps),
+            getattr(config, "hc_sinkhorn_iters", 0),
+            float(getattr(config, "hc_magnitude", 2)),
+            weights.norm(norm),
         )
 
     @classmethod
@@ -168,15 +177,17 @@ class BalancedConnection:
     def __call__(self, x: Tensor) -> Connected:
         """Streams (T, streams, H) → a part's input, the streams' shares of its output, and their mixtures."""
         streams = x.shape[1]
-        sizes = [streams, streams, streams * streams]
+        sizes = [streams, streams, streams * streams][: len(self.scales)]
         products = torch.split(F.linear(_normed(x, self.epsilon), self.weight.float()), sizes, dim=-1)
-        read, write, mix = (
+        read, write, *mix = (
             product * scale + bias
             for product, scale, bias in zip(products, self.scales, torch.split(self.bias, sizes), strict=True)
         )
-        mixture = self._balanced(mix.view(-1, streams, streams)).to(x.dtype)
-        shares = (2 * torch.sigmoid(write)).to(x.dtype)
-        return self.norm(_summed(x, read, self.floor)), shares, torch.matmul(mixture.transpose(1, 2), x)
+        taken, shares = self.norm(_summed(x, read, self.floor)), self.magnitude * torch.sigmoid(write)
+        if not mix:
+            return taken, shares + self.floor, x
+        mixture = self._balanced(mix[0].view(-1, streams, streams)).to(x.dtype)
+        return taken, shares.to(x.dtype), torch.matmul(mixture.transpose(1, 2), x)
 
     def _balanced(self, logits: Tensor) -> Tensor:
         """Matrices (T, streams, streams) whose columns sum to 1, and whose rows all but do."""
@@ -206,8 +217,8 @@ CONNECTIONS: dict[str, type[Connection] | type[BalancedConnection]] = {
 
 
 def injected(x: Tensor, output: Tensor, shares: Tensor) -> Tensor:
-    """Streams x (T, streams, H) with shares (T, streams) of a part's output (T, H) added."""
-    return x + output[:, None] * shares[..., None]
+    """Streams x (T, streams, H) with shares (T, streams) of a part's output (T, H) added, in the shares' dtype."""
+    return (x + output[:, None] * shares[..., None]).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

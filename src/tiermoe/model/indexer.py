@@ -11,14 +11,12 @@ from torch import Tensor
 from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.kv_memory import read_rows, write_rows
-from tiermoe.model.linear import Linear, PlainLinear
+from tiermoe.model.linear import Linear
 from tiermoe.model.norms import LayerNorm, Norm
 from tiermoe.model.rotary import ROPES, ApplyRope
 from tiermoe.model.step import Span, Step
 from tiermoe.types import Workload
 
-KEY_EPSILON = 1e-6
-"""Of the norm of keys, whatever the config says (transformers' code)."""
 _FLOAT_BYTES = 4
 
 
@@ -49,18 +47,24 @@ class IndexerSizes:
     def block(self, weights: FamilyWeights, layer: str) -> Indexer:
         """The indexer of the layer at the path `layer`."""
         part, of = f"{layer}.self_attn", weights.architecture
-        weigh, norm = weights.linear(f"{part}.indexer.weights_proj"), f"{part}.indexer.k_norm"
         return Indexer(
             sizes=self,
             narrow=weights.linear(f"{part}.q_a_proj"),
             narrow_norm=weights.norm(f"{part}.q_a_layernorm", of.narrow_epsilon),
             query=weights.linear(f"{part}.indexer.wq_b"),
             key=weights.linear(f"{part}.indexer.wk"),
-            key_norm=LayerNorm(weights.tensor(f"{norm}.weight"), weights.tensor(f"{norm}.bias"), KEY_EPSILON),
-            weigh=weigh,
+            key_norm=key_norm(weights, f"{part}.indexer"),
+            weigh=weights.linear(f"{part}.indexer.weights_proj"),
             apply_rope=ROPES[of.index_rope or "halves"],
-            weigh_in=weigh.packed.fields["weight"].dtype if isinstance(weigh, PlainLinear) else weights.dtype,
+            rotates_last=of.index_rotates_last,
         )
+
+
+def key_norm(weights: FamilyWeights, path: str) -> LayerNorm:
+    """The norm of keys of the indexer at a path."""
+    weight, bias = (weights.tensor(f"{path}.k_norm.{name}") for name in ("weight", "bias"))
+    epsilon = weights.architecture.index_epsilon
+    return LayerNorm(weight, bias, weights.epsilon if epsilon is None else epsilon)
 
 
 def best_keys(query: Tensor, weights: Tensor, keys: Tensor, most: int) -> Tensor:
@@ -74,7 +78,7 @@ def best_keys(query: Tensor, weights: Tensor, keys: Tensor, most: int) -> Tensor
 class Indexer:
     """Chooses the `sizes.most` positions of the largest scores, of those up to a token's own.
 
-    Each token keeps a key. A token's score of a position is the sum over heads of weight * relu(query · key). The first
+    Each token keeps a key. A token's score of a position is the sum over heads of weight * relu(query · key). Some
     columns of queries and keys are rotated.
 
     Scores are float32, as in transformers, and each token's are computed by themselves over its own positions alone:
@@ -92,7 +96,7 @@ class Indexer:
     key_norm: Norm
     weigh: Linear  # hidden → the heads' weights
     apply_rope: ApplyRope
-    weigh_in: torch.dtype  # of what `weigh` takes
+    rotates_last: bool = False  # the last columns are rotated, not the first
 
     @property
     def batch_invariant(self) -> bool:
@@ -112,7 +116,7 @@ class Indexer:
         heads, most = self.sizes.heads, self.sizes.most
         queries = self.query(self.narrow_norm(self.narrow(x))).view(len(x), heads, self.sizes.columns)
         queries = self._rotated(queries, step).float()
-        weights = self.weigh(x.to(self.weigh_in)).float() * heads**-0.5
+        weights = self.weigh(x).float() * heads**-0.5
         chosen = torch.arange(most, dtype=torch.int32).repeat(len(x), 1)
         chosen.masked_fill_(chosen > step.positions[:, None], -1)
         for span in step.spans:
@@ -129,6 +133,8 @@ class Indexer:
             chosen[token] = best_keys(queries[token], weights[token], keys[:positions], self.sizes.most)
 
     def _rotated(self, x: Tensor, step: Step) -> Tensor:
-        """x (T, heads, columns) with its first columns rotated."""
+        """x (T, heads, columns) with its first columns rotated, or its last."""
         rotary = step.cos.shape[-1]
-        return torch.cat((self.apply_rope(x[..., :rotary], step.cos, step.sin), x[..., rotary:]), dim=-1)
+        begin = x.shape[-1] - rotary if self.rotates_last else 0
+        before, part, behind = x.tensor_split((begin, begin + rotary), dim=-1)
+        return torch.cat((before, self.apply_rope(part, step.cos, step.sin), behind), dim=-1)

@@ -24,7 +24,15 @@ from tiermoe.kernels.attention import (
     takes_prompts,
 )
 from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.attention import SPARSE_TOKENS, Attention, AttentionSizes, attend, scores_at_once, tempered
+from tiermoe.model.attention import (
+    SINK_SCORE_BYTES,
+    SPARSE_TOKENS,
+    Attention,
+    AttentionSizes,
+    attend,
+    scores_at_once,
+    tempered,
+)
 from tiermoe.model.indexer import Indexer, IndexerSizes
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.kv_memory import read_rows, write_rows
@@ -38,7 +46,7 @@ from tiermoe.types import Workload
 PIECE = 1024
 """Positions whose keys and values are expanded at a time."""
 _FLOAT_BYTES = 4
-_SCORE_BYTES = 14  # of a score of torch's own operations: as float32 three times, and masks; measured
+_SCORE_BYTES = 14  # without sinks, of a score of torch's own operations: as float32 three times, and masks; measured
 
 
 def has_indexer(architecture: Architecture, config: Any, index: int) -> bool:
@@ -59,6 +67,7 @@ class LatentSizes(AttentionSizes):
     latent_columns: int
     indexer: IndexerSizes | PoolIndexerSizes | None = None  # of sparse attention
     keeps_index: bool = False  # the layer has an indexer of its own, whose keys the cache holds
+    sinks: bool = False  # logits that join each softmax and have no value (Hunyuan 4)
     by_decode_kernel: bool = True  # whether the native kernel could compute it with its norms and residual
 
     @classmethod
@@ -75,6 +84,7 @@ class LatentSizes(AttentionSizes):
             config.kv_lora_rank,
             indexer,
             has_indexer(architecture, config, index),
+            sinks=architecture.latent_sinks,
             by_decode_kernel=not (architecture.streams or architecture.latent_gate),
         )
 
@@ -112,7 +122,8 @@ class LatentSizes(AttentionSizes):
         scores = scores_at_once(self.heads, tokens, positions)
         share = min(1.0, scores / (self.heads * tokens * positions))
         widened = 4 * positions * self.heads * (keys + self.value_columns)
-        return expanded + masks + scores * _SCORE_BYTES + int(widened * share)
+        score_bytes = SINK_SCORE_BYTES if self.sinks else _SCORE_BYTES
+        return expanded + masks + scores * score_bytes + int(widened * share)
 
     def _sparse_bytes(self, load: Workload, indexer: IndexerSizes | PoolIndexerSizes) -> int:
         """The indexer's search, and attention to what it finds: the matrices that expand latents and, of some tokens at
@@ -172,6 +183,7 @@ class LatentSizes(AttentionSizes):
             scale=yarn_scale(rope, (self.plain_columns + self.rotary_columns) ** -0.5),
             apply_rope=ROPES[of.rope if interleaved else "halves"],
             gate=weights.linear(f"{part}.{of.latent_gate}") if of.latent_gate else None,
+            sinks=weights.tensor(f"{part}.sinks").float() if self.sinks else None,
         )
 
     def indexer_block(self, weights: FamilyWeights, layer: str) -> Indexer | PoolIndexer | None:
@@ -197,7 +209,10 @@ class LatentAttention(Attention):
     apply_rope: ApplyRope
     narrow_query: Linear | None = None  # hidden → narrow query, with its norm
     query_norm: Norm | None = None
-    gate: Linear | None = None  # hidden → heads, by whose sigmoid what each attended to is multiplied (Ling 3.0)
+    gate: Linear | None = None
+    """hidden → heads (Ling 3.0), or their value columns (Hunyuan 4), by whose sigmoid what they attended to is
+    multiplied."""
+    sinks: Tensor | None = None  # float32 (heads)
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Writes the tokens' latents into the step's cache."""
@@ -221,7 +236,7 @@ class LatentAttention(Attention):
             else:
                 attended[tokens] = self._sparsely(query[tokens], rows, step.chosen[tokens])
         if self.gate is not None:
-            attended = attended * torch.sigmoid(self.gate(x).float()).to(x.dtype)[..., None]
+            attended = attended * torch.sigmoid(self.gate(x).float()).to(x.dtype).view(len(x), sizes.heads, -1)
         return self.output(attended.flatten(1))
 
     @property
@@ -232,7 +247,7 @@ class LatentAttention(Attention):
     def decode_kernel(
         self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
     ) -> DecodeAttention | None:
-        if self.expand.packed.bias is not None or self.gate is not None:
+        if self.expand.packed.bias is not None or self.gate is not None or self.sinks is not None:
             return None
         key_up, value_up = self._expanding()
         return decode_attention(
@@ -273,7 +288,7 @@ class LatentAttention(Attention):
         keys = query.new_empty((self.sizes.heads, kept.shape[0], query.shape[2]))
         values = query.new_empty((self.sizes.heads, kept.shape[0], self.sizes.value_columns))
         self._expand(kept, keys, values)
-        return attend(query, keys, values, self.scale, None, None)
+        return attend(query, keys, values, self.scale, None, self.sinks)
 
     def _in_pieces(self, query: Tensor, kept: Tensor) -> Tensor:
         """`_attended` by the native kernel, which takes keys and values of all heads for a piece of the positions at a
@@ -289,7 +304,9 @@ class LatentAttention(Attention):
             rows = kept[begin : begin + PIECE]
             self._expand(rows, keys[0, :, : len(rows)], values[0, :, : len(rows)])
             piece = Piece(begin, begin + len(rows), state)
-            attended = prompt_attention(query, slabs, 0, kept.shape[0] - tokens, self.scale, piece=piece)
+            attended = prompt_attention(
+                query, slabs, 0, kept.shape[0] - tokens, self.scale, sinks=self.sinks, piece=piece
+            )
         return attended
 
     def _sparsely(self, query: Tensor, kept: Tensor, chosen: Tensor) -> Tensor:
@@ -307,10 +324,17 @@ class LatentAttention(Attention):
             latents = kept[chosen[some].long().clamp_min(0)].float()
             expanded = torch.cat((torch.matmul(plain.transpose(0, 1), keys).transpose(0, 1), rotary), dim=-1)
             scores = torch.matmul(expanded, latents.transpose(1, 2)).mul_(self.scale)
-            weights = torch.softmax(scores.masked_fill_(chosen[some, None] < 0, float("-inf")), dim=-1)
-            attended = torch.matmul(weights, latents[..., : self.sizes.latent_columns])
+            scores.masked_fill_(chosen[some, None] < 0, float("-inf"))
+            attended = torch.matmul(self._weights(scores), latents[..., : self.sizes.latent_columns])
             result[some] = torch.matmul(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
         return result
+
+    def _weights(self, scores: Tensor) -> Tensor:
+        """The softmax of scores (T, heads, n), which sinks join."""
+        if self.sinks is None:
+            return torch.softmax(scores, dim=-1)
+        sinks = self.sinks[:, None].expand(len(scores), -1, 1)
+        return torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
 
     def _expand(self, kept: Tensor, keys: Tensor, values: Tensor) -> None:
         """Expands kept (n, latent + rotary columns) into keys (heads, n, plain + rotary columns) and values (heads, n,

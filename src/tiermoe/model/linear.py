@@ -58,8 +58,8 @@ class PackedLinear(torch.nn.Module):
 
 
 class PlainLinear:
-    """A linear layer on a weight (out, in) as the checkpoint has it. Up to FEW_TOKENS take the native product; more
-    tokens take it where torch has no good one."""
+    """A linear layer on a weight (out, in) as the checkpoint has it, in whose dtype it computes. Up to FEW_TOKENS take
+    the native product; more tokens take it where torch has no good one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         out, in_ = weight.shape
@@ -74,6 +74,7 @@ class PlainLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.packed.fields["weight"], self.packed.bias
+        x = x.to(weight.dtype)
         if self._form is not None and x.shape[0] <= self._tokens:
             result = linear(x, self._form, self.packed.fields)
         elif multiplies_bfloat16():

@@ -50,7 +50,7 @@ class RootMeanSquare:
 
 
 class LayerNorm:
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias; weight and bias (H)."""
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias; weight and bias (H), in whose dtype it is computed."""
 
     def __init__(self, weight: Tensor, bias: Tensor, epsilon: float) -> None:
         self.weight, self.bias, self.epsilon = weight, bias, epsilon
@@ -60,4 +60,5 @@ class LayerNorm:
         return NativeNorm(self.weight, self.epsilon, "layer", self.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+        wide = x.to(self.weight.dtype)
+        return F.layer_norm(wide, self.weight.shape, self.weight, self.bias, self.epsilon).to(x.dtype)

@@ -12,10 +12,10 @@ from torch import Tensor
 from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.block_indexer import block_positions
 from tiermoe.model.compressor import Compressor, CompressorSizes, EntryIndexer, EntryIndexerSizes
-from tiermoe.model.indexer import KEY_EPSILON
+from tiermoe.model.indexer import key_norm
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.linear import Linear, PlainLinear
-from tiermoe.model.norms import LayerNorm, Norm
+from tiermoe.model.norms import Norm
 from tiermoe.model.step import Span, Step
 from tiermoe.types import Workload
 
@@ -54,13 +54,13 @@ class PoolIndexerSizes:
     def block(self, weights: FamilyWeights, layer: str) -> PoolIndexer:
         """The indexer of the layer at the path `layer`."""
         part = f"{layer}.self_attn"
-        own, norm = f"{part}.indexer", f"{part}.indexer.k_norm"
+        own = f"{part}.indexer"
         keys = Compressor(
             self.pools.keys,
             value=weights.linear(f"{own}.wk"),
             gate=PlainLinear(weights.tensor(f"{own}.index_kpool_compress_gate")),
             bias=weights.tensor(f"{own}.index_kpool_compress_ape").float(),
-            value_norm=LayerNorm(weights.tensor(f"{norm}.weight"), weights.tensor(f"{norm}.bias"), KEY_EPSILON),
+            value_norm=key_norm(weights, own),
         )
         query, weigh = weights.linear(f"{own}.wq_b"), weights.linear(f"{own}.weights_proj")
         return PoolIndexer(

@@ -33,7 +33,7 @@ typedef struct {
     Projection query, key, value, output, query_first, key_up;
     Norm before, after;
     Norm query_norm, key_norm;  /* grouped: as wide as a head, or as all of them; latent: of query_first's, of latents */
-    const bf16 *sinks;          /* (heads): a score without a value that joins a head's softmax; NULL: none */
+    const float *sinks;         /* (heads): a score without a value that joins a head's softmax; NULL: none */
     size_t heads, kv_heads;     /* latent: one kv head */
     size_t key_columns, value_columns, rotary_columns; /* of a head */
     size_t latent_columns;      /* 0: grouped */

@@ -67,7 +67,7 @@ typedef struct {
     const bf16 *queries[QUERY_ROWS];
     bf16 *out[QUERY_ROWS];
     size_t begin[QUERY_ROWS], end[QUERY_ROWS];
-    const bf16 *sinks[QUERY_ROWS];
+    const float *sinks[QUERY_ROWS];
     float scale;
     size_t from, to;
     int more;

@@ -9,7 +9,7 @@
 typedef struct {
     const bf16 *query; /* (tokens, heads, key_columns of the slabs): in position */
     bf16 *out;         /* (tokens, heads, value_columns) */
-    const bf16 *sinks; /* (heads): a score without a value that joins a head's softmax; NULL: none */
+    const float *sinks; /* (heads): a score without a value that joins a head's softmax; NULL: none */
     size_t tokens, heads;
     size_t slab, first; /* whose cache, and the position of the first token; keys and values of all are there */
     size_t window;      /* positions that a token attends to, its own included; 0: all */

@@ -20,6 +20,13 @@ from tiermoe.errors import ModelError
 from tiermoe.kernels.gates import ClampedGate, LimitedSilu
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.families.gemma4 import GEMMA4
+from tiermoe.model.families.lacks import (
+    deepseek_v4_lacks,
+    granite_windows_lack,
+    hunyuan_lacks,
+    indexer_lacks,
+    minimax_m3_lacks,
+)
 from tiermoe.model.families.llama4 import LLAMA4
 from tiermoe.model.families.router_rules import (
     afmoe_router,
@@ -30,7 +37,6 @@ from tiermoe.model.families.router_rules import (
     ernie_router,
     hunyuan3_router,
     hunyuan_router,
-    hunyuan_top_k,
     kolibri_router,
     lfm2_router,
     minimax_m3_router,
@@ -42,7 +48,6 @@ from tiermoe.model.families.router_rules import (
     softmax_router,
 )
 from tiermoe.model.feed_forward import ACTIVATIONS
-from tiermoe.model.linear_attention import is_linear
 from tiermoe.model.mamba import mamba_lacks
 from tiermoe.model.rotary import Temperature, knows_rotary
 
@@ -111,6 +116,7 @@ _TABLE = (
     Family("Ling 3.0", "bailing_hybrid"),
     Family("Hunyuan (A13B)", "hunyuan_v1_moe", normalised=True),
     Family("Hunyuan 3", "hy_v3", normalised=True),
+    Family("Hunyuan 4", "hy_v4", latent_kv=True),
     Family("Mellum 2", "mellum", plain_router=True),
     Family("MiniMax-M2", "minimax_m2", normalised=True),
     Family("MiMo-V2-Flash", "mimo_v2_flash"),
@@ -174,27 +180,9 @@ def minimax_m3_gate(config: Any) -> ClampedGate:
     return ClampedGate(float(config.swiglu_limit), float(config.swiglu_alpha), halves=True)
 
 
-def minimax_m3_lacks(config: Any) -> str:
-    """The parts of a config that cannot be computed; empty: none."""
-    sparse = "minimax_m3_sparse" in config.layer_types
-    apart = sparse and config.index_n_heads != config.num_key_value_heads
-    return "an indexer of other groups of heads than share keys and values" if apart else ""
-
-
 def limited_silu(config: Any) -> Callable[..., Tensor]:
     """Of dense blocks (DeepSeek-V4, GLM-5 Next)."""
     return LimitedSilu(float(config.swiglu_limit)).of
-
-
-def deepseek_v4_lacks(config: Any) -> str:
-    """The parts of a config of DeepSeek-V4 that cannot be computed; empty: none."""
-    known = config.scoring_func in ("sqrtsoftplus", "sigmoid")
-    return "" if known else f"routers that score by '{config.scoring_func}'"
-
-
-def hunyuan_lacks(config: Any) -> str:
-    """The parts of a config of Hunyuan that cannot be computed; empty: none."""
-    return "" if len(set(hunyuan_top_k(config))) == 1 else "layers that use different numbers of experts"
 
 
 def afmoe_scale(config: Any) -> float:
@@ -229,23 +217,6 @@ def full_exaone(config: Any, layer: int) -> bool:
 def unrotated_granite(config: Any, layer: int) -> bool:
     """Granite's layers of a rotary embedding by no base."""
     return not config.layer_rope_theta[layer]
-
-
-def granite_windows_lack(config: Any) -> str:
-    """The parts of a config of GraniteMoE with sliding windows that cannot be computed; empty: none."""
-    bases = {base for base in config.layer_rope_theta if base}
-    return "" if bases <= {config.rope_parameters["rope_theta"]} else "layers with rotary embeddings of their own bases"
-
-
-def indexer_lacks(config: Any) -> str:
-    """The parts of a config of a family with indexers that cannot be computed; empty: none."""
-    kinds = getattr(config, "indexer_types", None) or []
-    for layer, kind in enumerate(kinds[: config.num_hidden_layers]):
-        alone = layer == 0 or is_linear(config, layer - 1)
-        if kind == "shared" and alone and not is_linear(config, layer):
-            return "a layer that shares what an indexer chose, behind none that has it"
-    whole = getattr(config, "index_kpool", None) is None or config.index_kpool_always_select_tail
-    return "" if whole else "pools without the positions behind them"
 
 
 _LFM2_NAMES = {
@@ -348,6 +319,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         names={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
         norms_rotated=True,
         lacks=hunyuan_lacks,
+    ),
+    "hy_v4": replace(
+        _DEEPSEEK_V3,
+        rope="halves",
+        latent_gate="gate_proj",
+        latent_sinks=True,
+        index_rope="halves",
+        index_rotates_last=True,
+        index_epsilon=None,
+        streams="balanced",
+        lacks=indexer_lacks,
     ),
     "hy_v3": Architecture(hunyuan3_router, shared="shared_experts", correction="e_score_correction_bias"),
     "mellum": Architecture(softmax_router, window="layer"),

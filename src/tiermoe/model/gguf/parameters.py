@@ -23,6 +23,8 @@ from tiermoe.model.gguf.config import Config
 from tiermoe.model.gguf.deepseek4 import NAMES as DEEPSEEK4
 from tiermoe.model.gguf.deepseek4 import deepseek4
 from tiermoe.model.gguf.experts import expert_parameters
+from tiermoe.model.gguf.hy4 import NAMES as HY4
+from tiermoe.model.gguf.hy4 import hy4, rotated_rows
 from tiermoe.model.gguf.linear_attention import linear_rows, rates
 from tiermoe.model.gguf.llama4 import FACTORS, llama4
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
@@ -84,6 +86,8 @@ class GgufArchitecture:
     family: str  # model_type of transformers' model, whose names the parameters have
     more: Mapping[str, str] = field(default_factory=dict)  # tensors of a block → modules, beside `block_names`
     turned: bool = False  # the halves of each head's queries and keys take turns (`_turned_rows`)
+    order: Callable[[GgufFile, str, int], Tensor | None] | None = None
+    """Tensor, its rows → where each row of its parameter is in it; None: in order."""
     in_config: str = ""  # a tensor whose values are the config's
     parts: Callable[[GgufFile, str, GgufTensor], dict[str, Rows]] | None = None
     """Tensor → the parameters of linear attention, of Mamba or of attention that it holds, by their names in the block;
@@ -136,6 +140,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "kimi-linear": GgufArchitecture(configs.kimi_linear, "kimi_linear", _KIMI),
     "llama4": GgufArchitecture(llama4, "llama4_text", in_config=FACTORS),
     "deepseek4": GgufArchitecture(deepseek4, "deepseek_v4", DEEPSEEK4),
+    "hy_v4": GgufArchitecture(hy4, "hy_v4", HY4, order=rotated_rows),
     "mimo2": GgufArchitecture(mimo2, "mimo_v2_flash", _SINKS, parts=qkv_parts, within="self_attn"),
     "mistral4": GgufArchitecture(configs.mistral4, "mistral4"),
     "exaone-moe": GgufArchitecture(configs.exaone_moe, "exaone_moe"),
@@ -288,7 +293,7 @@ def _in_block(
     path = names.get(stem)
     if path is None:
         raise _unknown(file, f"blk.{layer}.{stem}" + (f".{suffix}" if suffix else ""))
-    order = None
+    order = None if architecture.order is None else architecture.order(file, stem, tensor.shape[0])
     if architecture.turned and stem in _TURNED:
         heads = file.largest(_TURNED[stem])
         if tensor.shape[0] % (2 * heads):

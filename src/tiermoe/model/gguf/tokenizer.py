@@ -185,7 +185,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "kimi-k2": _KIMI,
     "tekken": _TEKKEN,
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _STARCODER),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK_3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "hy_v4"), _DEEPSEEK_3),
     "deepseek-llm": _DEEPSEEK,
     "deepseek-coder": _DEEPSEEK_CODER,
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _BAILING),

@@ -81,8 +81,7 @@ class Skeleton:
         if isinstance(self.experts, CheckpointExperts):  # what other parts read, or other layers, is never loaded
             known = self.experts.dense_keys
             part = self._part or bool(self._family.encoder_class)
-            left_out = {key for key in dense_keys if part or isinstance(checkpoint.tensors[key], QuantizedTensor)}
-            dense_keys = [key for key in dense_keys if key in known or key not in left_out]
+            dense_keys = [key for key in dense_keys if key in known or not (part or self._is_ignored(checkpoint, key))]
         tensors = self._tensors(checkpoint)
         tied, tables = self._tied(tensors), self._tables()
         joined = self._joined(tensors, {*tied, *tables})
@@ -97,11 +96,17 @@ class Skeleton:
             table=self._table(tensors),
             tables=tables,
             joined=joined,
-            dense_bytes=self._dense_bytes(),
+            dense_bytes=self._dense_bytes(tensors),
             dense_keys=tuple(dense_keys),
             gate=gate,
             whole=gate is not None and self._known_embedding() and as_they_are,
         )
+
+    def _is_ignored(self, checkpoint: Checkpoint | GgufCheckpoint, key: str) -> bool:
+        """Whether nobody asks for a tensor that the model does not have, like an MTP head's."""
+        ignored = self.model._keys_to_ignore_on_load_unexpected or ()
+        quantized = isinstance(checkpoint.tensors[key], QuantizedTensor)
+        return quantized or any(re.search(pattern, key) for pattern in ignored)
 
     def _tensors(self, checkpoint: TensorSource) -> dict[str, DenseTensor]:
         """Path → tensor of the state dict. A floating tensor is read in the dtype that transformers' loader leaves it
@@ -218,11 +223,12 @@ class Skeleton:
         scaled = own is not None and own.scaled_embedding
         return scaled or self._plain_embedding()
 
-    def _dense_bytes(self) -> int:
-        """Bytes of the parameters and buffers that stay resident at 16 bits (tied ones once)."""
+    def _dense_bytes(self, tensors: Mapping[str, DenseTensor]) -> int:
+        """Bytes of the parameters and buffers that stay resident at 16 bits, or in float32 (tied ones once)."""
         seen: dict[int, int] = {}
-        for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            seen[id(tensor)] = tensor.numel() * tensor.element_size()
+        for path, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            kept = tensors[path].dtype if path in tensors else tensor.dtype
+            seen[id(tensor)] = tensor.numel() * kept.itemsize
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         shared = sum(

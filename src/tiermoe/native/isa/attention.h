@@ -198,15 +198,15 @@ static void attend(const Positions *positions, const bf16 *queries, size_t count
 
 static inline float power(float exponent) { return first_of(exponential(all(exponent))); }
 
-static void merge(const float *results, size_t tiles, size_t stride, size_t value_columns, const bf16 *sink, bf16 *out) {
-    float largest = sink ? from_bf16(*sink) : -FLT_MAX, sum = 0;
+static void merge(const float *results, size_t tiles, size_t stride, size_t value_columns, const float *sink, bf16 *out) {
+    float largest = sink ? *sink : -FLT_MAX, sum = 0;
     for (size_t t = 0; t < tiles; t++)
         if (results[t * stride] > largest) largest = results[t * stride];
     for (size_t t = 0; t < tiles; t++) {
         const Vector weight = all(power(results[t * stride] - largest));
         sum = first_of(times_plus(all(results[t * stride + 1]), weight, all(sum)));
     }
-    if (sink) sum += power(from_bf16(*sink) - largest);
+    if (sink) sum += power(*sink - largest);
     for (size_t c = 0; c < value_columns; c += 4 * LANES) {
         const size_t registers = value_columns - c < 4 * LANES ? 2 : 4;
         Vector sums[4];

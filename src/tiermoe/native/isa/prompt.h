@@ -243,8 +243,8 @@ static void load_rows(const Positions *positions, const QueryRows *rows, const P
 /* What a row has seen before the first tile: its sink, or nothing. */
 static void begin_rows(const Positions *positions, const QueryRows *rows, const Panels *p) {
     for (size_t r = 0; r < QUERY_ROWS; r++) {
-        const bf16 *sink = r < rows->count ? rows->sinks[r] : NULL;
-        p->largest[r] = sink ? from_bf16(*sink) : -FLT_MAX, p->total[r] = sink != NULL;
+        const float *sink = r < rows->count ? rows->sinks[r] : NULL;
+        p->largest[r] = sink ? *sink : -FLT_MAX, p->total[r] = sink != NULL;
     }
     memset(p->sums, 0, sizeof *p->sums * QUERY_ROWS * positions->value_columns);
 }
