@@ -94,7 +94,7 @@ class RequestLoop:
 
     ends: tokens that end an answer; None: those of the model's generation config. disk: makes the prefix cache on disk
     from the KV cache. times_decoding: whether `decoding` is measured where experts are missing. speculation: which
-    guesses at answers' next tokens are verified, where the engine is exact and verifies several in a step; None: none."""
+    guesses at answers' next tokens are verified, where the engine is exact and verifies several at once; None: none."""
 
     def __init__(
         self,

@@ -43,6 +43,12 @@ class Attention(ABC):
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Writes what the layer keeps of the tokens into the step's cache."""
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's result does not depend on the other tokens of a call of up to FEW_TOKENS: where each of
+        `Step.parts` attends by itself, and projections of several tokens have the bits of each."""
+        return False
+
     def decode_kernel(
         self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
     ) -> DecodeAttention | None:

@@ -71,12 +71,17 @@ class BlockIndexer:
     query_norm: Norm
     key_norm: Norm  # of a block's key
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's scores do not depend on the other tokens of a call of up to FEW_TOKENS."""
+        return self.project.batch_invariant
+
     def __call__(self, x: Tensor, layer: int, step: Step) -> None:
         """x (T, H), normed: writes the tokens' keys into the step's cache, and sets the positions that the tokens
         attend to in this layer."""
         sizes, kept = self.sizes, step.cache.index_keys[layer]
         projected = self.project(x).view(len(x), sizes.heads + 1, sizes.columns)
-        for span in step.spans:
+        for span in step.parts:
             write_rows(kept, span.row, projected[span.begin : span.end, sizes.heads :])
             self._end_blocks(kept[span.row.slab, 0], span, step)
         if step.longest <= sizes.most:

@@ -222,7 +222,7 @@ class GroupedAttention(Attention):
         key = self._heads(keys, sizes.kv_heads, self.key_norm, step)
         query = tempered(query, step.temperatures[sizes.rotary])
         attended = query.new_empty((len(query), sizes.heads, sizes.value_columns))
-        for span in step.spans:
+        for span in step.parts:
             tokens = slice(span.begin, span.end)
             step.cache.write(layer, span.row, key[tokens], value[tokens])
             if step.chosen is None or self.sizes.indexer is None or span.row.end <= self.sizes.indexer.most:
@@ -231,6 +231,11 @@ class GroupedAttention(Attention):
                 attended[tokens] = self._sparsely(query[tokens], layer, span, step.cache, step.chosen[tokens])
         attended = attended.flatten(1) if self.value_scale == 1 else attended.flatten(1) * self.value_scale
         return self.output(attended if gates is None else attended * torch.sigmoid(gates))
+
+    @property
+    def batch_invariant(self) -> bool:
+        projections = (self.query, self.key, self.value, self.output, self.gate)
+        return all(each.batch_invariant for each in projections if each is not None)
 
     def decode_kernel(
         self, before: Norm, after: Norm, rotary_columns: int, multiplier: float

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention import Attention, AttentionSizes
+from tiermoe.model.by_token import by_token
 from tiermoe.model.feed_forward import DenseBlock, MoeBlock, feed_forward
 from tiermoe.model.linear import Linear
 from tiermoe.model.linear_attention import LinearSizes
@@ -106,6 +107,9 @@ class BalancedMixer:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, streams, H) → (T, H)."""
+        return by_token(self._mixed, x)
+
+    def _mixed(self, x: Tensor) -> Tensor:
         logits = F.linear(_normed(x, self.epsilon), self.weight.float())
         return self.norm(_summed(x, logits * self.scale + self.bias, self.floor))
 
@@ -214,7 +218,11 @@ class StreamLayer:
     indexer: Callable[[Tensor, int, Step], None] | None = None  # chooses before what tokens attend to
     ngrams: NgramFeatures | None = None
 
-    batch_invariant = False
+    @property
+    def batch_invariant(self) -> bool:
+        indexer: Any = self.indexer
+        indexes = self.ngrams is None and (indexer is None or indexer.batch_invariant)
+        return indexes and self.attention.batch_invariant and self.feed_forward.batch_invariant
 
     @property
     def moe(self) -> MoeBlock | None:
@@ -249,10 +257,10 @@ class StreamLayer:
         """What the feed-forward part's connection makes of streams (T, streams, H) with attention's output."""
         if self.ngrams is not None:
             x = x + self.ngrams(x, index, step)
-        mixed, shares, x = self.before_attention(x)
+        mixed, shares, x = step.each_part(self.before_attention, x)
         if self.indexer is not None:
             self.indexer(mixed, index, step)
-        return self.before_feed_forward(injected(x, self.attention(mixed, index, step), shares))
+        return step.each_part(self.before_feed_forward, injected(x, self.attention(mixed, index, step), shares))
 
     def watched(self, wrap: Callable[[Any], Any]) -> StreamLayer:
         """The layer with wrap(part) in the place of its dense parts."""

@@ -90,8 +90,9 @@ class Layer:
 
     @property
     def batch_invariant(self) -> bool:
+        attends = self.decode_attention is not None or self.attention.batch_invariant
         indexes = self.indexer is None or self.indexer.batch_invariant
-        return self.decode_attention is not None and self.feed_forward.batch_invariant and indexes
+        return attends and indexes and self.feed_forward.batch_invariant
 
 
 @dataclass(frozen=True, slots=True)

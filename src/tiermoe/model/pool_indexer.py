@@ -81,6 +81,11 @@ class PoolIndexer:
     narrow_norm: Norm
     pools: EntryIndexer
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's scores do not depend on the other tokens of a call of up to FEW_TOKENS."""
+        return self.narrow.batch_invariant and self.pools.batch_invariant
+
     def __call__(self, x: Tensor, layer: int, step: Step) -> None:
         """x (T, H), normed: writes the keys of the pools that end with the tokens into the step's cache, and sets the
         positions that the tokens attend to from this layer on."""

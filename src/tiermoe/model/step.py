@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from tiermoe.model.kv_cache import KVCache
 from tiermoe.model.rotary import Rotary
 from tiermoe.native import available
 from tiermoe.types import FEW_TOKENS
+
+Three = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,10 @@ class Span:
 class Step:
     """A batch's tensors, for T tokens and a cache.
 
-    spans: the tokens of each row. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with
-    the step's. rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's
-    dtype; cos, sin: the first ones.
+    spans: the tokens of each row. parts: spans of what is computed by itself where a kernel does not compute all tokens
+    at once: rows, and each token that is verified. tokens, positions, slabs: int64 (T). longest: tokens of the longest
+    sequence, with the step's. rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the
+    model's dtype; cos, sin: the first ones.
     temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row (place of
     the recurrent state before the step, place of the state after it), empty in a cache without them; pieces: the same
     for the kernel of linear attention. chosen: positions that an indexer chose (`choose`)."""
@@ -41,6 +45,11 @@ class Step:
         for row in batch.rows:
             begin = self.spans[-1].end if self.spans else 0
             self.spans.append(Span(row, begin, begin + len(row.tokens)))
+        self.parts = [
+            Span(each, span.begin + each.first - span.row.first, span.begin + each.end - span.row.first)
+            for span in self.spans
+            for each in span.row.one_by_one()
+        ]
         self.tokens = torch.tensor(batch.tokens)
         self.positions = torch.tensor(batch.positions)
         self.slabs = torch.tensor(batch.slabs)
@@ -80,9 +89,16 @@ class Step:
             self._native = [each.choosing(chosen) for each in self._native]
         self.chosen = chosen
 
+    def each_part(self, compute: Callable[[Tensor], Three], x: Tensor) -> Three:
+        """compute(x), x (T, ...), whose tokens have the bits that those of each part have by themselves."""
+        if len(self.parts) == 1:
+            return compute(x)
+        first, second, third = zip(*(compute(x[part.begin : part.end]) for part in self.parts), strict=True)
+        return torch.cat(first), torch.cat(second), torch.cat(third)
+
     def _angles_of(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """cos and sin of a rotary embedding. A row's angles depend on the length of its own sequence alone."""
-        if len(self.spans) == 1 or len({rotary.scale(span.row.end) for span in self.spans}) == 1:
+        """cos and sin of a rotary embedding. A part's angles depend on the length of its own sequence alone."""
+        if len(self.parts) == 1 or len({rotary.scale(part.row.end) for part in self.parts}) == 1:
             return rotary.at(self.positions, self.longest)
-        each = [rotary.at(self.positions[span.begin : span.end], span.row.end) for span in self.spans]
+        each = [rotary.at(self.positions[part.begin : part.end], part.row.end) for part in self.parts]
         return torch.cat([cos for cos, _ in each]), torch.cat([sin for _, sin in each])
