@@ -73,7 +73,6 @@ class BlockIndexer:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's scores do not depend on the other tokens of a call of up to FEW_TOKENS."""
         return self.project.batch_invariant
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> None:
@@ -81,14 +80,14 @@ class BlockIndexer:
         attend to in this layer."""
         sizes, kept = self.sizes, step.cache.index_keys[layer]
         projected = self.project(x).view(len(x), sizes.heads + 1, sizes.columns)
-        for span in step.parts:
+        for span in step.apart:
             write_rows(kept, span.row, projected[span.begin : span.end, sizes.heads :])
             self._end_blocks(kept[span.row.slab, 0], span, step)
         if step.longest <= sizes.most:
             return step.choose(None)
         queries = rope_halves(self.query_norm(projected[:, : sizes.heads].contiguous()), step.cos, step.sin).float()
         chosen = torch.full((len(x), sizes.most), -1, dtype=torch.int32)
-        for span in step.spans:
+        for span in step.apart:
             if span.row.end > sizes.most:
                 self._search(queries, kept[span.row.slab, 0], span, chosen)
         return step.choose(chosen)

@@ -152,7 +152,7 @@ class CompressedAttention(Attention):
             if step.longest // sizes.compressor.rate > self.indexer.sizes.most:
                 asked = self.indexer.queries(x, narrow, cos, sin)
         attended = torch.empty_like(query)
-        for span in step.parts:
+        for span in step.apart:
             own = slice(span.begin, span.end)
             write_rows(step.cache.keys[layer], span.row, key[own])
             keys = read_rows(step.cache.keys[layer], span.row, sizes.window)

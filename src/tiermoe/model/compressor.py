@@ -83,7 +83,7 @@ class Compressor:
         values = self.value(x) if self.value_norm is None else self.value_norm(self.value(x))
         new = torch.cat((values, self.gate(x)), dim=-1)[:, None]
         kept, entries = (step.cache.keys[place] for place in places)
-        for span in step.parts:
+        for span in step.apart:
             write_rows(kept, span.row, new[span.begin : span.end])
             begin, end = span.row.first // self.sizes.rate, span.row.end // self.sizes.rate
             if begin < end:

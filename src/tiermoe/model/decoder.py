@@ -21,10 +21,8 @@ from tiermoe.model.compressed_attention import CompressedSizes
 from tiermoe.model.families.gemma4 import SideBySide
 from tiermoe.model.families.table import ARCHITECTURES, activation_of, decodes
 from tiermoe.model.feed_forward import Experts, MoeBlock, feed_forward
-from tiermoe.model.group_indexer import GroupIndexer
 from tiermoe.model.grouped_attention import GroupedSizes, head_columns
 from tiermoe.model.hyper_connections import CONNECTIONS, StreamLayer, in_streams, streams_of
-from tiermoe.model.indexer import Indexer
 from tiermoe.model.kimi_delta import KimiDeltaSizes
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent_attention import LatentSizes
@@ -265,16 +263,16 @@ class Decoder:
 # building: sizes from a config, blocks from sizes and weights
 
 
-def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[AttentionSizes] | None:
+def attention_sizes(config: Any) -> list[AttentionSizes] | None:
     """The description of each layer's attention in the decoder that a model with this config gets; None where it gets
-    none of ours. has: whether the checkpoint has a tensor of this name."""
+    none of ours."""
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None or not decodes(config):
         return None
-    return [_sizes_at(architecture, config, index, has) for index in range(config.num_hidden_layers)]
+    return [_sizes_at(architecture, config, index) for index in range(config.num_hidden_layers)]
 
 
-def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable[[str], bool]) -> AttentionSizes:
+def _sizes_at(architecture: Architecture, config: Any, index: int) -> AttentionSizes:
     if not architecture.attends(config, index):
         return NoAttention()
     if is_linear(config, index):
@@ -287,17 +285,16 @@ def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable
         return CompressedSizes.of(config, index)
     if is_convolution(config, index):
         return ConvolutionSizes.of(config)
-    return GroupedSizes.of(architecture, config, index, has)
+    return GroupedSizes.of(architecture, config, index)
 
 
 def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int = 16) -> Decoder | None:
     """The decoder of a model with this transformers config; None where the family has none or no block computes a part
     of the config. kv_bits: of keys and values in its caches; latents have 16 alone."""
-    text = text_part(weights)
-    sizes = attention_sizes(config, text.has)
+    sizes = attention_sizes(config)
     if sizes is None:
         return None
-    parts = FamilyWeights(ARCHITECTURES[config.model_type], config, text, dtype)
+    parts = FamilyWeights(ARCHITECTURES[config.model_type], config, text_part(weights), dtype)
     rotaries = _rotaries(config, dtype)
     layers = [
         _layer(f"model.layers.{index}", each, parts, rotaries[each.rotary].columns) for index, each in enumerate(sizes)
@@ -360,7 +357,6 @@ def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_colu
     if before is not None and after is not None and attended is None:
         kernel = attention.decode_kernel(before, after, rotary_columns, multiplier)
     indexer = sizes.indexer_block(weights, path)
-    assert indexer is None or isinstance(indexer, Indexer | GroupIndexer)
     part = SideBySide.of(weights, path, activation) if of.side_by_side else feed_forward(weights, path, activation)
     return Layer(before, attention, after, part, multiplier, kernel, indexer, attended)
 

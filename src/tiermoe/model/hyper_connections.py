@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.model.architecture import FamilyWeights
-from tiermoe.model.attention import Attention, AttentionSizes
+from tiermoe.model.attention import Attention, AttentionSizes, PositionIndexer
 from tiermoe.model.by_token import by_token
 from tiermoe.model.feed_forward import DenseBlock, MoeBlock, feed_forward
 from tiermoe.model.linear import Linear
@@ -87,6 +87,10 @@ class Connection:
         normed = self.mixer.norm(x)
         return self.mixer.mixed(normed), 2 * torch.sigmoid(self.inject(normed.flatten(1)) / x.shape[1]), x
 
+    @property
+    def batch_invariant(self) -> bool:
+        return all(each.batch_invariant for each in (self.mixer.narrow, self.mixer.widen, self.inject))
+
 
 @dataclass(frozen=True, slots=True)
 class BalancedMixer:
@@ -138,6 +142,9 @@ class BalancedConnection:
     floor: float  # of the sum's weights and of the mixtures'
     iterations: int
     norm: Norm  # of the sum
+
+    batch_invariant: ClassVar[bool] = False
+    """Its weights are float32, of which no kernel of few tokens takes products."""
 
     @classmethod
     def of(cls, weights: FamilyWeights, path: str, norm: str) -> BalancedConnection:
@@ -207,6 +214,12 @@ def injected(x: Tensor, output: Tensor, shares: Tensor) -> Tensor:
     return x + output[:, None] * shares[..., None]
 
 
+def _connected(connection: Connection | BalancedConnection, x: Tensor, step: Step) -> Connected:
+    """What a connection makes of streams (T, streams, H), so that no token's depends on the others that are verified
+    with it."""
+    return connection(x) if connection.batch_invariant else step.compute_apart(connection, x)
+
+
 @dataclass(frozen=True, slots=True)
 class StreamLayer:
     """A layer of residual streams: n-gram features, attention and a feed-forward part, each added to all streams."""
@@ -215,14 +228,13 @@ class StreamLayer:
     attention: Attention
     before_feed_forward: Connection | BalancedConnection
     feed_forward: MoeBlock | DenseBlock
-    indexer: Callable[[Tensor, int, Step], None] | None = None  # chooses before what tokens attend to
+    indexer: PositionIndexer | None = None  # chooses before what tokens attend to
     ngrams: NgramFeatures | None = None
 
     @property
     def batch_invariant(self) -> bool:
-        indexer: Any = self.indexer
-        indexes = self.ngrams is None and (indexer is None or indexer.batch_invariant)
-        return indexes and self.attention.batch_invariant and self.feed_forward.batch_invariant
+        parts = (self.attention, self.feed_forward, self.indexer, self.ngrams)
+        return all(part is None or part.batch_invariant for part in parts)
 
     @property
     def moe(self) -> MoeBlock | None:
@@ -257,10 +269,11 @@ class StreamLayer:
         """What the feed-forward part's connection makes of streams (T, streams, H) with attention's output."""
         if self.ngrams is not None:
             x = x + self.ngrams(x, index, step)
-        mixed, shares, x = step.each_part(self.before_attention, x)
+        mixed, shares, x = _connected(self.before_attention, x, step)
         if self.indexer is not None:
             self.indexer(mixed, index, step)
-        return step.each_part(self.before_feed_forward, injected(x, self.attention(mixed, index, step), shares))
+        x = injected(x, self.attention(mixed, index, step), shares)
+        return _connected(self.before_feed_forward, x, step)
 
     def watched(self, wrap: Callable[[Any], Any]) -> StreamLayer:
         """The layer with wrap(part) in the place of its dense parts."""

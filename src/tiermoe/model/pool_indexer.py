@@ -83,7 +83,6 @@ class PoolIndexer:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's scores do not depend on the other tokens of a call of up to FEW_TOKENS."""
         return self.narrow.batch_invariant and self.pools.batch_invariant
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> None:

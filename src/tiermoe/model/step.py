@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.kernels.attention import Step as NativeStep
-from tiermoe.kernels.delta import delta_rows
 from tiermoe.model.kv_cache import KVCache
+from tiermoe.model.recurrent_states import StateRows
 from tiermoe.model.rotary import Rotary
 from tiermoe.native import available
 from tiermoe.types import FEW_TOKENS
@@ -31,13 +31,11 @@ class Span:
 class Step:
     """A batch's tensors, for T tokens and a cache.
 
-    spans: the tokens of each row. parts: spans of what is computed by itself where a kernel does not compute all tokens
-    at once: rows, and each token that is verified. tokens, positions, slabs: int64 (T). longest: tokens of the longest
-    sequence, with the step's. rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the
-    model's dtype; cos, sin: the first ones.
-    temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row (place of
-    the recurrent state before the step, place of the state after it), empty in a cache without them; pieces: the same
-    for the kernel of linear attention. chosen: positions that an indexer chose (`choose`)."""
+    spans: the tokens of each row. apart: `spans`, with one for each token that is verified: it is computed as if it
+    ran alone. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with the step's. rotaries: the
+    rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's dtype; cos, sin: the first ones.
+    temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row the places
+    of its recurrent states, None in a cache without them. chosen: positions that an indexer chose (`choose`)."""
 
     def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary) -> None:
         self.cache = cache
@@ -45,10 +43,10 @@ class Step:
         for row in batch.rows:
             begin = self.spans[-1].end if self.spans else 0
             self.spans.append(Span(row, begin, begin + len(row.tokens)))
-        self.parts = [
-            Span(each, span.begin + each.first - span.row.first, span.begin + each.end - span.row.first)
+        self.apart = [
+            Span(row, at, at + len(row.tokens))
             for span in self.spans
-            for each in span.row.one_by_one()
+            for at, row in enumerate(span.row.one_by_one(), span.begin)
         ]
         self.tokens = torch.tensor(batch.tokens)
         self.positions = torch.tensor(batch.positions)
@@ -71,9 +69,10 @@ class Step:
                 for (cos, sin), factors in zip(self.angles, self.temperatures, strict=True)
             ]
         recurrent = cache.recurrent
-        self.states = [] if recurrent is None else [recurrent.begin(row.slab, row.first, row.end) for row in batch.rows]
-        lengths = [len(row.tokens) for row in batch.rows]
-        self.pieces = list(delta_rows([(length, *of) for length, of in zip(lengths, self.states, strict=False)]))
+        self.states: StateRows | None = None
+        if recurrent is not None:
+            places = [recurrent.begin(row.slab, row.first, row.end) for row in batch.rows]
+            self.states = StateRows(recurrent, [(row, *of) for row, of in zip(batch.rows, places, strict=True)])
 
     @property
     def native(self) -> list[NativeStep]:
@@ -89,16 +88,16 @@ class Step:
             self._native = [each.choosing(chosen) for each in self._native]
         self.chosen = chosen
 
-    def each_part(self, compute: Callable[[Tensor], Three], x: Tensor) -> Three:
-        """compute(x), x (T, ...), whose tokens have the bits that those of each part have by themselves."""
-        if len(self.parts) == 1:
+    def compute_apart(self, compute: Callable[[Tensor], Three], x: Tensor) -> Three:
+        """compute(x), x (T, ...), each of `apart` by itself."""
+        if len(self.apart) == 1:
             return compute(x)
-        first, second, third = zip(*(compute(x[part.begin : part.end]) for part in self.parts), strict=True)
+        first, second, third = zip(*(compute(x[span.begin : span.end]) for span in self.apart), strict=True)
         return torch.cat(first), torch.cat(second), torch.cat(third)
 
     def _angles_of(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """cos and sin of a rotary embedding. A part's angles depend on the length of its own sequence alone."""
-        if len(self.parts) == 1 or len({rotary.scale(part.row.end) for part in self.parts}) == 1:
+        """cos and sin of a rotary embedding. A span's angles depend on the length of its own sequence alone."""
+        if len(self.apart) == 1 or len({rotary.scale(span.row.end) for span in self.apart}) == 1:
             return rotary.at(self.positions, self.longest)
-        each = [rotary.at(self.positions[part.begin : part.end], part.row.end) for part in self.parts]
+        each = [rotary.at(self.positions[span.begin : span.end], span.row.end) for span in self.apart]
         return torch.cat([cos for cos, _ in each]), torch.cat([sin for _, sin in each])
