@@ -60,16 +60,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 12},
     "deepseek_v32": {**_LATENT, "q_lora_rank": 64, "index_head_dim": 128, "index_topk": 12, "intermediate_size": 64},
     "olmoe": {},
-    "deepseek_v4": {"num_key_value_heads": 1, "index_topk": 3, "sliding_window": 6, "o_lora_rank": 32},
+    "deepseek_v4": {
+        "num_key_value_heads": 1, "head_dim": 64, "q_lora_rank": 64, "o_lora_rank": 32, "sliding_window": 6,
+        "index_topk": 3, "index_head_dim": 32,
+    },
     "minimax_m3_vl_text": {},
-    "gemma4_text": {"intermediate_size": 64},
+    "gemma4_text": {"intermediate_size": 64, "global_head_dim": 512},
     "flex_olmo": {},
     "afmoe": {"intermediate_size": 128},
     **RECURRENT,
 }  # fmt: skip
 """Grouped heads, sinks and windows, latents that are chosen, compressed positions, groups of heads that choose, a dense
 block beside the experts, attention apart from its norms, recurrent states."""
-ALONE = {"deepseek_v4", "minimax_m3_vl_text", "gemma4_text"}
+ALONE = {"minimax_m3_vl_text"}
 """Families whose tokens are verified by themselves within a layer, everywhere."""
 
 
@@ -193,6 +196,21 @@ def test_tokens_behind_any_number_of_right_guesses_have_their_bits(family: Any) 
         assert torch.equal(found[: 1 + right], expected[at - 30 :][: 1 + right])
         at += 1 + right
         cache.crop(slab, at)
+
+
+def test_answers_side_by_side_have_the_bits_of_each(family: Any) -> None:
+    """Guesses of two answers, of which one is longer than what is chosen, beside a third without."""
+    if not family.decoder.batch_invariant:
+        pytest.skip("verifies one answer at a time")
+    read, guessed = (50, 9, 21), (7, 4, 1)
+    texts = [tokens(first + count, seed=first) for first, count in zip(read, guessed, strict=True)]
+    expected = [alone(family, ids, first) for ids, first in zip(texts, read, strict=True)]
+    cache = family.new_cache(3)
+    slabs = [cache.open() for _ in texts]
+    for slab, ids, first in zip(slabs, texts, read, strict=True):
+        family.step(Batch((prompt(slab, ids[:first]),)), cache)
+    rows = [verify(slab, first, ids[first:]) for slab, ids, first in zip(slabs, texts, read, strict=True)]
+    assert torch.equal(family.step(Batch(tuple(rows)), cache, every=True), torch.cat(expected))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "minimax_m3_vl_text", "gemma4_text", "phimoe"])

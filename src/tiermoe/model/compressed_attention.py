@@ -131,6 +131,11 @@ class CompressedAttention(Attention):
     compressor: Compressor | None
     indexer: EntryIndexer | None
 
+    @property
+    def batch_invariant(self) -> bool:
+        parts = (self.narrow_query, self.query, self.key, *self.groups, self.output, self.compressor, self.indexer)
+        return all(each.batch_invariant for each in parts if each is not None)
+
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Writes the tokens' keys, and what is compressed of them, into the step's cache."""
         sizes, tokens = self.sizes, len(x)
@@ -147,7 +152,7 @@ class CompressedAttention(Attention):
             if step.longest // sizes.compressor.rate > self.indexer.sizes.most:
                 asked = self.indexer.queries(x, narrow, cos, sin)
         attended = torch.empty_like(query)
-        for span in step.spans:
+        for span in step.apart:
             own = slice(span.begin, span.end)
             write_rows(step.cache.keys[layer], span.row, key[own])
             keys = read_rows(step.cache.keys[layer], span.row, sizes.window)

@@ -72,13 +72,18 @@ class Compressor:
     norm: Norm | None = None  # of an entry
     value_norm: Norm | None = None
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether what is kept of a token does not depend on the other tokens of a call of up to FEW_TOKENS."""
+        return self.value.batch_invariant and self.gate.batch_invariant
+
     def __call__(self, x: Tensor, places: range, step: Step, rotary: Rotary) -> None:
         """x (T, H), normed: writes what the cache keeps of the step's tokens, and the entries that end with them.
         places: of `sizes.shapes` in the cache."""
         values = self.value(x) if self.value_norm is None else self.value_norm(self.value(x))
         new = torch.cat((values, self.gate(x)), dim=-1)[:, None]
         kept, entries = (step.cache.keys[place] for place in places)
-        for span in step.spans:
+        for span in step.apart:
             write_rows(kept, span.row, new[span.begin : span.end])
             begin, end = span.row.first // self.sizes.rate, span.row.end // self.sizes.rate
             if begin < end:
@@ -136,6 +141,11 @@ class EntryIndexer:
     keys: Compressor
     query: Linear  # narrow query → heads * columns
     weigh: Linear  # hidden → the heads' weights
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's scores do not depend on the other tokens of a call of up to FEW_TOKENS."""
+        return all(each.batch_invariant for each in (self.keys, self.query, self.weigh))
 
     def queries(self, x: Tensor, narrow: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x (T, H), normed, and narrow queries → queries (T, heads, columns) and weights (T, heads), float32."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from tiermoe.formats.outline import Outline
 from tiermoe.kernels.experts import Activation as FirstToSecond
 from tiermoe.kernels.gates import gate_named, gelu_tanh, relu_squared
 from tiermoe.model.architecture import FamilyWeights
+from tiermoe.model.by_token import by_token
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.routers import Router
@@ -26,12 +28,12 @@ Activation = Callable[[Tensor], Tensor]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu": partial(by_token, F.gelu),
+    "gelu_pytorch_tanh": partial(by_token, gelu_tanh),
     "relu": F.relu,
     "relu2": relu_squared,
 }
-"""By the name that configs use."""
+"""By the name that configs use. torch rounds a few inputs of GELU differently at the end of a long row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +180,8 @@ class MoeBlock:
     def batch_invariant(self) -> bool:
         """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
         always = [part for part in (self.shared, self.shared_gate, *(self.latent or ())) if part is not None]
-        kernels = self.router.native is not None and self.table is None and self.experts.batch_invariant
-        return kernels and all(part.batch_invariant for part in always)
+        routes = self.table is not None or self.router.batch_invariant
+        return routes and self.experts.batch_invariant and all(part.batch_invariant for part in always)
 
     def watched(self, wrap: Callable[[Any], Any]) -> MoeBlock:
         """The block with its shared expert watched, and the projections around its experts."""
@@ -227,7 +229,7 @@ class MoeBlock:
             return self.experts.route(self.router, *xs)
         assert tokens is not None
         named = [self.table[each] for each in tokens]
-        return [(self.router.weigh(x, experts), experts) for x, experts in zip(xs, named, strict=True)]
+        return [(by_token(self.router.weigh, x, experts), experts) for x, experts in zip(xs, named, strict=True)]
 
     def _given(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the experts are called with; weights of inputs are those of a token's only expert."""

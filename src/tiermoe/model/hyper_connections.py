@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention import Attention, AttentionSizes, PositionIndexer
+from tiermoe.model.by_token import by_token
 from tiermoe.model.feed_forward import DenseBlock, MoeBlock, feed_forward
 from tiermoe.model.linear import Linear
 from tiermoe.model.linear_attention import LinearSizes
@@ -110,6 +111,9 @@ class BalancedMixer:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, streams, H) → (T, H)."""
+        return by_token(self._mixed, x)
+
+    def _mixed(self, x: Tensor) -> Tensor:
         logits = F.linear(_normed(x, self.epsilon), self.weight.float())
         return self.norm(_summed(x, logits * self.scale + self.bias, self.floor))
 
@@ -221,6 +225,12 @@ def injected(x: Tensor, output: Tensor, shares: Tensor) -> Tensor:
     return (x + output[:, None] * shares[..., None]).to(x.dtype)
 
 
+def _connected(connection: Connection | BalancedConnection, x: Tensor, step: Step) -> Connected:
+    """What a connection makes of streams (T, streams, H), so that no token's depends on the others that are verified
+    with it."""
+    return connection(x) if connection.batch_invariant else step.compute_apart(connection, x)
+
+
 @dataclass(frozen=True, slots=True)
 class StreamLayer:
     """A layer of residual streams: n-gram features, attention and a feed-forward part, each added to all streams."""
@@ -234,8 +244,7 @@ class StreamLayer:
 
     @property
     def batch_invariant(self) -> bool:
-        connections = (self.before_attention, self.before_feed_forward)
-        parts = (*connections, self.attention, self.feed_forward, self.indexer, self.ngrams)
+        parts = (self.attention, self.feed_forward, self.indexer, self.ngrams)
         return all(part is None or part.batch_invariant for part in parts)
 
     @property
@@ -271,10 +280,11 @@ class StreamLayer:
         """What the feed-forward part's connection makes of streams (T, streams, H) with attention's output."""
         if self.ngrams is not None:
             x = x + self.ngrams(x, index, step)
-        mixed, shares, x = self.before_attention(x)
+        mixed, shares, x = _connected(self.before_attention, x, step)
         if self.indexer is not None:
             self.indexer(mixed, index, step)
-        return self.before_feed_forward(injected(x, self.attention(mixed, index, step), shares))
+        x = injected(x, self.attention(mixed, index, step), shares)
+        return _connected(self.before_feed_forward, x, step)
 
     def watched(self, wrap: Callable[[Any], Any]) -> StreamLayer:
         """The layer with wrap(part) in the place of its dense parts."""

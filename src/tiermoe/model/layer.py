@@ -88,8 +88,8 @@ class Layer:
 
     @property
     def batch_invariant(self) -> bool:
-        indexes = self.indexer is None or self.indexer.batch_invariant
         attends = self.decode_attention is not None or self.attention.batch_invariant
+        indexes = self.indexer is None or self.indexer.batch_invariant
         return attends and self.feed_forward.batch_invariant and indexes
 
 

@@ -86,6 +86,11 @@ class Router:
     def top_k(self) -> int:
         return self.rule.top_k
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether `route` of a token does not depend on the other tokens of a call of up to FEW_TOKENS."""
+        return self._form is not None
+
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (T, H) → weights (T, K) and experts (T, K)."""
         hidden = self._input(hidden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from tiermoe.model.recurrent_states import StateRows
 from tiermoe.model.rotary import Rotary
 from tiermoe.native import available
 from tiermoe.types import FEW_TOKENS
+
+Three = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,9 @@ class Span:
 class Step:
     """A batch's tensors, for T tokens and a cache.
 
-    spans: the tokens of each row. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with
-    the step's. rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's
-    dtype; cos, sin: the first ones.
+    spans: the tokens of each row. apart: `spans`, with one for each token that is verified: it is computed as if it
+    ran alone. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with the step's. rotaries: the
+    rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's dtype; cos, sin: the first ones.
     temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row the places
     of its recurrent states, None in a cache without them. chosen: positions that an indexer chose (`choose`)."""
 
@@ -40,6 +43,11 @@ class Step:
         for row in batch.rows:
             begin = self.spans[-1].end if self.spans else 0
             self.spans.append(Span(row, begin, begin + len(row.tokens)))
+        self.apart = [
+            Span(row, at, at + len(row.tokens))
+            for span in self.spans
+            for at, row in enumerate(span.row.one_by_one(), span.begin)
+        ]
         self.tokens = torch.tensor(batch.tokens)
         self.positions = torch.tensor(batch.positions)
         self.slabs = torch.tensor(batch.slabs)
@@ -67,15 +75,6 @@ class Step:
             self.states = StateRows(recurrent, [(row, *of) for row, of in zip(batch.rows, places, strict=True)])
 
     @property
-    def apart(self) -> list[Span]:
-        """`spans`, with one for each token that is verified: it is computed as if it ran alone."""
-        return [
-            Span(row, at, at + len(row.tokens))
-            for span in self.spans
-            for at, row in enumerate(span.row.one_by_one(), span.begin)
-        ]
-
-    @property
     def native(self) -> list[NativeStep]:
         """Of each rotary embedding the step for the attention kernel of up to FEW_TOKENS; empty where no kernel runs,
         or groups of heads attend to positions of their own."""
@@ -89,9 +88,16 @@ class Step:
             self._native = [each.choosing(chosen) for each in self._native]
         self.chosen = chosen
 
+    def compute_apart(self, compute: Callable[[Tensor], Three], x: Tensor) -> Three:
+        """compute(x), x (T, ...), each of `apart` by itself."""
+        if len(self.apart) == 1:
+            return compute(x)
+        first, second, third = zip(*(compute(x[span.begin : span.end]) for span in self.apart), strict=True)
+        return torch.cat(first), torch.cat(second), torch.cat(third)
+
     def _angles_of(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """cos and sin of a rotary embedding. A row's angles depend on the length of its own sequence alone."""
-        if len(self.spans) == 1 or len({rotary.scale(span.row.end) for span in self.spans}) == 1:
+        """cos and sin of a rotary embedding. A span's angles depend on the length of its own sequence alone."""
+        if len(self.apart) == 1 or len({rotary.scale(span.row.end) for span in self.apart}) == 1:
             return rotary.at(self.positions, self.longest)
-        each = [rotary.at(self.positions[span.begin : span.end], span.row.end) for span in self.spans]
+        each = [rotary.at(self.positions[span.begin : span.end], span.row.end) for span in self.apart]
         return torch.cat([cos for cos, _ in each]), torch.cat([sin for _, sin in each])

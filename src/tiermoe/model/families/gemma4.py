@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -65,8 +65,6 @@ class SideBySide:
     norm_sum: Norm  # of both outputs' sum
     scale: float = 1.0  # of the layer's output
 
-    batch_invariant: ClassVar[bool] = False
-
     @classmethod
     def of(cls, weights: FamilyWeights, layer: str, activation: str) -> SideBySide:
         """The block of the layer at the path `layer`. activation: of the dense block."""
@@ -87,6 +85,11 @@ class SideBySide:
             norm_sum=weights.norm(f"{layer}.post_feedforward_layernorm"),
             scale=float(weights.tensor(f"{layer}.layer_scalar")),
         )
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
+        return self.dense.batch_invariant and self.moe.batch_invariant
 
     def watched(self, wrap: Callable[[Any], Any]) -> SideBySide:
         """The block with its dense block watched."""
