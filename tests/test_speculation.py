@@ -37,7 +37,9 @@ _LATENT = {
 }  # fmt: skip
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": {"intermediate_size": 128},
-    "qwen3_5_moe_text": {},
+    "qwen3_5_moe_text": {  # 16 rows of betas, which the kernels do not take at 4 bits
+        "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_value_head_dim": 16,
+    },
     "qwen4_exp_text": {
         "indexer_head_dim": 32, "indexer_n_heads": 3, "hc_lowrank": 64, "ple_embed_dim": 64,
         "linear_value_head_dim": 32,

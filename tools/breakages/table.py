@@ -133,13 +133,6 @@ BREAKAGES = (
         ("test_after_each_number_of_right_guesses",),
     ),
     Breakage(
-        "the state of a slab is made again of what another sequence's tokens took",
-        "RecurrentStates.copy",
-        "self._verified.pop(other, None)",
-        "pass",
-        ("test_forks_and_files_behind_a_wrong_guess",),
-    ),
-    Breakage(
         "what a request left keeps its wrong guesses",
         "RequestScheduler.finish",
         "self.crop(row)",

@@ -15,6 +15,10 @@ from tiermoe.kernels.linear import LinearKernel, linear, multiplies_bfloat16, pr
 from tiermoe.kernels.matrix import matrix_form
 from tiermoe.types import FEW_TOKENS
 
+SMALL = 1 << 22
+"""Weights of a matrix at most that few tokens take one by one where the native kernels do not compute its products, as
+of betas and decays in Qwen3.5 at 4 bits. So a token has the bits that it has alone."""
+
 
 class Linear(Protocol):
     """x (T, in) → (T, out), with the bias where there is one. batch_invariant: a token's result does not depend on the
@@ -43,7 +47,9 @@ class PackedLinear(torch.nn.Module):
         self.bias = packed.bias
         self.weight = torch.empty((packed.out, packed.in_), dtype=dtype, device="meta")
         self.packed = packed
-        self.batch_invariant = matrix_form(packed.encoding, packed.out, packed.in_, dtype) is not None
+        native = matrix_form(packed.encoding, packed.out, packed.in_, dtype) is not None
+        self._by_token = not native and dtype == torch.bfloat16 and packed.out * packed.in_ <= SMALL
+        self.batch_invariant = native or self._by_token
         self._kernel = kernel
         self._taken = None if columns is None else columns.argsort()
 
@@ -51,7 +57,9 @@ class PackedLinear(torch.nn.Module):
         rows = x.reshape(-1, self.in_features)
         if self._taken is not None:
             rows = rows[:, self._taken]
-        result = self._kernel(rows, self.packed.fields, self.out_features, self.in_features)
+        parts = torch.split(rows, 1) if self._by_token and len(rows) <= FEW_TOKENS else [rows]
+        products = [self._kernel(part, self.packed.fields, self.out_features, self.in_features) for part in parts]
+        result = products[0] if len(products) == 1 else torch.cat(products)
         if self.bias is not None:
             result = result + self.bias
         return result.view(*x.shape[:-1], self.out_features)

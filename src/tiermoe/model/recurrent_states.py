@@ -234,10 +234,9 @@ class RecurrentStates:
         self.lengths[slab] = [length, *[_NONE] * (KEPT - 1)]
 
     def copy(self, slab: int, other: int) -> None:
-        """Copies the states of `slab` to slab `other`."""
+        """Copies the states of `slab` to the empty slab `other`."""
         for kept in self._all():
             kept[other] = kept[slab]
-        self._verified.pop(other, None)
         self.lengths[other] = list(self.lengths[slab])
 
     def select(self, chosen: Sequence[int]) -> None:
