@@ -36,6 +36,8 @@ from tiermoe.systems.routings import frequencies, routings
 
 PROMPT = 16
 """Tokens that are read."""
+CALIBRATION = SequenceShape(tokens=1024, prompt=PROMPT, sequence=128)
+"""What is read of the text."""
 _CALIBRATED = ("hobbit", "fate", "corm")
 _COUNTS = ("hits", "misses", "low_loads", "speculative_loads", "skipped", "displaced")
 MOVES: dict[str, tuple[str, ...]] = {
@@ -56,8 +58,7 @@ def calibrate(model: str, text: Path, names: Sequence[str], options: dict[str, A
     needed = [name for name in _CALIBRATED if name in {PRESETS[each].profile for each in names}]
     if not needed and "edgemoe" not in names:
         return {}
-    shape = SequenceShape(tokens=1024, prompt=PROMPT, sequence=128)
-    calibration = prepare(model, text.name, text.read_text(encoding="utf-8"), shape, options)
+    calibration = prepare(model, text.name, text.read_text(encoding="utf-8"), CALIBRATION, options)
     made = make_profiles(calibration, needed, lambda *_: None)
     if "edgemoe" in names:
         bitwidths_by_use(calibration)

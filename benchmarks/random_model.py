@@ -65,8 +65,10 @@ class Drawing:
         return self._stretch(self._values, spec.shape) * scale
 
     def _stretch(self, pool: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        count, self._at = math.prod(shape), (self._at + _STEP) % _POOL
-        return pool.repeat(-(-(self._at + count) // _POOL))[self._at : self._at + count].reshape(shape)
+        self._at = (self._at + _STEP) % _POOL
+        end = self._at + math.prod(shape)
+        pieces = [pool[max(self._at - start, 0) : end - start] for start in range(0, end, _POOL)]
+        return torch.cat(pieces).reshape(shape)
 
 
 Layer = Callable[[Config, int], dict[str, Spec]]

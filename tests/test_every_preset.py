@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks import every_preset
 from benchmarks.every_preset import failures, main
 from benchmarks.random_model import PAPERS, config_of, write
 from patience import until
 from test_random_model import TINY
+from tiermoe.measure.texts import SequenceShape
 from tiermoe.systems import PRESETS
 
 TEXT = Path(__file__).parent.parent / "data" / "heldout.txt"
@@ -22,6 +24,8 @@ REFUSED = {
     "switch-base-8": {"corm", "eap", "fate", "hobbit", "mixtral-offload", "mobile", "nimble", "nimble-3bit"},
 }
 """Kind → presets that it has nothing for: Switch is an encoder–decoder with one expert a token."""
+SELDOM_LOW = "phi-3.5-moe", "hobbit: no low_loads"
+"""Of Phi's loads less than one in a hundred is low: an answer may have none."""
 LIKE_OTHERS = ("qwen1.5-moe-a2.7b", "olmoe-1b-7b")
 """Kinds whose experts and routers the others have too: softmax over all, three a token."""
 KINDS = [pytest.param(kind, marks=[pytest.mark.long] * (kind in LIKE_OTHERS)) for kind in PAPERS]
@@ -48,12 +52,17 @@ def test_every_preset_runs_on_the_papers_models(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exact presets of one precision give the same answer."""
+    few_steps = SequenceShape(tokens=1024, prompt=48, sequence=64)  # the search replays each decoded token forty times
+    monkeypatch.setattr(every_preset, "CALIBRATION", few_steps)
     model = tmp_path / "model"
     chosen = {"num_experts_per_tok": 3} if PAPERS[kind].config.get("num_experts_per_tok", 2) > 2 else {}
     write(kind, model, config_of(kind, 4, **{**TINY[kind], **chosen}))
     run = partial(printed, model, tmp_path / "store", monkeypatch=monkeypatch, capsys=capsys)
     found = run("all")
-    for failure in found["failures"]:  # on a busy machine what is read ahead may be taken back before it has begun
+    for failure in found["failures"]:
+        if (kind, failure) == SELDOM_LOW:
+            continue
+        # on a busy machine what is read ahead may be taken back before it has begun
         preset, _, why = failure.partition(": ")
         assert why == "no speculative_loads", failure
         until(lambda preset=preset: not run(preset)["failures"])

@@ -253,16 +253,20 @@ def test_no_more_experts_are_solved_at_a_time_than_memory_holds(
     assert set(together[3:]) == {1}
 
 
-def test_pack_calibrates(tiermoe_: Command, shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pack_calibrates(
+    tiermoe_: Command, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose tokens are single letters."""
+    model = tiny_model("qwen3_moe", torch.float32)
     for name in ("TOKENS", "LEAST_TOKENS"):
         monkeypatch.setattr(expert_inputs, name, 1024)
     text, other, short = (tmp_path / name for name in ("text.txt", "other.txt", "short.txt"))
-    text.write_text(shipped_text()[:8000])
-    other.write_text(shipped_text()[8000:16_000])
-    short.write_text(shipped_text()[:3000])
+    text.write_text(shipped_text()[:2000])
+    other.write_text(shipped_text()[2000:4000])
+    short.write_text(shipped_text()[:900])
     store = tmp_path / "store"
-    words = ("pack", shipped, "--out", store, "--dense-bits", "16", "--calibration-text")
-    cause = tiermoe_("run", shipped, "Once", "--quantizer", "gptq", "--store", store, "--max-tokens", "2").cause
+    words = ("pack", model, "--out", store, "--dense-bits", "16", "--calibration-text")
+    cause = tiermoe_("run", model, "Once", "--quantizer", "gptq", "--store", store, "--max-tokens", "2").cause
     assert "tiermoe pack MODEL --bits 4 --quantizer gptq packs them" in cause
     assert "short.txt has 768 tokens" in tiermoe_(*words, short, "--quantizer", "gptq").cause
     assert "--calibration-text is for --quantizer gptq or gptq-nonlinear" in tiermoe_(*words, text).cause
@@ -278,7 +282,7 @@ def test_pack_calibrates(tiermoe_: Command, shipped: Path, tmp_path: Path, monke
     assert (again.code, "running" in again.err) == (0, False)
     refused = tiermoe_(*words, other, "--quantizer", "gptq-nonlinear").cause
     assert f"holds 4-gptq-nonlinear as calibrated on {precision.made_from}; --force packs it anew" in refused
-    ran = tiermoe_("run", shipped, "Once", "--quantizer", "gptq-nonlinear", "--dense-bits", "16", "--store", store,
+    ran = tiermoe_("run", model, "Once", "--quantizer", "gptq-nonlinear", "--dense-bits", "16", "--store", store,
                    "--max-tokens", "4", "--temperature", "0")  # fmt: skip
     assert ran.code == 0, ran.err
     assert ran.out

@@ -45,13 +45,25 @@ def model_of(family: str, dtype: torch.dtype, tiny_model: Model) -> Path:
 last_oracle = functools.lru_cache(maxsize=1)(oracle)
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=lambda p: f"{p[0]}-{str(p[1])[6:]}-{p[2]}")
+def reads_ahead(family: str, dtype: torch.dtype, decoder: str) -> bool:
+    """Whether a pair prefetches: of each family the decoder that it has by default, in float32. An encoder cannot."""
+    by_default = decoder == "auto" or family not in ARCHITECTURES
+    return family in DECODERS and by_default and dtype == torch.float32
+
+
+def name_of(pair: tuple[str, torch.dtype, str]) -> str:
+    family, dtype, decoder = pair
+    return f"{family}-{str(dtype)[6:]}-{decoder}"
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids=name_of)
 def pair(request: pytest.FixtureRequest, tiny_model: Model) -> Any:
-    """(family, dtype, ours at 16 bits with a cache of one layer's experts or so, the oracle), by transformers' own code
-    and by decoders of our own."""
+    """(family, dtype, ours at 16 bits with a cache that does not hold all experts, the oracle), by transformers' own
+    code and by decoders of our own. Where it prefetches, the next layer's router is called as the model calls it."""
     family, dtype, decoder = request.param
     directory = model_of(family, dtype, tiny_model)
-    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=2, decoder=decoder)
+    options = {"cache": "60%", "preset": "mixtral-offload"} if reads_ahead(*request.param) else {"cache": "40%"}
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, lanes=2, decoder=decoder, **options)
     yield family, dtype, ours, last_oracle(directory, family, dtype)
     ours.tiermoe.close()
 
@@ -99,22 +111,18 @@ def test_greedy_tokens(pair: Any) -> None:
     assert torch.equal(ours.generate(ids, **options), plain.generate(ids, **options))
 
 
-@pytest.mark.parametrize("family", DECODERS)
-def test_prefetching_names_the_routers_own_choice_and_changes_nothing(family: str, tiny_model: Model) -> None:
-    """The next layer's router is called as the model calls it; with every prediction right or wrong, same tokens."""
-    directory = model_of(family, torch.float32, tiny_model)
-    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, cache="60%", preset="mixtral-offload")
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if reads_ahead(*pair)], indirect=True, ids=name_of)
+def test_prefetching_happens_and_changes_nothing(pair: Any) -> None:
+    """With every prediction right or wrong."""
+    _, _, ours, plain = pair
     seeds = count(4)  # what one prompt needs may all be cached after it
 
     def read_ahead() -> int:
         ids = tokens(1, 5, seed=next(seeds))
-        options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-        expected = oracle(directory, family, torch.float32).generate(ids, **options)
-        assert torch.equal(ours.generate(ids, **options), expected)
+        assert agree(ours, logits(ours, "", ids), logits(plain, "", ids))
         return ours.tiermoe.loader.counts.speculative_loads
 
     until(read_ahead)  # on a busy machine a prediction may be taken back before any lane has begun with it
-    ours.tiermoe.close()
 
 
 @pytest.mark.parametrize("option", [{"preset": "mixtral-offload"}, {"chunk": 16}])
