@@ -43,6 +43,10 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 32,
     },
     "kimi_linear": {**_LATENT, "linear_head_dim": 64, "intermediate_size": 128},
+    "glm5_next_text": {
+        **_LATENT, "qk_rope_head_dim": 0, "q_lora_rank": 64, "linear_head_dim": 64, "intermediate_size": 128,
+        "index_head_dim": 64, "index_topk": 12, "index_kpool": 3,
+    },
     "bailing_hybrid": {**_LATENT, "head_dim": 64, "intermediate_size": 128},
     "granitemoehybrid": {
         "mamba_n_heads": 64, "mamba_d_head": 4, "mamba_d_state": 16, "shared_intermediate_size": 64,

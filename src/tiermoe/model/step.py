@@ -32,8 +32,9 @@ class Step:
     """A batch's tensors, for T tokens and a cache.
 
     spans: the tokens of each row. apart: `spans`, with one for each token that is verified: it is computed as if it
-    ran alone. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with the step's. rotaries: the
-    rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's dtype; cos, sin: the first ones.
+    ran alone. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with the step's.
+    rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's dtype; cos, sin:
+    the first ones.
     temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row the places
     of its recurrent states, None in a cache without them. chosen: positions that an indexer chose (`choose`)."""
 
