@@ -72,10 +72,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"intermediate_size": 64, "global_head_dim": 512},
     "flex_olmo": {},
     "afmoe": {"intermediate_size": 128},
+    "phimoe": {},
+    "kolibri1": {"shared_expert_intermediate_size": 64},
     **RECURRENT,
 }  # fmt: skip
 """Grouped heads, sinks and windows, latents that are chosen, compressed positions, groups of heads that choose, a dense
-block beside the experts, attention apart from its norms, recurrent states."""
+block beside the experts, attention apart from its norms, routers that no kernel computes, recurrent states."""
 ALONE = {"minimax_m3_vl_text"}
 """Families whose tokens are verified by themselves within a layer, everywhere."""
 
