@@ -1,6 +1,6 @@
 """Tokens with speculation beside tokens without, many of them: `python tests/equal_tokens.py --tokens 1000000`.
 
-Five families, three sizes of the expert cache, greedy and sampled answers, one and three at once. Guesses are the
+Seven families, three sizes of the expert cache, greedy and sampled answers, one and three at once. Guesses are the
 tokens that came without speculation, some of them replaced: random models repeat too little for prompt lookup. Prints
 a table; the exit code is 1 where an answer differs.
 """
@@ -24,7 +24,9 @@ from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
 
 VERIFYING = {
-    **{name: FAMILIES[name] for name in ("qwen3_moe", "gpt_oss", "deepseek_v32", "olmoe")},
+    **{
+        name: FAMILIES[name] for name in ("qwen3_moe", "gpt_oss", "deepseek_v32", "olmoe", "deepseek_v4", "gemma4_text")
+    },
     "glm4_moe": {"intermediate_size": 64},
 }
 CACHES = ("25%", "50%", "100%")

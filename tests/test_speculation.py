@@ -45,6 +45,10 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 32,
     },
     "kimi_linear": {**_LATENT, "linear_head_dim": 64, "intermediate_size": 128},
+    "glm5_next_text": {
+        **_LATENT, "qk_rope_head_dim": 0, "q_lora_rank": 64, "linear_head_dim": 64, "intermediate_size": 128,
+        "index_head_dim": 64, "index_topk": 12, "index_kpool": 3,
+    },
     "bailing_hybrid": {**_LATENT, "head_dim": 64, "intermediate_size": 128},
     "granitemoehybrid": {
         "mamba_n_heads": 64, "mamba_d_head": 4, "mamba_d_state": 16, "shared_intermediate_size": 64,
@@ -70,10 +74,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"intermediate_size": 64, "global_head_dim": 512},
     "flex_olmo": {},
     "afmoe": {"intermediate_size": 128},
+    "phimoe": {},
+    "kolibri1": {"shared_expert_intermediate_size": 64},
     **RECURRENT,
 }  # fmt: skip
 """Grouped heads, sinks and windows, latents that are chosen, compressed positions, groups of heads that choose, a dense
-block beside the experts, attention apart from its norms, recurrent states."""
+block beside the experts, attention apart from its norms, routers that no kernel computes, recurrent states."""
 ALONE = {"minimax_m3_vl_text"}
 """Families whose tokens are verified by themselves within a layer, everywhere."""
 

@@ -10,6 +10,7 @@ from tiermoe.engine.engine import Engine
 from tiermoe.engine.likeliest_tokens import CHANCES, Draft, LikeliestTokens
 from tiermoe.engine.prompt_lookup import Lookup
 from tiermoe.engine.speculation import Chances, Drafter, DraftRequest, Place, Speculation
+from tiermoe.engine.steps import verifies_drafts
 from tiermoe.errors import ConfigError
 from tiermoe.model.mtp_head import Drafted, DraftToken
 
@@ -84,8 +85,9 @@ def require_verification(engine: Engine) -> None:
             f"--draft mtp does not apply to {', '.join(engine.lossy)}: guesses are verified where nothing changes "
             f"tokens; leave one of them out"
         )
-    if not engine.decoder.can_verify_draft:
+    if not verifies_drafts(engine.decoder, engine.settings.batch):
+        alone = ", or --batch 1" if engine.decoder.can_verify_draft else ""
         raise ConfigError(
-            "--draft mtp needs kernels that give verified tokens the bits that each has alone: there are none for this "
-            "machine, or for weights in this precision; use --draft none"
+            f"--draft mtp needs kernels that give verified tokens the bits that each has alone: there are none for "
+            f"this machine, or for weights in this precision; use --draft none{alone}"
         )

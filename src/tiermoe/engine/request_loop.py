@@ -19,6 +19,7 @@ from tiermoe.engine.request import Counts, Piece, Request, RequestState
 from tiermoe.engine.request_scheduler import LayeredPrompt, Limits, RequestScheduler
 from tiermoe.engine.sampling import end_tokens
 from tiermoe.engine.speculation import MOST, DraftRequest, Place, Speculation
+from tiermoe.engine.steps import verifies_drafts
 from tiermoe.errors import LoadError, PromptError
 from tiermoe.metrics import PhaseMetrics
 from tiermoe.model.prefix_cache import PrefixCache
@@ -76,9 +77,9 @@ class RequestLoop:
         missing = engine.plan.slots < engine.plan.all_slots
         self._timed = missing and times_decoding
         verified, together = FEW_TOKENS if engine.decoder.can_verify_draft else 1, engine.plan.prompt_chunks
-        # tokens that are verified by themselves have the bits of an answer that is alone
-        verifies = verified > 1 and (rows == 1 or engine.decoder.batch_invariant)
-        self._speculation = speculation if verifies and speculation and not engine.composition.lossy else None
+        if speculation is not None and (engine.composition.lossy or not verifies_drafts(engine.decoder, rows)):
+            speculation = None
+        self._speculation = speculation
         self._limits = Limits(
             rows=rows,
             context=self.context,

@@ -63,6 +63,12 @@ class AnyDecoder(Protocol):
     def step(self, batch: Batch, cache: Any, every: bool = False) -> Tensor: ...
 
 
+def verifies_drafts(decoder: AnyDecoder, rows: int) -> bool:
+    """Whether draft tokens are verified where up to `rows` answers run at once: those that run by themselves have the
+    bits of an answer that is alone."""
+    return decoder.can_verify_draft and (rows == 1 or decoder.batch_invariant)
+
+
 def passes_of(batch: Batch, decoder: AnyDecoder, chunk: int, together: int = 1) -> list[Batch]:
     """The passes that a step over a batch is made of, in their order. Prompts run `chunk` tokens at a time; of one
     prompt, `together` chunks go through a layer before the next layer. Where a decoder takes one row at a time, or

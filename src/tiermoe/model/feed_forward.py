@@ -180,8 +180,7 @@ class MoeBlock:
     def batch_invariant(self) -> bool:
         """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
         always = [part for part in (self.shared, self.shared_gate, *(self.latent or ())) if part is not None]
-        routes = self.table is not None or self.router.batch_invariant
-        return routes and self.experts.batch_invariant and all(part.batch_invariant for part in always)
+        return self.experts.batch_invariant and all(part.batch_invariant for part in always)
 
     def watched(self, wrap: Callable[[Any], Any]) -> MoeBlock:
         """The block with its shared expert watched, and the projections around its experts."""
@@ -229,7 +228,7 @@ class MoeBlock:
             return self.experts.route(self.router, *xs)
         assert tokens is not None
         named = [self.table[each] for each in tokens]
-        return [(by_token(self.router.weigh, x, experts), experts) for x, experts in zip(xs, named, strict=True)]
+        return [(self.router.weigh(x, experts), experts) for x, experts in zip(xs, named, strict=True)]
 
     def _given(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the experts are called with; weights of inputs are those of a token's only expert."""

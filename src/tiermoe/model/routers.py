@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.kernels import router as native
+from tiermoe.model.by_token import by_token
 from tiermoe.types import FEW_TOKENS
 
 Routing = tuple[Tensor, Tensor, Tensor]
@@ -60,7 +61,8 @@ def _check_groups(rule: RouterRule, experts: int) -> None:
 
 
 class Router:
-    """A matrix and a rule.
+    """A matrix and a rule. What a token gets does not depend on the other tokens of a call of up to FEW_TOKENS in
+    bfloat16.
 
     weight (E, H), bias (E) of the logits, correction (E) of the scores by which experts are chosen; None: without.
     prepared: hidden states → the router's input; expert_scale (E): of the weights of each expert (Gemma 4).
@@ -86,17 +88,19 @@ class Router:
     def top_k(self) -> int:
         return self.rule.top_k
 
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether `route` of a token does not depend on the other tokens of a call of up to FEW_TOKENS."""
-        return self._form is not None
-
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (T, H) → weights (T, K) and experts (T, K)."""
         hidden = self._input(hidden)
         if self._form is not None and self._few(hidden):
             weights, experts = native.route(self._form, hidden.contiguous())
             return self._scaled(weights, experts), experts
+        if self._few(hidden) and len(hidden) > 1:
+            weights, experts = map(torch.cat, zip(*map(self._by_torch, torch.split(hidden, 1)), strict=True))
+            return weights, experts
+        return self._by_torch(hidden)
+
+    def _by_torch(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """`route` of the router's input."""
         weights, experts = self._choose(self._logits(hidden))
         if self.rule.scale != 1:
             weights = weights * self.rule.scale
@@ -132,6 +136,9 @@ class Router:
 
     def weigh(self, hidden: Tensor, experts: Tensor) -> Tensor:
         """The weights (T, K) of experts (T, K) for hidden (T, H), whoever has chosen them."""
+        return by_token(self._weigh, hidden, experts)
+
+    def _weigh(self, hidden: Tensor, experts: Tensor) -> Tensor:
         weights = self.weights_of(self.scores(hidden)[1], experts)
         return weights.to(hidden.dtype) if self.rule.rounded else weights
 
