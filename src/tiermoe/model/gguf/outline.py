@@ -43,7 +43,8 @@ def outline_of(checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype) -> O
     or in float16, in which transformers keeps some modules in float32."""
     if config.model_type not in ARCHITECTURES or _gate(config) is None or dtype == torch.float16:
         return None
-    if ARCHITECTURES[config.model_type].compressed:  # what its blocks have is not stated here
+    of = ARCHITECTURES[config.model_type]
+    if of.compressed or of.streams:  # what its blocks have is not stated here
         return None
     layers = [_layer(config, index) for index in range(config.num_hidden_layers) if not _is_dense(config, index)]
     dense = dict(_dense(config))
