@@ -42,23 +42,32 @@ has no test here.
 _LLAMA_CPP = """
 ## GGUF files beside llama.cpp
 
-The gguf package has no names for `deepseek4`, `granite_swa` and `minimax-m3`: the tests write them from tables of their
-own. For the last two, files of tiny random models were also written by llama.cpp's converter in F32 (llama-cpp-python
-0.3.36, 2026-11-26). The converter and the tests write the same tensors, bit for bit, and the same entries.
-transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest differences from transformers, as
-shares of the largest logit:
+The gguf package has no names for `deepseek4`, `granite_swa`, `minimax-m3` and `qwen4exp`: the tests write them from
+tables of their own. For the last three, files of tiny random models were also written by llama.cpp's converter in F32
+(llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the same tensors, bit for bit, and the same
+entries. transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest differences from
+transformers, as shares of the largest logit:
 
 | architecture | tiermoe | llama.cpp, float32 | llama.cpp, flash attention |
 |---|--:|--:|--:|
 | `granite_swa` | 7e-7 | 5e-7 | 3e-4 |
 | `minimax-m3` | 5e-7 | no sparse attention | 8e-2, median 3e-4 |
+| `qwen4exp`, all blocks chosen | 3e-6 | 8e-6 | 1e-1, median 8e-5 |
+| `qwen4exp`, 2 blocks of 4 positions | 3e-6 | 8e-1, median 2e-1 | 8e-1, median 2e-1 |
 
-llama.cpp rounds to 16 bits in flash attention, without which it computes no sparse attention. For one token its indexer
-chose another block of MiniMax-M3, where the scores of two blocks were 0.002 apart: 8e-2 is that token's, the five after
-it differ by up to 7e-3, all others by up to 1e-3. The likeliest tokens were the same at all places.
+llama.cpp rounds to 16 bits in flash attention, without which it computes no sparse attention of MiniMax-M3. For one
+token its indexer chose another block of MiniMax-M3, where the scores of two blocks were 0.002 apart: 8e-2 is that token's, the five after
+it differ by up to 7e-3, all others by up to 1e-3. The likeliest tokens were the same at all places, but in
+the last row: 39 of 96 were others.
 
 llama.cpp's converter writes which of Granite's layers have positions where the config has `no_rope_layers`. It does not
 read `layer_rope_theta`, so that a file of such a config has positions in all layers.
+
+Where Qwen3.8's indexer chooses blocks, llama.cpp always attends to the chosen positions and those of one block less one
+(`indexer_top_k + r - 1` in `qwen4exp.cpp`). transformers attends to the positions behind the last whole block, which
+may be fewer. With blocks of one position both attend to as many, and the median difference was 1e-6. The converter reads
+a config by transformers where that has the model, finds no layer that is called `full_attention`, and writes that blocks
+have 0 positions. llama.cpp attends to all positions then; tiermoe refuses such a file.
 """
 
 

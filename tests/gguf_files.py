@@ -271,6 +271,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {
         "output_gate_type": "sigmoid", "hc_lowrank": 32, "ple_layer_ids": [1], "ple_embed_dim": 128,
         "linear_value_head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
     },
     "llama4_text": {
         "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "moe_layers": None, "no_rope_layers": None,
@@ -311,7 +312,9 @@ def write(
     return out
 
 
-_WIDE = ("ffn_gate_inp", "sinks", "ssm_conv1d", "ssm_norm", "shortconv.conv", "ple_conv1d", "_fn.", "_ape", "indexer.q", "indexer.k")
+_WIDE = (
+    "ffn_gate_inp", "sinks", "conv1d", "ssm_norm", "shortconv.conv", "_fn.", "_ape", "indexer.q", "indexer.k",
+)  # fmt: skip
 _PLAIN = {"f32": "f4", "f16": "f2", "i32": "i4"}
 """Types of numbers that are values of their own → numpy's."""
 

@@ -48,11 +48,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen4_exp of longer n-grams": (
         "qwen4_exp_text",
         {
-            "ple_layer_ids": [3], "ngram_size": 4, "ple_embed_dim": 192, "ple_conv_kernel_size": 3, "seed": 77,
-            "make_ngram_vocab_size_divisible_by": 128, "hc_count": 3, "indexer_compress_ratio": 2,
+            "ple_layer_ids": [3],
+            "ngram_size": 4,
+            "ple_embed_dim": 192,
+            "ple_conv_kernel_size": 3,
+            "seed": 77,
+            "make_ngram_vocab_size_divisible_by": 128,
+            "hc_count": 3,
+            "indexer_compress_ratio": 2,
             "tie_word_embeddings": True,
         },
-    ),
+    ),  # fmt: skip
     "qwen4_exp without n-grams": ("qwen4_exp_text", {"ple_layer_ids": []}),
     "kimi_linear": ("kimi_linear", {"n_group": 1, "topk_group": 1, "linear_head_dim": 32}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),

@@ -62,7 +62,8 @@ def _block(file: GgufFile) -> int:
     if not isinstance(size, int) or size < 1:
         raise ModelError(
             f"{file.path} does not say by one number above 0 how many positions a block has that its indexers choose "
-            f"(attention.compress_ratios: {str(found)[:80]}); convert the published model with a current llama.cpp"
+            f"(attention.compress_ratios: {str(found)[:80]}; the converter writes 0 where its transformers has the "
+            f"model); take the model's safetensors, or a file that says it"
         )
     return size
 
