@@ -56,18 +56,19 @@ transformers, as shares of the largest logit:
 | `qwen4exp`, 2 blocks of 4 positions | 3e-6 | 8e-1, median 2e-1 | 8e-1, median 2e-1 |
 
 llama.cpp rounds to 16 bits in flash attention, without which it computes no sparse attention of MiniMax-M3. For one
-token its indexer chose another block of MiniMax-M3, where the scores of two blocks were 0.002 apart: 8e-2 is that token's, the five after
-it differ by up to 7e-3, all others by up to 1e-3. The likeliest tokens were the same at all places, but in
-the last row: 39 of 96 were others.
+token its indexer chose another block, where the scores of two blocks were 0.002 apart: 8e-2 is that token's, the five
+after it differ by up to 7e-3, all others by up to 1e-3. The likeliest tokens were the same at all places, but in the
+last row: 39 of 96 were others.
 
 llama.cpp's converter writes which of Granite's layers have positions where the config has `no_rope_layers`. It does not
 read `layer_rope_theta`, so that a file of such a config has positions in all layers.
 
-Where Qwen3.8's indexer chooses blocks, llama.cpp always attends to the chosen positions and those of one block less one
-(`indexer_top_k + r - 1` in `qwen4exp.cpp`). transformers attends to the positions behind the last whole block, which
-may be fewer. With blocks of one position both attend to as many, and the median difference was 1e-6. The converter reads
-a config by transformers where that has the model, finds no layer that is called `full_attention`, and writes that blocks
-have 0 positions. llama.cpp attends to all positions then; tiermoe refuses such a file.
+Where Qwen3.8's indexer chooses blocks of r positions, transformers attends to their `indexer_top_k` positions and to
+those behind the last whole block. llama.cpp attends to `indexer_top_k + r - 1` positions whatever the number behind
+that block (`src/models/qwen4exp.cpp`). With blocks of one position both attend to as many: the median difference was
+1e-6. llama.cpp's converter reads a config by transformers where that has the model, finds no layer that is called
+`full_attention`, and writes that blocks have 0 positions. llama.cpp attends to all positions then; tiermoe refuses such
+a file.
 """
 
 

@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "indexer_compress_ratio": 2,
             "tie_word_embeddings": True,
         },
-    ),  # fmt: skip
+    ),
     "qwen4_exp without n-grams": ("qwen4_exp_text", {"ple_layer_ids": []}),
     "kimi_linear": ("kimi_linear", {"n_group": 1, "topk_group": 1, "linear_head_dim": 32}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),

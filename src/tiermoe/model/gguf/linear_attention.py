@@ -1,5 +1,5 @@
-"""Linear attention in GGUF files of Qwen3-Next, Qwen3.5 and Qwen3.8 (`Qwen3NextModel` of the converter): the config's fields,
-and the parameters whose rows the converter has put in another order."""
+"""Linear attention in GGUF files of Qwen3-Next, Qwen3.5 and Qwen3.8 (`Qwen3NextModel` of the converter): the
+config's fields, and the parameters whose rows the converter has put in another order."""
 
 from __future__ import annotations
 
