@@ -42,10 +42,10 @@ has no test here.
 _LLAMA_CPP = """
 ## GGUF files beside llama.cpp
 
-The gguf package has no names for `deepseek4`, `granite_swa`, `hy_v4` and `minimax-m3`: the tests write them from tables
-of their own. For `granite_swa` and `minimax-m3`, files of tiny random models were also written by llama.cpp's converter
-in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the same tensors, bit for bit, and the
-same entries. The file of `hy_v4` is the tests' own, with 10 chosen positions.
+The gguf package has no names for `deepseek4`, `granite_swa`, `hy_v4`, `minimax-m3` and `qwen4exp`: the tests write them
+from tables of their own. For `granite_swa`, `minimax-m3` and `qwen4exp`, files of tiny random models were also written by
+llama.cpp's converter in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the same tensors,
+bit for bit, and the same entries. The file of `hy_v4` is the tests' own, with 10 chosen positions.
 transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest differences from transformers, as
 shares of the largest logit:
 
@@ -54,10 +54,13 @@ shares of the largest logit:
 | `granite_swa` | 7e-7 | 5e-7 | 3e-4 |
 | `hy_v4` | 8e-7 | 1e-6 | 2e-2, median 2e-4 |
 | `minimax-m3` | 5e-7 | no sparse attention | 8e-2, median 3e-4 |
+| `qwen4exp`, all blocks chosen | 3e-6 | 8e-6 | 1e-1, median 8e-5 |
+| `qwen4exp`, 2 blocks of 4 positions | 3e-6 | 8e-1, median 2e-1 | 8e-1, median 2e-1 |
 
-llama.cpp rounds to 16 bits in flash attention, without which it computes no sparse attention by blocks. For one token
-its indexer chose another block of MiniMax-M3, where the scores of two blocks were 0.002 apart: 8e-2 is that token's,
-the five after it differ by up to 7e-3, all others by up to 1e-3. The likeliest tokens were the same at all places.
+llama.cpp rounds to 16 bits in flash attention, without which it computes no sparse attention of MiniMax-M3. For one
+token its indexer chose another block, where the scores of two blocks were 0.002 apart: 8e-2 is that token's, the five
+after it differ by up to 7e-3, all others by up to 1e-3. The likeliest tokens were the same at all places, but in the
+last row: 39 of 96 were others.
 
 llama.cpp's converter writes which of Granite's layers have positions where the config has `no_rope_layers`. It does not
 read `layer_rope_theta`, so that a file of such a config has positions in all layers.
@@ -67,6 +70,13 @@ transformers 5.23 those of both halves, of the same matrices: one of both is wro
 llama.cpp does, and safetensors as transformers does; the tests' file has its rows in llama.cpp's order. The norms
 inside of latent attention have an epsilon of 1e-6 in transformers and tiermoe, and the config's in llama.cpp: above it
 is 1e-6 too.
+
+Where Qwen3.8's indexer chooses blocks of r positions, transformers attends to their `indexer_top_k` positions and to
+those behind the last whole block. llama.cpp attends to `indexer_top_k + r - 1` positions whatever the number behind
+that block (`src/models/qwen4exp.cpp`). With blocks of one position both attend to as many: the median difference was
+1e-6. llama.cpp's converter reads a config by transformers where that has the model, finds no layer that is called
+`full_attention`, and writes that blocks have 0 positions. llama.cpp attends to all positions then; tiermoe refuses such
+a file.
 """
 
 

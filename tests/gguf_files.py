@@ -37,6 +37,9 @@ from gguf_mimo2 import head_name, is_joined, joined, mimo_metadata
 from gguf_minimax import ARCHITECTURE as MINIMAX_M3
 from gguf_minimax import minimax_metadata
 from gguf_minimax import name_of as minimax_name
+from gguf_qwen4 import ARCHITECTURE as QWEN4
+from gguf_qwen4 import changed, is_changed, qwen4_metadata
+from gguf_qwen4 import name_of as qwen4_name
 from gguf_vocabulary import add_vocabulary
 from tiermoe.formats.gguf_types import ENCODINGS
 from tiermoe.model.hf.configs import Configs
@@ -146,6 +149,8 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         llama4_metadata(writer, config)
     if family == "minimax_m3_vl_text":
         minimax_metadata(writer, config)
+    if family == "qwen4_exp_text":
+        qwen4_metadata(writer, config)
     if family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -167,6 +172,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "hy_v4": HY4,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
+    "qwen4_exp_text": QWEN4,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
@@ -189,7 +195,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
 
 NAMED = {
     "deepseek_v4": deepseek4_name, "hy_v4": hy4_name, "minimax_m3_vl_text": minimax_name,
-    "granitemoe_swa": granite_swa_name,
+    "granitemoe_swa": granite_swa_name, "qwen4_exp_text": qwen4_name,
 }  # fmt: skip
 """Families that the gguf package does not have → parameter → its name in the file."""
 
@@ -210,7 +216,7 @@ TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared", "granit
 """Families whose queries and keys are written with the halves of each head in turns."""
 
 
-CENTRED = ("qwen3_next", "qwen3_5_moe_text", "minimax_m3_vl_text")
+CENTRED = ("qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text", "minimax_m3_vl_text")
 """Families whose norms are written as weight + 1."""
 
 
@@ -269,6 +275,11 @@ FIXED: dict[str, dict[str, Any]] = {
     "afmoe": {"num_hidden_layers": 4, "layer_types": None},
     "qwen3_next": {"mlp_only_layers": []},
     "minimax_m3_vl_text": {"swiglu_limit": 7.0},
+    "qwen4_exp_text": {
+        "output_gate_type": "sigmoid", "hc_lowrank": 32, "ple_layer_ids": [1], "ple_embed_dim": 128,
+        "linear_value_head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    },
     "llama4_text": {
         "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "moe_layers": None, "no_rope_layers": None,
         "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1,
@@ -308,7 +319,9 @@ def write(
     return out
 
 
-_WIDE = ("ffn_gate_inp", "sinks", "ssm_conv1d", "ssm_norm", "shortconv.conv", "hc_", "_ape", "indexer.q", "indexer.k")
+_WIDE = (
+    "ffn_gate_inp", "sinks", "conv1d", "ssm_norm", "shortconv.conv", "_fn.", "_ape", "indexer.q", "indexer.k",
+)  # fmt: skip
 _PLAIN = {"f32": "f4", "f16": "f2", "i32": "i4"}
 """Types of numbers that are values of their own → numpy's."""
 
@@ -383,6 +396,8 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
         elif family in HYBRID and (name := path.partition(".mamba." if ".mamba." in path else ".mixer.")[2]) in MAMBA:
             groups = config.n_groups if family == "nemotron_h" else getattr(config, "mamba_n_groups", None)
             yield from mamba_tensors(f"blk.{path.split('.')[2]}", name, value, groups)
+        elif family == "qwen4_exp_text" and is_changed(path):
+            yield from changed(path, value, config)
         elif family == "mimo_v2_flash" and is_joined(path, config):
             yield from joined(path, state)
         elif family == "granitemoe_swa" and is_whole(path):

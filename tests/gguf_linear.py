@@ -33,8 +33,9 @@ def linear_tensors(layer: str, name: str, value: Tensor, config: Any, family: st
 
 
 def _tiled(name: str, value: Tensor, keys: int, shared: int, mixed: int, family: str) -> tuple[Tensor, ...]:
-    """Views with the heads of values in Qwen3.5's order: the first of each key head, the second of each, …"""
-    if family != "qwen3_5_moe_text" or name == "norm.weight":
+    """Views with the heads of values in Qwen3.5's order, Qwen3.8's too: the first of each key head, the second of each,
+    …"""
+    if family not in ("qwen3_5_moe_text", "qwen4_exp_text") or name == "norm.weight":
         return (value,)
     if name == "out_proj.weight":
         return (value.view(len(value), keys, shared, -1).swapaxes(1, 2),)

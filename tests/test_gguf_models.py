@@ -49,6 +49,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": ("qwen3_next", {"linear_num_value_heads": 6}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {"linear_num_value_heads": 6}),
+    "qwen4_exp": ("qwen4_exp_text", {"linear_num_value_heads": 6}),
+    "qwen4_exp of longer n-grams": (
+        "qwen4_exp_text",
+        {
+            "ple_layer_ids": [3],
+            "ngram_size": 4,
+            "ple_embed_dim": 192,
+            "ple_conv_kernel_size": 3,
+            "seed": 77,
+            "make_ngram_vocab_size_divisible_by": 128,
+            "hc_count": 3,
+            "indexer_compress_ratio": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen4_exp without n-grams": ("qwen4_exp_text", {"ple_layer_ids": []}),
     "kimi_linear": ("kimi_linear", {"n_group": 1, "topk_group": 1, "linear_head_dim": 32}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
@@ -85,7 +101,10 @@ ELSE_ORDERED = ("gpt_oss", "llama4", "llama4 of other layers", "qwen3_next")
 """Models whose matrices are not in the order of transformers' parameters."""
 
 
-LEFT = ("deepseek_v4", "deepseek_v4 yarn", "hy_v4", "hy_v4 yarn", "afmoe", "hunyuan_v1_moe", "lfm2_moe")
+LEFT = (
+    "deepseek_v4", "deepseek_v4 yarn", "hy_v4", "hy_v4 yarn", "afmoe", "hunyuan_v1_moe", "lfm2_moe", "qwen4_exp",
+    "qwen4_exp of longer n-grams", "qwen4_exp without n-grams",
+)  # fmt: skip
 """Models whose outlines are left to transformers' code."""
 
 
@@ -115,7 +134,7 @@ def test_tensors_are_the_dequantised_ones_bit_for_bit(name: str, tmp_path: Path)
         assert torch.equal(checkpoint.read(path).float(), wanted[path]), path
 
 
-@pytest.mark.parametrize("name", ["minimax_m3", "granitemoe_swa"])
+@pytest.mark.parametrize("name", ["minimax_m3", "granitemoe_swa", "qwen4_exp"])
 def test_a_ragged_batch_and_a_forked_prefix(name: str, tmp_path: Path) -> None:
     """Sequences of other lengths than a window or the blocks that an indexer chooses, in one step."""
     family, changes = MODELS[name]

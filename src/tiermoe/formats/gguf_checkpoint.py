@@ -176,6 +176,27 @@ class Expanding:
         return both[first - begin * rows : last - begin * rows]
 
 
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A parameter of whole numbers that are an entry of the file."""
+
+    values: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.values),)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.int64
+
+    def encoding(self) -> str | None:
+        return None
+
+    def read(self, read: ReadBytes, first: int, last: int) -> Tensor:
+        return torch.tensor(self.values[first:last])
+
+
 def encoding_of(tensor: GgufTensor) -> str:
     """The name of the encoding of a tensor's rows: 'plain' for numbers that are values of their own."""
     name = PREFIX + tensor.kind.name.lower()

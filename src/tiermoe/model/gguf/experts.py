@@ -69,6 +69,11 @@ class GgufExperts:
         """The checkpoint key that becomes a dense parameter: its own."""
         return parameter if parameter in self.checkpoint and parameter not in self.expert_keys else None
 
+    def row_keys(self, parameter: str) -> tuple[str, ...]:
+        """The checkpoint keys that hold a dense parameter's rows: its own."""
+        direct = self.direct_key(parameter)
+        return () if direct is None else (direct,)
+
     def read(self, layer: int, expert: int) -> Mapping[str, torch.Tensor]:
         name = self.layers[layer].name
         return {

@@ -1,5 +1,5 @@
-"""Linear attention in GGUF files of Qwen3-Next and Qwen3.5 (`Qwen3NextModel` of the converter): the config's fields,
-and the parameters whose rows the converter has put in another order."""
+"""Linear attention in GGUF files of Qwen3-Next, Qwen3.5 and Qwen3.8 (`Qwen3NextModel` of the converter): the
+config's fields, and the parameters whose rows the converter has put in another order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tiermoe.formats.gguf_file import GgufFile, GgufTensor
 from tiermoe.kernels.delta import DeltaSizes
 from tiermoe.model.gguf.shapes import linear_layers
 
-_TILED = "qwen35moe"
-"""The architecture whose heads of values are in another order (`tiled_rows`)."""
+_TILED = ("qwen35moe", "qwen4exp")
+"""The architectures whose heads of values are in another order (`tiled_rows`)."""
 
 
 def linear_config(file: GgufFile) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _check_rows(file: GgufFile, stem: str, tensor: GgufTensor, sizes: DeltaSizes
 
 def _heads(file: GgufFile, sizes: DeltaSizes, rows: int) -> Tensor | None:
     """Where the heads of values, of so many rows each, lie; None: in order."""
-    if file.architecture != _TILED or sizes.heads == sizes.key_heads:
+    if file.architecture not in _TILED or sizes.heads == sizes.key_heads:
         return None
     return tiled_rows(sizes.key_heads, sizes.heads // sizes.key_heads, rows)
 

@@ -30,11 +30,14 @@ from tiermoe.model.gguf.llama4 import FACTORS, llama4
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
 from tiermoe.model.gguf.mimo2 import mimo2, qkv_parts
 from tiermoe.model.gguf.minimax import INDEXER, minimaxm2, minimaxm3
+from tiermoe.model.gguf.qwen4 import APART, MIXER, qwen4_parameters, qwen4exp
+from tiermoe.model.gguf.qwen4 import NAMES as QWEN4
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
 
 _TOP = {
     "token_embd": "embed_tokens", "output_norm": "norm", "token_embd_norm": "norm",
     **{f"output_hc_{name}": f"hc_head.hc_{name}" for name in ("fn", "base", "scale")},
+    **{f"output_hc_{tensor}": f"hyper_connection_mixer.{name}" for tensor, name in MIXER.items()},
 }  # fmt: skip
 """Tensors outside of blocks → modules of transformers' `model`, by their usual names; the output layer is beside it."""
 
@@ -88,7 +91,8 @@ class GgufArchitecture:
     turned: bool = False  # the halves of each head's queries and keys take turns (`_turned_rows`)
     order: Callable[[GgufFile, str, int], Tensor | None] | None = None
     """Tensor, its rows → where each row of its parameter is in it; None: in order."""
-    in_config: str = ""  # a tensor whose values are the config's
+    apart: tuple[str, ...] = ()  # tensors whose values are the config's, or that `made` takes; of blocks by their stems
+    made: Callable[[GgufFile], dict[str, Parameter]] | None = None  # parameters of several tensors, or of entries
     parts: Callable[[GgufFile, str, GgufTensor], dict[str, Rows]] | None = None
     """Tensor → the parameters of linear attention, of Mamba or of attention that it holds, by their names in the block;
     none of other tensors."""
@@ -137,8 +141,11 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen35moe": _QWEN35,
     # Qwen3-Next's layers, with their projection's matrices apart, as the file has them, are Qwen3.5's
     "qwen3next": _QWEN35,
+    "qwen4exp": GgufArchitecture(
+        qwen4exp, "qwen4_exp_text", QWEN4, parts=linear_rows, apart=APART, made=qwen4_parameters
+    ),
     "kimi-linear": GgufArchitecture(configs.kimi_linear, "kimi_linear", _KIMI),
-    "llama4": GgufArchitecture(llama4, "llama4_text", in_config=FACTORS),
+    "llama4": GgufArchitecture(llama4, "llama4_text", apart=(FACTORS,)),
     "deepseek4": GgufArchitecture(deepseek4, "deepseek_v4", DEEPSEEK4),
     "hy_v4": GgufArchitecture(hy4, "hy_v4", HY4, order=rotated_rows),
     "mimo2": GgufArchitecture(mimo2, "mimo_v2_flash", _SINKS, parts=qkv_parts, within="self_attn"),
@@ -180,6 +187,9 @@ _TABLE = "tid2eid.weight"
 """The end of the name of a table of tokens' experts."""
 _CONVOLVED = tuple(f"ssm_conv1d_{part}" for part in "qkv")
 """Tensors of a block whose rows are those of Kimi's convolution."""
+_DEPTHWISE = ("conv.conv", "ple.conv1d")
+"""Convolutions of each channel by itself, whose channels take one input."""
+_NORMS = ("norm.weight", *(f".norm_{name}.weight" for name in ("key", "query", "conv")))
 _OF_ONE = ("shared_expert_gate", "moe_statics.e_score_correction_bias")
 """Parameters of one row, which the file has as a vector."""
 
@@ -216,11 +226,11 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     architecture = architecture_of(file)
     of = architecture.layers
     names = block_names(of) | dict(architecture.more)
-    parameters: dict[str, Parameter] = {}
+    parameters: dict[str, Parameter] = {} if architecture.made is None else architecture.made(file)
     for name, tensor in file.tensors.items():
         if tensor.kind.name == "I32" and not name.endswith(_TABLE):
             raise ModelError(f"{file.path}: {name} is stored as I32, in which only tables of experts are; {AGAIN}")
-        if name == architecture.in_config:
+        if name in architecture.apart:
             continue
         if (path := _outside(of, name)) is not None:
             parameters[path] = Rows(tensor, tensor.shape, change=_change(of, path))
@@ -284,7 +294,7 @@ def _in_block(
     """Path → parameter of a tensor of a layer. names: tensors of a block → modules."""
     of = architecture.layers
     fused = (f"ffn_{part}{end}" for part in ("gate", "up") for end in architecture.fused)
-    if _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b", *_CONVOLVED, *fused):
+    if _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b", *_CONVOLVED, *fused, *architecture.apart):
         return {}  # of several tensors each
     prefix = f"model.layers.{layer}"
     if architecture.parts is not None and (found := architecture.parts(file, stem, tensor)):
@@ -312,7 +322,7 @@ def _shape(path: str, tensor: GgufTensor) -> tuple[int, ...]:
     """The parameter's: the file has no dimensions of size 1."""
     if path.endswith(_OF_ONE) and len(tensor.shape) == 1:
         return (1, *tensor.shape)
-    if path.endswith("conv.conv") and len(tensor.shape) == 2:
+    if path.endswith(_DEPTHWISE) and len(tensor.shape) == 2:
         return (tensor.shape[0], 1, tensor.shape[1])
     if path.endswith("A_log"):
         return (1, 1, math.prod(tensor.shape), 1)
@@ -322,7 +332,7 @@ def _shape(path: str, tensor: GgufTensor) -> tuple[int, ...]:
 def _change(of: Architecture, path: str) -> Change | None:
     if path.endswith("A_log"):
         return rates
-    return _centred if of.centred_norm and path.endswith("norm.weight") else None
+    return _centred if of.centred_norm and path.endswith(_NORMS) else None
 
 
 def _centred(stored: torch.Tensor) -> torch.Tensor:

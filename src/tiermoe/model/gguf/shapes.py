@@ -7,6 +7,8 @@ from tiermoe.formats.gguf_file import GgufFile, GgufTensor
 
 AGAIN = "download it again"
 """What to do about a file that contradicts itself."""
+NGRAM_TABLE = "per_layer_token_embd.weight"
+"""The table of n-grams (Qwen3.8): tens of GB, of which a token needs some rows."""
 
 
 def blocks(file: GgufFile) -> int:
@@ -33,10 +35,10 @@ def dense_layers(file: GgufFile) -> list[int]:
 
 
 def read_whole(file: GgufFile) -> list[GgufTensor]:
-    """The tensors that loading reads whole, in the order of the file: all but the experts, and the input embedding, of
-    which a token needs a row, unless it is the output layer too."""
-    rows = "token_embd.weight" if "output.weight" in file.tensors else ""
-    found = [tensor for name, tensor in file.tensors.items() if "_exps." not in name and name != rows]
+    """The tensors that loading reads whole, in the order of the file: all but the experts, and the tables of which a
+    token needs rows: of n-grams, and the input embedding unless it is the output layer too."""
+    rows = (NGRAM_TABLE, "token_embd.weight" if "output.weight" in file.tensors else "")
+    found = [tensor for name, tensor in file.tensors.items() if "_exps." not in name and name not in rows]
     return sorted(found, key=lambda tensor: (file.shards.index(tensor.file), tensor.offset))
 
 

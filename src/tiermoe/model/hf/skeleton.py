@@ -174,7 +174,7 @@ class Skeleton:
 
     def _tables(self) -> dict[str, tuple[str, ...]]:
         """Other embeddings whose rows can be read one by one: `Outline.tables`. ModelError where rows are missing."""
-        if isinstance(self.experts, GgufExperts) or self._family.encodes:
+        if self._family.encodes:
             return {}
         used = self.model.get_input_embeddings()
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
@@ -192,8 +192,6 @@ class Skeleton:
 
     def _joined(self, tensors: Mapping[str, DenseTensor], known: Container[str]) -> dict[str, tuple[str, ...]]:
         """`Outline.joined`, of tensors that are not known otherwise and whose rows fit."""
-        if isinstance(self.experts, GgufExperts):
-            return {}
         found = {}
         for path, tensor in tensors.items():
             keys = self.experts.row_keys(path) if tensor.key is None and path not in known else ()
