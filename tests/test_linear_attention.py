@@ -64,7 +64,7 @@ class Case:
         self.eager: Any = getattr(layer, BLOCKS.get(family, "linear_attn"))
         for name, parameter in self.eager.named_parameters():
             torch.nn.init.normal_(parameter, float(name.endswith("norm.weight")), 0.3)
-        found = attention_sizes(Configs(config, config, False).plain(), lambda _: False)
+        found = attention_sizes(Configs(config, config, False).plain())
         assert found is not None
         (self.sizes,) = found
         weights = FamilyWeights(ARCHITECTURES[family], config, text_part(ModuleWeights(model)), dtype)

@@ -57,9 +57,8 @@ def model_of(
 ) -> tuple[Any, Decoder, list[GroupedSizes | LatentSizes | LinearSizes]]:
     config = config_of(kind, **changes)
     model = auto_class(kind).from_config(config, dtype=dtype).eval()
-    names = set(model.state_dict())
     plain = Configs(config, config, False).plain()
-    sizes = attention_sizes(plain, names.__contains__)
+    sizes = attention_sizes(plain)
     decoder = decoder_for(plain, ModuleWeights(model), dtype)
     assert decoder is not None
     assert sizes is not None

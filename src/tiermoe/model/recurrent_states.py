@@ -83,12 +83,9 @@ class StateRows:
     def apart(self) -> Iterator[StateRow]:
         """The rows, with one for each token that is verified: it is computed as if it ran alone."""
         for row in self.rows:
-            if row.row.kind is not Kind.VERIFY:
-                yield row
-                continue
             before = row.before
-            for at, one in enumerate(row.row.each(), row.begin):
-                yield StateRow(one, at, at + 1, before, row.after)
+            for at, one in enumerate(row.row.one_by_one(), row.begin):
+                yield StateRow(one, at, at + len(one.tokens), before, row.after)
                 before = row.after
 
 

@@ -70,15 +70,11 @@ class Step:
     @property
     def apart(self) -> list[Span]:
         """`spans`, with one for each token that is verified: it is computed as if it ran alone."""
-        if all(span.row.kind is not Kind.VERIFY for span in self.spans):
-            return self.spans
-        found = list[Span]()
-        for span in self.spans:
-            if span.row.kind is Kind.VERIFY:
-                found += [Span(row, at, at + 1) for at, row in enumerate(span.row.each(), span.begin)]
-            else:
-                found.append(span)
-        return found
+        return [
+            Span(row, at, at + len(row.tokens))
+            for span in self.spans
+            for at, row in enumerate(span.row.one_by_one(), span.begin)
+        ]
 
     @property
     def native(self) -> list[NativeStep]:

@@ -66,5 +66,5 @@ HEADS: dict[str, HeadFormat] = {
 }
 """model_type → the head of the families whose heads run. The names are those of transformers' `MtpModel` and of
 llama.cpp's converter (`conversion/{exaone,hunyuan,mimo}.py`). vLLM's `exaone_moe` and SGLang's `mimo_v2_flash_nextn`
-say that EXAONE's and MiMo's layers are dense and have a window; vLLM's `qwen3_next_mtp` and `qwen3_5_mtp` have the names
-of Qwen's heads, whose attention is full."""
+say that EXAONE's and MiMo's layers are dense and have a window; vLLM's `qwen3_next_mtp` and `qwen3_5_mtp` have the
+names of Qwen's heads, whose attention is full."""
