@@ -43,9 +43,9 @@ _LLAMA_CPP = """
 ## GGUF files beside llama.cpp
 
 The gguf package has no names for `deepseek4`, `granite_swa`, `hy_v4`, `minimax-m3` and `qwen4exp`: the tests write them
-from tables of their own. For `granite_swa`, `minimax-m3` and `qwen4exp`, files of tiny random models were also written by
-llama.cpp's converter in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the same tensors,
-bit for bit, and the same entries. The file of `hy_v4` is the tests' own, with 10 chosen positions.
+from tables of their own. For `granite_swa`, `minimax-m3` and `qwen4exp`, files of tiny random models were also written
+by llama.cpp's converter in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the same
+tensors, bit for bit, and the same entries. The file of `hy_v4` is the tests' own, with 10 chosen positions.
 transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest differences from transformers, as
 shares of the largest logit:
 

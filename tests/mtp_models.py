@@ -25,16 +25,19 @@ _ABOVE = {
 _MIMO = {"shared_head.norm": "model.mtp.layers.0.final_layernorm", "": "model.mtp.layers.0"}
 PUBLISHED = {
     "hy_v3": {"shared_head.norm": "model.layers.3.final_layernorm"}, "mellum": _ABOVE, "exaone_moe": _ABOVE,
+    "qwen3_next": _ABOVE, "qwen3_5_moe_text": _ABOVE,
     "mimo_v2_flash": {**_MIMO, "post_attention_layernorm": "model.mtp.layers.0.pre_mlp_layernorm"},
 }  # fmt: skip
 """Family → a head's modules, by their names in layer 3 → their names in published checkpoints, as llama.cpp's converter
 and transformers' `MtpModel` read them; '' stands for the others."""
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _WINDOWED, _DENSE = (
     {"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2]},
     {"mlp_layer_types": ["dense", "sparse", "sparse", "dense"]},
 )
 KINDS: dict[str, dict[str, list[str]]] = {
     "glm_moe_dsa": {"indexer_types": ["full", "shared", "full", "full"]}, "mellum": _WINDOWED,
+    "qwen3_next": _LINEAR, "qwen3_5_moe_text": _LINEAR,
     "exaone_moe": _WINDOWED | _DENSE, "mimo_v2_flash": _WINDOWED | _DENSE,
 }  # fmt: skip
 """Family → the kinds of a model's four layers, the last of which is the head's."""

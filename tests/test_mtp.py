@@ -13,6 +13,7 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 import gguf_files
 import mtp_models
@@ -48,7 +49,7 @@ LATENT = {
 }  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     family: {**native_changes(family), "intermediate_size": 64, **more}
-    for family, more in (("glm4_moe", {}), ("deepseek_v3", LATENT))
+    for family, more in (("glm4_moe", {}), ("deepseek_v3", LATENT), ("qwen3_next", {"mlp_only_layers": None}))
 }
 """Sizes that the kernels take."""
 PACKED = {"bits": 4, "dense_bits": 4, "chunk": 16, "batch": 3, "context": 120}
@@ -71,6 +72,28 @@ def test_drafts_are_those_of_transformers(tmp_path: Path, family: str) -> None:
                 found += engine.draft(cache, [DraftToken(slab, end, likeliest, found[-1])])
             torch.testing.assert_close([each.logits for each in found], expected, rtol=1e-4, atol=1e-4)
         engine.step(Batch((decode(slab, end, ids[end]),)), cache)
+    engine.close()
+
+
+def test_drafts_of_a_head_beside_the_text_part_of_a_larger_model(tmp_path: Path) -> None:
+    """As Qwen3.5 is published, beside a part that reads pictures."""
+    model, head = mtp_models.write(tmp_path, "qwen3_5_moe_text", torch.float32)
+    text, file = json.loads((tmp_path / "config.json").read_text()), tmp_path / "model.safetensors"
+    sees = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    whole = AutoConfig.for_model("qwen3_5_moe", text_config=text, vision_config=sees, dtype="float32")
+    whole.architectures = ["Qwen3_5MoeForConditionalGeneration"]
+    whole.save_pretrained(tmp_path)
+    inside = {
+        f"model.language_{name}" if name.startswith("model.") else name: each for name, each in load_file(file).items()
+    }
+    save_file(inside, file, {"format": "pt"})
+    engine = engine_with_head(tmp_path, bits=16, dense_bits=16, context=120)
+    ids, cache = tokens(21), engine.new_cache()
+    slab = cache.open()
+    engine.step(Batch((prompt(slab, ids[:20]),)), cache)
+    (found,) = engine.draft(cache, [DraftToken(slab, 20, ids[20])])
+    (expected,) = mtp_models.drafts(model, head, ids, 1)
+    torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-4)
     engine.close()
 
 
@@ -171,11 +194,13 @@ def test_wrong_guesses_leave_nothing_in_a_head(engine: Any) -> None:
         engine.step(Batch((prompt(slab, ids[:20]),)), cache)
     engine.draft(cache, [DraftToken(guessed, 20, ids[20])])
     engine.step(Batch((verify(guessed, 20, [*ids[20:23], 5, 6]),)), cache)
+    cache.crop(guessed, 23)
     for at in range(20, 23):
         engine.step(Batch((decode(alone, at, ids[at]),)), cache)
     one, other = engine.draft(cache, [DraftToken(slab, 23, ids[23]) for slab in (guessed, alone)])
     torch.testing.assert_close(one.logits, other.logits, rtol=2e-2, atol=2e-2)
     engine.step(Batch((verify(guessed, 23, [ids[23], 7]),)), cache)
+    cache.crop(guessed, 24)
     engine.step(Batch((decode(alone, 23, ids[23]),)), cache)
     for slab in (guessed, alone):
         engine.step(Batch((prompt(slab, ids[24:30], 24),)), cache)
@@ -189,13 +214,14 @@ def test_a_forked_sequence_has_nothing_of_what_its_slab_had_before(engine: Any) 
     for used in (False, True):
         cache = engine.new_cache(2)
         first = cache.open()
-        engine.step(Batch((prompt(first, ids[:20]),)), cache)
+        engine.step(Batch((prompt(first, ids[:12]),)), cache)
         if used:
             before = cache.open()
             engine.step(Batch((prompt(before, tokens(12, 5)),)), cache)
             cache.close(before)
         other = cache.fork(first, 12)
-        engine.step(Batch((prompt(other, ids[12:20], 12),)), cache)
+        for slab in (first, other):
+            engine.step(Batch((prompt(slab, ids[12:20], 12),)), cache)
         found += [
             each.logits.float()
             for each in engine.draft(cache, [DraftToken(slab, 20, ids[20]) for slab in (first, other)])
@@ -303,9 +329,11 @@ def test_the_command_packs_a_head(tmp_path: Path, tiermoe_: Command) -> None:
 
 
 def test_the_plan_counts_a_head(checkpoint: Path, plain: Any, engine: Any) -> None:
-    own = {name: layer for name, layer in load_file(checkpoint / "model.safetensors").items() if ".layers.3." in name}
+    tensors = load_file(checkpoint / "model.safetensors")
+    own = {name: each for name, each in tensors.items() if ".layers.3." in name or name.startswith("mtp.")}
     dense = sum(tensor.numel() for name, tensor in own.items() if "experts." not in name or "shared" in name)
-    assert engine.plan.kv_cache == plain.plan.kv_cache * 4 // 3
+    head = engine.decoder.shapes[-1].row_bytes(2) * engine.plan.context * 3
+    assert engine.plan.kv_cache == plain.plan.kv_cache + head
     assert 0.5 * dense < engine.plan.dense - plain.plan.dense < 2 * dense
     assert engine.plan.all_slots == plain.plan.all_slots + 8
 

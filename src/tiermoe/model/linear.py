@@ -13,11 +13,12 @@ from tiermoe.formats.plain import Plain
 from tiermoe.kernels.attention import PackedMatrix
 from tiermoe.kernels.linear import LinearKernel, linear, multiplies_bfloat16, product
 from tiermoe.kernels.matrix import matrix_form
+from tiermoe.native import available
 from tiermoe.types import FEW_TOKENS
 
 SMALL = 1 << 22
-"""Weights of a matrix at most that few tokens take one by one where the native kernels do not compute its products, as
-of betas and decays in Qwen3.5 at 4 bits. So a token has the bits that it has alone."""
+"""Weights of a matrix at most that few tokens take one by one where the native kernels compute others and not this one,
+as of betas and decays in Qwen3.5 at 4 bits. So a token has the bits that it has alone."""
 
 
 class Linear(Protocol):
@@ -48,7 +49,9 @@ class PackedLinear(torch.nn.Module):
         self.weight = torch.empty((packed.out, packed.in_), dtype=dtype, device="meta")
         self.packed = packed
         native = matrix_form(packed.encoding, packed.out, packed.in_, dtype) is not None
-        self._by_token = not native and dtype == torch.bfloat16 and packed.out * packed.in_ <= SMALL
+        beside = available() and all(field.device.type == "cpu" for field in packed.fields.values())
+        small = packed.out * packed.in_ <= SMALL
+        self._by_token = not native and beside and small and dtype == torch.bfloat16
         self.batch_invariant = native or self._by_token
         self._kernel = kernel
         self._taken = None if columns is None else columns.argsort()

@@ -101,7 +101,7 @@ class MtpHead:
 
     def _attended(self, batch: Batch, hidden: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """`Layer.attended` of entries: hidden states (T, H) and the tokens after them."""
-        step = Step(batch, cache, *self.rotaries)
+        step = Step(batch, cache, *self.rotaries, with_states=False)
         both = self.embedding_norm(self.embedding(step.tokens)), self.hidden_norm(hidden)
         return self.layer.attended(self.projection(torch.cat(both, dim=-1)), self.index, step)
 

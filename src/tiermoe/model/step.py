@@ -35,9 +35,10 @@ class Step:
     alone. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with the step's. rotaries: the
     rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's dtype; cos, sin: the first
     ones. temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row the
-    places of its recurrent states, None in a cache without them. chosen: positions that an indexer chose (`choose`)."""
+    places of its recurrent states; None in a cache without them, or for a layer without (with_states). chosen:
+    positions that an indexer chose (`choose`)."""
 
-    def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary) -> None:
+    def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary, with_states: bool = True) -> None:
         self.cache = cache
         self.spans: list[Span] = []
         for row in batch.rows:
@@ -70,7 +71,7 @@ class Step:
             ]
         recurrent = cache.recurrent
         self.states: StateRows | None = None
-        if recurrent is not None:
+        if recurrent is not None and with_states:
             places = [recurrent.begin(row.slab, row.first, row.end) for row in batch.rows]
             self.states = StateRows(recurrent, [(row, *of) for row, of in zip(batch.rows, places, strict=True)])
 

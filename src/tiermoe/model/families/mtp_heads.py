@@ -41,6 +41,7 @@ _BESIDE = {
 }
 _FIRST_OF_MIMO = "model.mtp.layers.0."
 _LAYER = HeadFormat()
+_FULL = HeadFormat(_BESIDE, {"layer_types": "full_attention"})
 
 HEADS: dict[str, HeadFormat] = {
     "glm4_moe": _LAYER,
@@ -51,6 +52,8 @@ HEADS: dict[str, HeadFormat] = {
     "hy_v3": HeadFormat({"model.layers.{}.final_layernorm.": "shared_head.norm."}),
     "mellum": HeadFormat(_BESIDE, {"layer_types": "sliding_attention", "mlp_layer_types": "sparse"}),
     "exaone_moe": HeadFormat(_BESIDE, {"layer_types": "sliding_attention", "mlp_layer_types": "dense"}),
+    "qwen3_next": _FULL,
+    "qwen3_5_moe_text": _FULL,
     # the first of three heads: the others are made for its output at every position, and it drafts on its own
     "mimo_v2_flash": HeadFormat(
         {
@@ -63,4 +66,5 @@ HEADS: dict[str, HeadFormat] = {
 }
 """model_type → the head of the families whose heads run. The names are those of transformers' `MtpModel` and of
 llama.cpp's converter (`conversion/{exaone,hunyuan,mimo}.py`). vLLM's `exaone_moe` and SGLang's `mimo_v2_flash_nextn`
-say that EXAONE's and MiMo's layers are dense and have a window."""
+say that EXAONE's and MiMo's layers are dense and have a window; vLLM's `qwen3_next_mtp` and `qwen3_5_mtp` have the
+names of Qwen's heads, whose attention is full."""

@@ -49,8 +49,9 @@ _TEXT_KEYS = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
+    ("mtp.", "mtp."),
 )
-"""Prefixes of a text part's tensors inside of a larger model, and on their own."""
+"""Prefixes of a text part's tensors inside of a larger model, its MTP head's among them, and on their own."""
 
 
 # reading

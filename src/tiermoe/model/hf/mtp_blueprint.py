@@ -139,7 +139,7 @@ class MtpBlueprint(Blueprint):
     @functools.cached_property
     def configs(self) -> Configs:
         assert self.trunk is not None
-        config = copy.deepcopy(self.trunk.configs.whole)
+        config = copy.deepcopy(self.trunk.configs.built)
         kinds = HEADS[self.family.model_type].kinds
         for name, value in lengthened(config.to_dict(), kinds).items():
             setattr(config, name, value)
