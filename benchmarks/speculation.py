@@ -74,7 +74,7 @@ def tokens_a_second(engine: Any, tokenizer: Any, case: tuple[list[int], list[int
     for at in range(batch):  # another first token each: none finds the prefix of another
         loop.add(Request([at, *prompt], Sampling(max_tokens=len(answer)), grammar=Forced(answer)))
     given, first, began = 0, 0, 0.0
-    while not loop.idle:
+    while not loop.scheduler.idle:
         given += sum(len(piece.tokens) for piece in loop.step())
         if not began and loop.counts.prompt_tokens >= batch * len(prompt):
             first, began = given, time.perf_counter()

@@ -12,18 +12,16 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from native_experts import checkpoint
 from serving import Letters
 from small_engines import engine_of, tokens
-from test_speculation import FAMILIES, Counted, Eager, answers
+from test_speculation import FAMILIES, Counted, Eager, Informed, answers
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
-from tiermoe.engine.speculation import Place
 
 VERIFYING = {
     **{name: FAMILIES[name] for name in ("qwen3_moe", "gpt_oss", "deepseek_v32", "olmoe")},
@@ -31,23 +29,6 @@ VERIFYING = {
 }
 CACHES = ("25%", "50%", "100%")
 ANSWER = 180
-WRONG = 0.2  # share of the guesses
-VOCABULARY = 128
-
-
-class Informed:
-    """Drafts from answers that are known, by prompt. Some are empty, and some tokens wrong."""
-
-    def __init__(self, answers: dict[tuple[int, ...], list[int]], seed: int) -> None:
-        self._answers = answers
-        self._drawn = random.Random(seed)
-
-    def draft(
-        self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int, place: Place | None = None
-    ) -> list[int]:
-        drawn = self._drawn
-        known = self._answers[tuple(prompt)][len(answer) :][: drawn.randint(0, most)]
-        return [drawn.randrange(VOCABULARY) if drawn.random() < WRONG else token for token in known]
 
 
 def requests(seed: int, sampled: bool) -> list[Request]:
@@ -93,7 +74,7 @@ def main() -> None:
                 engine = engine_of(
                     directory, bits=4, dense_bits=4, chunk=64, batch=3, context=250, cache=cache, threads=1
                 )
-                assert engine.decoder.can_verify_draft, f"{family} verifies no draft here: build the native kernels"
+                assert engine.decoder.batch_invariant, f"{family} verifies no draft here: build the native kernels"
                 began = time.perf_counter()
                 came, differing, steps, alone = compared(engine, share)
                 engine.close()

@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import gguf
+
+from gguf_files import ARCHITECTURES as WRITTEN
 from small_families import FAMILIES, LARGER
 from tiermoe.model.families.mtp_heads import HEADS
 from tiermoe.model.families.table import ARCHITECTURES, REFUSED, family_of
@@ -29,10 +32,40 @@ has no test here.
 * prefetch: whether a router can be asked about another layer's input (`--set prefetch=next-gate` and its kin). Presets
   that predict from what was used need no router.
 * MTP head: whether the model's own head drafts, where a checkpoint has one (`--draft mtp`).
+* GGUF: the architecture (`general.architecture`) of the GGUF files that are read. `tests/test_gguf_models.py` compares
+  a tiny file of each with transformers' eager model.
 
-| model type | name | decoder | prefetch by routers | MTP head |
-|---|---|---|---|---|
+| model type | name | decoder | prefetch by routers | MTP head | GGUF |
+|---|---|---|---|---|---|
 """
+
+_LLAMA_CPP = """
+## GGUF files beside llama.cpp
+
+The gguf package has no names for `deepseek4`, `granite_swa` and `minimax-m3`: the tests write them from tables of their
+own. For the last two, files of tiny random models were also written by llama.cpp's converter in F32 (llama-cpp-python
+0.3.36, 2026-11-26). The converter and the tests write the same tensors, bit for bit, and the same entries.
+transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest differences from transformers, as
+shares of the largest logit:
+
+| architecture | tiermoe | llama.cpp, float32 | llama.cpp, flash attention |
+|---|--:|--:|--:|
+| `granite_swa` | 7e-7 | 5e-7 | 3e-4 |
+| `minimax-m3` | 5e-7 | no sparse attention | 8e-2, median 3e-4 |
+
+llama.cpp rounds to 16 bits in flash attention, without which it computes no sparse attention. For one token its indexer
+chose another block of MiniMax-M3, where the scores of two blocks were 0.002 apart: 8e-2 is that token's, the five after
+it differ by up to 7e-3, all others by up to 1e-3. The likeliest tokens were the same at all places.
+
+llama.cpp's converter writes which of Granite's layers have positions where the config has `no_rope_layers`. It does not
+read `layer_rope_theta`, so that a file of such a config has positions in all layers.
+"""
+
+
+_ARCHITECTURES = {
+    model_type: each if isinstance(each, str) else gguf.MODEL_ARCH_NAMES[each] for model_type, each in WRITTEN.items()
+}
+_ARCHITECTURES["granitemoe"] = _ARCHITECTURES["granitemoeshared"]  # without a shared expert
 
 
 def document() -> str:
@@ -43,6 +76,7 @@ def document() -> str:
     return (
         _HEAD
         + _lines(rows)
+        + _LLAMA_CPP
         + "\n## Models that read more than text\n\nTheir text part runs, and `tiermoe show` and `plan` say what is not "
         "read. Weights of the other parts are\nnot loaded.\n\n| model type | text part |\n|---|---|\n"
         + _lines(larger)
@@ -55,7 +89,8 @@ def _row(model_type: str) -> str:
     family = family_of(model_type)
     decoder = "own" if model_type in ARCHITECTURES else "transformers"
     forecasts, drafts = ("yes" if has else "no" for has in (family.forecasts, model_type in HEADS))
-    return f"| `{model_type}` | {family.name} | {decoder} | {forecasts} | {drafts} |"
+    files = f"`{_ARCHITECTURES[model_type]}`" if model_type in _ARCHITECTURES else "no"
+    return f"| `{model_type}` | {family.name} | {decoder} | {forecasts} | {drafts} | {files} |"
 
 
 def _lines(lines: Iterable[str]) -> str:

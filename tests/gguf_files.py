@@ -22,12 +22,19 @@ import tiny
 from gguf_deepseek4 import ARCHITECTURE as DEEPSEEK4
 from gguf_deepseek4 import deepseek4_metadata
 from gguf_deepseek4 import name_of as deepseek4_name
+from gguf_granite_swa import ARCHITECTURE as GRANITE_SWA
+from gguf_granite_swa import granite_swa_metadata, is_whole
+from gguf_granite_swa import name_of as granite_swa_name
 from gguf_latent import latent_metadata, router_metadata
 from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_tensors
 from gguf_llama4 import add_factors, llama4_metadata
 from gguf_mamba import NAMES as MAMBA
 from gguf_mamba import granite_metadata, jamba_metadata, mamba_tensors, nemotron_metadata
 from gguf_mimo2 import head_name, is_joined, joined, mimo_metadata
+from gguf_minimax import ARCHITECTURE as MINIMAX_M3
+from gguf_minimax import minimax_metadata
+from gguf_minimax import name_of as minimax_name
+from gguf_vocabulary import add_vocabulary
 from tiermoe.formats.gguf_types import ENCODINGS
 from tiermoe.model.hf.configs import Configs
 
@@ -42,7 +49,8 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config.get("intermediate_size_mlp", config.get("intermediate_size", 0)))
+    inner = ("intermediate_size_mlp", "dense_intermediate_size", "intermediate_size")
+    writer.add_feed_forward_length(next((config[name] for name in inner if name in config), 0))
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config[EPSILON.get(family, "rms_norm_eps")])
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -78,6 +86,8 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_head_count_kv(config["num_key_value_heads"])
     if family.startswith("granitemoe"):
         granite_metadata(writer, config)
+    if family == "granitemoe_swa":
+        granite_swa_metadata(writer, config)
     if family == "nemotron_h":
         nemotron_metadata(writer, config)
     if family == "jamba":
@@ -96,7 +106,7 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         linear_metadata(writer, config)
     if "partial_rotary_factor" in rope:
         writer.add_rope_dimension_count(int(config["head_dim"] * rope["partial_rotary_factor"]))
-    if family in ("glm4_moe", "minimax_m2", "lfm2_moe"):
+    if family in ("glm4_moe", "minimax_m2", "minimax_m3_vl_text", "lfm2_moe"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "glm4_moe":
         router_metadata(writer, config)
@@ -128,31 +138,11 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "llama4_text":
         llama4_metadata(writer, config)
+    if family == "minimax_m3_vl_text":
+        minimax_metadata(writer, config)
     if family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-
-
-def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Path, size: int) -> None:
-    """The byte-level BPE of a tokenizer.json, cut or padded to `size` tokens."""
-    import json
-
-    document = json.loads(tokenizer.read_text())
-    special = {added["id"]: added["content"] for added in document["added_tokens"] if added["special"]}
-    by_id = {index: token for token, index in document["model"]["vocab"].items()} | special
-    ids = range(size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([by_id.get(index, f"[PAD{index}]") for index in ids])
-    kinds_ = gguf.TokenType
-    writer.add_token_types(
-        [kinds_.CONTROL if i in special else kinds_.NORMAL if i in by_id else kinds_.UNUSED for i in ids]
-    )
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in document["model"]["merges"]]
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-    writer.add_add_bos_token(False)
 
 
 BLOCKS = {**{each.type: each.columns for each in ENCODINGS}, "nvfp4": 64}
@@ -173,6 +163,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
+    "minimax_m3_vl_text": MINIMAX_M3,
     "mistral4": gguf.MODEL_ARCH.MISTRAL4,
     "mimo_v2_flash": gguf.MODEL_ARCH.MIMO2,
     "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
@@ -183,9 +174,14 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "llama4_text": gguf.MODEL_ARCH.LLAMA4,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
+    "granitemoe_swa": GRANITE_SWA,
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "jamba": gguf.MODEL_ARCH.JAMBA,
 }
+
+
+NAMED = {"deepseek_v4": deepseek4_name, "minimax_m3_vl_text": minimax_name, "granitemoe_swa": granite_swa_name}
+"""Families that the gguf package does not have → parameter → its name in the file."""
 
 
 USED = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
@@ -200,11 +196,11 @@ HYBRID = ("granitemoehybrid", "jamba", "nemotron_h")
 """Families with layers of Mamba beside those with attention."""
 
 
-TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared", "nemotron_h")
+TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared", "granitemoe_swa", "nemotron_h")
 """Families whose queries and keys are written with the halves of each head in turns."""
 
 
-CENTRED = ("qwen3_next", "qwen3_5_moe_text")
+CENTRED = ("qwen3_next", "qwen3_5_moe_text", "minimax_m3_vl_text")
 """Families whose norms are written as weight + 1."""
 
 
@@ -262,6 +258,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 32},
     "afmoe": {"num_hidden_layers": 4, "layer_types": None},
     "qwen3_next": {"mlp_only_layers": []},
+    "minimax_m3_vl_text": {"swiglu_limit": 7.0},
     "llama4_text": {
         "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "moe_layers": None, "no_rope_layers": None,
         "attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1,
@@ -301,7 +298,7 @@ def write(
     return out
 
 
-_WIDE = ("ffn_gate_inp", "sinks", "ssm_conv1d", "ssm_norm", "shortconv.conv", "hc_", "_ape")
+_WIDE = ("ffn_gate_inp", "sinks", "ssm_conv1d", "ssm_norm", "shortconv.conv", "hc_", "_ape", "indexer.q", "indexer.k")
 _PLAIN = {"f32": "f4", "f16": "f2", "i32": "i4"}
 """Types of numbers that are values of their own → numpy's."""
 
@@ -356,7 +353,7 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
 
     def name_of(path: str) -> str:
         if names is None:
-            return deepseek4_name(path)
+            return NAMED[family](path)
         if ".mixer." in path:
             path = path.replace("model.", "backbone.")
         own = head_name(path) if family == "mimo_v2_flash" else None
@@ -378,10 +375,15 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
             yield from mamba_tensors(f"blk.{path.split('.')[2]}", name, value, groups)
         elif family == "mimo_v2_flash" and is_joined(path, config):
             yield from joined(path, state)
+        elif family == "granitemoe_swa" and is_whole(path):
+            yield name_of(path), (value,), tuple(value.shape)
         elif path.endswith("shared_mlp.input_linear.weight"):
             block = f"blk.{path.split('.')[2]}"
             for part, half in zip(("gate", "up"), value.chunk(2), strict=True):
                 yield f"{block}.ffn_{part}_shexp.weight", (half,), tuple(half.shape)
+        elif path.endswith("gate_up_proj.weight"):
+            for part, half in zip(("gate", "up"), value.chunk(2), strict=True):
+                yield name_of(path.replace("gate_up", part)), (half,), tuple(half.shape)
         elif ".experts." in path:
             yield from _experts(stem, last, value, family, name_of)
         elif path.endswith("kv_b_proj.weight"):

@@ -39,7 +39,7 @@ def expected(model: Any, tokens: list[int]) -> torch.Tensor:
 def embedded(loop: RequestLoop, tokens: list[int]) -> Piece:
     number = loop.add(Request(tokens, Sampling(max_tokens=1), embeds=True))
     found = list[Piece]()
-    while not loop.idle:
+    while not loop.scheduler.idle:
         found += [piece for piece in loop.step() if piece.number == number]
     (piece,) = found
     assert piece.error is None, piece.error

@@ -15,7 +15,8 @@ import torch
 import gguf_files
 from gguf_engines import eager_greedy, engine_of, greedy, logits_of
 from gguf_files import kinds
-from parity import tokens
+from parity import close, tokens
+from tiermoe.batch import Batch, decode, prompt
 from tiermoe.model.gguf.outline import outline_of
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.model_config import ModelConfig
@@ -47,6 +48,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "minimax_m2": ("minimax_m2", {}),
+    "minimax_m3": ("minimax_m3_vl_text", {}),
+    "minimax_m3 of other blocks": (
+        "minimax_m3_vl_text",
+        {"index_block_size": 3, "index_topk_blocks": 3, "index_local_blocks": 2, "shared_intermediate_size": 64},
+    ),
     "mimo_v2_flash": ("mimo_v2_flash", {"attention_value_scale": 0.5, "sliding_window": 7}),
     "mistral4": ("mistral4", {}),
     "exaone_moe": ("exaone_moe", {}),
@@ -58,6 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoeshared", {"shared_intermediate_size": 0, "residual_multiplier": 0.5}),
     "granitemoeshared": ("granitemoeshared", {"shared_intermediate_size": 64, "attention_multiplier": 0.2}),
     "granitemoehybrid": ("granitemoehybrid", {"shared_intermediate_size": 64, "max_position_embeddings": 1 << 20}),
+    "granitemoe_swa": ("granitemoe_swa", {"sliding_window": 7, "shared_intermediate_size": 64}),
+    "granitemoe_swa without a shared expert": ("granitemoe_swa", {"layer_rope_theta": None}),
     "jamba": ("jamba", {}),
     "jamba of other periods": (
         "jamba",
@@ -66,6 +74,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", {}),
     "nemotron_h without latents": ("nemotron_h", {"moe_latent_size": None, "tie_word_embeddings": True}),
 }
+
+
+ELSE_ORDERED = ("gpt_oss", "llama4", "llama4 of other layers", "qwen3_next")
+"""Models whose matrices are not in the order of transformers' parameters."""
 
 
 LEFT = ("deepseek_v4", "deepseek_v4 yarn", "afmoe", "hunyuan_v1_moe", "lfm2_moe")
@@ -85,6 +97,38 @@ def test_logits_and_tokens_are_those_of_the_dequantised_weights(name: str, tmp_p
     assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
     assert greedy(engine, ids[:16], 14) == eager_greedy(model, ids[:16], 14)
     engine.close()
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ELSE_ORDERED])
+def test_tensors_are_the_dequantised_ones_bit_for_bit(name: str, tmp_path: Path) -> None:
+    family, changes = MODELS[name]
+    model = gguf_files.model_of(family, **changes)
+    file = gguf_files.write(tmp_path / "model.gguf", model, family, kinds("q8_0", "q5_0", "q4_0"))
+    checkpoint = inspect_model(file, str(file), tmp_path / "store").checkpoint
+    wanted = model.state_dict()
+    for path in checkpoint.tensors:
+        assert torch.equal(checkpoint.read(path).float(), wanted[path]), path
+
+
+@pytest.mark.parametrize("name", ["minimax_m3", "granitemoe_swa"])
+def test_a_ragged_batch_and_a_forked_prefix(name: str, tmp_path: Path) -> None:
+    """Sequences of other lengths than a window or the blocks that an indexer chooses, in one step."""
+    family, changes = MODELS[name]
+    model = gguf_files.model_of(family, **changes)
+    file = gguf_files.write(tmp_path / "model.gguf", model, family, kinds("q8_0", "q5_0", "q4_0"))
+    engine = engine_of(file, store=tmp_path / "store")
+    long, short, third = (tokens(1, count, seed=count)[0].tolist() for count in (41, 6, 30))
+    cache = engine.new_cache(4, 48)
+    slabs = [cache.open() for _ in range(3)]
+    engine.step(Batch((prompt(slabs[0], long[:-1]),)), cache)
+    fork = cache.fork(slabs[0])
+    engine.step(Batch((prompt(slabs[1], short[:-1]),)), cache)
+    rows = (decode(slabs[0], 40, long[40]), decode(slabs[1], 5, short[5]), prompt(slabs[2], third), decode(fork, 40, 7))
+    found = engine.step(Batch(rows, ragged=True), cache)
+    engine.close()
+    for logits, ids in zip(found, (long, short, third, [*long[:-1], 7]), strict=True):
+        with torch.no_grad():
+            assert close(logits, model(torch.tensor([ids])).logits[0, -1])
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in LEFT])

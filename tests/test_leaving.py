@@ -149,7 +149,7 @@ def test_closed_connections_end_their_requests_with_the_step(
         until(lambda: counted.done == 2)
         engine.let_go(1)
         until(lambda: not worker.busy)
-    assert (counts.requests, counts.aborted, worker.loop.running, worker.waiting) == (asked, asked, 0, 0)
+    assert (counts.requests, counts.aborted, worker.loop.scheduler.running, worker.waiting) == (asked, asked, 0, 0)
     assert counts.generated_tokens <= 2
     assert not ended
 

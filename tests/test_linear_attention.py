@@ -64,7 +64,7 @@ class Case:
         self.eager: Any = getattr(layer, BLOCKS.get(family, "linear_attn"))
         for name, parameter in self.eager.named_parameters():
             torch.nn.init.normal_(parameter, float(name.endswith("norm.weight")), 0.3)
-        found = attention_sizes(Configs(config, config, False).plain(), lambda _: False)
+        found = attention_sizes(Configs(config, config, False).plain())
         assert found is not None
         (self.sizes,) = found
         weights = FamilyWeights(ARCHITECTURES[family], config, text_part(ModuleWeights(model)), dtype)
@@ -308,7 +308,7 @@ def test_forks_beams_and_files_have_the_state(small: Case, tmp_path: Path) -> No
     cache.open()
     small.run(cache, row_of(0, 0, 9))
     cache.save(0, tmp_path / "sequence")
-    other = cache.fork(0)
+    other, again = cache.fork(0), cache.fork(0, 9)
     want = small.run(cache, decode(0, 9, 1))
     state, states = cache.recurrent, cache.recurrent.states[0]  # type: ignore[union-attr]
     assert state is not None
@@ -317,6 +317,7 @@ def test_forks_beams_and_files_have_the_state(small: Case, tmp_path: Path) -> No
         return states[slab, state.lengths[slab].index(length)]
 
     assert torch.equal(after(other, 9), after(0, 9))
+    assert torch.equal(after(again, 9), after(0, 9))
     assert not torch.equal(after(other, 9), after(0, 10))
     cache.select([1, 0])
     assert (cache.length(0), cache.length(1)) == (9, 10)

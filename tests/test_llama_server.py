@@ -38,7 +38,7 @@ def test_slots_say_what_runs_and_no_text(served: Served) -> None:
     """One answer amid its tokens, one prompt amid its chunks' turns, two rows without work."""
     loop = RequestLoop(served.engine, Letters(), 4, set())
     first = loop.add(Request(ids(9), Sampling(max_tokens=20, temperature=0.5)))
-    while len(loop.at_work()) < 1 or not next(iter(loop.at_work().values())).answer:
+    while len(loop.scheduler.at_work()) < 1 or not next(iter(loop.scheduler.at_work().values())).answer:
         loop.step()
     taken = 1 + sum(len(piece.tokens) for _ in range(2) for piece in loop.step())
     second = loop.add(Request(ids(30, 2), Sampling(max_tokens=4)))
@@ -48,13 +48,13 @@ def test_slots_say_what_runs_and_no_text(served: Served) -> None:
         httpx.Client(base_url=address, timeout=PATIENCE_S) as http,
     ):
         before = http.get("/slots").json()
-        while loop.running < 2:
+        while loop.scheduler.running < 2:
             taken += sum(len(piece.tokens) for piece in loop.step() if piece.number == first)
         slots = {slot["id_task"]: slot for slot in http.get("/slots").json()}
         free = http.get("/slots", params={"fail_on_no_slot": 1})
         for number in (3, 4):
             loop.add(Request(ids(5, number), Sampling(max_tokens=9)))
-        while loop.running < 4:
+        while loop.scheduler.running < 4:
             loop.step()
         full = http.get("/slots", params={"fail_on_no_slot": 1})
     assert [slot["is_processing"] for slot in before].count(True) == 1

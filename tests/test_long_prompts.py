@@ -20,7 +20,8 @@ from tiermoe.batch import Batch, decode, prompt
 from tiermoe.cli import output
 from tiermoe.cli.output import prompt_progress
 from tiermoe.engine.request import Piece, Request
-from tiermoe.engine.request_loop import BESIDE, RequestLoop
+from tiermoe.engine.request_loop import RequestLoop
+from tiermoe.engine.request_scheduler import BESIDE
 from tiermoe.engine.sampling import Sampling
 from tiermoe.model.rotary import Rotary
 from tiermoe.types import Routed
@@ -42,7 +43,7 @@ def answered(loop: RequestLoop, ids: list[int]) -> tuple[list[Piece], list[tuple
     tokens that have run, and those that did not have to be read."""
     loop.add(Request(ids, Sampling(2), logprobs=1, progress=True))
     pieces: list[Piece] = []
-    while not loop.idle:
+    while not loop.scheduler.idle:
         pieces += loop.step()
     reported = [(piece.read, piece.cached) for piece in pieces if piece.read is not None]
     return pieces[len(reported) :], reported
@@ -172,7 +173,7 @@ def test_a_prompt_is_read_again_where_its_layers_are_interrupted(missing: Any, l
     def answer(interrupted: bool) -> list[int]:
         loop, found = RequestLoop(missing, Letters(), 2, set()), list[int]()
         first = loop.add(Request(ids[:16], Sampling(1)))
-        while not loop.idle:
+        while not loop.scheduler.idle:
             loop.step()
         loop.add(Request(ids, Sampling(5)))
 
@@ -185,7 +186,7 @@ def test_a_prompt_is_read_again_where_its_layers_are_interrupted(missing: Any, l
             with pytest.raises(Interruption):
                 rest_of(loop)
             missing.observe(None)
-        while not loop.idle:
+        while not loop.scheduler.idle:
             found += [token for piece in loop.step() if piece.number != first for token in piece.tokens]
         return found
 
@@ -200,7 +201,7 @@ def test_a_request_that_leaves_amid_the_layers_leaves_what_was_read_before(missi
     for _ in range(4):  # three turns of the first three chunks, one of the others
         loop.step()
     loop.cancel(number)
-    assert loop.idle
+    assert loop.scheduler.idle
     loop.add(Request(ids, Sampling(5)))
     found = [[token for piece in rest_of(each) for token in piece.tokens] for each in (loop, clear)]
     assert found[0] == found[1]
@@ -213,7 +214,7 @@ def test_an_answer_waits_for_one_turn_of_a_long_prompt(missing: Any) -> None:
     answer, prompt = loop.add(short), 0
     steps: list[set[int]] = []  # the requests that get a token, by step
     found: dict[int, list[int]] = {}
-    while not loop.idle:
+    while not loop.scheduler.idle:
         pieces = loop.step()
         steps.append({piece.number for piece in pieces})
         for piece in pieces:
@@ -248,7 +249,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(deep: Any, chunks: int, bes
     numbers, steps, found = [loop.add(asked[0])], 0, dict[int, list[int]]()
     loop.step()
     numbers.append(loop.add(asked[1]))
-    while not loop.idle:
+    while not loop.scheduler.idle:
         steps += numbers[1] not in found
         for piece in loop.step():
             found.setdefault(piece.number, []).extend(piece.tokens)
@@ -262,7 +263,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(deep: Any, chunks: int, bes
 
 def rest_of(loop: RequestLoop) -> list[Piece]:
     pieces: list[Piece] = []
-    while not loop.idle:
+    while not loop.scheduler.idle:
         pieces += loop.step()
     return pieces
 

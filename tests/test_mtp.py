@@ -114,7 +114,7 @@ def plain(checkpoint: Path) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def engine(plain: Any, checkpoint: Path) -> Iterator[Any]:
     engine = engine_with_head(checkpoint, **PACKED, cache="50%")
-    assert engine.decoder.can_verify_draft is native.available()
+    assert engine.decoder.batch_invariant is native.available()
     yield engine
     engine.close()
 

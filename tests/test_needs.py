@@ -57,9 +57,8 @@ def model_of(
 ) -> tuple[Any, Decoder, list[GroupedSizes | LatentSizes | LinearSizes]]:
     config = config_of(kind, **changes)
     model = auto_class(kind).from_config(config, dtype=dtype).eval()
-    names = set(model.state_dict())
     plain = Configs(config, config, False).plain()
-    sizes = attention_sizes(plain, names.__contains__)
+    sizes = attention_sizes(plain)
     decoder = decoder_for(plain, ModuleWeights(model), dtype)
     assert decoder is not None
     assert sizes is not None
@@ -76,9 +75,12 @@ def test_a_cache_needs_what_it_allocates(kind: str, window: int | None) -> None:
     assert isinstance(cache, KVCache)
     taken = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values, *cache.index_keys))
     if cache.recurrent is not None:
-        taken += sum(tensor.nbytes for kept in cache.recurrent.tensors.values() for tensor in kept.values())
-    its = needs(decoder.shapes, Workload(40, 6, 2, 2, 1))
-    assert sum(need.nbytes for need in its if need.part == "kv cache") == taken > 0
+        its, tensors = cache.recurrent, cache.recurrent.tensors.values()
+        taken += sum(
+            tensor.nbytes for kept in (*tensors, its.verified, its.verified_ngrams) for tensor in kept.values()
+        )
+    planned = needs(decoder.shapes, Workload(40, 6, 2, 2, 1))
+    assert sum(need.nbytes for need in planned if need.part == "kv cache") == taken > 0
     if kind == "gpt_oss":
         assert [each.sinks for each in sizes if isinstance(each, GroupedSizes)] == [True] * 3
         assert len({tensor.shape[2] for tensor in cache.keys}) == (2 if window else 1)

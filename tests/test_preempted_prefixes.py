@@ -64,7 +64,7 @@ def request(prompt: list[int]) -> Request:
 def told(loop: RequestLoop, numbers: list[int], amid: Callable[[], None] = lambda: None) -> list[Any]:
     """Tokens and log probabilities of each answer. amid: called before each step."""
     pieces: list[Piece] = []
-    while not loop.idle:
+    while not loop.scheduler.idle:
         amid()
         pieces += loop.step()
     each = [[one for piece in pieces if piece.number == number for one in piece.logprobs] for number in numbers]

@@ -28,7 +28,7 @@ class Rounding:
 
     lossy, longest_context, generation_config = False, None, None
     settings, config = SimpleNamespace(chunk=CHUNK), SimpleNamespace(vocab_size=VOCABULARY)
-    decoder = SimpleNamespace(rows_together=True, can_verify_draft=True)
+    decoder = SimpleNamespace(rows_together=True, batch_invariant=True, can_verify_draft=True)
 
     def __init__(self, memory: int, missing: bool) -> None:
         self.plan = SimpleNamespace(context=CONTEXT, slots=1, all_slots=1 + missing, kv_memory=memory, prompt_chunks=1)
@@ -70,7 +70,7 @@ def rest_of(batch: RequestLoop) -> list[Piece]:
     """What is still said. An endless exchange of memory is no answer."""
     pieces: list[Piece] = []
     for _ in range(9999):
-        if batch.idle:
+        if batch.scheduler.idle:
             return pieces
         pieces += batch.step()
     raise AssertionError("requests do not end")
@@ -145,7 +145,7 @@ def test_later_prompts_under_way_are_put_back_for_an_answer_that_grows() -> None
     for _ in range(12):  # steps by turns: six tokens of the one, six chunks of the other, if it went on
         ends += [piece.number for piece in batch.step() if piece.finish]
     assert not ends
-    assert (batch.counts.preemptions, batch.running, batch.waiting) == (1, 1, 1)
+    assert (batch.counts.preemptions, batch.scheduler.running, len(batch.scheduler.waiting)) == (1, 1, 1)
     ends += [piece.number for piece in rest_of(batch) if piece.finish]
     assert ends == [first, second]
     assert batch.counts.prompt_tokens == 52

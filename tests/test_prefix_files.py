@@ -84,7 +84,7 @@ def answer(batch: RequestLoop, prompt: list[int], tokens: int = 6) -> list[tuple
     """Tokens and their log probabilities."""
     batch.add(Request(prompt, Sampling(max_tokens=tokens), logprobs=1))
     told = []
-    while not batch.idle:
+    while not batch.scheduler.idle:
         told += [each for piece in batch.step() for each in piece.logprobs]
     return [(each.token, each.logprob) for each in told]
 
@@ -134,7 +134,7 @@ def test_who_leaves_while_a_conversation_is_read_leaves_no_memory_taken(
     assert second._cache.keys[0].any()  # a block has come
     second.cancel(number)
     assert not second._cache.keys[0].any()  # its pages have gone
-    assert second.idle
+    assert second.scheduler.idle
     ended(second)
 
 
@@ -152,7 +152,7 @@ def test_who_is_put_back_reads_again_what_it_had_from_disk(
     batch = kept.start(shared)
     numbers = [batch.add(Request(each, Sampling(max_tokens=90), logprobs=1)) for each in (ids(20, 2), turn)]
     pieces = []
-    while not batch.idle:
+    while not batch.scheduler.idle:
         pieces += batch.step()
     told = [[each for piece in pieces if piece.number == number for each in piece.logprobs] for number in numbers]
     assert [[(each.token, each.logprob) for each in its] for its in told] == expected

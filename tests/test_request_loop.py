@@ -50,7 +50,7 @@ def request(prompt: list[int], tokens: int = 8, **sampling: Any) -> Request:
 
 
 def answers(batch: RequestLoop, pieces: list[Piece]) -> dict[int, list[int]]:
-    while not batch.idle:
+    while not batch.scheduler.idle:
         pieces += batch.step()
     found: dict[int, list[int]] = {}
     for piece in pieces:
@@ -72,7 +72,7 @@ def test_each_answer_is_the_one_that_the_request_has_alone(loaded: Any) -> None:
         for seed in range(64)
     ]
     batch, waiting, pieces, numbers, left = batcher(loaded), list(asked), [], [], set()
-    while waiting or not batch.idle:
+    while waiting or not batch.scheduler.idle:
         if waiting and chance.random() < 0.5:
             numbers.append(batch.add(waiting.pop(0)))
         if numbers and chance.random() < 0.1:
@@ -133,7 +133,7 @@ def test_a_prompt_amid_the_layers_says_how_far_it_is(loaded: Any) -> None:
     said: list[int | None] = [0]
     while not said[-1] or said[-1] < 60:
         said += [piece.read for piece in batch.step() if piece.number == number and piece.read is not None]
-        (row,) = batch.at_work().values()
+        (row,) = batch.scheduler.at_work().values()
         assert row.read == said[-1]
     assert said == sorted(said)
     groups, missing = -(-60 // most), loaded.plan.prompt_chunks > 1
@@ -157,12 +157,12 @@ def test_requests_that_share_memory_get_what_they_get_alone(loaded: Any) -> None
     engine, chance = Sharing(loaded), random.Random(2)
     asked = [request(ids(chance.choice([5, 70]), seed), chance.randint(1, 6), seed=seed) for seed in range(9)]
     batch, waiting, pieces, numbers, most = batcher(engine, 8), list(asked), [], [], 0
-    while waiting or not batch.idle:
+    while waiting or not batch.scheduler.idle:
         if waiting:
             numbers.append(batch.add(waiting.pop(0)))
         pieces += batch.step()
-        most = max(most, batch.running)
-        assert batch.kv_taken <= engine.longest
+        most = max(most, batch.scheduler.running)
+        assert batch.scheduler.prefixes.reserved <= engine.longest
     found = answers(batch, pieces)
     assert [found[number] for number in numbers] == [alone(engine, each) for each in asked]
     assert 2 <= most < 8  # rows are left, memory is not
@@ -174,10 +174,10 @@ def test_who_waits_for_memory_is_not_overtaken(loaded: Any) -> None:
     long = batch.add(request(ids(230, 3), 4))
     behind = batch.add(request(ids(5, 4), 2))
     ends: list[int] = []
-    while not batch.idle:
+    while not batch.scheduler.idle:
         ends += [piece.number for piece in batch.step() if piece.finish]
         if long not in ends and other in ends:
-            assert batch.running <= 1
+            assert batch.scheduler.running <= 1
     assert ends == [short, other, long, behind]
 
 
@@ -193,11 +193,11 @@ def test_who_is_put_back_goes_on_with_the_tokens_that_it_has_alone(
     expected = [alone(engine, each) for each in asked]
     batch, pieces, ends = batcher(engine, 8), list[Piece](), list[int]()
     numbers = [batch.add(each) for each in asked]
-    while not batch.idle:
+    while not batch.scheduler.idle:
         new = batch.step()
         pieces += new
         ends += [piece.number for piece in new if piece.finish]
-        assert batch.kv_taken <= engine.longest
+        assert batch.scheduler.prefixes.reserved <= engine.longest
     found = answers(batch, pieces)
     assert [found[number] for number in numbers] == expected
     assert batch.counts.preemptions > 0
@@ -240,7 +240,7 @@ def test_a_client_that_leaves_while_its_request_is_put_back_is_forgotten(
     first, second = (batch.add(request(ids(9, seed), 200)) for seed in (1, 2))
     while not batch.counts.preemptions:
         batch.step()
-    assert (batch.running, batch.waiting) == (1, 1)
+    assert (batch.scheduler.running, len(batch.scheduler.waiting)) == (1, 1)
     batch.cancel(second)
     assert set(answers(batch, [])) == {first}
     assert (batch.counts.aborted, batch.counts.preemptions) == (1, 1)
@@ -415,7 +415,7 @@ def test_rows_that_do_not_need_what_is_broken_go_on(loaded: Any) -> None:
         alone(loaded, each) for number, each in zip(numbers, asked, strict=True) if number != broken
     ]
     assert batch.counts.failed == 1
-    assert batch.idle
+    assert batch.scheduler.idle
 
 
 class Tearing:

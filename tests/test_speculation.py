@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,30 +16,61 @@ from hypothesis import strategies as st
 from benchmarks.speculation import Forced
 from native_experts import checkpoint
 from serving import Letters, WrappedEngine
-from small_engines import NATIVE, engine_of, tokens
+from small_engines import NATIVE, alone, engine_of, tokens
 from tiermoe import native
+from tiermoe.batch import Batch, prompt, verify
 from tiermoe.engine.draft_model import DraftModel, check_vocabulary
 from tiermoe.engine.prompt_lookup import LONGEST, MATCH, Lookup, PromptLookup
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
-from tiermoe.engine.speculation import LOSS, MOST, Speculation
+from tiermoe.engine.speculation import LOSS, MOST, Place, Speculation
 from tiermoe.engine.thought_budget import ThoughtBudget
 from tiermoe.errors import LoadError, ModelError
-from tiny import write
+from tiny import oracle, write
 
+VOCABULARY = 128
+WRONG = 0.2  # share of an `Informed`'s guesses
 REPEATED = [*tokens(12, 3) * 3, *tokens(5, 4), *tokens(12, 3)]
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+}  # fmt: skip
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"intermediate_size": 128},
+    "qwen3_5_moe_text": {},
+    "qwen4_exp_text": {
+        "indexer_head_dim": 32, "indexer_n_heads": 3, "hc_lowrank": 64, "ple_embed_dim": 64,
+        "linear_value_head_dim": 32,
+    },
+    "kimi_linear": {**_LATENT, "linear_head_dim": 64, "intermediate_size": 128},
+    "bailing_hybrid": {**_LATENT, "head_dim": 64, "intermediate_size": 128},
+    "granitemoehybrid": {
+        "mamba_n_heads": 64, "mamba_d_head": 4, "mamba_d_state": 16, "shared_intermediate_size": 64,
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 64, "mamba_head_dim": 4, "ssm_state_size": 16, "moe_latent_size": 64,
+        "moe_shared_expert_intermediate_size": 64, "intermediate_size": 128,
+    },
+    "jamba": {"mamba_d_state": 32, "mamba_dt_rank": 64},
+    "lfm2_moe": {"intermediate_size": 128},
+}  # fmt: skip
+"""Families with recurrent states, in sizes that the kernels take."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "gpt_oss": {"sliding_window": 12},
-    "deepseek_v32": {
-        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
-        "q_lora_rank": 64, "index_head_dim": 128, "index_topk": 12, "intermediate_size": 64,
-    },
+    "deepseek_v32": {**_LATENT, "q_lora_rank": 64, "index_head_dim": 128, "index_topk": 12, "intermediate_size": 64},
     "olmoe": {},
-    "qwen3_next": {},
+    "deepseek_v4": {"num_key_value_heads": 1, "index_topk": 3, "sliding_window": 6, "o_lora_rank": 32},
+    "minimax_m3_vl_text": {},
+    "gemma4_text": {"intermediate_size": 64},
+    "flex_olmo": {},
+    "afmoe": {"intermediate_size": 128},
+    **RECURRENT,
 }  # fmt: skip
-"""Grouped heads, sinks and windows, latents that are chosen; and a family that cannot verify several tokens."""
+"""Grouped heads, sinks and windows, latents that are chosen, compressed positions, groups of heads that choose, a dense
+block beside the experts, attention apart from its norms, recurrent states."""
+ALONE = {"deepseek_v4", "minimax_m3_vl_text", "gemma4_text"}
+"""Families whose tokens are verified by themselves within a layer, everywhere."""
 
 
 class Eager(Speculation):
@@ -60,6 +92,21 @@ class Counted(WrappedEngine):
         return self._engine.step(batch, *rest)
 
 
+class Informed:
+    """Drafts from answers that are known, by prompt. Some are empty, and some tokens wrong."""
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], seed: int) -> None:
+        self._answers = answers
+        self._drawn = random.Random(seed)
+
+    def draft(
+        self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int, place: Place | None = None
+    ) -> list[int]:
+        drawn = self._drawn
+        known = self._answers[tuple(prompt)][len(answer) :][: drawn.randint(0, most)]
+        return [drawn.randrange(VOCABULARY) if drawn.random() < WRONG else token for token in known]
+
+
 def eager() -> Speculation:
     return Eager(Lookup())
 
@@ -68,7 +115,8 @@ def eager() -> Speculation:
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     directory = checkpoint(tmp_path_factory.mktemp("speculation"), request.param, **FAMILIES[request.param])
     engine = engine_of(directory, bits=4, dense_bits=4, chunk=16, batch=3, context=120, cache="50%")
-    assert engine.decoder.can_verify_draft is (native.available() and request.param != "qwen3_next")
+    assert engine.decoder.can_verify_draft is (native.available() or request.param not in RECURRENT)
+    assert engine.decoder.batch_invariant is (native.available() and request.param not in ALONE)
     yield engine
     engine.close()
 
@@ -83,7 +131,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 def answers(loop: RequestLoop, asked: Sequence[Request]) -> list[list[int]]:
     found: dict[int, list[int]] = {loop.add(each): [] for each in asked}
-    while not loop.idle:
+    while not loop.scheduler.idle:
         for piece in loop.step():
             assert piece.error is None, piece.error
             found[piece.number] += piece.tokens
@@ -105,7 +153,7 @@ def written(text: Sequence[int]) -> Request:
 def logprobs(loop: RequestLoop, text: Sequence[int]) -> list[Any]:
     loop.add(written(text))
     found = list[Any]()
-    while not loop.idle:
+    while not loop.scheduler.idle:
         found += [each for piece in loop.step() for each in piece.logprobs]
     return found
 
@@ -127,6 +175,40 @@ def test_guesses_change_no_bit_of_a_family(family: Any) -> None:
     if family.decoder.can_verify_draft:
         assert guessed.steps < plain.steps
         assert guessed.ran > plain.ran
+
+
+def test_tokens_behind_any_number_of_right_guesses_have_their_bits(family: Any) -> None:
+    """Three wrong guesses behind them each time: a window goes on, an entry ends amid them, a block is chosen."""
+    if not family.decoder.can_verify_draft:
+        pytest.skip("verifies no draft")
+    ids, wrong, at = tokens(90), tokens(90, seed=9), 30
+    expected = alone(family, ids, at)
+    cache = family.new_cache(1)
+    slab = cache.open()
+    family.step(Batch((prompt(slab, ids[:at]),)), cache)
+    for right in (0, 1, 2, 3, 4, 0, 5, 6, 7, 8, 1, 9):
+        row = verify(slab, at, [*ids[at : at + 1 + right], *wrong[:3]])
+        assert cache.can_crop(slab, at, len(row.tokens))
+        found = family.step(Batch((row,)), cache, every=True)
+        assert torch.equal(found[: 1 + right], expected[at - 30 :][: 1 + right])
+        at += 1 + right
+        cache.crop(slab, at)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "minimax_m3_vl_text", "gemma4_text", "phimoe"])
+def test_answers_with_guesses_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Without native kernels for the dtype: each token runs by itself."""
+    engine = engine_of(write(tmp_path, name, torch.float32), bits=16, dense_bits=16, chunk=16, context=120, cache="50%")
+    ids, plain = REPEATED[:20], oracle(tmp_path, name, torch.float32)
+    said = plain.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, attention_mask=torch.ones(1, 20))
+    expected = said[0, 20:].tolist()
+    informed = Informed({tuple(ids): expected}, 1)
+    counted = Counted(engine)
+    loop = RequestLoop(counted, Letters(), 1, {2}, speculation=Eager(lambda _: informed))
+    assert answers(loop, [Request(ids, Sampling(max_tokens=40, repetition_penalty=1.0))]) == [expected]
+    assert 0 < loop.counts.right_guesses < loop.counts.guessed_tokens
+    assert counted.steps < 0.5 * len(expected)
+    engine.close()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -157,7 +239,7 @@ def test_timings_count_the_draft_tokens_that_ran(engine: Any) -> None:
     logprobs(RequestLoop(plain, Letters(), 1, set()), text)
     loop, asked, pieces = RequestLoop(guessed, Letters(), 1, set(), speculation=eager()), written(text), list[Piece]()
     loop.add(asked)
-    while not loop.idle:
+    while not loop.scheduler.idle:
         pieces += loop.step()
     steps = guessed.steps - (plain.steps - (len(text) - 1))  # those of the prompt are the same
     timings = pieces[-1].timings
@@ -176,16 +258,26 @@ def test_an_answer_ends_where_it_ends_without_guesses(engine: Any) -> None:
         assert answers(RequestLoop(engine, Letters(), 1, set(), speculation=eager()), short) == [whole[:most]]
 
 
-def test_what_a_request_left_is_found_again_without_its_wrong_guesses(engine: Any) -> None:
-    loop, plain = (
-        RequestLoop(engine, Letters(), 2, set(), speculation=eager()),
-        RequestLoop(engine, Letters(), 2, set()),
-    )
-    (first,) = answers(loop, requests()[:1])
-    assert answers(plain, requests()[:1]) == [first]
-    turn = [Request([*requests()[0].ids, *first, 5, 6], Sampling(max_tokens=12))]
-    assert answers(loop, turn) == answers(plain, turn)
-    assert loop.counts.cached_tokens == plain.counts.cached_tokens > 0
+def test_what_a_request_left_is_found_again_without_its_wrong_guesses(family: Any) -> None:
+    """An answer that its length ends, and one that ends amid guesses."""
+
+    class Known:
+        def draft(self, prompt: Sequence[int], answer: Sequence[int], most: int, *rest: Any) -> list[int]:
+            return whole[len(answer) :][:most] if prompt == requests()[0].ids else []
+
+    (whole,) = answers(RequestLoop(family, Letters(), 2, set()), requests()[:1])
+    last = max(whole.index(token) for token in whole[:-8])
+    for ends in (set[int](), {whole[last]}):
+        loop, plain = (
+            RequestLoop(family, Letters(), 2, ends, speculation=Eager(lambda _: Known())),
+            RequestLoop(family, Letters(), 2, ends),
+        )
+        (first,) = answers(loop, requests()[:1])
+        assert first == whole[: last + 1 if ends else None]
+        assert answers(plain, requests()[:1]) == [first]
+        turn = [Request([*requests()[0].ids, *first, 5, 6], Sampling(max_tokens=12))]
+        assert answers(loop, turn) == answers(plain, turn)
+        assert loop.counts.cached_tokens == plain.counts.cached_tokens > 0
 
 
 def test_an_answer_does_not_fail_by_a_guess(engine: Any) -> None:
@@ -202,18 +294,18 @@ def test_an_answer_does_not_fail_by_a_guess(engine: Any) -> None:
         )
 
 
-def test_a_preempted_answer_that_was_guessed_goes_on(engine: Any) -> None:
-    expected = answers(RequestLoop(engine, Letters(), 3, set()), requests())
-    assert with_preemptions(RequestLoop(engine, Letters(), 3, set(), speculation=eager()), requests()) == expected
+def test_a_preempted_answer_that_was_guessed_goes_on(family: Any) -> None:
+    expected = answers(RequestLoop(family, Letters(), 3, set()), requests())
+    assert with_preemptions(RequestLoop(family, Letters(), 3, set(), speculation=eager()), requests()) == expected
 
 
 def with_preemptions(loop: RequestLoop, asked: Sequence[Request]) -> list[list[int]]:
     """Answers that are preempted now and then."""
     found: dict[int, list[int]] = {loop.add(each): [] for each in asked}
     for step in range(10_000):
-        if loop.idle:
+        if loop.scheduler.idle:
             break
-        if step % 7 == 6 and loop.running > 1:
+        if step % 7 == 6 and loop.scheduler.running > 1:
             preempt_last(loop)
         for piece in loop.step():
             found[piece.number] += piece.tokens
@@ -270,8 +362,8 @@ def test_a_budget_of_thoughts_is_exact(engine: Any) -> None:
 
 
 def preempt_last(loop: Any) -> None:
-    row = loop._answering[-1] if loop._answering else loop._reading[-1]
-    loop._preempt(row)
+    row = loop.scheduler.answering[-1] if loop.scheduler.answering else loop.scheduler.reading[-1]
+    loop.scheduler.preempt(row)
 
 
 def test_lossy_presets_take_no_guesses(engine: Any) -> None:
@@ -394,7 +486,7 @@ def test_guesses_come_back_after_they_have_lost() -> None:
 def test_a_piece_for_each_token(engine: Any) -> None:
     loop, pieces = RequestLoop(engine, Letters(), 1, set(), speculation=eager()), list[Piece]()
     loop.add(requests()[0])
-    while not loop.idle:
+    while not loop.scheduler.idle:
         pieces += loop.step()
     assert [len(piece.tokens) for piece in pieces] == [1] * 40
     assert [piece.finish for piece in pieces] == [None] * 39 + ["length"]

@@ -40,11 +40,20 @@ def test_chunks_keep_positions_and_leave_out_rows_that_are_through() -> None:
 
 
 def test_parts_are_each_prompt_and_what_lies_between() -> None:
-    rows = (decode(0, 9, 8), decode(1, 3, 1), prompt(2, range(5)), prompt(3, range(2)), verify(4, 3, [1, 2]))
+    rows = (decode(0, 9, 8), decode(1, 3, 1), prompt(2, range(5)), prompt(3, range(2)), verify(4, 3, [1]))
     assert [part.rows for part in Batch(rows, ragged=True).parts()] == [rows[:2], rows[2:3], rows[3:4], rows[4:]]
     assert [part.rows for part in Batch(rows, ragged=True).parts(7)] == [rows[:3], rows[3:]]
     assert [part.rows for part in Batch(rows).parts()] == [rows]
     assert [len(chunk.parts()) for chunk in Batch(rows[1:4], ragged=True).chunks(2)] == [3, 1, 1]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_each_token_to_verify_is_a_part_where_no_two_run_together(ragged: bool) -> None:
+    rows = (verify(0, 3, [1, 2]), decode(1, 9, 8), verify(2, 5, [4]))
+    assert [part.rows for part in Batch(rows, ragged).parts()] == [
+        (verify(0, 3, [1]),), (verify(0, 4, [2]),), rows[1:2], rows[2:]
+    ]  # fmt: skip
+    assert [part.rows for part in Batch(rows, ragged).parts(4)] == [rows]
 
 
 @pytest.mark.parametrize("rows", [(), (Row(0, 0, (), Kind.PROMPT),)])
@@ -110,7 +119,7 @@ def test_five_tokens_verified_at_once_by_native_kernels(native: Any) -> None:
 @pytest.mark.parametrize(("read", "beside"), [(7, 0), (0, 80)], ids=["long", "beside a prompt"])
 def test_tokens_among_too_many_for_one_call_are_verified_in_several(native: Any, read: int, beside: int) -> None:
     """More than are computed as few; or few, but with a prompt's."""
-    if not native.decoder.can_verify_draft:
+    if not native.decoder.batch_invariant:
         pytest.skip("this machine has no native kernels")
     ids = tokens(77)
     first, count = (read, 70) if read else (70, 7)

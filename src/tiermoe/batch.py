@@ -31,6 +31,12 @@ class Row:
         """The position behind the last token."""
         return self.first + len(self.tokens)
 
+    def one_by_one(self) -> list[Row]:
+        """The row, or each of several tokens that it verifies as a row."""
+        if self.kind is not Kind.VERIFY:
+            return [self]
+        return [Row(self.slab, self.first + at, (token,), self.kind) for at, token in enumerate(self.tokens)]
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -74,9 +80,18 @@ class Batch:
         """'prefill' where a prompt is in it, else 'decode': what records, budgets and predictions are kept by."""
         return "prefill" if any(row.kind is Kind.PROMPT for row in self.rows) else "decode"
 
+    @property
+    def verifies(self) -> bool:
+        """Whether it has several tokens of a sequence to verify."""
+        return any(row.kind is Kind.VERIFY and len(row.tokens) > 1 for row in self.rows)
+
     def parts(self, most: int = 0) -> list[Batch]:
         """What is computed at once: all rows; of a ragged batch each prompt, and the rows between two prompts. most:
-        neighbours of so many tokens in all are one part, chunks of one prompt aside."""
+        tokens that get the bits in one call that each has alone. Neighbours of so many in all are one part, chunks of
+        one prompt aside; where there are none, rows run by themselves beside tokens to verify, each of which is a
+        part."""
+        if self.verifies and not most:
+            return [Batch((each,)) for row in self.rows for each in row.one_by_one()]
         if not self.ragged:
             return [self]
         ends, parts = self.ends, list[list[Row]]()

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 FEW_TOKENS = 64
 """At most so many tokens are computed in few calls: sequences decoded together, a short prompt."""
+MOST_VERIFIED = 17
+"""Tokens of a sequence that are verified in a step at most: the one chosen last, and guesses behind it."""
 
 
 class ExpertKey(NamedTuple):

@@ -204,7 +204,7 @@ def sizes_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence[
     """Sizes of each layer's attention in our own decoder; None where transformers' code runs."""
     if settings.decoder == "generic" or blueprint.family.encodes or device != "cpu":
         return None
-    return attention_sizes(blueprint.config, blueprint.checkpoint.__contains__)
+    return attention_sizes(blueprint.config)
 
 
 def sizes_for(

@@ -82,6 +82,23 @@ class Piece:
     read: int | None = None  # `RequestState.read` of its prompt; None: the piece is of the answer
 
 
+@dataclass(slots=True)
+class Counts:
+    """Counters of a loop since its start."""
+
+    requests: int = 0
+    prompt_tokens: int = 0  # read, of prompts that are through
+    cached_tokens: int = 0  # found in what earlier requests left, of the same prompts
+    generated_tokens: int = 0
+    steps: int = 0
+    guessed_tokens: int = 0  # verified guesses at answers' next tokens
+    right_guesses: int = 0
+    failed: int = 0
+    aborted: int = 0  # requests whose clients left
+    refused: int = 0  # requests that came to a full queue, or to a server that was about to end
+    preemptions: int = 0
+
+
 class RequestState:
     """One request in the loop: what runs of it next, and what its tokens say.
 

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-MOST = 16  # guesses of a sequence in a step
+from tiermoe.types import MOST_VERIFIED
+
+MOST = MOST_VERIFIED - 1  # guesses of a sequence in a step
 LEAST = 2  # guesses that are worth a step of several tokens: its first one costs more than the next
 _WEIGHT = 4.0  # observations that a prior counts for
 _KEPT = 0.96  # of the weight of older observations, for each newer one

@@ -40,11 +40,15 @@ class SequenceCache(Protocol):
 class AnyDecoder(Protocol):
     """Computes batches (`model.decoder.Decoder`, `model.hf.generic.GenericDecoder`).
 
-    rows_together: several rows in one step. can_verify_draft: tokens verified together get the bits that each gets
-    alone. can_rollback: a sequence's last step can be taken back."""
+    rows_together: several rows in one step. batch_invariant: a token's bits do not depend on the others of a call of up
+    to FEW_TOKENS. can_verify_draft: tokens verified in one step get the bits that each gets alone. can_rollback: a
+    sequence's last step can be taken back."""
 
     @property
     def rows_together(self) -> bool: ...
+
+    @property
+    def batch_invariant(self) -> bool: ...
 
     @property
     def can_verify_draft(self) -> bool: ...
@@ -61,13 +65,13 @@ class AnyDecoder(Protocol):
 
 def passes_of(batch: Batch, decoder: AnyDecoder, chunk: int, together: int = 1) -> list[Batch]:
     """The passes that a step over a batch is made of, in their order. Prompts run `chunk` tokens at a time; of one
-    prompt, `together` chunks go through a layer before the next layer. Where a decoder takes one row at a time, or its
-    kernels cannot verify several tokens with the bits that each has alone, rows or tokens run one after the other."""
+    prompt, `together` chunks go through a layer before the next layer. Where a decoder takes one row at a time, or
+    cannot verify several tokens in a step with the bits that each has alone, rows or tokens run one after the other."""
     rows = batch.rows
     if any(row.kind is Kind.VERIFY for row in rows) or len(rows) > 1:
         verified_at_once = min(FEW_TOKENS, chunk) if decoder.can_verify_draft else 1
-        verifies = any(row.kind is Kind.VERIFY and len(row.tokens) > 1 for row in rows)
-        if len(rows) > 1 and not (decoder.rows_together and (not verifies or len(batch.tokens) <= verified_at_once)):
+        fits = not batch.verifies or len(batch.tokens) <= verified_at_once
+        if len(rows) > 1 and not (decoder.rows_together and fits):
             return [each for row in rows for each in passes_of(Batch((row,)), decoder, chunk, together)]
         row = rows[0]
         if row.kind is Kind.VERIFY and len(row.tokens) > verified_at_once:

@@ -30,12 +30,14 @@ class Architecture:
     shared: str | None = None  # of its shared expert
     shared_gate: str | None = None  # of the gate of the shared expert
     shared_beside: str | None = None  # of a shared expert beside the block, its gate and up one matrix (Granite)
+    fused_gate_up: bool = False  # gate and up of dense blocks and of shared experts are one matrix (MiniMax-M3)
     gateless: bool = False  # experts and dense blocks are down(activation(up x)) (Nemotron-H)
     correction: str | None = None  # of the bias by which the router chooses, relative to the block
     table: str | None = None  # of the table of tokens' experts, relative to the block, of layers that have one
     weighs_input: bool = False  # experts take what the router's weight has multiplied (`MoeBlock`)
     latent_experts: tuple[str, str] | None = None  # of the projections before and behind the experts, in the block
     window: str = "none"  # 'all' layers have a sliding window, each 'layer' as config.layer_types says, or 'chunk'
+    sinks: str = "none"  # attention has `GroupedAttention.sinks` in 'all' layers, or in those with a 'window'
     latent: bool = False  # attention is `LatentAttention`
     kimi_delta: bool = False  # linear attention is Kimi's
     compressed: bool = False  # attention is `CompressedAttention`
@@ -80,6 +82,13 @@ class Architecture:
     def attends(self, config: Any, layer: int) -> bool:
         """Whether a layer has attention, or what stands in its place; else it is a feed-forward part alone."""
         return not self.one_part or config.layer_types[layer] not in ("moe", "mlp")
+
+    @property
+    def first_matrices(self) -> tuple[str, ...]:
+        """The usual names of a dense block's matrices before the last one."""
+        if self.fused_gate_up:
+            return ("gate_up_proj",)
+        return ("up_proj",) if self.gateless else ("gate_proj", "up_proj")
 
     def named(self, name: str) -> str:
         """The family's name of a module that is usually called `name`."""

@@ -7,9 +7,8 @@ follow from them."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +31,17 @@ SPARSE_TOKENS = 8
 """Tokens of a prompt that attend to chosen positions at a time."""
 
 
+class PositionIndexer(Protocol):
+    """Chooses what tokens attend to in a layer (`Step.choose`), of its normed hidden states x (T, H), before attention
+    is called. batch_invariant: what it chooses for a token does not depend on the other tokens of a call of up to
+    FEW_TOKENS."""
+
+    @property
+    def batch_invariant(self) -> bool: ...
+
+    def __call__(self, x: Tensor, layer: int, step: Step) -> None: ...
+
+
 class Attention(ABC):
     """Attention of a layer, or what stands in its place: mixes a token with earlier ones."""
 
@@ -42,6 +52,12 @@ class Attention(ABC):
     @abstractmethod
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Writes what the layer keeps of the tokens into the step's cache."""
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS, where no
+        `decode_kernel` computes them."""
+        return False
 
     def decode_kernel(
         self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
@@ -97,9 +113,8 @@ class AttentionSizes(ABC):
     def block(self, weights: FamilyWeights, layer: str) -> Attention:
         """The block of the layer at the path `layer` ('model.layers.3')."""
 
-    def indexer_block(self, weights: FamilyWeights, layer: str) -> Callable[[Tensor, int, Step], None] | None:
-        """What chooses the positions that the layer's tokens attend to, called with its normed hidden states before
-        attention is; None: nothing does."""
+    def indexer_block(self, weights: FamilyWeights, layer: str) -> PositionIndexer | None:
+        """What chooses the positions that the layer's tokens attend to; None: nothing does."""
         return None
 
 

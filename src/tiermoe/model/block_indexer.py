@@ -71,19 +71,23 @@ class BlockIndexer:
     query_norm: Norm
     key_norm: Norm  # of a block's key
 
+    @property
+    def batch_invariant(self) -> bool:
+        return self.project.batch_invariant
+
     def __call__(self, x: Tensor, layer: int, step: Step) -> None:
         """x (T, H), normed: writes the tokens' keys into the step's cache, and sets the positions that the tokens
         attend to in this layer."""
         sizes, kept = self.sizes, step.cache.index_keys[layer]
         projected = self.project(x).view(len(x), sizes.heads + 1, sizes.columns)
-        for span in step.spans:
+        for span in step.apart:
             write_rows(kept, span.row, projected[span.begin : span.end, sizes.heads :])
             self._end_blocks(kept[span.row.slab, 0], span, step)
         if step.longest <= sizes.most:
             return step.choose(None)
         queries = rope_halves(self.query_norm(projected[:, : sizes.heads].contiguous()), step.cos, step.sin).float()
         chosen = torch.full((len(x), sizes.most), -1, dtype=torch.int32)
-        for span in step.spans:
+        for span in step.apart:
             if span.row.end > sizes.most:
                 self._search(queries, kept[span.row.slab, 0], span, chosen)
         return step.choose(chosen)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tiermoe.model.step import Step
+from tiermoe.model.recurrent_states import StateRows
 
 
 class CausalConvolution:
@@ -21,17 +21,17 @@ class CausalConvolution:
         self._taps: list[Tensor] = list(weight[:, 0].t().float().contiguous())
         self._bias = None if bias is None else bias.float()
 
-    def __call__(self, values: Tensor, inputs: Tensor, step: Step) -> Tensor:
-        """values (T, channels) of a step → (T, channels). inputs (slabs, states of each, kept, channels): of the step's
-        cache, where each sequence's last inputs are left."""
-        inputs = inputs.flatten(0, 1)
-        rows = [(span.end - span.begin, span, *places) for span, places in zip(step.spans, step.states, strict=True)]
-        whole = torch.cat([each for _, span, old, _ in rows for each in (inputs[old], values[span.begin : span.end])])
+    def __call__(self, values: Tensor, layer: int, rows: StateRows) -> Tensor:
+        """values (T, channels) of a step's rows → (T, channels). Leaves each sequence's last inputs as those of a
+        layer."""
+        inputs = rows.recurrent.inputs[layer].flatten(0, 1)
+        whole = torch.cat([each for row in rows.rows for each in (inputs[row.before], values[row.begin : row.end])])
         mixed, found, end = self._mixed(whole), list[Tensor](), 0
-        for tokens, _, _, new in rows:
+        for row in rows.rows:
+            tokens = row.end - row.begin
             found.append(mixed[end : end + tokens])
             end += self.kept + tokens
-            inputs[new] = whole[end - self.kept : end]
+            inputs[row.after] = whole[end - self.kept : end]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _mixed(self, whole: Tensor) -> Tensor:

@@ -21,10 +21,8 @@ from tiermoe.model.compressed_attention import CompressedSizes
 from tiermoe.model.families.gemma4 import SideBySide
 from tiermoe.model.families.table import ARCHITECTURES, activation_of, decodes
 from tiermoe.model.feed_forward import Experts, MoeBlock, feed_forward
-from tiermoe.model.group_indexer import GroupIndexer
 from tiermoe.model.grouped_attention import GroupedSizes, head_columns
 from tiermoe.model.hyper_connections import CONNECTIONS, StreamLayer, in_streams, streams_of
-from tiermoe.model.indexer import Indexer
 from tiermoe.model.kimi_delta import KimiDeltaSizes
 from tiermoe.model.kv_cache import KVCache, LayerShape
 from tiermoe.model.latent_attention import LatentSizes
@@ -76,8 +74,8 @@ class FiniteLayer:
 class Passing:
     """A batch on its way through a decoder's layers."""
 
+    batch: Batch
     cache: KVCache
-    ends: dict[int, int]  # slab → length of its sequence after the batch
     parts: list[Batch]  # each computed by itself
     steps: list[Step]  # of each part
     xs: list[Tensor]  # hidden states (T, H) of each part, or its streams (T, streams, H)
@@ -124,9 +122,16 @@ class Decoder:
         self.mtp = mtp
 
     @property
-    def can_verify_draft(self) -> bool:
-        """Whether the tokens of a draft, verified in one step, get the bits of decoding one by one."""
+    def batch_invariant(self) -> bool:
+        """Whether a token's logits do not depend on the other tokens of a call of up to FEW_TOKENS."""
         return self._head.batch_invariant and all(layer.batch_invariant for layer in self.layers)
+
+    @property
+    def can_verify_draft(self) -> bool:
+        """Whether the tokens of a draft, verified in one step, get the bits of decoding one by one: where they cannot
+        run together, each runs by itself through a layer, which reads each expert once. A recurrent state is kept
+        behind the last of them alone."""
+        return self.batch_invariant or not any(shape.state for shape in self.shapes)
 
     @property
     def routers(self) -> list[Router | None]:
@@ -197,12 +202,13 @@ class Decoder:
 
     def begin(self, batch: Batch, cache: KVCache) -> Passing:
         """Begins a step: the layers and `finish` follow. Steps of other sequences may run between two `advance`."""
-        parts = batch.parts(FEW_TOKENS if batch.ragged and self.can_verify_draft else 0)
-        ends = batch.ends
-        for slab, end in ends.items():
+        parts = [batch]
+        if batch.ragged or batch.verifies:
+            parts = batch.parts(FEW_TOKENS if self.batch_invariant else 0)
+        for slab, end in batch.ends.items():
             cache.begin_write(slab, end)
         steps = [Step(part, cache, *self._rotaries) for part in parts]
-        return Passing(cache, ends, parts, steps, [self._embedded(step) for step in steps])
+        return Passing(batch, cache, parts, steps, [self._embedded(step) for step in steps])
 
     def advance(self, passing: Passing, end: int) -> None:
         """Runs the layers of a ragged batch before layer `end` that have not run."""
@@ -214,7 +220,7 @@ class Decoder:
     def finish(self, passing: Passing, every: bool = False) -> Tensor:
         """Ends a step: the logits as `step` returns them."""
         self._end(passing)
-        ends = passing.ends
+        ends = passing.batch.ends
         logits = [
             self._logits(x, part, every)
             for x, part in zip(passing.xs, passing.parts, strict=True)
@@ -224,10 +230,13 @@ class Decoder:
 
     def _end(self, passing: Passing) -> None:
         """Ends the writes of a step; an MTP head reads its tokens."""
-        for slab, end in passing.ends.items():
+        for slab, end in passing.batch.ends.items():
             passing.cache.end_write(slab, end)
         if self.mtp is not None:
-            for part, x in zip(passing.parts, passing.xs, strict=True):
+            parts, xs = passing.parts, passing.xs
+            if passing.batch.verifies:  # the head reads a row whole, even one whose tokens ran by themselves
+                parts, xs = [passing.batch], [torch.cat(xs)]
+            for part, x in zip(parts, xs, strict=True):
                 self.mtp.read(part, self._norm(x), passing.cache)
 
     def _embedded(self, step: Step) -> Tensor:
@@ -254,16 +263,16 @@ class Decoder:
 # building: sizes from a config, blocks from sizes and weights
 
 
-def attention_sizes(config: Any, has: Callable[[str], bool]) -> list[AttentionSizes] | None:
+def attention_sizes(config: Any) -> list[AttentionSizes] | None:
     """The description of each layer's attention in the decoder that a model with this config gets; None where it gets
-    none of ours. has: whether the checkpoint has a tensor of this name."""
+    none of ours."""
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None or not decodes(config):
         return None
-    return [_sizes_at(architecture, config, index, has) for index in range(config.num_hidden_layers)]
+    return [_sizes_at(architecture, config, index) for index in range(config.num_hidden_layers)]
 
 
-def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable[[str], bool]) -> AttentionSizes:
+def _sizes_at(architecture: Architecture, config: Any, index: int) -> AttentionSizes:
     if not architecture.attends(config, index):
         return NoAttention()
     if is_linear(config, index):
@@ -276,17 +285,16 @@ def _sizes_at(architecture: Architecture, config: Any, index: int, has: Callable
         return CompressedSizes.of(config, index)
     if is_convolution(config, index):
         return ConvolutionSizes.of(config)
-    return GroupedSizes.of(architecture, config, index, has)
+    return GroupedSizes.of(architecture, config, index)
 
 
 def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int = 16) -> Decoder | None:
     """The decoder of a model with this transformers config; None where the family has none or no block computes a part
     of the config. kv_bits: of keys and values in its caches; latents have 16 alone."""
-    text = text_part(weights)
-    sizes = attention_sizes(config, text.has)
+    sizes = attention_sizes(config)
     if sizes is None:
         return None
-    parts = FamilyWeights(ARCHITECTURES[config.model_type], config, text, dtype)
+    parts = FamilyWeights(ARCHITECTURES[config.model_type], config, text_part(weights), dtype)
     rotaries = _rotaries(config, dtype)
     layers = [
         _layer(f"model.layers.{index}", each, parts, rotaries[each.rotary].columns) for index, each in enumerate(sizes)
@@ -349,7 +357,6 @@ def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_colu
     if before is not None and after is not None and attended is None:
         kernel = attention.decode_kernel(before, after, rotary_columns, multiplier)
     indexer = sizes.indexer_block(weights, path)
-    assert indexer is None or isinstance(indexer, Indexer | GroupIndexer)
     part = SideBySide.of(weights, path, activation) if of.side_by_side else feed_forward(weights, path, activation)
     return Layer(before, attention, after, part, multiplier, kernel, indexer, attended)
 

@@ -33,9 +33,6 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """By the name that configs use."""
 
-_JOINED = "gate_up_proj"
-"""The name of a dense block's gate and up where they are one matrix."""
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertGate:
@@ -128,10 +125,8 @@ class DenseBlock:
     def of(cls, weights: FamilyWeights, part: str, activation: str, norm: Norm | None = None) -> DenseBlock:
         """The block at the path `part`, with one of `ACTIVATIONS`, or the family's own gate."""
         of, act = weights.architecture, ACTIVATIONS[activation]
-        joined = weights.has(f"{part}.{_JOINED}")
-        names = (_JOINED,) if joined else ("up_proj",) if of.gateless else ("gate_proj", "up_proj")
         between = of.dense_gate(weights.config) if of.dense_gate else act if of.gateless else _gated(act)
-        first = tuple(weights.linear(f"{part}.{of.named(name)}") for name in names)
+        first = tuple(weights.linear(f"{part}.{of.named(name)}") for name in of.first_matrices)
         return cls(first, weights.linear(f"{part}.{of.named('down_proj')}"), between, norm)
 
     def __call__(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:

@@ -53,6 +53,15 @@ class GroupIndexerSizes:
         tokens = load.tokens * (self.groups + 1) * self.columns * (3 * load.itemsize + _FLOAT_BYTES)
         return keys + scores + tokens + load.tokens * self.groups * self.most * _FLOAT_BYTES
 
+    def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Path in the indexer → shape of its weights."""
+        return {
+            "q_proj.weight": (self.groups * self.columns, hidden),
+            "k_proj.weight": (self.columns, hidden),
+            "q_norm.weight": (self.columns,),
+            "k_norm.weight": (self.columns,),
+        }
+
     def block_of(self, weights: FamilyWeights, layer: str) -> GroupIndexer:
         """The indexer of the layer at the path `layer`."""
         part = f"{layer}.self_attn.indexer"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,18 +65,17 @@ class GroupedSizes(AttentionSizes):
     by_decode_kernel: bool = True  # whether the native kernel could compute it with its norms and residual
 
     @classmethod
-    def of(cls, architecture: Architecture, config: Any, index: int, has: Callable[[str], bool]) -> GroupedSizes:
-        """Of layer `index`. has: whether the checkpoint holds a tensor of this name. ModelError for a window below
-        0."""
-        layer_config = config.of_layer(index)
+    def of(cls, architecture: Architecture, config: Any, index: int) -> GroupedSizes:
+        """Of layer `index`. ModelError for a window below 0."""
+        layer_config, window = config.of_layer(index), _window(architecture, config, index)
         return cls(
             layer_config.num_attention_heads,
             layer_config.num_key_value_heads if architecture.kv_heads is None else architecture.kv_heads(config, index),
             head_columns(layer_config),
             int(config.v_head_dim) if architecture.narrow_values else head_columns(layer_config),
-            window=_window(architecture, config, index),
+            window=window,
             chunked=architecture.window == "chunk",
-            sinks=has(f"model.layers.{index}.{architecture.named('self_attn')}.sinks"),
+            sinks=architecture.sinks == "all" or (architecture.sinks == "window" and window is not None),
             gated=architecture.gated,
             gate_apart=architecture.gate_apart,
             rotary=_rotary(architecture, config, index),
@@ -138,6 +136,8 @@ class GroupedSizes(AttentionSizes):
         }
         if self.gate_apart:
             shapes["gate_proj.weight"] = (columns, hidden)
+        if isinstance(self.indexer, GroupIndexerSizes):
+            shapes |= {f"indexer.{name}": shape for name, shape in self.indexer.weight_shapes(hidden).items()}
         return shapes | ({"sinks": (self.heads,)} if self.sinks else {})
 
     def indexer_block(self, weights: FamilyWeights, layer: str) -> BlockIndexer | GroupIndexer | None:
@@ -222,7 +222,8 @@ class GroupedAttention(Attention):
         key = self._heads(keys, sizes.kv_heads, self.key_norm, step)
         query = tempered(query, step.temperatures[sizes.rotary])
         attended = query.new_empty((len(query), sizes.heads, sizes.value_columns))
-        for span in step.spans:
+        by_kernel = step.chosen is None and takes_prompts(query.dtype, sizes.columns, sizes.value_columns)
+        for span in step.spans if by_kernel else step.apart:
             tokens = slice(span.begin, span.end)
             step.cache.write(layer, span.row, key[tokens], value[tokens])
             if step.chosen is None or self.sizes.indexer is None or span.row.end <= self.sizes.indexer.most:
@@ -231,6 +232,11 @@ class GroupedAttention(Attention):
                 attended[tokens] = self._sparsely(query[tokens], layer, span, step.cache, step.chosen[tokens])
         attended = attended.flatten(1) if self.value_scale == 1 else attended.flatten(1) * self.value_scale
         return self.output(attended if gates is None else attended * torch.sigmoid(gates))
+
+    @property
+    def batch_invariant(self) -> bool:
+        matrices = (self.query, self.key, self.value, self.output, self.gate)
+        return all(matrix is None or matrix.batch_invariant for matrix in matrices)
 
     def decode_kernel(
         self, before: Norm, after: Norm, rotary_columns: int, multiplier: float

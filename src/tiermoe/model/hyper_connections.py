@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.model.architecture import FamilyWeights
-from tiermoe.model.attention import Attention, AttentionSizes
+from tiermoe.model.attention import Attention, AttentionSizes, PositionIndexer
 from tiermoe.model.feed_forward import DenseBlock, MoeBlock, feed_forward
 from tiermoe.model.linear import Linear
 from tiermoe.model.linear_attention import LinearSizes
@@ -86,6 +86,10 @@ class Connection:
         normed = self.mixer.norm(x)
         return self.mixer.mixed(normed), 2 * torch.sigmoid(self.inject(normed.flatten(1)) / x.shape[1]), x
 
+    @property
+    def batch_invariant(self) -> bool:
+        return all(each.batch_invariant for each in (self.mixer.narrow, self.mixer.widen, self.inject))
+
 
 @dataclass(frozen=True, slots=True)
 class BalancedMixer:
@@ -134,6 +138,9 @@ class BalancedConnection:
     floor: float  # of the sum's weights and of the mixtures'
     iterations: int
     norm: Norm  # of the sum
+
+    batch_invariant: ClassVar[bool] = False
+    """Its weights are float32, of which no kernel of few tokens takes products."""
 
     @classmethod
     def of(cls, weights: FamilyWeights, path: str, norm: str) -> BalancedConnection:
@@ -211,10 +218,14 @@ class StreamLayer:
     attention: Attention
     before_feed_forward: Connection | BalancedConnection
     feed_forward: MoeBlock | DenseBlock
-    indexer: Callable[[Tensor, int, Step], None] | None = None  # chooses before what tokens attend to
+    indexer: PositionIndexer | None = None  # chooses before what tokens attend to
     ngrams: NgramFeatures | None = None
 
-    batch_invariant = False
+    @property
+    def batch_invariant(self) -> bool:
+        connections = (self.before_attention, self.before_feed_forward)
+        parts = (*connections, self.attention, self.feed_forward, self.indexer, self.ngrams)
+        return all(part is None or part.batch_invariant for part in parts)
 
     @property
     def moe(self) -> MoeBlock | None:

@@ -96,3 +96,7 @@ class KimiProjection:
         """x (T, H) → `Projected`."""
         gates, decays = (reduce(lambda given, matrix: matrix(given), path, x) for path in (self.gates, self.decays))
         return torch.cat([each(x) for each in self.mixed], dim=1), gates, self.betas(x), decays
+
+    @property
+    def batch_invariant(self) -> bool:
+        return all(each.batch_invariant for each in (*self.mixed, *self.gates, self.betas, *self.decays))

@@ -288,7 +288,7 @@ class KVCache:
 
     def crop(self, slab: int, length: int) -> None:
         """Forgets the positions from `length` on. ValueError where a sliding window has moved on past them, or where no
-        recurrent state is kept from there."""
+        recurrent state is kept from there and none can be made: amid tokens that the last step verified it can."""
         self._check_crop(slab, length)
         if self.recurrent is not None:
             self.recurrent.crop(slab, length)
@@ -311,7 +311,7 @@ class KVCache:
         if (states := self.recurrent) is not None:
             states.copy(slab, other)
             states.crop(other, length)
-        self.filled(other, length)
+        self._fill_rows(other, length)
         return other
 
     def copy(self, slab: int, other: int) -> None:
@@ -359,12 +359,16 @@ class KVCache:
     def filled(self, slab: int, length: int) -> None:
         """Declares that the first `length` positions of an empty slab lie in `memory` and `end_memory`, or will before
         anything else is done with the slab."""
+        self._fill_rows(slab, length)
+        if self.recurrent is not None:
+            self.recurrent.filled(slab, length)
+
+    def _fill_rows(self, slab: int, length: int) -> None:
+        """`filled` of keys and values."""
         self._lengths[slab] = self._furthest[slab] = length
         for keys, shape in zip(self.keys, self.shapes, strict=True):
             if shape.window is not None and length > shape.window:  # what lies before the window is not there
                 self._furthest[slab] = max(self._furthest[slab], length + keys.shape[2] - shape.window)
-        if self.recurrent is not None:
-            self.recurrent.filled(slab, length)
 
     def _each_tensor(self) -> Iterator[tuple[Tensor, LayerShape]]:
         for tensors in filter(None, self._kept.values()):
@@ -431,7 +435,7 @@ class KVCache:
             raise ValueError(f"a sequence of {self._lengths[slab]} tokens cannot be cut to {length}")
         if not self._window_holds(slab, length):
             raise ValueError(f"a sliding window cannot be wound back to {length} of {self._furthest[slab]} positions")
-        if not self._state_holds(slab, length):
+        if not self._state_holds(slab, length) and not (self.recurrent and self.recurrent.can_replay(slab, length)):
             raise ValueError(f"a recurrent state cannot be wound back to {length} of {self._lengths[slab]} positions")
 
     def _window_holds(self, slab: int, length: int, ahead: int = 0) -> bool:

@@ -9,11 +9,9 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from tiermoe.kernels.attention import DecodeAttention
-from tiermoe.model.attention import Attention
+from tiermoe.model.attention import Attention, PositionIndexer
 from tiermoe.model.families.gemma4 import SideBySide
 from tiermoe.model.feed_forward import DenseBlock, MoeBlock
-from tiermoe.model.group_indexer import GroupIndexer
-from tiermoe.model.indexer import Indexer
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Step
 
@@ -51,7 +49,7 @@ class Layer:
     feed_forward: MoeBlock | DenseBlock | SideBySide
     multiplier: float = 1.0  # of what is added to the residual (Granite)
     decode_attention: DecodeAttention | None = None  # up to the second norm in one native call, for few tokens
-    indexer: Indexer | GroupIndexer | None = None  # chooses before what tokens attend to
+    indexer: PositionIndexer | None = None  # chooses before what tokens attend to
     norm_attended: Norm | None = None  # of attention's output before it is added
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
@@ -91,7 +89,8 @@ class Layer:
     @property
     def batch_invariant(self) -> bool:
         indexes = self.indexer is None or self.indexer.batch_invariant
-        return self.decode_attention is not None and self.feed_forward.batch_invariant and indexes
+        attends = self.decode_attention is not None or self.attention.batch_invariant
+        return attends and self.feed_forward.batch_invariant and indexes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,10 @@ class AttentionLayer:
     attention: Attention
 
     moe: ClassVar[None] = None
-    batch_invariant: ClassVar[bool] = False
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.attention.batch_invariant
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         """x (T, H) → (T, H)."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.ngram_features import NgramSizes
 from tiermoe.model.norms import RootMeanSquare
-from tiermoe.model.recurrent_states import RecurrentStates, StateShape
+from tiermoe.model.recurrent_states import RecurrentStates, StateRow, StateRows, StateShape
 from tiermoe.model.step import Step
 from tiermoe.types import Workload
 
@@ -71,7 +71,10 @@ class LinearSizes(AttentionSizes):
     @property
     def shape(self) -> LayerShape:
         sizes, ngrams = self.heads, self.ngrams
-        state = StateShape(sizes.kept, sizes.channels, sizes.heads, sizes.key_columns, sizes.value_columns)
+        state = StateShape(
+            sizes.kept, sizes.channels, sizes.heads, sizes.key_columns, sizes.value_columns,
+            verified=sizes.channels + sizes.heads * (1 + sizes.decay_columns),
+        )  # fmt: skip
         if ngrams is not None:
             state = replace(
                 state,
@@ -121,7 +124,7 @@ class LinearSizes(AttentionSizes):
         part, config = f"{layer}.linear_attn", weights.config
         if weights.has(f"{part}.in_proj_qkvz"):
             wide, narrow = (weights.linear(f"{part}.in_proj_{name}") for name in ("qkvz", "ba"))
-            projection: JoinedProjection | SplitProjection = JoinedProjection.of(wide, narrow, self.heads)
+            projection: Projection = JoinedProjection.of(wide, narrow, self.heads)
         else:
             projection = SplitProjection(*(weights.linear(f"{part}.in_proj_{name}") for name in ("qkv", "z", "b", "a")))
         return GatedDelta(
@@ -135,6 +138,15 @@ class LinearSizes(AttentionSizes):
             ACTIVATIONS[config.hidden_act],
             torch.sigmoid if getattr(config, "output_gate_type", None) == "sigmoid" else F.silu,
         )
+
+
+class Projection(Protocol):
+    """x (T, H) → `Projected`. batch_invariant: as of `Linear`."""
+
+    @property
+    def batch_invariant(self) -> bool: ...
+
+    def __call__(self, x: Tensor) -> Projected: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +164,10 @@ class JoinedProjection:
         wide, narrow = self.wide(x)[:, self.order], self.narrow(x)[:, self.narrow_order]
         channels, heads = self.sizes.channels, self.sizes.heads
         return wide[:, :channels], wide[:, channels:], narrow[:, :heads], narrow[:, heads:]
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self.wide.batch_invariant and self.narrow.batch_invariant
 
     @classmethod
     def of(cls, wide: Linear, narrow: Linear, sizes: DeltaSizes) -> JoinedProjection:
@@ -180,6 +196,10 @@ class SplitProjection:
         """x (T, H) → `Projected`."""
         return self.mixed(x), self.gates(x), self.betas(x), self.decays(x)
 
+    @property
+    def batch_invariant(self) -> bool:
+        return all(each.batch_invariant for each in (self.mixed, self.gates, self.betas, self.decays))
+
 
 @lru_cache(maxsize=4)
 def _by_parts(groups: int, parts: tuple[int, ...]) -> Tensor:
@@ -202,7 +222,7 @@ class GatedDelta(Attention):
     def __init__(
         self,
         sizes: LinearSizes,
-        projection: Callable[[Tensor], Projected],
+        projection: Projection,
         output: Linear,
         convolution: Tensor,
         decay_rates: Tensor,
@@ -229,24 +249,40 @@ class GatedDelta(Attention):
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Leaves each sequence's state after its tokens in the step's cache."""
-        recurrent, projected = step.cache.recurrent, self._projection(x)
-        assert recurrent is not None
+        rows, projected = step.states, self._projection(x)
+        assert rows is not None
         if self._kernel is not None:
-            return self._output(self._kernel(projected, step.pieces, recurrent.inputs[layer], recurrent.states[layer]))
+            mixed, _, betas, decays = projected
+            rows.recurrent.keep(layer, rows, self._replay, mixed, betas, decays)
+            return self._output(self._by_kernel(projected, layer, rows))
         attended = torch.empty_like(projected[1])
-        for span, places in zip(step.spans, step.states, strict=True):
-            tokens = slice(span.begin, span.end)
+        for row in rows.rows:
+            tokens = slice(row.begin, row.end)
             mixed, gates, betas, decays = (each[tokens] for each in projected)
-            mixed = self._mixed(mixed, recurrent, layer, places)
-            attended_row = self._attended(mixed, betas, decays, recurrent, layer, places)
+            mixed = self._mixed(mixed, rows.recurrent, layer, row)
+            attended_row = self._attended(mixed, betas, decays, rows.recurrent, layer, row)
             attended[tokens] = self._gated(attended_row.to(x.dtype), gates)
         return self._output(attended)
 
-    def _mixed(self, mixed: Tensor, recurrent: RecurrentStates, layer: int, places: tuple[int, int]) -> Tensor:
+    @property
+    def batch_invariant(self) -> bool:
+        parts = (self._projection, self._output)
+        return self._kernel is not None and all(part.batch_invariant for part in parts)
+
+    def _by_kernel(self, projected: Projected, layer: int, rows: StateRows) -> Tensor:
+        assert self._kernel is not None
+        return self._kernel(projected, rows.pieces, rows.recurrent.inputs[layer], rows.recurrent.states[layer])
+
+    def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
+        """As `recurrent_states.Replay`. The tokens' gates are not kept: only their outputs depend on them."""
+        sizes = self._heads
+        columns = [sizes.channels, sizes.heads, sizes.heads * sizes.decay_columns]
+        mixed, betas, decays = torch.split(kept, columns, dim=1)
+        self._by_kernel((mixed, mixed[:, : sizes.values], betas, decays), layer, rows)
+
+    def _mixed(self, mixed: Tensor, recurrent: RecurrentStates, layer: int, row: StateRow) -> Tensor:
         """A row's inputs (T, channels) after the convolution; the last inputs are kept as the new state's."""
-        inputs = recurrent.inputs[layer].flatten(0, 1)
-        whole = torch.cat((inputs[places[0]], mixed))
-        inputs[places[1]] = whole[len(mixed) :]
+        whole = row.append(recurrent.inputs[layer].flatten(0, 1), mixed)
         convolved = F.conv1d(whole.t()[None], self._convolution, groups=self._heads.channels)
         return self._activation(convolved[0]).t()
 
@@ -257,7 +293,7 @@ class GatedDelta(Attention):
         decays: Tensor,
         recurrent: RecurrentStates,
         layer: int,
-        places: tuple[int, int],
+        row: StateRow,
     ) -> Tensor:
         """The outputs of a row's tokens, float32 (T, heads, value columns); the state after them is left in its
         place."""
@@ -274,8 +310,8 @@ class GatedDelta(Attention):
         bound = self._least_decay
         decay = -rates * F.softplus(steps) if bound is None else bound * torch.sigmoid(rates * steps)
         states = recurrent.states[layer].flatten(0, 1)
-        state = states[places[1]]
-        state.copy_(states[places[0]])
+        state = states[row.after]
+        state.copy_(states[row.before])
         value = value.reshape(-1, sizes.heads, sizes.value_columns)
         return delta_rule(query * sizes.key_columns**-0.5, key, value, decay, betas.sigmoid().float(), state)
 

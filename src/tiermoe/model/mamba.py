@@ -4,7 +4,7 @@ rate which each token chooses."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from tiermoe.model.convolution import CausalConvolution
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import RootMeanSquare
-from tiermoe.model.recurrent_states import StateShape
+from tiermoe.model.recurrent_states import StateRows, StateShape
 from tiermoe.model.step import Step
 from tiermoe.types import Workload
 
@@ -72,7 +72,9 @@ class MambaSizes(AttentionSizes):
 
     @property
     def shape(self) -> LayerShape:
-        return LayerShape(0, 0, 0, state=StateShape(self.kept, self.channels, self.heads, self.state, self.columns))
+        verified = self.channels + self.heads
+        state = StateShape(self.kept, self.channels, self.heads, self.state, self.columns, verified=verified)
+        return LayerShape(0, 0, 0, state=state)
 
     @property
     def token_columns(self) -> int:
@@ -149,19 +151,35 @@ class Mamba(Attention):
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Leaves each sequence's state after its tokens in the step's cache."""
-        sizes, recurrent = self._sizes, step.cache.recurrent
-        assert recurrent is not None
+        sizes, rows = self._sizes, step.states
+        assert rows is not None
         projected = self._input(x)
         gates, mixed, times = torch.split(projected, [sizes.values, sizes.channels, sizes.heads], dim=1)
-        mixed = self._convolution(mixed, recurrent.inputs[layer], step)
-        states = recurrent.states[layer].flatten(0, 1)
+        rows.recurrent.keep(layer, rows, self._replay, mixed, times)
         scanned = x.new_empty((len(x), sizes.values))
-        for span, (before, after) in zip(step.spans, step.states, strict=True):
-            own = slice(span.begin, span.end)
-            least_step = self._least_step if span.row.kind is Kind.PROMPT else 0.0
-            found = self._scanned(mixed[own], times[own], least_step, states[before], states[after])
+        for own, found in self._scans(mixed, times, layer, rows):
             scanned[own] = self._gated(found, gates[own])
         return self._output(scanned)
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self._input.batch_invariant and self._output.batch_invariant
+
+    def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
+        """As `recurrent_states.Replay`."""
+        mixed, times = torch.split(kept, [self._sizes.channels, self._sizes.heads], dim=1)
+        for _ in self._scans(mixed, times, layer, rows):
+            pass
+
+    def _scans(self, mixed: Tensor, times: Tensor, layer: int, rows: StateRows) -> Iterator[tuple[slice, Tensor]]:
+        """mixed (T, channels) before the convolution, times (T, heads) → of each row its tokens and their outputs,
+        float32 (.., heads, columns). Leaves each sequence's state after its tokens."""
+        mixed = self._convolution(mixed, layer, rows)
+        states = rows.recurrent.states[layer].flatten(0, 1)
+        for row in rows.apart:
+            own = slice(row.begin, row.end)
+            least_step = self._least_step if row.row.kind is Kind.PROMPT else 0.0
+            yield own, self._scanned(mixed[own], times[own], least_step, states[row.before], states[row.after])
 
     def _scanned(self, mixed: Tensor, times: Tensor, least_step: float, before: Tensor, after: Tensor) -> Tensor:
         """A row's outputs, float32 (T, heads, columns); the state after them is left in `after`."""

@@ -18,7 +18,7 @@ from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.mamba import MambaSizes
 from tiermoe.model.norms import Norm
-from tiermoe.model.recurrent_states import StateShape
+from tiermoe.model.recurrent_states import StateRows, StateShape
 from tiermoe.model.step import Step
 from tiermoe.types import Workload
 
@@ -51,7 +51,9 @@ class Mamba1Sizes(AttentionSizes):
 
     @property
     def shape(self) -> LayerShape:
-        return LayerShape(0, 0, 0, state=StateShape(self.kept, self.channels, 1, self.state, self.channels))
+        verified = 2 * self.channels + self.state
+        state = StateShape(self.kept, self.channels, 1, self.state, self.channels, verified=verified)
+        return LayerShape(0, 0, 0, state=state)
 
     @property
     def token_columns(self) -> int:
@@ -136,23 +138,41 @@ class Mamba1(Attention):
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Leaves each sequence's state after its tokens in the step's cache."""
-        sizes, recurrent = self._sizes, step.cache.recurrent
-        assert recurrent is not None
-        values, gates = self._input(x).chunk(2, dim=1)
-        values = F.silu(self._convolution(values, recurrent.inputs[layer], step))
+        sizes, rows = self._sizes, step.states
+        assert rows is not None
+        inputs, gates = self._input(x).chunk(2, dim=1)
+        values = F.silu(self._convolution(inputs, layer, rows))
         selected = torch.split(self._selection(values), [sizes.rank, sizes.state, sizes.state], dim=1)
-        times, key, query = (norm(each) for norm, each in zip(self._norms, selected, strict=True))
-        times, key, query = self._times(times), key.float(), query.float()
-        states = recurrent.states[layer].flatten(0, 2)
+        times, key, query = (norm(each.contiguous()) for norm, each in zip(self._norms, selected, strict=True))
+        times = self._times(times)
+        rows.recurrent.keep(layer, rows, self._replay, inputs, times, key)
+        return self._output(self._scans(query, key, values, times, gates, layer, rows))
+
+    @property
+    def batch_invariant(self) -> bool:
+        matrices = (self._input, self._selection, self._times, self._output)
+        return all(matrix.batch_invariant for matrix in matrices)
+
+    def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
+        """As `recurrent_states.Replay`. Queries and gates are not kept: only outputs depend on them."""
+        sizes = self._sizes
+        inputs, times, key = torch.split(kept, [sizes.channels, sizes.channels, sizes.state], dim=1)
+        values = F.silu(self._convolution(inputs, layer, rows))
+        self._scans(key, key, values, times, values, layer, rows)
+
+    def _scans(
+        self, query: Tensor, key: Tensor, values: Tensor, times: Tensor, gates: Tensor, layer: int, rows: StateRows
+    ) -> Tensor:
+        """The gated outputs (T, channels) of all rows. Leaves each sequence's state after its tokens."""
+        states = rows.recurrent.states[layer].flatten(0, 2)
         scanned = torch.empty_like(values)
-        for span, (before, after) in zip(step.spans, step.states, strict=True):
-            own = slice(span.begin, span.end)
-            row = [each[own] for each in (query, key, values, times, gates)]
-            scanned[own] = self._scanned(row, states[before], states[after])
-        return self._output(scanned)
+        for row in rows.apart:
+            taken = [each[row.begin : row.end] for each in (query, key, values, times, gates)]
+            scanned[row.begin : row.end] = self._scanned(taken, states[row.before], states[row.after])
+        return scanned
 
     def _scanned(self, row: Sequence[Tensor], before: Tensor, after: Tensor) -> Tensor:
-        """A row's query and key, float32 (T, state), values, time steps and gates (T, channels) → its gated outputs
+        """A row's query and key (T, state), values, time steps and gates (T, channels) → its gated outputs
         (T, channels); the state after them is left in `after`."""
         result = torch.empty_like(row[2])
         for begin in range(0, len(result), CHUNK):

@@ -15,6 +15,7 @@ from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.convolution import convolved
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
+from tiermoe.model.recurrent_states import StateRows
 from tiermoe.model.step import Step
 from tiermoe.types import Workload
 
@@ -127,24 +128,35 @@ class NgramFeatures:
         values = torch.sigmoid(gate) * self.value(rows)[:, None]
         return values + self._mixed(self.norm_value(values).flatten(1), layer, step).view(x.shape)
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether what a token takes does not depend on the other tokens of a call of up to FEW_TOKENS."""
+        return self.key.batch_invariant and self.value.batch_invariant
+
     def _places(self, layer: int, step: Step) -> Tensor:
         """The rows of the table that the step's tokens take, int64 (T, heads)."""
-        assert step.cache.recurrent is not None
-        kept, found = step.cache.recurrent.tokens[layer].flatten(0, 1), []
-        for span, (old, new) in zip(step.spans, step.states, strict=True):
-            history = torch.cat((kept[old] - 1, step.tokens[span.begin : span.end]))
-            kept[new] = history[len(history) - kept.shape[1] :] + 1
+        assert step.states is not None
+        kept, found = step.states.recurrent.tokens[layer].flatten(0, 1), []
+        for row in step.states.rows:
+            history = row.append(kept, step.tokens[row.begin : row.end] + 1) - 1
             found.append(self.hashes(history))
         return torch.cat(found)
 
     def _mixed(self, values: Tensor, layer: int, step: Step) -> Tensor:
         """(T, streams * H) → (T, streams * H)."""
-        assert step.cache.recurrent is not None
-        kept, taps = step.cache.recurrent.ngram_inputs[layer].flatten(0, 1), list(self.convolution[:, 0].t())
+        assert step.states is not None
+        step.states.recurrent.keep(layer, step.states, self._replay, values, ngrams=True)
+        kept, taps = step.states.recurrent.ngram_inputs[layer].flatten(0, 1), list(self.convolution[:, 0].t())
         found = torch.empty_like(values)
-        for span, (old, new) in zip(step.spans, step.states, strict=True):
-            whole = torch.cat((kept[old], values[span.begin : span.end]))
-            kept[new] = whole[len(whole) - self.sizes.kept :]
+        for row in step.states.rows:
+            whole = row.append(kept, values[row.begin : row.end])
             mixed = convolved(whole.float(), taps, self.sizes.longest)
-            found[span.begin : span.end] = F.silu(mixed.to(values.dtype))
+            found[row.begin : row.end] = F.silu(mixed.to(values.dtype))
         return found
+
+    def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
+        """As `recurrent_states.Replay`."""
+        recurrent = rows.recurrent
+        for row in rows.rows:
+            row.append(recurrent.ngram_inputs[layer].flatten(0, 1), kept)
+            row.append(recurrent.tokens[layer].flatten(0, 1), torch.tensor(row.row.tokens) + 1)

@@ -4,7 +4,7 @@ of each pool that is made of its positions' keys."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -80,6 +80,9 @@ class PoolIndexer:
     narrow: Linear  # hidden → narrow query, with its norm
     narrow_norm: Norm
     pools: EntryIndexer
+
+    batch_invariant: ClassVar[bool] = False
+    """Pools that end within a step are compressed in one call."""
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> None:
         """x (T, H), normed: writes the keys of the pools that end with the tokens into the step's cache, and sets the

@@ -14,7 +14,7 @@ from tiermoe.model.attention import Attention, AttentionSizes
 from tiermoe.model.convolution import CausalConvolution
 from tiermoe.model.kv_cache import LayerShape
 from tiermoe.model.linear import Linear
-from tiermoe.model.recurrent_states import StateShape
+from tiermoe.model.recurrent_states import StateRows, StateShape
 from tiermoe.model.step import Step
 from tiermoe.types import Workload
 
@@ -39,7 +39,7 @@ class ConvolutionSizes(AttentionSizes):
 
     @property
     def shape(self) -> LayerShape:
-        return LayerShape(0, 0, 0, state=StateShape(self.kept, self.channels, 0, 0, 0))
+        return LayerShape(0, 0, 0, state=StateShape(self.kept, self.channels, 0, 0, 0, verified=self.channels))
 
     @property
     def token_columns(self) -> int:
@@ -77,7 +77,17 @@ class ShortConvolution(Attention):
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         """x (T, H), normed → (T, H). Leaves each sequence's last inputs in the step's cache."""
-        states = step.cache.recurrent
-        assert states is not None
+        rows = step.states
+        assert rows is not None
         gates, gates_after, values = self._input(x).chunk(3, dim=1)
-        return self._output(gates_after * self._convolution(gates * values, states.inputs[layer], step))
+        inputs = gates * values
+        rows.recurrent.keep(layer, rows, self._replay, inputs)
+        return self._output(gates_after * self._convolution(inputs, layer, rows))
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self._input.batch_invariant and self._output.batch_invariant
+
+    def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
+        """As `recurrent_states.Replay`."""
+        self._convolution(kept, layer, rows)

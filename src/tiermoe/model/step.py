@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.kernels.attention import Step as NativeStep
-from tiermoe.kernels.delta import delta_rows
 from tiermoe.model.kv_cache import KVCache
+from tiermoe.model.recurrent_states import StateRows
 from tiermoe.model.rotary import Rotary
 from tiermoe.native import available
 from tiermoe.types import FEW_TOKENS
@@ -31,9 +31,8 @@ class Step:
     spans: the tokens of each row. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with
     the step's. rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's
     dtype; cos, sin: the first ones.
-    temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row (place of
-    the recurrent state before the step, place of the state after it), empty in a cache without them; pieces: the same
-    for the kernel of linear attention. chosen: positions that an indexer chose (`choose`)."""
+    temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row the places
+    of its recurrent states, None in a cache without them. chosen: positions that an indexer chose (`choose`)."""
 
     def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary) -> None:
         self.cache = cache
@@ -62,9 +61,19 @@ class Step:
                 for (cos, sin), factors in zip(self.angles, self.temperatures, strict=True)
             ]
         recurrent = cache.recurrent
-        self.states = [] if recurrent is None else [recurrent.begin(row.slab, row.first, row.end) for row in batch.rows]
-        lengths = [len(row.tokens) for row in batch.rows]
-        self.pieces = list(delta_rows([(length, *of) for length, of in zip(lengths, self.states, strict=False)]))
+        self.states: StateRows | None = None
+        if recurrent is not None:
+            places = [recurrent.begin(row.slab, row.first, row.end) for row in batch.rows]
+            self.states = StateRows(recurrent, [(row, *of) for row, of in zip(batch.rows, places, strict=True)])
+
+    @property
+    def apart(self) -> list[Span]:
+        """`spans`, with one for each token that is verified: it is computed as if it ran alone."""
+        return [
+            Span(row, at, at + len(row.tokens))
+            for span in self.spans
+            for at, row in enumerate(span.row.one_by_one(), span.begin)
+        ]
 
     @property
     def native(self) -> list[NativeStep]:

@@ -165,7 +165,7 @@ def _add_routes(app: FastAPI, served: Served) -> None:
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
         loop = served.worker.loop
-        rows = {"rows": loop.rows, "running": loop.running, "waiting": loop.waiting}
+        rows = {"rows": loop.rows, "running": loop.scheduler.running, "waiting": len(loop.scheduler.waiting)}
         disk = {"prefix_disk": asdict(loop.disk.counts)} if loop.disk is not None else {}
         budgets = {"other_budgets": [asdict(each) for each in served.other_budgets]}
         return {**served.engine.stats(), **rows, **asdict(loop.counts), **disk, **budgets}

@@ -57,7 +57,7 @@ def routes(app: FastAPI, served: Served) -> None:
 
     @app.get("/slots")
     async def slots(fail_on_no_slot: str = "") -> list[dict[str, Any]]:
-        at_work = loop.at_work()
+        at_work = loop.scheduler.at_work()
         if fail_on_no_slot and len(at_work) >= loop.rows:
             raise Refused(503, f"all {loop.rows} slots are at work; ask again later", kind="unavailable_error")
         return [_slot(index, at_work.get(index), served.context) for index in range(loop.rows)]

@@ -60,11 +60,14 @@ class _State(Collector):
 
     def collect(self) -> Iterator[Metric]:
         loop, stats = self._loop, self._engine.stats()
+        scheduler, reserved = loop.scheduler, loop.scheduler.prefixes.reserved
+        planned = self._engine.plan.kv_cache
+        usage = min(1.0, reserved / planned) if planned else 0.0  # whole pages are set aside
         for name, text, value in (
-            ("num_requests_running", "Requests in the batch", loop.running),
-            ("num_requests_waiting", "Requests that wait for a row", loop.waiting),
-            ("kv_cache_bytes", "Keys and values that are set aside for requests and left by others", loop.kv_taken),
-            ("kv_cache_usage_perc", "Share of their memory that is set aside, 0 to 1", self._kv_usage()),
+            ("num_requests_running", "Requests in the batch", scheduler.running),
+            ("num_requests_waiting", "Requests that wait for a row", len(scheduler.waiting)),
+            ("kv_cache_bytes", "Keys and values that are set aside for requests and left by others", reserved),
+            ("kv_cache_usage_perc", "Share of their memory that is set aside, 0 to 1", usage),
             ("resident_memory_bytes", "Memory that the process holds", stats["memory_bytes"]),
             ("resident_memory_peak_bytes", "Most memory the process held", stats["peak_memory_bytes"]),
             ("memory_budget_bytes", "Bound on the process", stats["memory_budget_bytes"]),
@@ -91,10 +94,6 @@ class _State(Collector):
             *_of_disk(loop.disk),
         ):
             yield CounterMetricFamily(f"tiermoe:{name}", text, value)
-
-    def _kv_usage(self) -> float:
-        planned = self._engine.plan.kv_cache
-        return min(1.0, self._loop.kv_taken / planned) if planned else 0.0  # whole pages are set aside
 
 
 def _of_gpu(stats: dict[str, Any]) -> list[tuple[str, str, int]]:

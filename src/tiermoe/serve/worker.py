@@ -142,7 +142,7 @@ class Worker:
     @property
     def waiting(self) -> int:
         """Requests without a row, including those that enter the loop after the current step."""
-        return self.loop.waiting + self._queued
+        return len(self.loop.scheduler.waiting) + self._queued
 
     def _check_open(self, count: int) -> None:
         waiting = self.waiting
@@ -156,7 +156,7 @@ class Worker:
     @property
     def busy(self) -> bool:
         with self._changed:
-            return bool(self._orders) or not self.loop.idle
+            return bool(self._orders) or not self.loop.scheduler.idle
 
     def stalled_s(self) -> float:
         """Seconds for which the loop has had work and made no progress, neither to the next step nor within the current
@@ -173,7 +173,7 @@ class Worker:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._orders and self.loop.idle, grace_s)
+            self._changed.wait_for(lambda: not self._orders and self.loop.scheduler.idle, grace_s)
             self._ended = True
             self._changed.notify_all()
         self._thread.join()
@@ -195,7 +195,7 @@ class Worker:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ended or self._orders or not self.loop.idle)
+                self._changed.wait_for(lambda: self._ended or self._orders or not self.loop.scheduler.idle)
                 if self._ended:
                     return
                 while self._orders:

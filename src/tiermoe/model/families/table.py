@@ -299,7 +299,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phimoe": Architecture(phi_router, gate="router", layer_norm=True, window="all"),
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE_SHARED,
-    "granitemoe_swa": replace(_GRANITE_SHARED, window="layer", unrotated=unrotated_granite, lacks=granite_windows_lack),
+    "granitemoe_swa": replace(
+        _GRANITE_SHARED, window="layer", sinks="all", unrotated=unrotated_granite, lacks=granite_windows_lack
+    ),
     "granitemoehybrid": replace(
         _GRANITE_SHARED,
         mamba=("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
@@ -368,6 +370,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minimax_m3_vl_text": Architecture(
         minimax_m3_router,
         shared="shared_experts",
+        fused_gate_up=True,
         correction="gate.e_score_correction_bias",
         centred_norm=True,
         dense_gate=minimax_m3_gate,
@@ -377,12 +380,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         deepseek_v3_router,
         correction="gate.e_score_correction_bias",
         window="layer",
+        sinks="window",
         narrow_values=True,
         value_scale="attention_value_scale",
         kv_heads=mimo_kv_heads,
     ),
     "gemma4_text": GEMMA4,
-    "gpt_oss": Architecture(chosen_router, gate="router", window="layer", late_norm=True, norm_by_kernel=False),
+    "gpt_oss": Architecture(
+        chosen_router, gate="router", window="layer", sinks="all", late_norm=True, norm_by_kernel=False
+    ),
     "solar_open": _GLM4,
     "llama4_text": LLAMA4,
     "lfm2_moe": Architecture(

@@ -23,7 +23,7 @@ from tiermoe.model.gguf.shapes import (
 
 Config = dict[str, Any]
 
-_SOFTMAX, _SIGMOID = 1, 2
+_SOFTMAX, SIGMOID = 1, 2
 """`expert_gating_func`."""
 _THETA = 10000.0  # of the rotary embedding where the file says nothing
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # llama.cpp's of YaRN
@@ -61,6 +61,14 @@ def grouped(file: GgufFile) -> Config:
         "num_key_value_heads": file.uniform_count("attention.head_count_kv", heads),
         "head_dim": file.count("attention.key_length", file.count("embedding_length") // heads, least=1),
     }
+
+
+def partly_turned(file: GgufFile) -> Config:
+    """A model with partial rotary embedding: some columns of each head are rotated."""
+    config = grouped(file)
+    share = file.count("rope.dimension_count", config["head_dim"]) / config["head_dim"]
+    config["rope_parameters"]["partial_rotary_factor"] = share
+    return config
 
 
 def qwen3moe(file: GgufFile) -> Config:
@@ -167,7 +175,7 @@ def _latent(file: GgufFile) -> Config:
 
 def deepseek2(file: GgufFile) -> Config:
     corrected = any(name.endswith("exp_probs_b.bias") for name in file.tensors)  # no DeepSeek-V2 is
-    sigmoid = file.count("expert_gating_func", _SIGMOID if corrected else _SOFTMAX) == _SIGMOID
+    sigmoid = file.count("expert_gating_func", SIGMOID if corrected else _SOFTMAX) == SIGMOID
     config = _latent(file)
     if sigmoid:
         return {**config, "model_type": "deepseek_v3"}
@@ -217,7 +225,7 @@ def qwen35moe(file: GgufFile) -> Config:
             f"that was published has; take the model's safetensors"
         )
     return {
-        **_partly_turned(file),
+        **partly_turned(file),
         **linear_config(file),
         "model_type": "qwen3_5_moe_text",
         "num_experts": experts(file),
@@ -228,7 +236,7 @@ def qwen35moe(file: GgufFile) -> Config:
 
 def glm4moe(file: GgufFile) -> Config:
     return {
-        **_partly_turned(file),
+        **partly_turned(file),
         "model_type": "glm4_moe",
         "n_routed_experts": experts(file),
         "n_shared_experts": file.count("expert_shared_count"),
@@ -261,7 +269,7 @@ def exaone_moe(file: GgufFile) -> Config:
 
 
 def afmoe(file: GgufFile) -> Config:
-    sigmoid = file.count("expert_gating_func", _SIGMOID) == _SIGMOID
+    sigmoid = file.count("expert_gating_func", SIGMOID) == SIGMOID
     if not sigmoid or not file.of_model("expert_weights_norm", True):
         raise ModelError(f"{file.path} has no sigmoid router whose weights sum to 1, which every AFMoE has; {AGAIN}")
     return {
@@ -336,18 +344,27 @@ def granite(file: GgufFile) -> Config:
     }
 
 
+def granite_swa(file: GgufFile) -> Config:
+    """GraniteMoE with sliding windows. ModelError where the file does not say which layers have a window, or says of
+    some alone whether they have a rotary embedding. Where it says nothing of these, all have one."""
+    config, shared = granite(file), "blk.0.ffn_down_shexp.weight"
+    count, base = blocks(file), config["rope_parameters"]["rope_theta"]
+    rotated = file.of_model("attention.rope_pattern", [True] * count)
+    if not isinstance(rotated, list) or len(rotated) < count:
+        raise ModelError(f"{file.path} does not say which of its layers have a rotary embedding; {AGAIN}")
+    return {
+        **config,
+        "model_type": "granitemoe_swa",
+        "shared_intermediate_size": shape(file, shared, 2)[1] if shared in file.tensors else 0,
+        "sliding_window": file.count("attention.sliding_window", least=1),
+        "layer_types": window_layers(file),
+        "layer_rope_theta": [base if each else 0 for each in rotated[:count]],
+    }
+
+
 def rotates(file: GgufFile) -> bool:
     """Whether a Granite model's queries and keys are rotated (models/granite.cpp)."""
     return bool(file.of_model("rope.scaling.finetuned", True))
-
-
-def minimaxm2(file: GgufFile) -> Config:
-    return {
-        **_partly_turned(file),
-        "model_type": "minimax_m2",
-        "num_local_experts": experts(file),
-        "intermediate_size": inner(file),
-    }
 
 
 def ernie45moe(file: GgufFile) -> Config:
@@ -363,14 +380,6 @@ def ernie45moe(file: GgufFile) -> Config:
         "moe_layer_end_index": blocks(file) - 1,
         "moe_layer_interval": 1,
     }
-
-
-def _partly_turned(file: GgufFile) -> Config:
-    """A model with partial rotary embedding: some columns of each head are rotated."""
-    config = grouped(file)
-    share = file.count("rope.dimension_count", config["head_dim"]) / config["head_dim"]
-    config["rope_parameters"]["partial_rotary_factor"] = share
-    return config
 
 
 # parts of several configs

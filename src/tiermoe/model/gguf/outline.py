@@ -29,6 +29,11 @@ _OUTPUT = "lm_head.weight"
 _COMPUTED_WITH = ("mamba.dt_proj.weight",)
 """Ends of matrices that transformers' code takes as they are (`skeleton.takes_weight`)."""
 _CORRECTION = "e_score_correction_bias"
+_WIDE = {
+    "ernie4_5_moe": (_CORRECTION, "mlp.gate.weight"),
+    **dict.fromkeys(("minimax_m2", "minimax_m3_vl_text", "kimi_linear"), ()),
+}
+"""model_type → ends of the parameters that transformers keeps in float32, where they are not `_CORRECTION` alone."""
 _FORGETTING = ".forget_gate."  # of Kimi's layers: what is called a gate is not packed (`Skeleton`)
 _ALPHA = 1.702  # GptOssExperts
 
@@ -113,8 +118,9 @@ def _outline(
 
 
 def _gate(config: Any) -> tuple[Any, ...] | None:
-    if config.model_type == "gpt_oss":
-        return ("clamped in halves", float(config.swiglu_limit), _ALPHA)
+    alpha = _ALPHA if config.model_type == "gpt_oss" else getattr(config, "swiglu_alpha", None)
+    if alpha is not None:
+        return ("clamped in halves", float(config.swiglu_limit), float(alpha))
     if getattr(config, "hidden_act", None) == "silu":
         return ("silu",)
     return ("relu2",) if getattr(config, "mlp_hidden_act", None) == "relu2" else None
@@ -122,9 +128,7 @@ def _gate(config: Any) -> tuple[Any, ...] | None:
 
 def _wide(config: Any) -> tuple[str, ...]:
     """Ends of the parameters that transformers keeps in float32."""
-    return {"ernie4_5_moe": (_CORRECTION, "mlp.gate.weight"), "minimax_m2": (), "kimi_linear": ()}.get(
-        config.model_type, (_CORRECTION,)
-    )
+    return _WIDE.get(config.model_type, (_CORRECTION,))
 
 
 def _tensor(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> DenseTensor:
@@ -140,11 +144,11 @@ def _is_packable(path: str, shape: tuple[int, ...], unpacked: tuple[str, ...]) -
 def _is_dense(config: Any, layer: int) -> bool:
     if ARCHITECTURES[config.model_type].one_part:
         return bool(config.layer_types[layer] != "moe")
-    if config.model_type == "jamba":
-        return bool(layer % config.expert_layer_period != config.expert_layer_offset)
+    if period := getattr(config, "expert_layer_period", 0):
+        return bool(layer % period != config.expert_layer_offset)
+    if (mixtures := getattr(config, "moe_layers", None)) is not None:
+        return layer not in mixtures
     first = getattr(config, "first_k_dense_replace", 0) or getattr(config, "moe_layer_start_index", 0)
-    if config.model_type == "llama4_text":
-        return layer not in config.moe_layers
     kinds = getattr(config, "mlp_layer_types", None)
     return layer < first or layer in getattr(config, "mlp_only_layers", []) or bool(kinds and kinds[layer] == "dense")
 
@@ -154,6 +158,8 @@ def _experts(config: Any) -> int:
 
 
 _SHARED = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
+_SHARED_INNER = ("moe_shared_expert_intermediate_size", "shared_intermediate_size")
+_DENSE_INNER = ("intermediate_size_mlp", "dense_intermediate_size", "intermediate_size")
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -195,7 +201,7 @@ def _of_layer(config: Any, index: int) -> Shapes:
         if of.one_part:
             return
     if _is_dense(config, index):
-        inner = getattr(config, "intermediate_size_mlp", config.intermediate_size)
+        inner = next(getattr(config, name) for name in _DENSE_INNER if hasattr(config, name))
         yield from _matrices(of, of.block, hidden, inner)
         return
     router = _router(of)
@@ -227,17 +233,16 @@ def _shared(of: Architecture, config: Any) -> Shapes:
         yield from _matrices(of, shared, hidden, config.shared_expert_intermediate_size)
         yield f"{of.block}.{of.shared_gate}.weight", (1, hidden)
         return
-    count = 1 if config.model_type == "llama4_text" else max(getattr(config, name, 0) for name in _SHARED)
+    count = max((getattr(config, name) for name in _SHARED if hasattr(config, name)), default=1)
     if of.shared and count:
-        own = getattr(config, "moe_shared_expert_intermediate_size", None)
+        own = next((size for name in _SHARED_INNER if (size := getattr(config, name, None)) is not None), None)
         yield from _matrices(of, shared, hidden, count * _inner(config) if own is None else own)
 
 
 def _matrices(of: Architecture, prefix: str, hidden: int, inner: int) -> Shapes:
     """Of a dense block."""
-    if not of.gateless:
-        yield f"{prefix}.gate_proj.weight", (inner, hidden)
-    yield f"{prefix}.up_proj.weight", (inner, hidden)
+    for name in of.first_matrices:
+        yield f"{prefix}.{name}.weight", (2 * inner if of.fused_gate_up else inner, hidden)
     yield f"{prefix}.down_proj.weight", (hidden, inner)
 
 
@@ -251,16 +256,9 @@ def _attention(config: Any, index: int) -> Shapes:
     elif of.latent:
         yield from LatentSizes.of(of, config, index).weight_shapes(hidden, config.q_lora_rank).items()
     else:
-        sizes = GroupedSizes.of(of, config, index, lambda _: _sinks(config, index))
+        sizes = GroupedSizes.of(of, config, index)
         for name, shape in (*sizes.weight_shapes(hidden).items(), *_biases_and_norms(of, config, sizes)):
             yield f"{of.named('self_attn')}.{name}", shape
-
-
-def _sinks(config: Any, index: int) -> bool:
-    """Whether a layer's attention has sinks."""
-    if config.model_type == "mimo_v2_flash":
-        return bool(config.layer_types[index] == "sliding_attention")
-    return bool(config.model_type == "gpt_oss")
 
 
 def _biases_and_norms(of: Architecture, config: Any, sizes: GroupedSizes) -> Shapes:
@@ -274,7 +272,7 @@ def _biases_and_norms(of: Architecture, config: Any, sizes: GroupedSizes) -> Sha
         yield "o_proj.bias", (config.hidden_size,)
     if (
         of.norm_all_heads
-        or kind in ("qwen3_moe", "qwen3_5_moe_text", "exaone_moe")
+        or kind in ("qwen3_moe", "qwen3_5_moe_text", "exaone_moe", "minimax_m3_vl_text")
         or (getattr(config, "use_qk_norm", False) and not of.plain_norms)
     ):
         for name in "qk":

@@ -27,6 +27,7 @@ from tiermoe.model.gguf.linear_attention import linear_rows, rates
 from tiermoe.model.gguf.llama4 import FACTORS, llama4
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
 from tiermoe.model.gguf.mimo2 import mimo2, qkv_parts
+from tiermoe.model.gguf.minimax import INDEXER, minimaxm2, minimaxm3
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
 
 _TOP = {
@@ -94,6 +95,15 @@ class GgufArchitecture:
         """The family's blocks and their names."""
         return FAMILIES[self.family]
 
+    @property
+    def fused(self) -> dict[str, str]:
+        """End of the names of gate and up → the module that is both in the model, and in the file is not."""
+        of = self.layers
+        if of.fused_gate_up:
+            return {"": f"{of.block}.gate_up_proj", "_shexp": f"{of.block}.{of.shared}.gate_up_proj"}
+        apart = of.shared_beside and "ffn_up_shexp" not in self.more
+        return {"_shexp": f"{of.shared_beside}.input_linear"} if apart else {}
+
 
 _SINKS = {"attn_sinks": "self_attn.sinks"}
 _LATE_NORM = {"post_attention_norm": "post_attention_layernorm"}
@@ -108,6 +118,7 @@ _KIMI = {
     "ssm_beta": "self_attn.b_proj",
     "ssm_norm": "self_attn.o_norm",
 }
+_GRANITE_SWA = _SINKS | {"ffn_up_shexp": "shared_mlp.input_linear"}
 _CONVOLUTION = {f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}
 _QWEN35 = GgufArchitecture(configs.qwen35moe, "qwen3_5_moe_text", _LATE_NORM, parts=linear_rows)
 
@@ -132,9 +143,11 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "hunyuan-moe": GgufArchitecture(configs.hunyuan_moe, "hunyuan_v1_moe"),
     "glm4moe": GgufArchitecture(configs.glm4moe, "glm4_moe", _LATE_NORM),
     "lfm2moe": GgufArchitecture(configs.lfm2moe, "lfm2_moe", _CONVOLUTION),
-    "minimax-m2": GgufArchitecture(configs.minimaxm2, "minimax_m2"),
+    "minimax-m2": GgufArchitecture(minimaxm2, "minimax_m2"),
+    "minimax-m3": GgufArchitecture(minimaxm3, "minimax_m3_vl_text", INDEXER),
     "ernie4_5-moe": GgufArchitecture(configs.ernie45moe, "ernie4_5_moe"),
     "granitemoe": GgufArchitecture(configs.granitemoe, "granitemoeshared", turned=True),
+    "granite_swa": GgufArchitecture(configs.granite_swa, "granitemoe_swa", _GRANITE_SWA, turned=True),
     "nemotron_h_moe": GgufArchitecture(mamba_configs.nemotron_h_moe, "nemotron_h", turned=True, parts=mamba_rows),
     "jamba": GgufArchitecture(mamba_configs.jamba, "jamba", parts=mamba_1_rows),
     "granitehybrid": GgufArchitecture(mamba_configs.granitehybrid, "granitemoehybrid", turned=True, parts=mamba_rows),
@@ -213,8 +226,7 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     dense = set(dense_layers(file))
     for layer in range(blocks(file)):
         parameters |= _expanding(file, layer) | _convolution(file, layer)
-        if of.shared_beside:
-            parameters |= _joined(file, layer, f"{of.shared_beside}.input_linear")
+        parameters |= _gate_up(file, architecture, layer)
         if layer not in dense:
             parameters |= expert_parameters(file, layer, f"{of.block}.experts")
     return GgufCheckpoint(file, parameters)
@@ -266,8 +278,8 @@ def _in_block(
 ) -> dict[str, Parameter]:
     """Path → parameter of a tensor of a layer. names: tensors of a block → modules."""
     of = architecture.layers
-    joined = of.shared_beside and stem in ("ffn_gate_shexp", "ffn_up_shexp")
-    if joined or _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b", *_CONVOLVED):
+    fused = (f"ffn_{part}{end}" for part in ("gate", "up") for end in architecture.fused)
+    if _EXPERTS.fullmatch(stem) or stem in ("attn_k_b", "attn_v_b", *_CONVOLVED, *fused):
         return {}  # of several tensors each
     prefix = f"model.layers.{layer}"
     if architecture.parts is not None and (found := architecture.parts(file, stem, tensor)):
@@ -339,15 +351,20 @@ def _convolution(file: GgufFile, layer: int) -> dict[str, Parameter]:
     return {f"model.layers.{layer}.self_attn.conv1d.weight": Joined(tuple(taps))}
 
 
-def _joined(file: GgufFile, layer: int, path: str) -> dict[str, Parameter]:
-    """A shared expert's gate and up, which are one matrix in the model; nothing where there is no shared expert."""
-    gate, up = (file.tensors.get(f"blk.{layer}.ffn_{part}_shexp.weight") for part in ("gate", "up"))
-    if gate is None and up is None:
-        return {}
-    if gate is None or up is None or gate.shape != up.shape or len(gate.shape) != 2:
-        shapes = [None if each is None else each.shape for each in (gate, up)]
-        raise ModelError(f"{file.path}: gate and up of layer {layer}'s shared expert have the shapes {shapes}; {AGAIN}")
-    return {f"model.layers.{layer}.{path}.weight": Joined((gate, up))}
+def _gate_up(file: GgufFile, architecture: GgufArchitecture, layer: int) -> dict[str, Parameter]:
+    """The matrices of a layer's dense block and shared expert that are both gate and up; none of what is not there."""
+    found: dict[str, Parameter] = {}
+    for end, path in architecture.fused.items():
+        gate, up = (file.tensors.get(f"blk.{layer}.ffn_{part}{end}.weight") for part in ("gate", "up"))
+        if gate is None and up is None:
+            continue
+        if gate is None or up is None or gate.shape != up.shape or len(gate.shape) != 2:
+            shapes = [None if each is None else each.shape for each in (gate, up)]
+            raise ModelError(
+                f"{file.path}: ffn_gate{end} and ffn_up{end} of layer {layer} have the shapes {shapes}; {AGAIN}"
+            )
+        found[f"model.layers.{layer}.{path}.weight"] = Joined((gate, up))
+    return found
 
 
 def _unknown(file: GgufFile, name: str) -> ModelError:
