@@ -7,16 +7,17 @@ import asyncio
 from dataclasses import replace
 from functools import reduce
 from operator import add
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
-from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field, SecretStr
 
 from serving import KEY, Scripted, running
 from tiermoe.serve.app import create_app
 from tiermoe.serve.served import Served
+
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI  # three seconds of every process that collects tests
 
 PROMPT = "once upon a time"
 TEMPLATE = (
@@ -32,6 +33,8 @@ class Pet(BaseModel):
 
 
 def chat_at(address: str, **more: Any) -> ChatOpenAI:
+    from langchain_openai import ChatOpenAI
+
     options: dict[str, Any] = {"temperature": 0, "max_completion_tokens": 12, "max_retries": 0, **more}
     return ChatOpenAI(model="tiny", base_url=f"{address}/v1", api_key=SecretStr(KEY), **options)
 
@@ -59,6 +62,8 @@ def test_an_answer_is_an_object_of_its_schema(address: str, served: Served) -> N
 
 
 def test_a_tool_is_called(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+
     def weather(city: str) -> str:
         """The weather of a city."""
         return city

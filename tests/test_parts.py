@@ -29,7 +29,7 @@ from tiermoe.systems.routings import frequencies, routings
 from tiermoe.trace.file import Header, Trace
 from tiermoe.types import Demand, ExpertKey, Ready, Routed, Wanted
 
-PROMPT, LENGTH = 8, 24
+PROMPT, LENGTH = 8, 16
 TERMS = ("recency", "frequency", "high uses", "distance")
 Counts = dict[str, float]
 
