@@ -25,6 +25,9 @@ from gguf_deepseek4 import name_of as deepseek4_name
 from gguf_granite_swa import ARCHITECTURE as GRANITE_SWA
 from gguf_granite_swa import granite_swa_metadata, is_whole
 from gguf_granite_swa import name_of as granite_swa_name
+from gguf_hunyuan3 import ARCHITECTURE as HUNYUAN3
+from gguf_hunyuan3 import hunyuan3_metadata
+from gguf_hunyuan3 import name_of as hunyuan3_name
 from gguf_latent import latent_metadata, router_metadata
 from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_tensors
 from gguf_llama4 import add_factors, llama4_metadata
@@ -140,6 +143,8 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         llama4_metadata(writer, config)
     if family == "minimax_m3_vl_text":
         minimax_metadata(writer, config)
+    if family == "hy_v3":
+        hunyuan3_metadata(writer, config)
     if family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -170,6 +175,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
+    "hy_v3": HUNYUAN3,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "llama4_text": gguf.MODEL_ARCH.LLAMA4,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
@@ -180,7 +186,12 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
 }
 
 
-NAMED = {"deepseek_v4": deepseek4_name, "minimax_m3_vl_text": minimax_name, "granitemoe_swa": granite_swa_name}
+NAMED = {
+    "deepseek_v4": deepseek4_name,
+    "minimax_m3_vl_text": minimax_name,
+    "granitemoe_swa": granite_swa_name,
+    "hy_v3": hunyuan3_name,
+}
 """Families that the gguf package does not have → parameter → its name in the file."""
 
 

@@ -914,6 +914,13 @@ BREAKAGES = (
         "base",
         ("tests/test_gguf_granite_swa.py::test_layers_without_positions",),
     ),
+    Breakage(
+        "the dense layers of Hunyuan 3 in a GGUF file come last",
+        "hunyuan3",
+        '["dense"] * dense + ["sparse"] * (blocks(file) - dense)',
+        '["sparse"] * (blocks(file) - dense) + ["dense"] * dense',
+        ("tests/test_gguf_hunyuan3.py::test_the_config_is_transformers",),
+    ),
     # the systems' parts
     Breakage(
         "HOBBIT loads nothing low",

@@ -272,7 +272,7 @@ def _biases_and_norms(of: Architecture, config: Any, sizes: GroupedSizes) -> Sha
         yield "o_proj.bias", (config.hidden_size,)
     if (
         of.norm_all_heads
-        or kind in ("qwen3_moe", "qwen3_5_moe_text", "exaone_moe", "minimax_m3_vl_text")
+        or kind in ("qwen3_moe", "qwen3_5_moe_text", "exaone_moe", "minimax_m3_vl_text", "hy_v3", "mellum")
         or (getattr(config, "use_qk_norm", False) and not of.plain_norms)
     ):
         for name in "qk":
