@@ -27,7 +27,8 @@ def written(folder: Path, changes: dict[str, Any] | None = None, **entries: Any)
 def test_the_config_is_transformers(gating: bool, tmp_path: Path) -> None:
     """llama.cpp, too, takes a file that says nothing of its routers' scores."""
     entries = {} if gating else {"expert_gating_func": None}
-    wanted, file = written(tmp_path, {"num_shared_experts": 2, "mlp_layer_types": ["dense"] * 2 + ["sparse"]}, **entries)
+    layers = ["dense", "dense", "sparse"]
+    wanted, file = written(tmp_path, {"num_shared_experts": 2, "mlp_layer_types": layers}, **entries)
     found = inspect_model(file, "model", tmp_path / "store").config
     for name in (
         "num_experts", "num_experts_per_tok", "num_shared_experts", "moe_intermediate_size", "intermediate_size",

@@ -333,7 +333,8 @@ def test_experts_in_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "own"), [("glm4_moe", True), ("glm4_moe", False), ("exaone_moe", True), ("mimo_v2_flash", True), ("hy_v3", True)],
+    ("family", "own"),
+    [("glm4_moe", True), ("glm4_moe", False), ("exaone_moe", True), ("mimo_v2_flash", True), ("hy_v3", True)],
 )
 def test_a_head_of_a_gguf_file(tmp_path: Path, family: str, own: bool) -> None:
     """NextN's tensors as llama.cpp's converter writes them, in the file's types or packed; two have no experts."""
