@@ -22,6 +22,10 @@ import tiny
 from gguf_deepseek4 import ARCHITECTURE as DEEPSEEK4
 from gguf_deepseek4 import deepseek4_metadata
 from gguf_deepseek4 import name_of as deepseek4_name
+from gguf_gemma4 import ARCHITECTURE as GEMMA4
+from gguf_gemma4 import add_shares, gemma4_metadata
+from gguf_gemma4 import is_whole as is_whole_gemma4
+from gguf_gemma4 import name_of as gemma4_name
 from gguf_granite_swa import ARCHITECTURE as GRANITE_SWA
 from gguf_granite_swa import granite_swa_metadata, is_whole
 from gguf_granite_swa import name_of as granite_swa_name
@@ -76,6 +80,9 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         return
     if family == "mimo_v2_flash":
         mimo_metadata(writer, config)
+        return
+    if family == "gemma4_text":
+        gemma4_metadata(writer, config)
         return
     if family == "lfm2_moe":
         kinds = config["layer_types"]
@@ -176,6 +183,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "hy_v3": HUNYUAN3,
+    "gemma4_text": GEMMA4,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "llama4_text": gguf.MODEL_ARCH.LLAMA4,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
@@ -191,11 +199,12 @@ NAMED = {
     "minimax_m3_vl_text": minimax_name,
     "granitemoe_swa": granite_swa_name,
     "hy_v3": hunyuan3_name,
+    "gemma4_text": gemma4_name,
 }
 """Families that the gguf package does not have → parameter → its name in the file."""
 
 
-USED = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
+USED = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "gemma4_text": "top_k_experts"}
 """Families whose configs call the experts of a token otherwise."""
 
 
@@ -222,7 +231,7 @@ _WRITABLE = {"f32", "f16", "i32", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"
 
 
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
-_HELD = (*_CORRECTIONS, "tid2eid")
+_HELD = (*_CORRECTIONS, "tid2eid", "layer_scalar")
 """Ends of the buffers that a file holds."""
 
 
@@ -258,6 +267,8 @@ def model_of(family: str, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(_CORRECTIONS):
                 torch.nn.init.normal_(buffer, std=0.05)
+            elif name.endswith("layer_scalar"):
+                torch.nn.init.uniform_(buffer, 0.5, 1.5)
             elif name.endswith(_HELD):
                 buffer.copy_(torch.stack([torch.randperm(8)[: buffer.shape[1]] for _ in range(len(buffer))]))
     return model
@@ -302,6 +313,8 @@ def write(
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":  # behind matrices, where llama-quantize puts it
         add_factors(writer, rope, config["head_dim"])
+    if family == "gemma4_text":
+        add_shares(writer, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -386,7 +399,7 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
             yield from mamba_tensors(f"blk.{path.split('.')[2]}", name, value, groups)
         elif family == "mimo_v2_flash" and is_joined(path, config):
             yield from joined(path, state)
-        elif family == "granitemoe_swa" and is_whole(path):
+        elif (family == "granitemoe_swa" and is_whole(path)) or (family == "gemma4_text" and is_whole_gemma4(path)):
             yield name_of(path), (value,), tuple(value.shape)
         elif path.endswith("shared_mlp.input_linear.weight"):
             block = f"blk.{path.split('.')[2]}"

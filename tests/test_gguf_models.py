@@ -62,6 +62,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "hy_v3": ("hy_v3", {"router_scaling_factor": 1.5}),
     "hy_v3 of more shared experts": ("hy_v3", {"num_shared_experts": 2, "mlp_layer_types": ["sparse"] * 3}),
+    "gemma4": ("gemma4_text", {}),
+    "gemma4 with values of their own": (
+        "gemma4_text",
+        {
+            "attention_k_eq_v": False,
+            "num_global_key_value_heads": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+        },
+    ),
     "lfm2_moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}),  # the converter writes no other
     "granitemoe": ("granitemoeshared", {"shared_intermediate_size": 0, "residual_multiplier": 0.5}),
     "granitemoeshared": ("granitemoeshared", {"shared_intermediate_size": 64, "attention_multiplier": 0.2}),
@@ -82,7 +93,15 @@ ELSE_ORDERED = ("gpt_oss", "llama4", "llama4 of other layers", "qwen3_next")
 """Models whose matrices are not in the order of transformers' parameters."""
 
 
-LEFT = ("deepseek_v4", "deepseek_v4 yarn", "afmoe", "hunyuan_v1_moe", "lfm2_moe")
+LEFT = (
+    "gemma4",
+    "gemma4 with values of their own",
+    "deepseek_v4",
+    "deepseek_v4 yarn",
+    "afmoe",
+    "hunyuan_v1_moe",
+    "lfm2_moe",
+)
 """Models whose outlines are left to transformers' code."""
 
 

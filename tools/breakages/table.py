@@ -921,6 +921,13 @@ BREAKAGES = (
         '["sparse"] * (blocks(file) - dense) + ["dense"] * dense',
         ("tests/test_gguf_hunyuan3.py::test_the_config_is_transformers",),
     ),
+    Breakage(
+        "layers of Gemma 4 without a window have as many heads of keys as others in a GGUF file",
+        "gemma4",
+        '"num_global_key_value_heads": heads[_FULL]',
+        '"num_global_key_value_heads": heads.get(_SLIDING)',
+        ("tests/test_gguf_gemma4.py::test_the_config_is_transformers",),
+    ),
     # the systems' parts
     Breakage(
         "HOBBIT loads nothing low",

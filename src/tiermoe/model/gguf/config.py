@@ -30,7 +30,7 @@ _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # llama.cpp's of YaRN
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
-    "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>", "[e~[",
+    "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>", "[e~[", "<turn|>", "<|tool_response>",
 )  # fmt: skip
 """Tokens that end an answer whatever else the file says (`special_eog_ids` of src/llama-vocab.cpp)."""
 
@@ -431,6 +431,8 @@ def end_ids(file: GgufFile) -> list[int]:
     there = {token: index for index, token in enumerate(tokens) if token in _ENDS}
     if "<|return|>" in there and "<|call|>" in there:  # gpt-oss: it ends a message, not the answer
         there.pop("<|end|>", None)
+    if "<|tool_response>" in there:  # Gemma 4: HTML's tag
+        there.pop("</s>", None)
     return list(dict.fromkeys([*(token for token in found if token is not None), *there.values()]))
 
 

@@ -175,7 +175,7 @@ def _layer(config: Any, index: int) -> MoeLayer:
     parts = [first, Part(SECOND, (columns, inner))]
     if config.model_type == "gpt_oss":
         parts = [each for part in parts for each in (part, Part(f"{part.name}_bias", part.shape[:1]))]
-    name = f"model.layers.{index}.{of.block}.experts"
+    name = f"model.layers.{index}.{of.experts}"
     return MoeLayer(name, _experts(config), int(config.num_experts_per_tok), tuple(parts))
 
 
