@@ -37,6 +37,9 @@ from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_ten
 from gguf_llama4 import add_factors, llama4_metadata
 from gguf_mamba import NAMES as MAMBA
 from gguf_mamba import granite_metadata, jamba_metadata, mamba_tensors, nemotron_metadata
+from gguf_mellum import ARCHITECTURE as MELLUM
+from gguf_mellum import mellum_metadata
+from gguf_mellum import name_of as mellum_name
 from gguf_mimo2 import head_name, is_joined, joined, mimo_metadata
 from gguf_minimax import ARCHITECTURE as MINIMAX_M3
 from gguf_minimax import minimax_metadata
@@ -150,6 +153,8 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         llama4_metadata(writer, config)
     if family == "minimax_m3_vl_text":
         minimax_metadata(writer, config)
+    if family == "mellum":
+        mellum_metadata(writer, config)
     if family == "hy_v3":
         hunyuan3_metadata(writer, config)
     if family == "gpt_oss":
@@ -183,6 +188,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "hy_v3": HUNYUAN3,
+    "mellum": MELLUM,
     "gemma4_text": GEMMA4,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "llama4_text": gguf.MODEL_ARCH.LLAMA4,
@@ -199,6 +205,7 @@ NAMED = {
     "minimax_m3_vl_text": minimax_name,
     "granitemoe_swa": granite_swa_name,
     "hy_v3": hunyuan3_name,
+    "mellum": mellum_name,
     "gemma4_text": gemma4_name,
 }
 """Families that the gguf package does not have → parameter → its name in the file."""

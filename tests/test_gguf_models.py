@@ -62,6 +62,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "hy_v3": ("hy_v3", {"router_scaling_factor": 1.5}),
     "hy_v3 of more shared experts": ("hy_v3", {"num_shared_experts": 2, "mlp_layer_types": ["sparse"] * 3}),
+    "mellum": (
+        "mellum",
+        {
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 500000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "mellum without windows": ("mellum", {"layer_types": ["full_attention"] * 3, "sliding_window": None}),
     "gemma4": ("gemma4_text", {}),
     "gemma4 with values of their own": (
         "gemma4_text",
@@ -131,7 +141,7 @@ def test_tensors_are_the_dequantised_ones_bit_for_bit(name: str, tmp_path: Path)
         assert torch.equal(checkpoint.read(path).float(), wanted[path]), path
 
 
-@pytest.mark.parametrize("name", ["minimax_m3", "granitemoe_swa"])
+@pytest.mark.parametrize("name", ["minimax_m3", "granitemoe_swa", "hy_v3", "gemma4", "mellum"])
 def test_a_ragged_batch_and_a_forked_prefix(name: str, tmp_path: Path) -> None:
     """Sequences of other lengths than a window or the blocks that an indexer chooses, in one step."""
     family, changes = MODELS[name]

@@ -922,11 +922,18 @@ BREAKAGES = (
         ("tests/test_gguf_hunyuan3.py::test_the_config_is_transformers",),
     ),
     Breakage(
-        "layers of Gemma 4 without a window have as many heads of keys as others in a GGUF file",
+        "layers of Gemma 4 with a window have as many heads of keys as others in a GGUF file",
         "gemma4",
-        '"num_global_key_value_heads": heads[_FULL]',
-        '"num_global_key_value_heads": heads.get(_SLIDING)',
+        "heads.get(_SLIDING, heads[_FULL])",
+        "heads[_FULL]",
         ("tests/test_gguf_gemma4.py::test_the_config_is_transformers",),
+    ),
+    Breakage(
+        "layers of Mellum 2 with a window have the others' rotary embedding in a GGUF file",
+        "mellum",
+        'file.decimal("rope.freq_base_swa", rope["rope_theta"])',
+        'rope["rope_theta"]',
+        ("tests/test_gguf_mellum.py::test_the_config_is_transformers",),
     ),
     # the systems' parts
     Breakage(

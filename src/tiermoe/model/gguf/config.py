@@ -408,7 +408,7 @@ def rope_parameters(file: GgufFile) -> dict[str, Any]:
 
 
 def _yarn(file: GgufFile) -> dict[str, Any]:
-    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"):
+    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"):
         if (factor := file.decimal(key, 1.0)) != 1.0:
             raise ModelError(f"{file.path} sets {key} to {factor:g}, which tiermoe does not compute")
     found = {
@@ -418,6 +418,8 @@ def _yarn(file: GgufFile) -> dict[str, Any]:
         "beta_fast": file.decimal("rope.scaling.yarn_beta_fast", _BETA_FAST),
         "beta_slow": file.decimal("rope.scaling.yarn_beta_slow", _BETA_SLOW),
     }
+    if (factor := file.decimal("rope.scaling.yarn_attn_factor", 1.0)) != 1.0:
+        found["attention_factor"] = factor
     if multiplier := file.decimal("rope.scaling.yarn_log_multiplier", 0.0):  # DeepSeek's mscale_all_dim, a tenth of it
         scale = rounded(10 * multiplier)
         found |= {"mscale": scale, "mscale_all_dim": scale}

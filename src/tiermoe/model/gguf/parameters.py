@@ -30,6 +30,7 @@ from tiermoe.model.gguf.hunyuan3 import hunyuan3
 from tiermoe.model.gguf.linear_attention import linear_rows, rates
 from tiermoe.model.gguf.llama4 import llama4
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
+from tiermoe.model.gguf.mellum import mellum
 from tiermoe.model.gguf.mimo2 import mimo2, qkv_parts
 from tiermoe.model.gguf.minimax import INDEXER, minimaxm2, minimaxm3
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
@@ -146,6 +147,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "afmoe": GgufArchitecture(configs.afmoe, "afmoe", _AFMOE),
     "hunyuan-moe": GgufArchitecture(configs.hunyuan_moe, "hunyuan_v1_moe"),
     "hy_v3": GgufArchitecture(hunyuan3, "hy_v3"),
+    "mellum": GgufArchitecture(mellum, "mellum"),
     "gemma4": GgufArchitecture(gemma4, "gemma4_text", GEMMA4, in_config=FACTORS),
     "glm4moe": GgufArchitecture(configs.glm4moe, "glm4_moe", _LATE_NORM),
     "lfm2moe": GgufArchitecture(configs.lfm2moe, "lfm2_moe", _CONVOLUTION),
