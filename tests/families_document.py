@@ -43,20 +43,27 @@ _LLAMA_CPP = """
 ## GGUF files beside llama.cpp
 
 The gguf package has no names for `deepseek4`, `granite_swa`, `minimax-m3`, `hy_v3` and `mellum`: the tests write them
-from tables of their own. For `granite_swa` and `minimax-m3`, files of tiny random models were also written by
+from tables of their own. For all but the first, and for `gemma4`, files of tiny random models were also written by
 llama.cpp's converter in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the same tensors,
-bit for bit, and the same entries.
-transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest differences from transformers, as
-shares of the largest logit:
+bit for bit, and the same entries. transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest
+differences from transformers, as shares of the largest logit:
 
 | architecture | tiermoe | llama.cpp, float32 | llama.cpp, flash attention |
 |---|--:|--:|--:|
 | `granite_swa` | 7e-7 | 5e-7 | 3e-4 |
 | `minimax-m3` | 5e-7 | no sparse attention | 8e-2, median 3e-4 |
+| `hy_v3` | 1e-6 | 2e-6 | 6e-1, median 2e-3 |
+| `gemma4` | 2e-6 | 2e-3 | 7e-3 |
+| `mellum`, one base | 5e-7 | 1e-6 | 1e-1, median 3e-4 |
+| `mellum`, two bases | 5e-7 | 4e-1 | 4e-1 |
 
 llama.cpp rounds to 16 bits in flash attention, without which it computes no sparse attention. For one token its indexer
 chose another block of MiniMax-M3, where the scores of two blocks were 0.002 apart: 8e-2 is that token's, the five after
 it differ by up to 7e-3, all others by up to 1e-3. The likeliest tokens were the same at all places.
+
+With flash attention one token of `hy_v3` differs by 6e-1, all others by up to 2e-2. llama.cpp takes the GELU of Gemma 4
+from a table of 16-bit values. Its code of Mellum 2 reads the base of layers with a window (`rope.freq_base_swa`) and
+rotates by the others' base; with one base for all it computes what transformers does.
 
 llama.cpp's converter writes which of Granite's layers have positions where the config has `no_rope_layers`. It does not
 read `layer_rope_theta`, so that a file of such a config has positions in all layers.
