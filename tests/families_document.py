@@ -59,11 +59,13 @@ differences from transformers, as shares of the largest logit:
 
 llama.cpp rounds to 16 bits in flash attention, without which it computes no sparse attention. For one token its indexer
 chose another block of MiniMax-M3, where the scores of two blocks were 0.002 apart: 8e-2 is that token's, the five after
-it differ by up to 7e-3, all others by up to 1e-3. The likeliest tokens were the same at all places.
+it differ by up to 7e-3, all others by up to 1e-3. For Granite and MiniMax the likeliest tokens were the same at all
+places.
 
-With flash attention one token of `hy_v3` differs by 6e-1, all others by up to 2e-2. llama.cpp takes the GELU of Gemma 4
-from a table of 16-bit values. Its code of Mellum 2 reads the base of layers with a window (`rope.freq_base_swa`) and
-rotates by the others' base; with one base for all it computes what transformers does.
+With flash attention one token of `hy_v3` differs by 6e-1, all others by up to 2e-2; two likeliest tokens of 96 are
+others. llama.cpp takes the GELU of Gemma 4 from a table of 16-bit values. Its code of Mellum 2 reads the base of layers
+with a window (`rope.freq_base_swa`) and rotates by the others' base: 17 likeliest tokens of 96 are others. With one
+base for all it computes what transformers does.
 
 llama.cpp's converter writes which of Granite's layers have positions where the config has `no_rope_layers`. It does not
 read `layer_rope_theta`, so that a file of such a config has positions in all layers.
