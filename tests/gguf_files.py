@@ -23,11 +23,12 @@ from gguf_deepseek4 import ARCHITECTURE as DEEPSEEK4
 from gguf_deepseek4 import deepseek4_metadata
 from gguf_deepseek4 import name_of as deepseek4_name
 from gguf_gemma4 import ARCHITECTURE as GEMMA4
+from gguf_gemma4 import WHOLE as GEMMA4_WHOLE
 from gguf_gemma4 import add_shares, gemma4_metadata
-from gguf_gemma4 import is_whole as is_whole_gemma4
 from gguf_gemma4 import name_of as gemma4_name
 from gguf_granite_swa import ARCHITECTURE as GRANITE_SWA
-from gguf_granite_swa import granite_swa_metadata, is_whole
+from gguf_granite_swa import WHOLE as GRANITE_WHOLE
+from gguf_granite_swa import granite_swa_metadata
 from gguf_granite_swa import name_of as granite_swa_name
 from gguf_hunyuan3 import ARCHITECTURE as HUNYUAN3
 from gguf_hunyuan3 import hunyuan3_metadata
@@ -209,6 +210,10 @@ NAMED = {
     "gemma4_text": gemma4_name,
 }
 """Families that the gguf package does not have → parameter → its name in the file."""
+
+
+WHOLE = {"granitemoe_swa": GRANITE_WHOLE, "gemma4_text": GEMMA4_WHOLE}
+"""Families → ends of parameters that are one tensor of the file, and of other families' files several or none."""
 
 
 USED = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "gemma4_text": "top_k_experts"}
@@ -406,7 +411,7 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
             yield from mamba_tensors(f"blk.{path.split('.')[2]}", name, value, groups)
         elif family == "mimo_v2_flash" and is_joined(path, config):
             yield from joined(path, state)
-        elif (family == "granitemoe_swa" and is_whole(path)) or (family == "gemma4_text" and is_whole_gemma4(path)):
+        elif path.endswith(tuple(WHOLE.get(family, ()))):
             yield name_of(path), (value,), tuple(value.shape)
         elif path.endswith("shared_mlp.input_linear.weight"):
             block = f"blk.{path.split('.')[2]}"

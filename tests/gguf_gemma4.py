@@ -7,28 +7,23 @@ from typing import Any
 import gguf
 import numpy as np
 
+from gguf_names import name_in_file
+
 ARCHITECTURE = "gemma4"
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, 8)
-_OWN = {
+WHOLE = {
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
     "layer_scalar": "layer_output_scale.weight",
     "experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight",
 }
-
-
-def is_whole(path: str) -> bool:
-    """Whether a parameter is one tensor of the file, and not of other families' files."""
-    return path.endswith(tuple(_OWN))
+"""Ends of parameters that are one tensor of the file, and not of other families' files → their names in a block."""
 
 
 def name_of(path: str) -> str:
     """The name in the file of a parameter of transformers' model."""
-    own = next((name for end, name in _OWN.items() if path.endswith(end)), None)
-    found = f"blk.{path.split('.')[2]}.{own}" if own else _NAMES.get_name(path, (".weight", ".bias"))
-    assert found is not None, path
-    return str(found)
+    return name_in_file(path, WHOLE, _NAMES)
 
 
 def gemma4_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

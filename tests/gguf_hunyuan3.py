@@ -6,20 +6,18 @@ from typing import Any
 
 import gguf
 
+from gguf_names import name_in_file
+
 ARCHITECTURE = "hy_v3"
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.EXAONE_MOE, 8)
 """Of a model with the same tensors."""
+_OWN = {"mlp.e_score_correction.bias": "exp_probs_b"}
+"""Without a suffix: checkpoints call it `mlp.expert_bias`."""
 
 
 def name_of(path: str) -> str:
-    """The name in the file of a parameter of transformers' model. The correction's has no suffix: checkpoints call it
-    `mlp.expert_bias`."""
-    layer, _, correction = path.partition(".mlp.e_score_correction")
-    if correction:
-        return f"blk.{layer.rpartition('.')[2]}.exp_probs_b"
-    found = _NAMES.get_name(path, (".weight", ".bias"))
-    assert found is not None, path
-    return str(found)
+    """The name in the file of a parameter of transformers' model."""
+    return name_in_file(path, _OWN, _NAMES)
 
 
 def hunyuan3_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 import gguf
 
+from gguf_names import name_in_file
+
 ARCHITECTURE = "mellum"
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, 8)
 
 
 def name_of(path: str) -> str:
     """The name in the file of a parameter of transformers' model."""
-    found = _NAMES.get_name(path, (".weight", ".bias"))
-    assert found is not None, path
-    return str(found)
+    return name_in_file(path, {}, _NAMES)
 
 
 def mellum_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
