@@ -42,10 +42,10 @@ has no test here.
 _LLAMA_CPP = """
 ## GGUF files beside llama.cpp
 
-The gguf package has no names for `deepseek4`, `granite_swa`, `hy_v4`, `minimax-m3` and `qwen4exp`: the tests write them
-from tables of their own. For `granite_swa`, `minimax-m3` and `qwen4exp`, files of tiny random models were also written
-by llama.cpp's converter in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the same
-tensors, bit for bit, and the same entries. The file of `hy_v4` is the tests' own, with 10 chosen positions.
+The gguf package has no names for `deepseek4`, `granite_swa`, `hy_v3`, `hy_v4`, `mellum`, `minimax-m3` and `qwen4exp`:
+the tests write them from tables of their own. For all in the table but `hy_v4`, files of tiny random models were also
+written by llama.cpp's converter in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the
+same tensors, bit for bit, and the same entries. The file of `hy_v4` is the tests' own, with 10 chosen positions.
 transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest differences from transformers, as
 shares of the largest logit:
 
@@ -56,11 +56,20 @@ shares of the largest logit:
 | `minimax-m3` | 5e-7 | no sparse attention | 8e-2, median 3e-4 |
 | `qwen4exp`, all blocks chosen | 3e-6 | 8e-6 | 1e-1, median 8e-5 |
 | `qwen4exp`, 2 blocks of 4 positions | 3e-6 | 8e-1, median 2e-1 | 8e-1, median 2e-1 |
+| `hy_v3` | 1e-6 | 2e-6 | 6e-1, median 2e-3 |
+| `gemma4` | 2e-6 | 2e-3 | 7e-3 |
+| `mellum`, one base | 5e-7 | 1e-6 | 1e-1, median 3e-4 |
+| `mellum`, two bases | 5e-7 | 4e-1 | 4e-1 |
 
 llama.cpp rounds to 16 bits in flash attention, without which it computes no sparse attention of MiniMax-M3. For one
 token its indexer chose another block, where the scores of two blocks were 0.002 apart: 8e-2 is that token's, the five
-after it differ by up to 7e-3, all others by up to 1e-3. The likeliest tokens were the same at all places, but in the
-last row: 39 of 96 were others.
+after it differ by up to 7e-3, all others by up to 1e-3. For Granite and MiniMax the likeliest tokens were the same at
+all places; for Qwen3.8 with two blocks 39 of 96 were others.
+
+With flash attention one token of `hy_v3` differs by 6e-1, all others by up to 2e-2; two likeliest tokens of 96 are
+others. llama.cpp takes the GELU of Gemma 4 from a table of 16-bit values. Its code of Mellum 2 reads the base of layers
+with a window (`rope.freq_base_swa`) and rotates by the others' base: 17 likeliest tokens of 96 are others. With one
+base for all it computes what transformers does.
 
 llama.cpp's converter writes which of Granite's layers have positions where the config has `no_rope_layers`. It does not
 read `layer_rope_theta`, so that a file of such a config has positions in all layers.

@@ -22,9 +22,17 @@ import tiny
 from gguf_deepseek4 import ARCHITECTURE as DEEPSEEK4
 from gguf_deepseek4 import deepseek4_metadata
 from gguf_deepseek4 import name_of as deepseek4_name
+from gguf_gemma4 import ARCHITECTURE as GEMMA4
+from gguf_gemma4 import WHOLE as GEMMA4_WHOLE
+from gguf_gemma4 import add_shares, gemma4_metadata
+from gguf_gemma4 import name_of as gemma4_name
 from gguf_granite_swa import ARCHITECTURE as GRANITE_SWA
-from gguf_granite_swa import granite_swa_metadata, is_whole
+from gguf_granite_swa import WHOLE as GRANITE_WHOLE
+from gguf_granite_swa import granite_swa_metadata
 from gguf_granite_swa import name_of as granite_swa_name
+from gguf_hunyuan3 import ARCHITECTURE as HUNYUAN3
+from gguf_hunyuan3 import hunyuan3_metadata
+from gguf_hunyuan3 import name_of as hunyuan3_name
 from gguf_hy4 import ARCHITECTURE as HY4
 from gguf_hy4 import hy4_metadata, rotated_views
 from gguf_hy4 import name_of as hy4_name
@@ -33,6 +41,9 @@ from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_ten
 from gguf_llama4 import add_factors, llama4_metadata
 from gguf_mamba import NAMES as MAMBA
 from gguf_mamba import granite_metadata, jamba_metadata, mamba_tensors, nemotron_metadata
+from gguf_mellum import ARCHITECTURE as MELLUM
+from gguf_mellum import mellum_metadata
+from gguf_mellum import name_of as mellum_name
 from gguf_mimo2 import head_name, is_joined, joined, mimo_metadata
 from gguf_minimax import ARCHITECTURE as MINIMAX_M3
 from gguf_minimax import minimax_metadata
@@ -82,6 +93,9 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         return
     if family == "mimo_v2_flash":
         mimo_metadata(writer, config)
+        return
+    if family == "gemma4_text":
+        gemma4_metadata(writer, config)
         return
     if family == "lfm2_moe":
         kinds = config["layer_types"]
@@ -151,6 +165,10 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         minimax_metadata(writer, config)
     if family == "qwen4_exp_text":
         qwen4_metadata(writer, config)
+    if family == "mellum":
+        mellum_metadata(writer, config)
+    if family == "hy_v3":
+        hunyuan3_metadata(writer, config)
     if family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -183,6 +201,9 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
+    "hy_v3": HUNYUAN3,
+    "mellum": MELLUM,
+    "gemma4_text": GEMMA4,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "llama4_text": gguf.MODEL_ARCH.LLAMA4,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
@@ -195,12 +216,17 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
 
 NAMED = {
     "deepseek_v4": deepseek4_name, "hy_v4": hy4_name, "minimax_m3_vl_text": minimax_name,
-    "granitemoe_swa": granite_swa_name, "qwen4_exp_text": qwen4_name,
+    "granitemoe_swa": granite_swa_name, "qwen4_exp_text": qwen4_name, "hy_v3": hunyuan3_name, "mellum": mellum_name,
+    "gemma4_text": gemma4_name,
 }  # fmt: skip
 """Families that the gguf package does not have → parameter → its name in the file."""
 
 
-USED = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk"}
+WHOLE = {"granitemoe_swa": GRANITE_WHOLE, "gemma4_text": GEMMA4_WHOLE}
+"""Families → ends of parameters that are one tensor of the file, and of other families' files several or none."""
+
+
+USED = {"ernie4_5_moe": "moe_k", "hunyuan_v1_moe": "moe_topk", "gemma4_text": "top_k_experts"}
 """Families whose configs call the experts of a token otherwise."""
 
 
@@ -227,7 +253,7 @@ _WRITABLE = {"f32", "f16", "i32", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"
 
 
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
-_HELD = (*_CORRECTIONS, "tid2eid")
+_HELD = (*_CORRECTIONS, "tid2eid", "layer_scalar")
 """Ends of the buffers that a file holds."""
 
 
@@ -263,6 +289,8 @@ def model_of(family: str, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(_CORRECTIONS):
                 torch.nn.init.normal_(buffer, std=0.05)
+            elif name.endswith("layer_scalar"):
+                torch.nn.init.uniform_(buffer, 0.5, 1.5)
             elif name.endswith(_HELD):
                 buffer.copy_(torch.stack([torch.randperm(8)[: buffer.shape[1]] for _ in range(len(buffer))]))
     return model
@@ -312,6 +340,8 @@ def write(
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":  # behind matrices, where llama-quantize puts it
         add_factors(writer, rope, config["head_dim"])
+    if family == "gemma4_text":
+        add_shares(writer, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -400,7 +430,7 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
             yield from changed(path, value, config)
         elif family == "mimo_v2_flash" and is_joined(path, config):
             yield from joined(path, state)
-        elif family == "granitemoe_swa" and is_whole(path):
+        elif path.endswith(tuple(WHOLE.get(family, ()))):
             yield name_of(path), (value,), tuple(value.shape)
         elif path.endswith("shared_mlp.input_linear.weight"):
             block = f"blk.{path.split('.')[2]}"

@@ -7,27 +7,22 @@ from typing import Any
 
 import gguf
 
+from gguf_names import name_in_file
+
 ARCHITECTURE = "granite_swa"
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GRANITE_MOE, 8)
-_OWN = {
+WHOLE = {
     "block_sparse_moe.experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
     "shared_mlp.input_linear.weight": "ffn_up_shexp.weight",
     "self_attn.sinks": "attn_sinks.weight",
 }
-
-
-def is_whole(path: str) -> bool:
-    """Whether a parameter is one tensor of the file, and not of GraniteMoE's files."""
-    return path.endswith(tuple(_OWN))
+"""Ends of parameters that are one tensor of the file, and not of GraniteMoE's files → their names in a block."""
 
 
 def name_of(path: str) -> str:
     """The name in the file of a parameter of transformers' model."""
-    own = next((name for end, name in _OWN.items() if path.endswith(end)), None)
-    found = f"blk.{path.split('.')[2]}.{own}" if own else _NAMES.get_name(path, (".weight", ".bias"))
-    assert found is not None, path
-    return str(found)
+    return name_in_file(path, WHOLE, _NAMES)
 
 
 def granite_swa_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

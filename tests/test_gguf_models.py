@@ -81,6 +81,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("llama4_text", {}),
     "llama4 of other layers": ("llama4_text", {"interleave_moe_layer_step": 1, "tie_word_embeddings": True}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "hy_v3": ("hy_v3", {"router_scaling_factor": 1.5}),
+    "hy_v3 of more shared experts": ("hy_v3", {"num_shared_experts": 2, "mlp_layer_types": ["sparse"] * 3}),
+    "mellum": (
+        "mellum",
+        {
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 500000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "mellum without windows": ("mellum", {"layer_types": ["full_attention"] * 3, "sliding_window": None}),
+    "gemma4": ("gemma4_text", {}),
+    "gemma4 with values of their own": (
+        "gemma4_text",
+        {
+            "attention_k_eq_v": False,
+            "num_global_key_value_heads": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+        },
+    ),
     "lfm2_moe": ("lfm2_moe", {"routed_scaling_factor": 1.0}),  # the converter writes no other
     "granitemoe": ("granitemoeshared", {"shared_intermediate_size": 0, "residual_multiplier": 0.5}),
     "granitemoeshared": ("granitemoeshared", {"shared_intermediate_size": 64, "attention_multiplier": 0.2}),
@@ -103,7 +126,7 @@ ELSE_ORDERED = ("gpt_oss", "llama4", "llama4 of other layers", "qwen3_next")
 
 LEFT = (
     "deepseek_v4", "deepseek_v4 yarn", "hy_v4", "hy_v4 yarn", "afmoe", "hunyuan_v1_moe", "lfm2_moe", "qwen4_exp",
-    "qwen4_exp of longer n-grams", "qwen4_exp without n-grams",
+    "qwen4_exp of longer n-grams", "qwen4_exp without n-grams", "gemma4", "gemma4 with values of their own",
 )  # fmt: skip
 """Models whose outlines are left to transformers' code."""
 
@@ -134,7 +157,7 @@ def test_tensors_are_the_dequantised_ones_bit_for_bit(name: str, tmp_path: Path)
         assert torch.equal(checkpoint.read(path).float(), wanted[path]), path
 
 
-@pytest.mark.parametrize("name", ["minimax_m3", "granitemoe_swa", "qwen4_exp"])
+@pytest.mark.parametrize("name", ["minimax_m3", "granitemoe_swa", "qwen4_exp", "hy_v3", "gemma4", "mellum"])
 def test_a_ragged_batch_and_a_forked_prefix(name: str, tmp_path: Path) -> None:
     """Sequences of other lengths than a window or the blocks that an indexer chooses, in one step."""
     family, changes = MODELS[name]

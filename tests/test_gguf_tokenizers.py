@@ -13,7 +13,7 @@ from typing import Any
 
 import gguf
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 import gguf_files
 from gguf_files import kinds
@@ -180,6 +180,54 @@ def test_tokens_of_a_sentencepiece_vocabulary_have_their_own_bytes(sentencepiece
     assert [kept.encode(text) for text in TEXTS] == [tokenizer(text)["input_ids"] for text in TEXTS]
     for text in (*TEXTS, "ሰላም\u3000\U00013000"):  # the last one's characters are no tokens
         assert bytes_of(tokenizer, text) == (b" " + text.encode() if text else b"")
+
+
+@pytest.fixture
+def letters(tmp_path: Path) -> Path:
+    """A file with a vocabulary as Gemma 4's: merges of letters learned from the texts but the last, and bytes."""
+    learned = Tokenizer(models.BPE())
+    learned.normalizer = normalizers.Replace(" ", "▁")
+    learned.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    trainer = trainers.BpeTrainer(vocab_size=700, show_progress=False, min_frequency=1)
+    learned.train_from_iterator([text for text in TEXTS[:-1] for _ in range(3)], trainer)
+    model = json.loads(learned.to_str())["model"]
+    named = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>", "<|tool_response>", "</s>"]
+    tokens = [*named, *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
+    kind = gguf.TokenType
+    types = [*[kind.CONTROL] * 6, kind.NORMAL, *[kind.BYTE] * 256, *[kind.NORMAL] * len(model["vocab"])]
+    file = tmp_path / "v.gguf"
+    writer = gguf.GGUFWriter(file, "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-1000.0] * len(tokens))
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
+    for name, token in (("pad", 0), ("eos", 1), ("bos", 2), ("unk", 3)):
+        getattr(writer, f"add_{name}_token_id")(token)
+    writer.add_add_space_prefix(False)
+    writer.add_add_bos_token(False)  # as the first files said, and llama.cpp does not believe
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return file
+
+
+def test_ids_of_gemma_4s_vocabulary_are_llama_cpps(letters: Path) -> None:
+    tokenizer = load_tokenizer(open_gguf(letters))
+    for text, wanted in zip(TEXTS, _peer(letters), strict=True):
+        assert tokenizer(text)["input_ids"] == wanted, text
+
+
+def test_tokens_of_gemma_4s_vocabulary_have_their_own_bytes(letters: Path, tmp_path: Path) -> None:
+    file = open_gguf(letters)
+    tokenizer = load_tokenizer(file)
+    kept = kept_of(tokenizer, tmp_path)
+    assert tokenizer("a")["input_ids"][0] == 2
+    assert end_ids(file) == [1, 4, 5]  # </s> is a tag
+    for text in (*TEXTS, "ሰላም\u3000\U00013000"):  # the last one's letters are no tokens
+        assert kept.encode(text) == tokenizer(text)["input_ids"]
+        assert bytes_of(tokenizer, text) == text.encode()
+        assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
 
 
 def test_a_model_s_tokenizer_is_its_file_s(tmp_path: Path, shipped: Path) -> None:

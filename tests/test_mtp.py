@@ -361,7 +361,8 @@ def test_experts_in_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "own"), [("glm4_moe", True), ("glm4_moe", False), ("exaone_moe", True), ("mimo_v2_flash", True)]
+    ("family", "own"),
+    [("glm4_moe", True), ("glm4_moe", False), ("exaone_moe", True), ("mimo_v2_flash", True), ("hy_v3", True)],
 )
 def test_a_head_of_a_gguf_file(tmp_path: Path, family: str, own: bool) -> None:
     """NextN's tensors as llama.cpp's converter writes them, in the file's types or packed; two have no experts."""
@@ -372,7 +373,7 @@ def test_a_head_of_a_gguf_file(tmp_path: Path, family: str, own: bool) -> None:
     for part, called in mtp_models.BESIDE.items():
         parent, _, child = called.rpartition(".")
         layers[-1].get_submodule(parent).add_module(child, getattr(head, part))
-    name = {"glm4_moe": "glm4moe", "exaone_moe": "exaone-moe", "mimo_v2_flash": "mimo2"}[family]
+    name = {"glm4_moe": "glm4moe", "exaone_moe": "exaone-moe", "mimo_v2_flash": "mimo2"}.get(family, family)
     file = gguf_files.write(
         tmp_path / "tiny.gguf", model, family, gguf_files.kinds("q8_0"),
         **{f"{name}__nextn_predict_layers": gguf.GGUFValue(1, gguf.GGUFValueType.UINT32)},

@@ -949,6 +949,27 @@ BREAKAGES = (
         '("token_embd.weight" if "output.weight" in file.tensors else "",)',
         ("tests/test_gguf_qwen4.py::test_rows_of_the_table_are_read_from_the_file",),
     ),
+    Breakage(
+        "the dense layers of Hunyuan 3 in a GGUF file come last",
+        "hunyuan3",
+        '["dense"] * dense + ["sparse"] * (blocks(file) - dense)',
+        '["sparse"] * (blocks(file) - dense) + ["dense"] * dense',
+        ("tests/test_gguf_hunyuan3.py::test_the_config_is_transformers",),
+    ),
+    Breakage(
+        "layers of Gemma 4 with a window have as many heads of keys as others in a GGUF file",
+        "gemma4",
+        "heads.get(_SLIDING, heads[_FULL])",
+        "heads[_FULL]",
+        ("tests/test_gguf_gemma4.py::test_the_config_is_transformers",),
+    ),
+    Breakage(
+        "layers of Mellum 2 with a window have the others' rotary embedding in a GGUF file",
+        "mellum",
+        'file.decimal("rope.freq_base_swa", rope["rope_theta"])',
+        'rope["rope_theta"]',
+        ("tests/test_gguf_mellum.py::test_the_config_is_transformers",),
+    ),
     # the systems' parts
     Breakage(
         "HOBBIT loads nothing low",

@@ -123,7 +123,8 @@ def load_dense(
     if own:
         attach_own(model, blueprint, device)
     if shared is not None:
-        model.set_input_embeddings(EmbeddingOnDisk(blueprint.checkpoint, [shared], blueprint.dtype))
+        scale = getattr(model.get_input_embeddings(), "embed_scale", None)
+        model.set_input_embeddings(EmbeddingOnDisk(blueprint.checkpoint, [shared], blueprint.dtype, scale))
     if embedding_on_disk:
         leave_on_disk(model, blueprint)
     _keep_output_whole(model)

@@ -87,6 +87,11 @@ class Architecture:
         return not self.one_part or config.layer_types[layer] not in ("moe", "mlp")
 
     @property
+    def experts(self) -> str:
+        """The path of a layer's experts in it."""
+        return "experts" if self.side_by_side else f"{self.block}.experts"
+
+    @property
     def first_matrices(self) -> tuple[str, ...]:
         """The usual names of a dense block's matrices before the last one."""
         if self.fused_gate_up:

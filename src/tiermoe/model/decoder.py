@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from tiermoe.batch import Batch
 from tiermoe.model.architecture import Architecture, FamilyWeights
@@ -364,12 +362,10 @@ def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_colu
 def _embedding(weights: FamilyWeights) -> tuple[Callable[[Tensor], Tensor], float]:
     """The input embedding without its scale, which in transformers' model may be its own, and the scale."""
     of = weights.architecture
-    path = f"model.{of.named('embed_tokens')}"
-    if not of.scaled_embedding:
-        scale = 1.0 if of.embedding_scale is None else of.embedding_scale(weights.config)
-        return weights.embedding(path), scale * weights.scale("embedding_multiplier")
-    weight = weights.tensor(f"{path}.weight")
-    return partial(embedding, weight=weight), float(torch.tensor(weights.config.hidden_size**0.5).to(weight.dtype))
+    scale = 1.0 if of.embedding_scale is None else of.embedding_scale(weights.config)
+    if of.scaled_embedding:
+        scale = float(torch.tensor(weights.config.hidden_size**0.5).to(weights.dtype))
+    return weights.embedding(f"model.{of.named('embed_tokens')}"), scale * weights.scale("embedding_multiplier")
 
 
 def _rotaries(config: Any, dtype: torch.dtype) -> list[Rotary]:

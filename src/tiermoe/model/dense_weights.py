@@ -176,6 +176,11 @@ class EmbeddingOnDisk(torch.nn.Module):
         self._checkpoint, self._keys, self._scale = checkpoint, keys, scale
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`rows` times the scale."""
+        found = self.rows(tokens)
+        return found if self._scale is None else found * self._scale.to(found.device, found.dtype)
+
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: ids of any shape → (..., hidden) on their device. IndexError for an id that has no row, ModelError
         where it cannot be read."""
         ids = tokens.flatten().tolist()
@@ -186,8 +191,7 @@ class EmbeddingOnDisk(torch.nn.Module):
         rows = {row: self._row(row) for row in sorted(set(ids))}
         # by hand: indexing a tensor wakes torch's threads for one token, and they stay awake on cores that ours need
         found = torch.cat([rows[row] for row in ids])
-        found = found.to(tokens.device, self.weight.dtype).view(*tokens.shape, self.embedding_dim)
-        return found if self._scale is None else found * self._scale.to(found.device, found.dtype)
+        return found.to(tokens.device, self.weight.dtype).view(*tokens.shape, self.embedding_dim)
 
     def _row(self, row: int) -> torch.Tensor:
         part = bisect_right(self._begins, row) - 1

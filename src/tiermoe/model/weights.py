@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from tiermoe.model.linear import Linear, PackedLinear, PlainLinear
 
@@ -26,7 +28,7 @@ class Weights(Protocol):
         """A linear layer, packed or not."""
 
     def embedding(self, path: str) -> Callable[[Tensor], Tensor]:
-        """An embedding: int64 (...) → (..., H)."""
+        """An embedding, without a scale of its own: int64 (...) → (..., H)."""
 
 
 class TextPart:
@@ -82,5 +84,6 @@ class ModuleWeights:
         return module if isinstance(module, PackedLinear) else PlainLinear(module.weight, module.bias)
 
     def embedding(self, path: str) -> Callable[[Tensor], Tensor]:
-        module: Callable[[Tensor], Tensor] = self._model.get_submodule(path)
-        return module
+        module = self._model.get_submodule(path)
+        on_disk: Callable[[Tensor], Tensor] | None = module.rows if module.weight.is_meta else None
+        return on_disk or partial(embedding, weight=module.weight)

@@ -30,7 +30,7 @@ _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # llama.cpp's of YaRN
 _ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
-    "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>", "[e~[",
+    "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>", "[e~[", "<turn|>", "<|tool_response>",
 )  # fmt: skip
 """Tokens that end an answer whatever else the file says (`special_eog_ids` of src/llama-vocab.cpp)."""
 
@@ -408,7 +408,7 @@ def rope_parameters(file: GgufFile) -> dict[str, Any]:
 
 
 def _yarn(file: GgufFile) -> dict[str, Any]:
-    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"):
+    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"):
         if (factor := file.decimal(key, 1.0)) != 1.0:
             raise ModelError(f"{file.path} sets {key} to {factor:g}, which tiermoe does not compute")
     found = {
@@ -418,6 +418,8 @@ def _yarn(file: GgufFile) -> dict[str, Any]:
         "beta_fast": file.decimal("rope.scaling.yarn_beta_fast", _BETA_FAST),
         "beta_slow": file.decimal("rope.scaling.yarn_beta_slow", _BETA_SLOW),
     }
+    if (factor := file.decimal("rope.scaling.yarn_attn_factor", 1.0)) != 1.0:
+        found["attention_factor"] = factor
     if multiplier := file.decimal("rope.scaling.yarn_log_multiplier", 0.0):  # DeepSeek's mscale_all_dim, a tenth of it
         scale = rounded(10 * multiplier)
         found |= {"mscale": scale, "mscale_all_dim": scale}
@@ -431,6 +433,8 @@ def end_ids(file: GgufFile) -> list[int]:
     there = {token: index for index, token in enumerate(tokens) if token in _ENDS}
     if "<|return|>" in there and "<|call|>" in there:  # gpt-oss: it ends a message, not the answer
         there.pop("<|end|>", None)
+    if "<|tool_response>" in there:  # Gemma 4: HTML's tag
+        there.pop("</s>", None)
     return list(dict.fromkeys([*(token for token in found if token is not None), *there.values()]))
 
 

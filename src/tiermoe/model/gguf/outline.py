@@ -176,7 +176,7 @@ def _layer(config: Any, index: int) -> MoeLayer:
     parts = [first, Part(SECOND, (columns, inner))]
     if config.model_type == "gpt_oss":
         parts = [each for part in parts for each in (part, Part(f"{part.name}_bias", part.shape[:1]))]
-    name = f"model.layers.{index}.{of.block}.experts"
+    name = f"model.layers.{index}.{of.experts}"
     return MoeLayer(name, _experts(config), int(config.num_experts_per_tok), tuple(parts))
 
 
@@ -273,7 +273,7 @@ def _biases_and_norms(of: Architecture, config: Any, sizes: GroupedSizes) -> Sha
         yield "o_proj.bias", (config.hidden_size,)
     if (
         of.norm_all_heads
-        or kind in ("qwen3_moe", "qwen3_5_moe_text", "exaone_moe", "minimax_m3_vl_text")
+        or kind in ("qwen3_moe", "qwen3_5_moe_text", "exaone_moe", "minimax_m3_vl_text", "hy_v3", "mellum")
         or (getattr(config, "use_qk_norm", False) and not of.plain_norms)
     ):
         for name in "qk":

@@ -23,11 +23,16 @@ from tiermoe.model.gguf.config import Config
 from tiermoe.model.gguf.deepseek4 import NAMES as DEEPSEEK4
 from tiermoe.model.gguf.deepseek4 import deepseek4
 from tiermoe.model.gguf.experts import expert_parameters
+from tiermoe.model.gguf.factors import FACTORS
+from tiermoe.model.gguf.gemma4 import NAMES as GEMMA4
+from tiermoe.model.gguf.gemma4 import gemma4
+from tiermoe.model.gguf.hunyuan3 import hunyuan3
 from tiermoe.model.gguf.hy4 import NAMES as HY4
 from tiermoe.model.gguf.hy4 import hy4, rotated_rows
 from tiermoe.model.gguf.linear_attention import linear_rows, rates
-from tiermoe.model.gguf.llama4 import FACTORS, llama4
+from tiermoe.model.gguf.llama4 import llama4
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
+from tiermoe.model.gguf.mellum import mellum
 from tiermoe.model.gguf.mimo2 import mimo2, qkv_parts
 from tiermoe.model.gguf.minimax import INDEXER, minimaxm2, minimaxm3
 from tiermoe.model.gguf.qwen4 import APART, MIXER, qwen4_parameters, qwen4exp
@@ -153,6 +158,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "exaone-moe": GgufArchitecture(configs.exaone_moe, "exaone_moe"),
     "afmoe": GgufArchitecture(configs.afmoe, "afmoe", _AFMOE),
     "hunyuan-moe": GgufArchitecture(configs.hunyuan_moe, "hunyuan_v1_moe"),
+    "hy_v3": GgufArchitecture(hunyuan3, "hy_v3"),
+    "mellum": GgufArchitecture(mellum, "mellum"),
+    "gemma4": GgufArchitecture(gemma4, "gemma4_text", GEMMA4, in_config=FACTORS),
     "glm4moe": GgufArchitecture(configs.glm4moe, "glm4_moe", _LATE_NORM),
     "lfm2moe": GgufArchitecture(configs.lfm2moe, "lfm2_moe", _CONVOLUTION),
     "minimax-m2": GgufArchitecture(minimaxm2, "minimax_m2"),
@@ -180,6 +188,7 @@ _EXPERTS = re.compile(r"ffn_(gate_up|gate|up|down)_exps")
 _TURNED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 _BARE = (
     "sinks", "e_score_correction_bias", "expert_bias", "dt_bias", "A_log", "tid2eid", "position_bias",
+    "router.scale", "per_expert_scale", "layer_scalar",
     *(f"{owner}{name}" for owner in ("_hc.", "hc_head.hc_") for name in ("fn", "base", "scale")),
 )  # fmt: skip
 """Parameters whose path has no 'weight' or 'bias' at its end."""
@@ -241,9 +250,9 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     dense = set(dense_layers(file))
     for layer in range(blocks(file)):
         parameters |= _expanding(file, layer) | _convolution(file, layer)
-        parameters |= _gate_up(file, architecture, layer)
+        parameters |= _gate_up(file, architecture, layer) | _expert_scales(file, names, layer)
         if layer not in dense:
-            parameters |= expert_parameters(file, layer, f"{of.block}.experts")
+            parameters |= expert_parameters(file, layer, of.experts)
     return GgufCheckpoint(file, parameters)
 
 
@@ -259,7 +268,7 @@ def mtp_parameters(file: GgufFile, dense: bool = False) -> dict[str, Parameter]:
             parameters |= _in_block(file, architecture, names, tensor, layer, found[2], found[3])
     if not parameters:
         return {}
-    experts = {} if dense else expert_parameters(file, layer, f"{architecture.layers.block}.experts")
+    experts = {} if dense else expert_parameters(file, layer, architecture.layers.experts)
     return parameters | experts | _expanding(file, layer)
 
 
@@ -380,6 +389,14 @@ def _gate_up(file: GgufFile, architecture: GgufArchitecture, layer: int) -> dict
             )
         found[f"model.layers.{layer}.{path}.weight"] = Joined((gate, up))
     return found
+
+
+def _expert_scales(file: GgufFile, names: Mapping[str, str], layer: int) -> dict[str, Parameter]:
+    """The scales of a layer's experts (Gemma 4) where NVFP4's factors of their last matrix have them in: all are 1."""
+    path, down = names.get("ffn_down_exps.scale"), file.tensors.get(f"blk.{layer}.ffn_down_exps.weight")
+    if path is None or down is None or down.factors is None:
+        return {}
+    return {f"model.layers.{layer}.{path}": Rows(down.factors, down.factors.shape, change=torch.ones_like)}
 
 
 def _unknown(file: GgufFile, name: str) -> ModelError:

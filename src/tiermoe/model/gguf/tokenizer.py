@@ -1,7 +1,8 @@
 """Tokenizer that a GGUF file describes, with the token ids that llama.cpp gives a text.
 
 Byte-level vocabularies ("gpt2") are put together here: transformers' own reader respells control tokens outside of the
-byte alphabet (DeepSeek's) and splits by a smaller table. Sentencepiece ones ("llama") are transformers'."""
+byte alphabet (DeepSeek's) and splits by a smaller table. So are those of letters ("gemma4"). Sentencepiece ones
+("llama") are transformers'."""
 
 from __future__ import annotations
 
@@ -26,10 +27,7 @@ def load_tokenizer(file: GgufFile) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     tokens = _tokens(file)
-    if file.entries["tokenizer.ggml.model"] == "gpt2":
-        backend = _byte_level(file, tokens)
-    else:
-        backend = _sentencepiece(file, tokens)
+    backend = _BACKENDS[file.entries["tokenizer.ggml.model"]](file, tokens)
     named = {name: tokens[token] for name, key in _KINDS.items() if (token := token_id(file, key)) is not None}
     _add_ends(file, backend, tokens)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
@@ -42,10 +40,10 @@ def _tokens(file: GgufFile) -> list[str]:
     tokens = file.strings("tokenizer.ggml.tokens")
     if kind in ("no_vocab", "none") or not tokens:
         raise ModelError(f"{file.path} has no tokenizer; take a file that was converted with its vocabulary")
-    if kind not in ("gpt2", "llama"):
+    if kind not in _BACKENDS:
         raise ModelError(
-            f"{file.path} has a '{kind}' tokenizer; byte-level BPE ('gpt2') and sentencepiece ('llama') are read from "
-            f"GGUF files"
+            f"{file.path} has a '{kind}' tokenizer; byte-level BPE ('gpt2'), sentencepiece ('llama') and Gemma 4's are "
+            f"read from GGUF files"
         )
     return tokens
 
@@ -57,20 +55,37 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> Tokenizer:
             f"{file.path} splits text as '{pre}' does, which tiermoe does not know from GGUF files; take the model's "
             f"safetensors"
         )
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    file.require("tokenizer.ggml.merges")
-    merges = [_pair(merge) for merge in file.strings("tokenizer.ggml.merges")]
-    bpe = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in WHOLE_WORDS)
-    tokenizer = Tokenizer(bpe)
+    tokenizer = Tokenizer(models.BPE(*_merged(file, tokens), ignore_merges=pre in WHOLE_WORDS))
     splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in PRE_TOKENIZERS[pre]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(file, tokenizer, tokens)
+    return tokenizer
+
+
+def _by_letters(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    """Gemma 4's: merges of letters across words; a letter that is no token is its bytes."""
+    tokenizer = Tokenizer(models.BPE(*_merged(file, tokens), byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    _add_tokens(file, tokenizer, tokens)
+    return tokenizer
+
+
+def _merged(file: GgufFile, tokens: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """The ids of all tokens, and the merges."""
+    file.require("tokenizer.ggml.merges")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return vocabulary, [_pair(merge) for merge in file.strings("tokenizer.ggml.merges")]
+
+
+def _add_tokens(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
+    """Those that a text has whole."""
     kinds = file.entries.get("tokenizer.ggml.token_type", [])
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         added = [token for token, its in zip(tokens, kinds, strict=False) if its == kind]
         tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token in added])
-    return tokenizer
 
 
 def _pair(merge: str) -> tuple[str, str]:
@@ -95,14 +110,19 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
     return backend
 
 
+_BACKENDS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _by_letters}
+"""`tokenizer.ggml.model` → what reads it."""
+
+
 def _add_ends(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
     """What is put before and after a text."""
-    sentencepiece = file.entries["tokenizer.ggml.model"] == "llama"
-    usual = sentencepiece or file.entries.get("tokenizer.ggml.pre") in BEGIN_ADDED
+    model = file.entries["tokenizer.ggml.model"]
+    usual = model == "llama" or file.entries.get("tokenizer.ggml.pre") in BEGIN_ADDED
     begin, end = token_id(file, "bos"), token_id(file, "eos")
-    before = [begin] if begin is not None and file.entries.get("tokenizer.ggml.add_bos_token", usual) else []
+    begun = model == "gemma4" or file.entries.get("tokenizer.ggml.add_bos_token", usual)  # whatever its file says
+    before = [begin] if begin is not None and begun else []
     after = [end] if end is not None and file.entries.get("tokenizer.ggml.add_eos_token", False) else []
-    byte_level = [] if sentencepiece else [processors.ByteLevel(trim_offsets=False)]
+    byte_level = [processors.ByteLevel(trim_offsets=False)] if model == "gpt2" else []
     names = {tokens[token]: token for token in (*before, *after)}
     template = processors.TemplateProcessing(
         single=[*(tokens[token] for token in before), "$A", *(tokens[token] for token in after)],
@@ -185,6 +205,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "kimi-k2": _KIMI,
     "tekken": _TEKKEN,
     **dict.fromkeys(("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"), _STARCODER),
+    "mellum2": _STARCODER,
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "hy_v4"), _DEEPSEEK_3),
     "deepseek-llm": _DEEPSEEK,
     "deepseek-coder": _DEEPSEEK_CODER,
