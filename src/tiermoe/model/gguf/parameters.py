@@ -160,7 +160,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "hunyuan-moe": GgufArchitecture(configs.hunyuan_moe, "hunyuan_v1_moe"),
     "hy_v3": GgufArchitecture(hunyuan3, "hy_v3"),
     "mellum": GgufArchitecture(mellum, "mellum"),
-    "gemma4": GgufArchitecture(gemma4, "gemma4_text", GEMMA4, in_config=FACTORS),
+    "gemma4": GgufArchitecture(gemma4, "gemma4_text", GEMMA4, apart=(FACTORS,)),
     "glm4moe": GgufArchitecture(configs.glm4moe, "glm4_moe", _LATE_NORM),
     "lfm2moe": GgufArchitecture(configs.lfm2moe, "lfm2_moe", _CONVOLUTION),
     "minimax-m2": GgufArchitecture(minimaxm2, "minimax_m2"),
