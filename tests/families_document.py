@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import gguf
-
 from gguf_files import ARCHITECTURES as WRITTEN
+from gguf_files import called
 from small_families import FAMILIES, LARGER
 from tiermoe.model.families.mtp_heads import HEADS
 from tiermoe.model.families.table import ARCHITECTURES, REFUSED, family_of
@@ -62,9 +61,7 @@ read `layer_rope_theta`, so that a file of such a config has positions in all la
 """
 
 
-_ARCHITECTURES = {
-    model_type: each if isinstance(each, str) else gguf.MODEL_ARCH_NAMES[each] for model_type, each in WRITTEN.items()
-}
+_ARCHITECTURES = {model_type: called(model_type) for model_type in WRITTEN}
 _ARCHITECTURES["granitemoe"] = _ARCHITECTURES["granitemoeshared"]  # without a shared expert
 
 

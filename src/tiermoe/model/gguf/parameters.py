@@ -23,6 +23,8 @@ from tiermoe.model.gguf.config import Config
 from tiermoe.model.gguf.deepseek4 import NAMES as DEEPSEEK4
 from tiermoe.model.gguf.deepseek4 import deepseek4
 from tiermoe.model.gguf.experts import expert_parameters
+from tiermoe.model.gguf.latent_indexers import INDEXER as LATENT_INDEXER
+from tiermoe.model.gguf.latent_indexers import deepseek32, glm_dsa, shared_indexers
 from tiermoe.model.gguf.linear_attention import linear_rows, rates
 from tiermoe.model.gguf.llama4 import FACTORS, llama4
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
@@ -89,6 +91,7 @@ class GgufArchitecture:
     """Tensor → the parameters of linear attention, of Mamba or of attention that it holds, by their names in the block;
     none of other tensors."""
     within: str = "linear_attn"  # that block, where it is not Mamba's
+    unread: Callable[[GgufFile], frozenset[str]] | None = None  # file → its tensors that the model does not have
 
     @property
     def layers(self) -> Architecture:
@@ -130,6 +133,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gpt-oss": GgufArchitecture(configs.gpt_oss, "gpt_oss", _LATE_NORM | _SINKS),
     "deepseek": GgufArchitecture(configs.deepseek, "deepseek", turned=True),
     "deepseek2": GgufArchitecture(configs.deepseek2, "deepseek_v3"),  # V2 has the same names, and no correction
+    "deepseek32": GgufArchitecture(deepseek32, "deepseek_v32", LATENT_INDEXER),
+    "glm-dsa": GgufArchitecture(glm_dsa, "glm_moe_dsa", LATENT_INDEXER, unread=shared_indexers),
     "qwen35moe": _QWEN35,
     # Qwen3-Next's layers, with their projection's matrices apart, as the file has them, are Qwen3.5's
     "qwen3next": _QWEN35,
@@ -211,11 +216,12 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     architecture = architecture_of(file)
     of = architecture.layers
     names = block_names(of) | dict(architecture.more)
+    unread = architecture.unread(file) if architecture.unread is not None else frozenset()
     parameters: dict[str, Parameter] = {}
     for name, tensor in file.tensors.items():
         if tensor.kind.name == "I32" and not name.endswith(_TABLE):
             raise ModelError(f"{file.path}: {name} is stored as I32, in which only tables of experts are; {AGAIN}")
-        if name == architecture.in_config:
+        if name == architecture.in_config or name in unread:
             continue
         if (path := _outside(of, name)) is not None:
             parameters[path] = Rows(tensor, tensor.shape, change=_change(of, path))
