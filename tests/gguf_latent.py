@@ -38,8 +38,10 @@ def latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]
     writer.add_value_length_mla(config["v_head_dim"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     router_metadata(writer, config)
-    sigmoid = family not in ("deepseek_v2", "mistral4")
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
+    if family != "glm4_moe_lite":  # whose published config does not say it
+        softmax = family in ("deepseek_v2", "mistral4")
+        kinds = gguf.ExpertGatingFuncType
+        writer.add_expert_gating_func(kinds.SOFTMAX if softmax else kinds.SIGMOID)
     writer.add_rope_dimension_count(rotary)
     rope = config.get("rope_parameters", {})
     if (beta := rope.get("llama_4_scaling_beta")) is not None:
