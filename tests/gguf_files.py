@@ -36,7 +36,7 @@ from gguf_hunyuan3 import name_of as hunyuan3_name
 from gguf_hy4 import ARCHITECTURE as HY4
 from gguf_hy4 import hy4_metadata, rotated_views
 from gguf_hy4 import name_of as hy4_name
-from gguf_latent import latent_metadata, router_metadata
+from gguf_latent import DEEPSEEK_V32, GLM_LITE, LATENT, latent_metadata, latent_name, router_metadata
 from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_tensors
 from gguf_llama4 import add_factors, llama4_metadata
 from gguf_mamba import NAMES as MAMBA
@@ -88,7 +88,7 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         return
     if family == "kimi_linear":
         kimi_metadata(writer, config)
-    if family.startswith("deepseek_v") or family in ("mistral4", "kimi_linear"):
+    if family in LATENT:
         latent_metadata(writer, family, config)
         return
     if family == "mimo_v2_flash":
@@ -186,12 +186,15 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "deepseek": gguf.MODEL_ARCH.DEEPSEEK,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v32": DEEPSEEK_V32,
     "deepseek_v4": DEEPSEEK4,
     "hy_v4": HY4,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     "qwen4_exp_text": QWEN4,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "glm4_moe_lite": GLM_LITE,
+    "glm_moe_dsa": gguf.MODEL_ARCH.GLM_DSA,
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "minimax_m3_vl_text": MINIMAX_M3,
@@ -214,7 +217,14 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
 }
 
 
+def called(family: str) -> str:
+    """The architecture of a family's files."""
+    arch = ARCHITECTURES[family]
+    return arch if isinstance(arch, str) else gguf.MODEL_ARCH_NAMES[arch]
+
+
 NAMED = {
+    **dict.fromkeys(("deepseek_v32", "glm4_moe_lite"), latent_name),
     "deepseek_v4": deepseek4_name, "hy_v4": hy4_name, "minimax_m3_vl_text": minimax_name,
     "granitemoe_swa": granite_swa_name, "qwen4_exp_text": qwen4_name, "hy_v3": hunyuan3_name, "mellum": mellum_name,
     "gemma4_text": gemma4_name,
@@ -323,8 +333,7 @@ def write(
     None leaves one out."""
     arch = ARCHITECTURES[family]
     config = dict(Configs(model.config, model.config, False).plain().fields)
-    called = arch if isinstance(arch, str) else gguf.MODEL_ARCH_NAMES[arch]
-    writer = gguf.GGUFWriter(out, called, split_max_tensors=shards)
+    writer = gguf.GGUFWriter(out, called(family), split_max_tensors=shards)
     add_metadata(writer, family, config)
     if vocabulary is not None:
         add_vocabulary(writer, vocabulary, config["vocab_size"])

@@ -6,6 +6,22 @@ from typing import Any
 
 import gguf
 
+DEEPSEEK_V32, GLM_LITE = "deepseek32", "deepseek2"
+_NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM_DSA, 8)
+"""Of a model with the same tensors as these."""
+LATENT = (
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4", "kimi_linear",
+)  # fmt: skip
+"""Families with latent attention."""
+
+
+def latent_name(path: str) -> str:
+    """The name in the file of a parameter of DeepSeek-V3.2, which the gguf package does not have, or of GLM-4.7-Flash,
+    of which it does not have the MTP head."""
+    found = _NAMES.get_name(path, (".weight", ".bias"))
+    assert found is not None, path
+    return str(found)
+
 
 def latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
     """`DeepseekV2Model.set_gguf_parameters`."""
@@ -22,14 +38,27 @@ def latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]
     writer.add_value_length_mla(config["v_head_dim"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     router_metadata(writer, config)
-    sigmoid = family in ("deepseek_v3", "kimi_linear", "hy_v4")
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
+    if family != "glm4_moe_lite":  # whose published config does not say it
+        softmax = family in ("deepseek_v2", "mistral4")
+        kinds = gguf.ExpertGatingFuncType
+        writer.add_expert_gating_func(kinds.SOFTMAX if softmax else kinds.SIGMOID)
     writer.add_rope_dimension_count(rotary)
     rope = config.get("rope_parameters", {})
     if (beta := rope.get("llama_4_scaling_beta")) is not None:
         writer.add_attn_temperature_scale(beta)
     if (scale := rope.get("mscale_all_dim")) is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
+    if "index_topk" in config:
+        indexer_metadata(writer, config)
+
+
+def indexer_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Of `DeepseekV32Model.set_gguf_parameters` and `GlmMoeDsaModel.set_gguf_parameters`."""
+    writer.add_indexer_head_count(config["index_n_heads"])
+    writer.add_indexer_key_length(config["index_head_dim"])
+    writer.add_indexer_top_k(config["index_topk"])
+    if "indexer_types" in config:
+        writer.add_array(f"{writer.arch}.attention.indexer.types", [kind == "full" for kind in config["indexer_types"]])
 
 
 def router_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:

@@ -37,6 +37,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"q_lora_rank": None, "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
     ),
     "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v32": ("deepseek_v32", {}),
+    "deepseek_v32 yarn": ("deepseek_v32", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "deepseek_v4": ("deepseek_v4", {"swiglu_limit": 0.5, "index_topk": 3, "sliding_window": 16}),
     "deepseek_v4 yarn": (
         "deepseek_v4",
@@ -67,6 +69,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen4_exp without n-grams": ("qwen4_exp_text", {"ple_layer_ids": []}),
     "kimi_linear": ("kimi_linear", {"n_group": 1, "topk_group": 1, "linear_head_dim": 32}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+    "glm_moe_dsa": ("glm_moe_dsa", {}),
+    "glm_moe_dsa of wide indexers alone": ("glm_moe_dsa", {"indexer_types": ["full"] * 3, "index_n_heads": 64}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "minimax_m2": ("minimax_m2", {}),
     "minimax_m3": ("minimax_m3_vl_text", {}),
@@ -157,7 +162,10 @@ def test_tensors_are_the_dequantised_ones_bit_for_bit(name: str, tmp_path: Path)
         assert torch.equal(checkpoint.read(path).float(), wanted[path]), path
 
 
-@pytest.mark.parametrize("name", ["minimax_m3", "granitemoe_swa", "qwen4_exp", "hy_v3", "gemma4", "mellum"])
+@pytest.mark.parametrize(
+    "name",
+    ["minimax_m3", "granitemoe_swa", "qwen4_exp", "hy_v3", "gemma4", "mellum", "deepseek_v32", "glm_moe_dsa"],
+)
 def test_a_ragged_batch_and_a_forked_prefix(name: str, tmp_path: Path) -> None:
     """Sequences of other lengths than a window or the blocks that an indexer chooses, in one step."""
     family, changes = MODELS[name]

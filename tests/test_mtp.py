@@ -361,22 +361,31 @@ def test_experts_in_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "own"),
-    [("glm4_moe", True), ("glm4_moe", False), ("exaone_moe", True), ("mimo_v2_flash", True), ("hy_v3", True)],
+    ("family", "own", "more"),
+    [
+        ("glm4_moe", True, {}),
+        ("glm4_moe", False, {}),
+        ("exaone_moe", True, {}),
+        ("mimo_v2_flash", True, {}),
+        ("hy_v3", True, {}),
+        ("glm4_moe_lite", True, {"num_key_value_heads": 4}),
+        # all positions are chosen: of some, bfloat16 chooses others than float32
+        ("glm_moe_dsa", True, {"num_key_value_heads": 4, "index_topk": 64}),
+        ("deepseek_v32", True, {"num_key_value_heads": 4, "index_topk": 64}),
+    ],
 )
-def test_a_head_of_a_gguf_file(tmp_path: Path, family: str, own: bool) -> None:
+def test_a_head_of_a_gguf_file(tmp_path: Path, family: str, own: bool, more: dict[str, Any]) -> None:
     """NextN's tensors as llama.cpp's converter writes them, in the file's types or packed; two have no experts."""
-    sizes = {**native_changes(family), "intermediate_size": 64, "num_hidden_layers": 4}
+    sizes = {**native_changes(family), "intermediate_size": 64, "num_hidden_layers": 4, **more}
     model = gguf_files.model_of(family, **sizes, **mtp_models.KINDS.get(family, {}))
     head, layers = mtp_models.head_of(model), model.model.layers
     layers[-1].shared_head = torch.nn.Module()
     for part, called in mtp_models.BESIDE.items():
         parent, _, child = called.rpartition(".")
         layers[-1].get_submodule(parent).add_module(child, getattr(head, part))
-    name = {"glm4_moe": "glm4moe", "exaone_moe": "exaone-moe", "mimo_v2_flash": "mimo2"}.get(family, family)
     file = gguf_files.write(
         tmp_path / "tiny.gguf", model, family, gguf_files.kinds("q8_0"),
-        **{f"{name}__nextn_predict_layers": gguf.GGUFValue(1, gguf.GGUFValueType.UINT32)},
+        **{f"{gguf_files.called(family)}__nextn_predict_layers": gguf.GGUFValue(1, gguf.GGUFValueType.UINT32)},
     )  # fmt: skip
     model.model.layers = layers[:-1]
     store, packed = tmp_path / "store", {} if own else {"bits": 8, "dense_bits": 8}

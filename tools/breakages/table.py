@@ -970,6 +970,20 @@ BREAKAGES = (
         'rope["rope_theta"]',
         ("tests/test_gguf_mellum.py::test_the_config_is_transformers",),
     ),
+    Breakage(
+        "copies of indexers in a GGUF file of GLM-5.2 are taken for parameters",
+        "shared_indexers",
+        "not full",
+        "full is None",
+        ("tests/test_gguf_latent_indexers.py::test_copies_of_an_indexer_in_layers_that_share_are_not_read",),
+    ),
+    Breakage(
+        "all layers of GLM-5.2 in a GGUF file that does not say which have an indexer have one",
+        "_full_layers",
+        "layer % 4 == 2",
+        "layer % 4 >= 0",
+        ("tests/test_gguf_latent_indexers.py::test_layers_of_files_that_do_not_say_which_have_an_indexer",),
+    ),
     # the systems' parts
     Breakage(
         "HOBBIT loads nothing low",

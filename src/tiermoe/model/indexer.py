@@ -44,6 +44,16 @@ class IndexerSizes:
         """A layer's cache with what its indexer keeps."""
         return replace(shape, index_columns=self.columns)
 
+    def weight_shapes(self, hidden: int, narrow: int) -> dict[str, tuple[int, ...]]:
+        """Path in the indexer → shape of its weights. narrow: columns of the narrow query."""
+        return {
+            "wq_b.weight": (self.heads * self.columns, narrow),
+            "wk.weight": (self.columns, hidden),
+            "k_norm.weight": (self.columns,),
+            "k_norm.bias": (self.columns,),
+            "weights_proj.weight": (self.heads, hidden),
+        }
+
     def block(self, weights: FamilyWeights, layer: str) -> Indexer:
         """The indexer of the layer at the path `layer`."""
         part, of = f"{layer}.self_attn", weights.architecture

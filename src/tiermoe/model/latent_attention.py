@@ -158,6 +158,9 @@ class LatentSizes(AttentionSizes):
                 "self_attn.q_a_layernorm.weight": (narrow,),
                 "self_attn.q_b_proj.weight": queries,
             }
+        if isinstance(self.indexer, IndexerSizes) and self.keeps_index and narrow:
+            own = self.indexer.weight_shapes(hidden, narrow)
+            first |= {f"self_attn.indexer.{name}": shape for name, shape in own.items()}
         return first | {
             "self_attn.kv_a_proj_with_mqa.weight": (self.latent_columns + self.rotary_columns, hidden),
             "self_attn.kv_a_layernorm.weight": (self.latent_columns,),

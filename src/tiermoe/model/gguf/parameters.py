@@ -29,6 +29,8 @@ from tiermoe.model.gguf.gemma4 import gemma4
 from tiermoe.model.gguf.hunyuan3 import hunyuan3
 from tiermoe.model.gguf.hy4 import NAMES as HY4
 from tiermoe.model.gguf.hy4 import hy4, rotated_rows
+from tiermoe.model.gguf.latent_indexers import INDEXER as LATENT_INDEXER
+from tiermoe.model.gguf.latent_indexers import deepseek32, glm_dsa, shared_indexers
 from tiermoe.model.gguf.linear_attention import linear_rows, rates
 from tiermoe.model.gguf.llama4 import llama4
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
@@ -102,6 +104,7 @@ class GgufArchitecture:
     """Tensor → the parameters of linear attention, of Mamba or of attention that it holds, by their names in the block;
     none of other tensors."""
     within: str = "linear_attn"  # that block, where it is not Mamba's
+    unread: Callable[[GgufFile], frozenset[str]] | None = None  # file → its tensors that the model does not have
 
     @property
     def layers(self) -> Architecture:
@@ -143,6 +146,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gpt-oss": GgufArchitecture(configs.gpt_oss, "gpt_oss", _LATE_NORM | _SINKS),
     "deepseek": GgufArchitecture(configs.deepseek, "deepseek", turned=True),
     "deepseek2": GgufArchitecture(configs.deepseek2, "deepseek_v3"),  # V2 has the same names, and no correction
+    "deepseek32": GgufArchitecture(deepseek32, "deepseek_v32", LATENT_INDEXER),
+    "glm-dsa": GgufArchitecture(glm_dsa, "glm_moe_dsa", LATENT_INDEXER, unread=shared_indexers),
     "qwen35moe": _QWEN35,
     # Qwen3-Next's layers, with their projection's matrices apart, as the file has them, are Qwen3.5's
     "qwen3next": _QWEN35,
@@ -235,11 +240,12 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     architecture = architecture_of(file)
     of = architecture.layers
     names = block_names(of) | dict(architecture.more)
+    unread = architecture.unread(file) if architecture.unread is not None else frozenset()
     parameters: dict[str, Parameter] = {} if architecture.made is None else architecture.made(file)
     for name, tensor in file.tensors.items():
         if tensor.kind.name == "I32" and not name.endswith(_TABLE):
             raise ModelError(f"{file.path}: {name} is stored as I32, in which only tables of experts are; {AGAIN}")
-        if name in architecture.apart:
+        if name in architecture.apart or name in unread:
             continue
         if (path := _outside(of, name)) is not None:
             parameters[path] = Rows(tensor, tensor.shape, change=_change(of, path))
