@@ -27,6 +27,10 @@ from gguf_granite_swa import granite_swa_metadata, is_whole
 from gguf_granite_swa import name_of as granite_swa_name
 from gguf_latent import latent_metadata, router_metadata
 from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_tensors
+from gguf_ling import ARCHITECTURE as LING
+from gguf_ling import is_own as is_lings
+from gguf_ling import ling_metadata, ling_tensors
+from gguf_ling import name_of as ling_name
 from gguf_llama4 import add_factors, llama4_metadata
 from gguf_mamba import NAMES as MAMBA
 from gguf_mamba import granite_metadata, jamba_metadata, mamba_tensors, nemotron_metadata
@@ -65,6 +69,9 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if family == "deepseek_v4":
         deepseek4_metadata(writer, config)
+        return
+    if family == "bailing_hybrid":
+        ling_metadata(writer, config)
         return
     if family == "kimi_linear":
         kimi_metadata(writer, config)
@@ -167,6 +174,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "mistral4": gguf.MODEL_ARCH.MISTRAL4,
     "mimo_v2_flash": gguf.MODEL_ARCH.MIMO2,
     "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
+    "bailing_hybrid": LING,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
@@ -180,7 +188,12 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
 }
 
 
-NAMED = {"deepseek_v4": deepseek4_name, "minimax_m3_vl_text": minimax_name, "granitemoe_swa": granite_swa_name}
+NAMED = {
+    "deepseek_v4": deepseek4_name,
+    "minimax_m3_vl_text": minimax_name,
+    "granitemoe_swa": granite_swa_name,
+    "bailing_hybrid": ling_name,
+}
 """Families that the gguf package does not have → parameter → its name in the file."""
 
 
@@ -202,6 +215,10 @@ TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared", "granit
 
 CENTRED = ("qwen3_next", "qwen3_5_moe_text", "minimax_m3_vl_text")
 """Families whose norms are written as weight + 1."""
+
+
+GROWING = ("bailing_hybrid",)
+"""Families whose rates of decays are written as exp(A_log), and not as its negative."""
 
 
 WITHOUT_FACTORS = ("token_embd", "attn_v", "blk.1.ffn_down_exps")
@@ -318,8 +335,9 @@ def _add(
 ) -> None:
     values = torch.cat([view.flatten() for view in views])
     centred = int(family in CENTRED and "norm" in name and "ssm_norm" not in name)
+    sign = 1 if family in GROWING else -1
     if name.endswith("ssm_a"):
-        values = -values.exp()
+        values = sign * values.exp()
     values = (values + centred).view(shape).numpy()
     type = Kind[kind.upper()]
     if kind in _WRITABLE:
@@ -341,7 +359,7 @@ def _add(
         writer.add_tensor(name.replace("weight", "input_scale"), np.ones(entries, dtype=np.float32))
         wide = wide.reshape(shape) * factors.reshape(-1, *[1] * (len(shape) - 1))
     found = torch.from_numpy(np.ascontiguousarray(wide)).flatten()
-    found = (-found).log() if name.endswith("ssm_a") else found - centred
+    found = (sign * found).log() if name.endswith("ssm_a") else found - centred
     for view, part in zip(views, found.split([view.numel() for view in views]), strict=True):
         view.copy_(part.view(view.shape))
 
@@ -365,7 +383,9 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
     for path, parameter in state.items():
         value = parameter.data
         stem, _, last = path.rpartition(".")
-        if ".forget_gate." in path or path.endswith("self_attn.conv1d.weight"):
+        if family == "bailing_hybrid" and is_lings(path):
+            yield from ling_tensors(path, value, config, name_of)
+        elif ".forget_gate." in path or path.endswith("self_attn.conv1d.weight"):
             yield from kimi_tensors(path, value, name_of)
         elif ".linear_attn." in path:
             layer, _, name = path.partition(".linear_attn.")

@@ -894,6 +894,13 @@ BREAKAGES = (
         ("tests/test_gguf_llama4.py::test_the_config_is_transformers",),
     ),
     Breakage(
+        "the rates of Ling 3.0's decays in a GGUF file are taken as their logarithms",
+        "decay_rates",
+        "(math.prod(tensor.shape),), change=torch.log)",
+        "(math.prod(tensor.shape),))",
+        ("tests/test_gguf_models.py::test_tensors_are_the_dequantised_ones_bit_for_bit",),
+    ),
+    Breakage(
         "the window of MiMo-V2-Flash in a GGUF file counts the token itself",
         "mimo2",
         'file.count("attention.sliding_window", least=1) + 1',

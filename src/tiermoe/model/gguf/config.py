@@ -149,7 +149,7 @@ def deepseek(file: GgufFile) -> Config:
     }
 
 
-def _latent(file: GgufFile) -> Config:
+def latent(file: GgufFile) -> Config:
     """A model with latent attention."""
     rotary = file.count("rope.dimension_count")
     key = file.count("attention.key_length_mla", file.count("attention.key_length"))
@@ -176,7 +176,7 @@ def _latent(file: GgufFile) -> Config:
 def deepseek2(file: GgufFile) -> Config:
     corrected = any(name.endswith("exp_probs_b.bias") for name in file.tensors)  # no DeepSeek-V2 is
     sigmoid = file.count("expert_gating_func", SIGMOID if corrected else _SOFTMAX) == SIGMOID
-    config = _latent(file)
+    config = latent(file)
     if sigmoid:
         return {**config, "model_type": "deepseek_v3"}
     if config["norm_topk_prob"]:
@@ -189,7 +189,7 @@ def deepseek2(file: GgufFile) -> Config:
 
 
 def kimi_linear(file: GgufFile) -> Config:
-    config = _latent(file)
+    config = latent(file)
     del config["rope_parameters"]  # no layer has positions
     linear = linear_layers(file)
     if True not in linear:
@@ -209,7 +209,7 @@ def kimi_linear(file: GgufFile) -> Config:
 
 
 def mistral4(file: GgufFile) -> Config:
-    config = _latent(file)
+    config = latent(file)
     rope = config["rope_parameters"]
     if rope["rope_type"] != "yarn":
         raise ModelError(f"{file.path} does not scale its rotary embedding by yarn, which every Mistral 4 does")

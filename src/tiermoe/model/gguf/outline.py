@@ -254,7 +254,7 @@ def _attention(config: Any, index: int) -> Shapes:
     elif is_linear(config, index):
         yield from (KimiDeltaSizes if of.kimi_delta else LinearSizes).of(config, index).weight_shapes(hidden).items()
     elif of.latent:
-        yield from LatentSizes.of(of, config, index).weight_shapes(hidden, config.q_lora_rank).items()
+        yield from LatentSizes.of(of, config, index).weight_shapes(hidden, getattr(config, "q_lora_rank", None)).items()
     else:
         sizes = GroupedSizes.of(of, config, index)
         for name, shape in (*sizes.weight_shapes(hidden).items(), *_biases_and_norms(of, config, sizes)):

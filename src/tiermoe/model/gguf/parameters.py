@@ -24,6 +24,8 @@ from tiermoe.model.gguf.deepseek4 import NAMES as DEEPSEEK4
 from tiermoe.model.gguf.deepseek4 import deepseek4
 from tiermoe.model.gguf.experts import expert_parameters
 from tiermoe.model.gguf.linear_attention import linear_rows, rates
+from tiermoe.model.gguf.ling import NAMES as LING
+from tiermoe.model.gguf.ling import bailingmoe3, decay_rates
 from tiermoe.model.gguf.llama4 import FACTORS, llama4
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
 from tiermoe.model.gguf.mimo2 import mimo2, qkv_parts
@@ -134,6 +136,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     # Qwen3-Next's layers, with their projection's matrices apart, as the file has them, are Qwen3.5's
     "qwen3next": _QWEN35,
     "kimi-linear": GgufArchitecture(configs.kimi_linear, "kimi_linear", _KIMI),
+    "bailingmoe3": GgufArchitecture(bailingmoe3, "bailing_hybrid", LING, parts=decay_rates, within="self_attn"),
     "llama4": GgufArchitecture(llama4, "llama4_text", in_config=FACTORS),
     "deepseek4": GgufArchitecture(deepseek4, "deepseek_v4", DEEPSEEK4),
     "mimo2": GgufArchitecture(mimo2, "mimo_v2_flash", _SINKS, parts=qkv_parts, within="self_attn"),
