@@ -42,10 +42,10 @@ has no test here.
 _LLAMA_CPP = """
 ## GGUF files beside llama.cpp
 
-The gguf package has no names for `bailingmoe3`, `deepseek4`, `granite_swa` and `minimax-m3`: the tests write them from
-tables of their own. For the last two, files of tiny random models were also written by llama.cpp's converter in F32
-(llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the same tensors, bit for bit, and the same
-entries.
+The gguf package has no names for `bailingmoe3`, `deepseek4`, `glm5-next`, `granite_swa` and `minimax-m3`: the tests
+write them from tables of their own. For all but `deepseek4`, files of tiny random models were also written by
+llama.cpp's converter in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the same tensors,
+bit for bit, and the same entries. For two of them,
 transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest differences from transformers, as
 shares of the largest logit:
 

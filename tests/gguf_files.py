@@ -22,6 +22,9 @@ import tiny
 from gguf_deepseek4 import ARCHITECTURE as DEEPSEEK4
 from gguf_deepseek4 import deepseek4_metadata
 from gguf_deepseek4 import name_of as deepseek4_name
+from gguf_glm5_next import ARCHITECTURE as GLM5_NEXT
+from gguf_glm5_next import glm5_metadata, of_text
+from gguf_glm5_next import name_of as glm5_name
 from gguf_granite_swa import ARCHITECTURE as GRANITE_SWA
 from gguf_granite_swa import granite_swa_metadata, is_whole
 from gguf_granite_swa import name_of as granite_swa_name
@@ -40,7 +43,7 @@ from gguf_minimax import minimax_metadata
 from gguf_minimax import name_of as minimax_name
 from gguf_vocabulary import add_vocabulary
 from tiermoe.formats.gguf_types import ENCODINGS
-from tiermoe.model.hf.configs import Configs
+from tiermoe.model.hf.configs import Configs, text_config
 
 
 def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
@@ -72,6 +75,9 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         return
     if family == "bailing_hybrid":
         ling_metadata(writer, config)
+        return
+    if family == "glm5_next_text":
+        glm5_metadata(writer, config)
         return
     if family == "kimi_linear":
         kimi_metadata(writer, config)
@@ -175,6 +181,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "mimo_v2_flash": gguf.MODEL_ARCH.MIMO2,
     "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
     "bailing_hybrid": LING,
+    "glm5_next_text": GLM5_NEXT,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
@@ -193,6 +200,7 @@ NAMED = {
     "minimax_m3_vl_text": minimax_name,
     "granitemoe_swa": granite_swa_name,
     "bailing_hybrid": ling_name,
+    "glm5_next_text": glm5_name,
 }
 """Families that the gguf package does not have → parameter → its name in the file."""
 
@@ -290,7 +298,7 @@ def write(
     """Writes `model` as GGUF and puts what the file stands for into its weights. entries: replace the writer's own;
     None leaves one out."""
     arch = ARCHITECTURES[family]
-    config = dict(Configs(model.config, model.config, False).plain().fields)
+    config = dict(Configs(model.config, text_config(model.config), False).plain().fields)
     called = arch if isinstance(arch, str) else gguf.MODEL_ARCH_NAMES[arch]
     writer = gguf.GGUFWriter(out, called, split_max_tensors=shards)
     add_metadata(writer, family, config)
@@ -366,7 +374,7 @@ def _add(
 
 def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
     """(name in the file, views of the model's parameter with its values in the file's order, shape in the file)."""
-    config = model.config
+    config = model.config.get_text_config()
     names = None if isinstance(arch, str) else gguf.get_tensor_name_map(arch, config.num_hidden_layers)
 
     def name_of(path: str) -> str:
@@ -380,6 +388,8 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
         return str(found)
 
     state = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.endswith(_HELD)}}
+    if family == "glm5_next_text":
+        state = of_text(state)
     for path, parameter in state.items():
         value = parameter.data
         stem, _, last = path.rpartition(".")

@@ -10,7 +10,7 @@ import gguf
 def latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
     """`DeepseekV2Model.set_gguf_parameters`."""
     latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    if family not in ("kimi_linear", "bailing_hybrid"):
+    if family not in ("kimi_linear", "bailing_hybrid", "glm5_next_text"):
         writer.add_head_count_kv(1)
     writer.add_vocab_size(config["vocab_size"])
     if config.get("q_lora_rank") is not None:
@@ -22,7 +22,7 @@ def latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]
     writer.add_value_length_mla(config["v_head_dim"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     router_metadata(writer, config)
-    sigmoid = family in ("deepseek_v3", "kimi_linear", "bailing_hybrid")
+    sigmoid = family in ("deepseek_v3", "kimi_linear", "bailing_hybrid", "glm5_next_text")
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID if sigmoid else gguf.ExpertGatingFuncType.SOFTMAX)
     writer.add_rope_dimension_count(rotary)
     rope = config.get("rope_parameters", {})

@@ -45,6 +45,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {"linear_num_value_heads": 6}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {"linear_num_value_heads": 6}),
     "kimi_linear": ("kimi_linear", {"n_group": 1, "topk_group": 1, "linear_head_dim": 32}),
+    "glm5_next": ("glm5_next_text", {"linear_head_dim": 32, "linear_lower_bound": -2.0, "swiglu_limit": 0.5}),
+    "glm5_next of shared choices": (
+        "glm5_next_text",
+        {
+            "linear_lower_bound": None,
+            "layer_types": ["linear_attention", *["indexed_attention"] * 2],
+            "indexer_types": ["full", "full", "shared"],
+        },
+    ),
     "ling3": ("bailing_hybrid", {"head_dim": 32, "kda_lower_bound": -3.0}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
@@ -81,7 +90,10 @@ ELSE_ORDERED = ("gpt_oss", "llama4", "llama4 of other layers", "qwen3_next")
 """Models whose matrices are not in the order of transformers' parameters."""
 
 
-LEFT = ("deepseek_v4", "deepseek_v4 yarn", "afmoe", "hunyuan_v1_moe", "lfm2_moe", "ling3")
+GLM5 = ("glm5_next", "glm5_next of shared choices")
+
+
+LEFT = ("deepseek_v4", "deepseek_v4 yarn", "afmoe", "hunyuan_v1_moe", "lfm2_moe", "ling3", *GLM5)
 """Models whose outlines are left to transformers' code."""
 
 
@@ -111,7 +123,7 @@ def test_tensors_are_the_dequantised_ones_bit_for_bit(name: str, tmp_path: Path)
         assert torch.equal(checkpoint.read(path).float(), wanted[path]), path
 
 
-@pytest.mark.parametrize("name", ["minimax_m3", "granitemoe_swa", "ling3"])
+@pytest.mark.parametrize("name", ["minimax_m3", "granitemoe_swa", "ling3", "glm5_next"])
 def test_a_ragged_batch_and_a_forked_prefix(name: str, tmp_path: Path) -> None:
     """Sequences of other lengths than a window or the blocks that an indexer chooses, in one step."""
     family, changes = MODELS[name]

@@ -28,11 +28,14 @@ _ATTENTION = {
 }
 _COMPRESSOR = {"kv": "kv_proj", "gate": "gate_proj", "ape": "position_bias", "norm": "kv_norm"}
 
+STREAMS = {f"hc_{part}_{name}": f"{part}_hc.{name}" for part in ("attn", "ffn") for name in ("fn", "base", "scale")}
+"""Of residual streams that are balanced."""
+
 NAMES = {
     **{tensor: f"self_attn.{name}" for tensor, name in _ATTENTION.items()},
     **{f"attn_compressor_{tensor}": f"self_attn.compressor.{name}" for tensor, name in _COMPRESSOR.items()},
     **{f"indexer_compressor_{tensor}": f"self_attn.compressor.indexer.{name}" for tensor, name in _COMPRESSOR.items()},
-    **{f"hc_{part}_{name}": f"{part}_hc.{name}" for part in ("attn", "ffn") for name in ("fn", "base", "scale")},
+    **STREAMS,
     "ffn_gate_tid2eid": "mlp.gate.tid2eid",
 }
 """Tensors of a block → modules or parameters of a layer, beside the usual ones."""
@@ -78,7 +81,7 @@ def deepseek4(file: GgufFile) -> Config:
         "scoring_func": _scores(file),
         "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(file.of_model("expert_weights_norm", True)),
-        "swiglu_limit": _limit(file),
+        "swiglu_limit": gate_limit(file),
         "hc_mult": file.count("hyper_connection.count", least=1),
         "hc_sinkhorn_iters": file.count("hyper_connection.sinkhorn_iterations"),
         "hc_eps": file.decimal("hyper_connection.epsilon"),
@@ -104,7 +107,7 @@ def _scores(file: GgufFile) -> str:
     return _SCORES[kind]
 
 
-def _limit(file: GgufFile) -> float:
+def gate_limit(file: GgufFile) -> float:
     """Of the gate of all experts. ModelError where there is none, or layers differ."""
     found = {
         value

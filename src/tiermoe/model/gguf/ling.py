@@ -8,9 +8,10 @@ import math
 import torch
 
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_checkpoint import Rows
+from tiermoe.formats.gguf_checkpoint import Change, Rows
 from tiermoe.formats.gguf_file import GgufFile, GgufTensor, rounded
 from tiermoe.model.gguf.config import SIGMOID, Config, latent
+from tiermoe.model.gguf.linear_attention import rates
 from tiermoe.model.gguf.shapes import AGAIN, linear_layers
 
 NAMES = {
@@ -62,8 +63,17 @@ def least_decay(file: GgufFile) -> float:
     return rounded(bound)
 
 
-def decay_rates(_: GgufFile, stem: str, tensor: GgufTensor) -> dict[str, Rows]:
-    """The rates of a layer's decays, by their name in the block: the file has exp(A_log), not its negative as files of
-    others do. None of other tensors."""
-    rates = Rows(tensor, (math.prod(tensor.shape),), change=torch.log)
-    return {"forget_gate.A_log": rates} if stem == "ssm_a" else {}
+def positive_rates(_: GgufFile, stem: str, tensor: GgufTensor) -> dict[str, Rows]:
+    """The rates of a layer's decays, by their name in the block, of files that have exp(A_log). None of other
+    tensors."""
+    return _decay_rates(stem, tensor, torch.log)
+
+
+def negative_rates(_: GgufFile, stem: str, tensor: GgufTensor) -> dict[str, Rows]:
+    """`positive_rates`, of files that have -exp(A_log)."""
+    return _decay_rates(stem, tensor, rates)
+
+
+def _decay_rates(stem: str, tensor: GgufTensor, change: Change) -> dict[str, Rows]:
+    found = Rows(tensor, (math.prod(tensor.shape),), change=change)
+    return {"forget_gate.A_log": found} if stem == "ssm_a" else {}

@@ -23,14 +23,17 @@ from tiermoe.model.gguf.config import Config
 from tiermoe.model.gguf.deepseek4 import NAMES as DEEPSEEK4
 from tiermoe.model.gguf.deepseek4 import deepseek4
 from tiermoe.model.gguf.experts import expert_parameters
+from tiermoe.model.gguf.glm5_next import NAMES as GLM5_NEXT
+from tiermoe.model.gguf.glm5_next import glm5_next
 from tiermoe.model.gguf.linear_attention import linear_rows, rates
 from tiermoe.model.gguf.ling import NAMES as LING
-from tiermoe.model.gguf.ling import bailingmoe3, decay_rates
+from tiermoe.model.gguf.ling import bailingmoe3, negative_rates, positive_rates
 from tiermoe.model.gguf.llama4 import FACTORS, llama4
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
 from tiermoe.model.gguf.mimo2 import mimo2, qkv_parts
 from tiermoe.model.gguf.minimax import INDEXER, minimaxm2, minimaxm3
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
+from tiermoe.model.weights import inside
 
 _TOP = {
     "token_embd": "embed_tokens", "output_norm": "norm", "token_embd_norm": "norm",
@@ -91,6 +94,7 @@ class GgufArchitecture:
     """Tensor → the parameters of linear attention, of Mamba or of attention that it holds, by their names in the block;
     none of other tensors."""
     within: str = "linear_attn"  # that block, where it is not Mamba's
+    part_of: str = ""  # model_type of a larger model, where transformers has no class for the text part alone
 
     @property
     def layers(self) -> Architecture:
@@ -136,7 +140,15 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     # Qwen3-Next's layers, with their projection's matrices apart, as the file has them, are Qwen3.5's
     "qwen3next": _QWEN35,
     "kimi-linear": GgufArchitecture(configs.kimi_linear, "kimi_linear", _KIMI),
-    "bailingmoe3": GgufArchitecture(bailingmoe3, "bailing_hybrid", LING, parts=decay_rates, within="self_attn"),
+    "bailingmoe3": GgufArchitecture(bailingmoe3, "bailing_hybrid", LING, parts=positive_rates, within="self_attn"),
+    "glm5-next": GgufArchitecture(
+        glm5_next,
+        "glm5_next_text",
+        _KIMI | GLM5_NEXT,
+        parts=negative_rates,
+        within="self_attn",
+        part_of="glm5_next",
+    ),
     "llama4": GgufArchitecture(llama4, "llama4_text", in_config=FACTORS),
     "deepseek4": GgufArchitecture(deepseek4, "deepseek_v4", DEEPSEEK4),
     "mimo2": GgufArchitecture(mimo2, "mimo_v2_flash", _SINKS, parts=qkv_parts, within="self_attn"),
@@ -171,6 +183,7 @@ _EXPERTS = re.compile(r"ffn_(gate_up|gate|up|down)_exps")
 _TURNED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 _BARE = (
     "sinks", "e_score_correction_bias", "expert_bias", "dt_bias", "A_log", "tid2eid", "position_bias",
+    "index_kpool_compress_ape", "index_kpool_compress_gate",
     *(f"{owner}{name}" for owner in ("_hc.", "hc_head.hc_") for name in ("fn", "base", "scale")),
 )  # fmt: skip
 """Parameters whose path has no 'weight' or 'bias' at its end."""
@@ -232,6 +245,8 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
         parameters |= _gate_up(file, architecture, layer)
         if layer not in dense:
             parameters |= expert_parameters(file, layer, f"{of.block}.experts")
+    if architecture.part_of:
+        parameters = {inside(path): parameter for path, parameter in parameters.items()}
     return GgufCheckpoint(file, parameters)
 
 
