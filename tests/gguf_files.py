@@ -123,6 +123,9 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "glm4_moe":
         router_metadata(writer, config)
+    if family == "dots1":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        router_metadata(writer, config)
     if family == "deepseek":
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
@@ -182,6 +185,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
     "bailing_hybrid": LING,
     "glm5_next_text": GLM5_NEXT,
+    "dots1": gguf.MODEL_ARCH.DOTS1,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
@@ -281,6 +285,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": []},
     "qwen2_moe": {"mlp_only_layers": []},
     "gpt_oss": {"sliding_window": 32},
+    "dots1": {"sliding_window": None},
     "afmoe": {"num_hidden_layers": 4, "layer_types": None},
     "qwen3_next": {"mlp_only_layers": []},
     "minimax_m3_vl_text": {"swiglu_limit": 7.0},

@@ -55,6 +55,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ling3": ("bailing_hybrid", {"head_dim": 32, "kda_lower_bound": -3.0}),
+    "dots1": ("dots1", {"head_dim": 32, "routed_scaling_factor": 1.5, "n_shared_experts": 2}),
+    "dots1 with biases": ("dots1", {"attention_bias": True, "norm_topk_prob": False}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "ernie4_5_moe": ("ernie4_5_moe", {}),
     "minimax_m2": ("minimax_m2", {}),

@@ -22,6 +22,7 @@ from tiermoe.model.gguf import mamba_configs
 from tiermoe.model.gguf.config import Config
 from tiermoe.model.gguf.deepseek4 import NAMES as DEEPSEEK4
 from tiermoe.model.gguf.deepseek4 import deepseek4
+from tiermoe.model.gguf.dots1 import dots1
 from tiermoe.model.gguf.experts import expert_parameters
 from tiermoe.model.gguf.glm5_next import NAMES as GLM5_NEXT
 from tiermoe.model.gguf.glm5_next import glm5_next
@@ -149,6 +150,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         within="self_attn",
         part_of="glm5_next",
     ),
+    "dots1": GgufArchitecture(dots1, "dots1"),
     "llama4": GgufArchitecture(llama4, "llama4_text", in_config=FACTORS),
     "deepseek4": GgufArchitecture(deepseek4, "deepseek_v4", DEEPSEEK4),
     "mimo2": GgufArchitecture(mimo2, "mimo_v2_flash", _SINKS, parts=qkv_parts, within="self_attn"),
