@@ -41,6 +41,8 @@ from gguf_mimo2 import head_name, is_joined, joined, mimo_metadata
 from gguf_minimax import ARCHITECTURE as MINIMAX_M3
 from gguf_minimax import minimax_metadata
 from gguf_minimax import name_of as minimax_name
+from gguf_phimoe import name_in_checkpoint as phimoe_name
+from gguf_phimoe import phimoe_metadata
 from gguf_vocabulary import add_vocabulary
 from tiermoe.formats.gguf_types import ENCODINGS
 from tiermoe.model.hf.configs import Configs, text_config
@@ -123,6 +125,8 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "glm4_moe":
         router_metadata(writer, config)
+    if family == "phimoe":
+        phimoe_metadata(writer, config)
     if family == "dots1":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         router_metadata(writer, config)
@@ -186,6 +190,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "bailing_hybrid": LING,
     "glm5_next_text": GLM5_NEXT,
     "dots1": gguf.MODEL_ARCH.DOTS1,
+    "phimoe": gguf.MODEL_ARCH.PHIMOE,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
@@ -448,6 +453,8 @@ def _other(path: str, value: Tensor, family: str, name_of: Callable[[str], str])
         path = f"{path}.bias"
     elif family == "mixtral" and path.endswith("mlp.gate.weight"):
         path = path.replace("mlp", "block_sparse_moe")
+    elif family == "phimoe":
+        path = phimoe_name(path)
     elif path.endswith("router.weight") and family.startswith("granitemoe"):
         path = path.replace("router", "router.layer")
     return name_of(path), (value,)
@@ -474,6 +481,6 @@ def _experts(stem: str, last: str, value: Tensor, family: str, name_of: Callable
             .replace("mixer", "mlp")
             .replace("feed_forward.experts", "mlp.experts")
         )
-        if family in ("mixtral", "lfm2_moe"):  # LlamaModel.modify_tensors
+        if family in ("mixtral", "lfm2_moe", "phimoe"):  # LlamaModel.modify_tensors
             path = stem.removeprefix("model.").replace("mlp", "feed_forward") + f".{called[each]}.{suffix}"
         yield name_of(path), (half,), tuple(half.shape)

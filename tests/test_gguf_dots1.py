@@ -37,5 +37,5 @@ def test_the_config_is_transformers(entries: dict[str, None], tmp_path: Path) ->
 
 def test_a_softmax_router_is_refused(tmp_path: Path) -> None:
     file = written(tmp_path, **{GATING: GGUFValue(1, GGUFValueType.UINT32)})[1]
-    with pytest.raises(ModelError, match="has no sigmoid router, which every dots.llm1 has; download it again"):
+    with pytest.raises(ModelError, match=r"has no sigmoid router, which every dots\.llm1 has; download it again"):
         inspect_model(file, "model", tmp_path / "store")

@@ -23,6 +23,9 @@ from tiermoe.model.model_config import ModelConfig
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
         "beta_slow": 1.0, "factor": 4.0}  # fmt: skip
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
+        "short_factor": [1 + i / 8 for i in range(8)], "long_factor": [1 + i for i in range(8)],
+        "short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe tied": ("qwen3_moe", {"tie_word_embeddings": True}),
@@ -55,6 +58,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ling3": ("bailing_hybrid", {"head_dim": 32, "kda_lower_bound": -3.0}),
+    "phimoe": ("phimoe", {"attention_bias": True, "lm_head_bias": True, "rope_parameters": LONG}),
+    "phimoe without biases": ("phimoe", {"sliding_window": 7}),
     "dots1": ("dots1", {"head_dim": 32, "routed_scaling_factor": 1.5, "n_shared_experts": 2}),
     "dots1 with biases": ("dots1", {"attention_bias": True, "norm_topk_prob": False}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),

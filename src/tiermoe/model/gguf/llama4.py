@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import math
-from contextlib import closing
 from typing import Any
 
 import torch
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile, rounded
-from tiermoe.formats.safetensors import FileReader
 from tiermoe.model.gguf.config import Config, grouped
+from tiermoe.model.gguf.frequencies import divisors
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_inner, dense_layers, experts, inner
 
 FACTORS = "rope_freqs.weight"
@@ -49,16 +48,9 @@ def llama4(file: GgufFile) -> Config:
 def _scaled(file: GgufFile, rope: dict[str, Any], columns: int) -> dict[str, Any]:
     """`rope` with the scaling that the file's factors are. ModelError where they are not Llama 4's: one factor of all
     waves that are longer than the model was first trained for."""
-    tensor = file.tensors.get(FACTORS)
-    if tensor is None:
+    factors = divisors(file, FACTORS, columns)
+    if factors is None:
         return rope
-    if tensor.kind.name != "F32" or tensor.shape != (columns // 2,):
-        raise ModelError(
-            f"{file.path}: {FACTORS} is {tensor.kind.name} of shape {tensor.shape}, "
-            f"not F32 of {columns // 2} factors; {AGAIN}"
-        )
-    with closing(FileReader()) as reader:
-        factors = reader.read(tensor.file, tensor.offset, tensor.nbytes, FACTORS).view(torch.float32)
     waves = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, columns, 2) / columns)
     factor = float(factors[-1])
     expected = torch.where(waves > _TRAINED, factor, 1.0)

@@ -33,6 +33,8 @@ from tiermoe.model.gguf.llama4 import FACTORS, llama4
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
 from tiermoe.model.gguf.mimo2 import mimo2, qkv_parts
 from tiermoe.model.gguf.minimax import INDEXER, minimaxm2, minimaxm3
+from tiermoe.model.gguf.phimoe import FACTORS as PHI_FACTORS
+from tiermoe.model.gguf.phimoe import phimoe
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
 from tiermoe.model.weights import inside
 
@@ -90,7 +92,7 @@ class GgufArchitecture:
     family: str  # model_type of transformers' model, whose names the parameters have
     more: Mapping[str, str] = field(default_factory=dict)  # tensors of a block → modules, beside `block_names`
     turned: bool = False  # the halves of each head's queries and keys take turns (`_turned_rows`)
-    in_config: str = ""  # a tensor whose values are the config's
+    in_config: tuple[str, ...] = ()  # tensors whose values are the config's
     parts: Callable[[GgufFile, str, GgufTensor], dict[str, Rows]] | None = None
     """Tensor → the parameters of linear attention, of Mamba or of attention that it holds, by their names in the block;
     none of other tensors."""
@@ -151,7 +153,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         part_of="glm5_next",
     ),
     "dots1": GgufArchitecture(dots1, "dots1"),
-    "llama4": GgufArchitecture(llama4, "llama4_text", in_config=FACTORS),
+    "phimoe": GgufArchitecture(phimoe, "phimoe", in_config=PHI_FACTORS),
+    "llama4": GgufArchitecture(llama4, "llama4_text", in_config=(FACTORS,)),
     "deepseek4": GgufArchitecture(deepseek4, "deepseek_v4", DEEPSEEK4),
     "mimo2": GgufArchitecture(mimo2, "mimo_v2_flash", _SINKS, parts=qkv_parts, within="self_attn"),
     "mistral4": GgufArchitecture(configs.mistral4, "mistral4"),
@@ -233,7 +236,7 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
     for name, tensor in file.tensors.items():
         if tensor.kind.name == "I32" and not name.endswith(_TABLE):
             raise ModelError(f"{file.path}: {name} is stored as I32, in which only tables of experts are; {AGAIN}")
-        if name == architecture.in_config:
+        if name in architecture.in_config:
             continue
         if (path := _outside(of, name)) is not None:
             parameters[path] = Rows(tensor, tensor.shape, change=_change(of, path))
