@@ -259,15 +259,25 @@ def test_an_answer_ends_where_it_ends_without_guesses(engine: Any) -> None:
 
 
 def test_what_a_request_left_is_found_again_without_its_wrong_guesses(family: Any) -> None:
-    loop, plain = (
-        RequestLoop(family, Letters(), 2, set(), speculation=eager()),
-        RequestLoop(family, Letters(), 2, set()),
-    )
-    (first,) = answers(loop, requests()[:1])
-    assert answers(plain, requests()[:1]) == [first]
-    turn = [Request([*requests()[0].ids, *first, 5, 6], Sampling(max_tokens=12))]
-    assert answers(loop, turn) == answers(plain, turn)
-    assert loop.counts.cached_tokens == plain.counts.cached_tokens > 0
+    """An answer that its length ends, and one that ends amid guesses."""
+
+    class Known:
+        def draft(self, prompt: Sequence[int], answer: Sequence[int], most: int, *rest: Any) -> list[int]:
+            return whole[len(answer) :][:most] if prompt == requests()[0].ids else []
+
+    (whole,) = answers(RequestLoop(family, Letters(), 2, set()), requests()[:1])
+    last = max(whole.index(token) for token in whole[:-8])
+    for ends in (set[int](), {whole[last]}):
+        loop, plain = (
+            RequestLoop(family, Letters(), 2, ends, speculation=Eager(lambda _: Known())),
+            RequestLoop(family, Letters(), 2, ends),
+        )
+        (first,) = answers(loop, requests()[:1])
+        assert first == whole[: last + 1 if ends else None]
+        assert answers(plain, requests()[:1]) == [first]
+        turn = [Request([*requests()[0].ids, *first, 5, 6], Sampling(max_tokens=12))]
+        assert answers(loop, turn) == answers(plain, turn)
+        assert loop.counts.cached_tokens == plain.counts.cached_tokens > 0
 
 
 def test_an_answer_does_not_fail_by_a_guess(engine: Any) -> None:
