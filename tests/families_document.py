@@ -43,11 +43,12 @@ _LLAMA_CPP = """
 ## GGUF files beside llama.cpp
 
 The gguf package has no names for `bailingmoe3`, `deepseek4`, `glm5-next`, `granite_swa` and `minimax-m3`: the tests
-write them from tables of their own. For all but `deepseek4`, files of tiny random models were also written by
-llama.cpp's converter in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the same tensors,
-bit for bit, and the same entries. For two of them,
-transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest differences from transformers, as
-shares of the largest logit:
+write them from tables of their own. Files of tiny random models of these but `deepseek4`, and of `dots1` and `phimoe`,
+were also written by llama.cpp's converter in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests
+write the same tensors, bit for bit, and the same entries, but for a base of positions, which GLM-5 Next does not have.
+
+transformers' eager model, tiermoe and llama.cpp read 96 tokens of two of them at once; the largest differences from
+transformers, as shares of the largest logit:
 
 | architecture | tiermoe | llama.cpp, float32 | llama.cpp, flash attention |
 |---|--:|--:|--:|
@@ -60,6 +61,14 @@ it differ by up to 7e-3, all others by up to 1e-3. The likeliest tokens were the
 
 llama.cpp's converter writes which of Granite's layers have positions where the config has `no_rope_layers`. It does not
 read `layer_rope_theta`, so that a file of such a config has positions in all layers.
+
+Files of Ling 3.0 limit the gates of experts in some layers, as the published config does. llama.cpp applies the limits;
+transformers' and the published code do not, and tiermoe does as they do. Files of Ling 3.0 that lead to queries by two
+matrices, or are of the model that reads pictures, are refused: transformers does not have these models.
+
+llama.cpp computes Phi-MoE with root mean square norms, a softmax router and the scale of positions that the file has
+(1.19 for Phi-3.5-MoE). tiermoe computes it as transformers does, with layer norms, a sparse mixer and the published
+scale (1.243), which no entry has.
 """
 
 
