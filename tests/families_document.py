@@ -41,10 +41,13 @@ has no test here.
 _LLAMA_CPP = """
 ## GGUF files beside llama.cpp
 
-The gguf package has no names for `deepseek4`, `granite_swa`, `hy_v3`, `hy_v4`, `mellum`, `minimax-m3` and `qwen4exp`:
-the tests write them from tables of their own. For all in the table but `hy_v4`, files of tiny random models were also
-written by llama.cpp's converter in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the
-same tensors, bit for bit, and the same entries. The file of `hy_v4` is the tests' own, with 10 chosen positions.
+The gguf package has no names for `bailingmoe3`, `deepseek4`, `glm5-next`, `granite_swa`, `hy_v3`, `hy_v4`, `mellum`,
+`minimax-m3` and `qwen4exp`: the tests write them from tables of their own. Of these but `deepseek4` and `hy_v4`, and of
+`deepseek32`, `dots1`, `gemma4`, `glm-dsa` and `phimoe`, files of tiny random models were also written by llama.cpp's
+converter in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the same tensors, bit for bit,
+and the same entries, but for a base of positions, which GLM-5 Next does not have. The file of `hy_v4` is the tests'
+own, with 10 chosen positions.
+
 transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest differences from transformers, as
 shares of the largest logit:
 
@@ -93,6 +96,14 @@ that block (`src/models/qwen4exp.cpp`). With blocks of one position both attend 
 1e-6. llama.cpp's converter reads a config by transformers where that has the model, finds no layer that is called
 `full_attention`, and writes that blocks have 0 positions. llama.cpp attends to all positions then; tiermoe refuses such
 a file.
+
+Files of Ling 3.0 limit the gates of experts in some layers, as the published config does. llama.cpp applies the limits;
+transformers' and the published code do not, and tiermoe does as they do. Files of Ling 3.0 that lead to queries by two
+matrices, or are of the model that reads pictures, are refused: transformers does not have these models.
+
+llama.cpp computes Phi-MoE with root mean square norms, a softmax router and the scale of positions that the file has
+(1.19 for Phi-3.5-MoE). tiermoe computes it as transformers does, with layer norms, a sparse mixer and the published
+scale (1.243), which no entry has.
 """
 
 

@@ -26,6 +26,9 @@ from gguf_gemma4 import ARCHITECTURE as GEMMA4
 from gguf_gemma4 import WHOLE as GEMMA4_WHOLE
 from gguf_gemma4 import add_shares, gemma4_metadata
 from gguf_gemma4 import name_of as gemma4_name
+from gguf_glm5_next import ARCHITECTURE as GLM5_NEXT
+from gguf_glm5_next import glm5_metadata, of_text
+from gguf_glm5_next import name_of as glm5_name
 from gguf_granite_swa import ARCHITECTURE as GRANITE_SWA
 from gguf_granite_swa import WHOLE as GRANITE_WHOLE
 from gguf_granite_swa import granite_swa_metadata
@@ -38,6 +41,10 @@ from gguf_hy4 import hy4_metadata, rotated_views
 from gguf_hy4 import name_of as hy4_name
 from gguf_latent import DEEPSEEK_V32, GLM_LITE, LATENT, latent_metadata, latent_name, router_metadata
 from gguf_linear import kimi_metadata, kimi_tensors, linear_metadata, linear_tensors
+from gguf_ling import ARCHITECTURE as LING
+from gguf_ling import is_own as is_lings
+from gguf_ling import ling_metadata, ling_tensors
+from gguf_ling import name_of as ling_name
 from gguf_llama4 import add_factors, llama4_metadata
 from gguf_mamba import NAMES as MAMBA
 from gguf_mamba import granite_metadata, jamba_metadata, mamba_tensors, nemotron_metadata
@@ -48,12 +55,14 @@ from gguf_mimo2 import head_name, is_joined, joined, mimo_metadata
 from gguf_minimax import ARCHITECTURE as MINIMAX_M3
 from gguf_minimax import minimax_metadata
 from gguf_minimax import name_of as minimax_name
+from gguf_phimoe import name_in_checkpoint as phimoe_name
+from gguf_phimoe import phimoe_metadata
 from gguf_qwen4 import ARCHITECTURE as QWEN4
 from gguf_qwen4 import changed, is_changed, qwen4_metadata
 from gguf_qwen4 import name_of as qwen4_name
 from gguf_vocabulary import add_vocabulary
 from tiermoe.formats.gguf_types import ENCODINGS
-from tiermoe.model.hf.configs import Configs
+from tiermoe.model.hf.configs import Configs, text_config
 
 
 def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
@@ -85,6 +94,12 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
         return
     if family == "hy_v4":
         hy4_metadata(writer, config)
+        return
+    if family == "bailing_hybrid":
+        ling_metadata(writer, config)
+        return
+    if family == "glm5_next_text":
+        glm5_metadata(writer, config)
         return
     if family == "kimi_linear":
         kimi_metadata(writer, config)
@@ -132,6 +147,11 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -
     if family in ("glm4_moe", "minimax_m2", "minimax_m3_vl_text", "lfm2_moe"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "glm4_moe":
+        router_metadata(writer, config)
+    if family == "phimoe":
+        phimoe_metadata(writer, config)
+    if family == "dots1":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         router_metadata(writer, config)
     if family == "deepseek":
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
@@ -201,6 +221,10 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH | str] = {
     "mistral4": gguf.MODEL_ARCH.MISTRAL4,
     "mimo_v2_flash": gguf.MODEL_ARCH.MIMO2,
     "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
+    "bailing_hybrid": LING,
+    "glm5_next_text": GLM5_NEXT,
+    "dots1": gguf.MODEL_ARCH.DOTS1,
+    "phimoe": gguf.MODEL_ARCH.PHIMOE,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE,
     "afmoe": gguf.MODEL_ARCH.AFMOE,
     "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
@@ -227,7 +251,7 @@ NAMED = {
     **dict.fromkeys(("deepseek_v32", "glm4_moe_lite"), latent_name),
     "deepseek_v4": deepseek4_name, "hy_v4": hy4_name, "minimax_m3_vl_text": minimax_name,
     "granitemoe_swa": granite_swa_name, "qwen4_exp_text": qwen4_name, "hy_v3": hunyuan3_name, "mellum": mellum_name,
-    "gemma4_text": gemma4_name,
+    "gemma4_text": gemma4_name, "bailing_hybrid": ling_name, "glm5_next_text": glm5_name,
 }  # fmt: skip
 """Families that the gguf package does not have → parameter → its name in the file."""
 
@@ -254,6 +278,10 @@ TURNED = ("mixtral", "deepseek", "granitemoehybrid", "granitemoeshared", "granit
 
 CENTRED = ("qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text", "minimax_m3_vl_text")
 """Families whose norms are written as weight + 1."""
+
+
+GROWING = ("bailing_hybrid",)
+"""Families whose rates of decays are written as exp(A_log), and not as its negative."""
 
 
 WITHOUT_FACTORS = ("token_embd", "attn_v", "blk.1.ffn_down_exps")
@@ -310,6 +338,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True, "mlp_only_layers": []},
     "qwen2_moe": {"mlp_only_layers": []},
     "gpt_oss": {"sliding_window": 32},
+    "dots1": {"sliding_window": None},
     "afmoe": {"num_hidden_layers": 4, "layer_types": None},
     "qwen3_next": {"mlp_only_layers": []},
     "minimax_m3_vl_text": {"swiglu_limit": 7.0},
@@ -332,7 +361,7 @@ def write(
     """Writes `model` as GGUF and puts what the file stands for into its weights. entries: replace the writer's own;
     None leaves one out."""
     arch = ARCHITECTURES[family]
-    config = dict(Configs(model.config, model.config, False).plain().fields)
+    config = dict(Configs(model.config, text_config(model.config), False).plain().fields)
     writer = gguf.GGUFWriter(out, called(family), split_max_tensors=shards)
     add_metadata(writer, family, config)
     if vocabulary is not None:
@@ -380,8 +409,9 @@ def _add(
 ) -> None:
     values = torch.cat([view.flatten() for view in views])
     centred = int(family in CENTRED and "norm" in name and "ssm_norm" not in name)
+    sign = 1 if family in GROWING else -1
     if name.endswith("ssm_a"):
-        values = -values.exp()
+        values = sign * values.exp()
     values = (values + centred).view(shape).numpy()
     type = Kind[kind.upper()]
     if kind in _WRITABLE:
@@ -403,14 +433,14 @@ def _add(
         writer.add_tensor(name.replace("weight", "input_scale"), np.ones(entries, dtype=np.float32))
         wide = wide.reshape(shape) * factors.reshape(-1, *[1] * (len(shape) - 1))
     found = torch.from_numpy(np.ascontiguousarray(wide)).flatten()
-    found = (-found).log() if name.endswith("ssm_a") else found - centred
+    found = (sign * found).log() if name.endswith("ssm_a") else found - centred
     for view, part in zip(views, found.split([view.numel() for view in views]), strict=True):
         view.copy_(part.view(view.shape))
 
 
 def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
     """(name in the file, views of the model's parameter with its values in the file's order, shape in the file)."""
-    config = model.config
+    config = model.config.get_text_config()
     names = None if isinstance(arch, str) else gguf.get_tensor_name_map(arch, config.num_hidden_layers)
 
     def name_of(path: str) -> str:
@@ -424,10 +454,14 @@ def _tensors(model: Any, family: str, arch: gguf.MODEL_ARCH | str) -> Views:
         return str(found)
 
     state = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n.endswith(_HELD)}}
+    if family == "glm5_next_text":
+        state = of_text(state)
     for path, parameter in state.items():
         value = parameter.data
         stem, _, last = path.rpartition(".")
-        if ".forget_gate." in path or path.endswith("self_attn.conv1d.weight"):
+        if family == "bailing_hybrid" and is_lings(path):
+            yield from ling_tensors(path, value, config, name_of)
+        elif ".forget_gate." in path or path.endswith("self_attn.conv1d.weight"):
             yield from kimi_tensors(path, value, name_of)
         elif ".linear_attn." in path:
             layer, _, name = path.partition(".linear_attn.")
@@ -479,6 +513,8 @@ def _other(path: str, value: Tensor, family: str, name_of: Callable[[str], str])
         path = f"{path}.bias"
     elif family == "mixtral" and path.endswith("mlp.gate.weight"):
         path = path.replace("mlp", "block_sparse_moe")
+    elif family == "phimoe":
+        path = phimoe_name(path)
     elif path.endswith("router.weight") and family.startswith("granitemoe"):
         path = path.replace("router", "router.layer")
     return name_of(path), (value,)
@@ -505,6 +541,6 @@ def _experts(stem: str, last: str, value: Tensor, family: str, name_of: Callable
             .replace("mixer", "mlp")
             .replace("feed_forward.experts", "mlp.experts")
         )
-        if family in ("mixtral", "lfm2_moe"):  # LlamaModel.modify_tensors
+        if family in ("mixtral", "lfm2_moe", "phimoe"):  # LlamaModel.modify_tensors
             path = stem.removeprefix("model.").replace("mlp", "feed_forward") + f".{called[each]}.{suffix}"
         yield name_of(path), (half,), tuple(half.shape)

@@ -26,10 +26,10 @@ def latent_name(path: str) -> str:
 def latent_metadata(writer: gguf.GGUFWriter, family: str, config: dict[str, Any]) -> None:
     """`DeepseekV2Model.set_gguf_parameters`."""
     latent, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    if family != "kimi_linear":
+    if family not in ("kimi_linear", "bailing_hybrid", "glm5_next_text"):
         writer.add_head_count_kv(1)
     writer.add_vocab_size(config["vocab_size"])
-    if config["q_lora_rank"] is not None:
+    if config.get("q_lora_rank") is not None:
         writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_kv_lora_rank(latent)
     writer.add_key_length(latent + rotary)

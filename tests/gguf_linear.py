@@ -66,6 +66,6 @@ def kimi_tensors(path: str, value: Tensor, name_of: Callable[[str], str]) -> Ite
 
 def kimi_metadata(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """`KimiLinearModel.set_gguf_parameters`."""
-    writer.add_head_count_kv([int(kind == "full_attention") for kind in config["layer_types"]])
+    writer.add_head_count_kv([int(kind != "linear_attention") for kind in config["layer_types"]])
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
     writer.add_kda_head_dim(config["linear_head_dim"])

@@ -219,7 +219,8 @@ DAMAGE: dict[str, tuple[Callable[[bytearray], Any], str]] = {
     "architecture": (
         architecture("qwen9moe"),
         r"is of the architecture 'qwen9moe', which tiermoe does not read from GGUF files; it reads .*deepseek, "
-        r"deepseek2, .*deepseek4, ernie4_5-moe, .*glm4moe, gpt-oss, .*lfm2moe, llama, .*; take the model's safetensors",
+        r"deepseek2, .*deepseek4, .*ernie4_5-moe, .*glm4moe, .*gpt-oss, .*lfm2moe, llama, .*; take the model's "
+        r"safetensors",
     ),
 }
 

@@ -23,6 +23,9 @@ from tiermoe.model.model_config import ModelConfig
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
         "beta_slow": 1.0, "factor": 4.0}  # fmt: skip
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
+        "short_factor": [1 + i / 8 for i in range(8)], "long_factor": [1 + i for i in range(8)],
+        "short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe tied": ("qwen3_moe", {"tie_word_embeddings": True}),
@@ -68,6 +71,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen4_exp without n-grams": ("qwen4_exp_text", {"ple_layer_ids": []}),
     "kimi_linear": ("kimi_linear", {"n_group": 1, "topk_group": 1, "linear_head_dim": 32}),
+    "glm5_next": ("glm5_next_text", {"linear_head_dim": 32, "linear_lower_bound": -2.0, "swiglu_limit": 0.5}),
+    "glm5_next of shared choices": (
+        "glm5_next_text",
+        {
+            "linear_lower_bound": None,
+            "layer_types": ["linear_attention", *["indexed_attention"] * 2],
+            "indexer_types": ["full", "full", "shared"],
+        },
+    ),
+    "ling3": ("bailing_hybrid", {"head_dim": 32, "kda_lower_bound": -3.0}),
+    "phimoe": ("phimoe", {"attention_bias": True, "lm_head_bias": True, "rope_parameters": LONG}),
+    "phimoe without biases": ("phimoe", {"sliding_window": 7}),
+    "dots1": ("dots1", {"head_dim": 32, "routed_scaling_factor": 1.5, "n_shared_experts": 2}),
+    "dots1 with biases": ("dots1", {"attention_bias": True, "norm_topk_prob": False}),
     "glm4_moe": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "glm_moe_dsa": ("glm_moe_dsa", {}),
@@ -129,9 +146,13 @@ ELSE_ORDERED = ("gpt_oss", "llama4", "llama4 of other layers", "qwen3_next")
 """Models whose matrices are not in the order of transformers' parameters."""
 
 
+GLM5 = ("glm5_next", "glm5_next of shared choices")
+
+
 LEFT = (
     "deepseek_v4", "deepseek_v4 yarn", "hy_v4", "hy_v4 yarn", "afmoe", "hunyuan_v1_moe", "lfm2_moe", "qwen4_exp",
-    "qwen4_exp of longer n-grams", "qwen4_exp without n-grams", "gemma4", "gemma4 with values of their own",
+    "qwen4_exp of longer n-grams", "qwen4_exp without n-grams", "gemma4", "gemma4 with values of their own", "ling3",
+    *GLM5,
 )  # fmt: skip
 """Models whose outlines are left to transformers' code."""
 
@@ -164,8 +185,11 @@ def test_tensors_are_the_dequantised_ones_bit_for_bit(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "name",
-    ["minimax_m3", "granitemoe_swa", "qwen4_exp", "hy_v3", "gemma4", "mellum", "deepseek_v32", "glm_moe_dsa"],
-)
+    [
+        "minimax_m3", "granitemoe_swa", "qwen4_exp", "hy_v3", "gemma4", "mellum", "deepseek_v32", "glm_moe_dsa",
+        "ling3", "glm5_next",
+    ],
+)  # fmt: skip
 def test_a_ragged_batch_and_a_forked_prefix(name: str, tmp_path: Path) -> None:
     """Sequences of other lengths than a window or the blocks that an indexer chooses, in one step."""
     family, changes = MODELS[name]

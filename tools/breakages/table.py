@@ -915,6 +915,27 @@ BREAKAGES = (
         ("tests/test_gguf_llama4.py::test_the_config_is_transformers",),
     ),
     Breakage(
+        "the rates of Ling 3.0's decays in a GGUF file are taken as their logarithms",
+        "positive_rates",
+        "torch.log",
+        "torch.clone",
+        ("tests/test_gguf_models.py::test_tensors_are_the_dequantised_ones_bit_for_bit",),
+    ),
+    Breakage(
+        "layers of GLM-5 Next that share what an indexer chose have their own in a GGUF file",
+        "_indexers",
+        '"shared"',
+        '"full"',
+        ("tests/test_gguf_glm5_next.py::test_the_config_is_transformers",),
+    ),
+    Breakage(
+        "short texts of Phi-MoE in a GGUF file have the factors of long ones",
+        "_scaled",
+        "short.tolist()",
+        "long.tolist()",
+        ("tests/test_gguf_phimoe.py::test_the_config_is_transformers",),
+    ),
+    Breakage(
         "the window of MiMo-V2-Flash in a GGUF file counts the token itself",
         "mimo2",
         'file.count("attention.sliding_window", least=1) + 1',

@@ -38,16 +38,16 @@ class TextPart:
         self._whole = whole
 
     def has(self, path: str) -> bool:
-        return self._whole.has(_inside(path))
+        return self._whole.has(inside(path))
 
     def tensor(self, path: str) -> Tensor:
-        return self._whole.tensor(_inside(path))
+        return self._whole.tensor(inside(path))
 
     def linear(self, path: str) -> Linear:
-        return self._whole.linear(_inside(path))
+        return self._whole.linear(inside(path))
 
     def embedding(self, path: str) -> Callable[[Tensor], Tensor]:
-        return self._whole.embedding(_inside(path))
+        return self._whole.embedding(inside(path))
 
 
 def text_part(weights: Weights) -> Weights:
@@ -55,7 +55,8 @@ def text_part(weights: Weights) -> Weights:
     return TextPart(weights) if weights.has(_TEXT_PART) else weights
 
 
-def _inside(path: str) -> str:
+def inside(path: str) -> str:
+    """The path in a larger model of what has this one in a text model."""
     first, _, rest = path.partition(".")
     return f"{_TEXT_PART}.{rest}" if first == "model" else path
 

@@ -9,7 +9,7 @@ import torch
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.gguf.config import Config, common, window_layers
-from tiermoe.model.gguf.factors import FACTORS, rotary_factors
+from tiermoe.model.gguf.frequencies import FREQUENCIES, divisors
 from tiermoe.model.gguf.shapes import AGAIN, dense_layers, experts, inner, shape
 
 NAMES = {
@@ -84,9 +84,9 @@ def _kv_heads(file: GgufFile, kinds: list[str]) -> dict[str, int]:
 
 def _rope(file: GgufFile, rope: dict[str, Any], columns: int) -> dict[str, dict[str, Any]]:
     """Of layers with a window the default embedding; of others the share of a head's columns that is rotated."""
-    factors = rotary_factors(file, columns)
+    factors = divisors(file, FREQUENCIES, columns)
     if factors is None:
-        raise ModelError(f"{file.path} has no tensor {FACTORS}; convert the model again with a current llama.cpp")
+        raise ModelError(f"{file.path} has no tensor {FREQUENCIES}; convert the model again with a current llama.cpp")
     turned = int((factors == 1).sum())
     expected = torch.where(torch.arange(len(factors)) < turned, 1.0, torch.tensor(_UNTURNED))
     if not turned or not torch.equal(factors, expected):

@@ -11,7 +11,7 @@ import torch
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile, rounded
 from tiermoe.model.gguf.config import Config, grouped
-from tiermoe.model.gguf.factors import rotary_factors
+from tiermoe.model.gguf.frequencies import FREQUENCIES, divisors
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_inner, dense_layers, experts, inner
 
 _CHUNK = 8192  # positions that a layer attends to at once
@@ -46,7 +46,7 @@ def llama4(file: GgufFile) -> Config:
 def _scaled(file: GgufFile, rope: dict[str, Any], columns: int) -> dict[str, Any]:
     """`rope` with the scaling that the file's factors are, of models that scale it (Scout). ModelError where they are
     not Llama 4's: one factor of all waves that are longer than the model was first trained for."""
-    factors = rotary_factors(file, columns)
+    factors = divisors(file, FREQUENCIES, columns)
     if factors is None:
         return rope
     waves = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, columns, 2) / columns)

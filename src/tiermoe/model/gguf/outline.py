@@ -184,19 +184,28 @@ def _dense(config: Any) -> Shapes:
     """All parameters that are no expert's, with their shapes."""
     hidden = config.hidden_size
     yield _table(config), (config.vocab_size, hidden)
-    yield f"model.{ARCHITECTURES[config.model_type].named('norm')}.weight", (hidden,)
+    for name, shape in _norm(ARCHITECTURES[config.model_type], "norm", hidden):
+        yield f"model.{name}", shape
     for index in range(config.num_hidden_layers):
         for name, shape in _of_layer(config, index):
             yield f"model.layers.{index}.{name}", shape
     if not config.tie_word_embeddings:
         yield _OUTPUT, (config.vocab_size, hidden)
+    if getattr(config, "lm_head_bias", False):
+        yield "lm_head.bias", (config.vocab_size,)
+
+
+def _norm(of: Architecture, name: str, hidden: int) -> Shapes:
+    yield f"{of.named(name)}.weight", (hidden,)
+    if of.layer_norm:
+        yield f"{of.named(name)}.bias", (hidden,)
 
 
 def _of_layer(config: Any, index: int) -> Shapes:
     of, hidden, kind = ARCHITECTURES[config.model_type], config.hidden_size, config.model_type
-    yield f"{of.named('input_layernorm')}.weight", (hidden,)
+    yield from _norm(of, "input_layernorm", hidden)
     if not of.one_part:
-        yield f"{of.named('post_attention_layernorm')}.weight", (hidden,)
+        yield from _norm(of, "post_attention_layernorm", hidden)
     if of.attends(config, index):
         yield from _attention(config, index)
         if of.one_part:
@@ -255,7 +264,7 @@ def _attention(config: Any, index: int) -> Shapes:
     elif is_linear(config, index):
         yield from (KimiDeltaSizes if of.kimi_delta else LinearSizes).of(config, index).weight_shapes(hidden).items()
     elif of.latent:
-        yield from LatentSizes.of(of, config, index).weight_shapes(hidden, config.q_lora_rank).items()
+        yield from LatentSizes.of(of, config, index).weight_shapes(hidden, getattr(config, "q_lora_rank", None)).items()
     else:
         sizes = GroupedSizes.of(of, config, index)
         for name, shape in (*sizes.weight_shapes(hidden).items(), *_biases_and_norms(of, config, sizes)):

@@ -22,24 +22,31 @@ from tiermoe.model.gguf import mamba_configs
 from tiermoe.model.gguf.config import Config
 from tiermoe.model.gguf.deepseek4 import NAMES as DEEPSEEK4
 from tiermoe.model.gguf.deepseek4 import deepseek4
+from tiermoe.model.gguf.dots1 import dots1
 from tiermoe.model.gguf.experts import expert_parameters
-from tiermoe.model.gguf.factors import FACTORS
+from tiermoe.model.gguf.frequencies import FREQUENCIES, LONG_FACTORS
 from tiermoe.model.gguf.gemma4 import NAMES as GEMMA4
 from tiermoe.model.gguf.gemma4 import gemma4
+from tiermoe.model.gguf.glm5_next import NAMES as GLM5_NEXT
+from tiermoe.model.gguf.glm5_next import glm5_next
 from tiermoe.model.gguf.hunyuan3 import hunyuan3
 from tiermoe.model.gguf.hy4 import NAMES as HY4
 from tiermoe.model.gguf.hy4 import hy4, rotated_rows
 from tiermoe.model.gguf.latent_indexers import INDEXER as LATENT_INDEXER
 from tiermoe.model.gguf.latent_indexers import deepseek32, glm_dsa, shared_indexers
 from tiermoe.model.gguf.linear_attention import linear_rows, rates
+from tiermoe.model.gguf.ling import NAMES as LING
+from tiermoe.model.gguf.ling import bailingmoe3, negative_rates, positive_rates
 from tiermoe.model.gguf.llama4 import llama4
 from tiermoe.model.gguf.mamba import mamba_1_rows, mamba_rows
 from tiermoe.model.gguf.mellum import mellum
 from tiermoe.model.gguf.mimo2 import mimo2, qkv_parts
 from tiermoe.model.gguf.minimax import INDEXER, minimaxm2, minimaxm3
+from tiermoe.model.gguf.phimoe import phimoe
 from tiermoe.model.gguf.qwen4 import APART, MIXER, qwen4_parameters, qwen4exp
 from tiermoe.model.gguf.qwen4 import NAMES as QWEN4
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts
+from tiermoe.model.weights import inside
 
 _TOP = {
     "token_embd": "embed_tokens", "output_norm": "norm", "token_embd_norm": "norm",
@@ -105,6 +112,7 @@ class GgufArchitecture:
     none of other tensors."""
     within: str = "linear_attn"  # that block, where it is not Mamba's
     unread: Callable[[GgufFile], frozenset[str]] | None = None  # file → its tensors that the model does not have
+    part_of: str = ""  # model_type of a larger model, where transformers has no class for the text part alone
 
     @property
     def layers(self) -> Architecture:
@@ -155,7 +163,18 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         qwen4exp, "qwen4_exp_text", QWEN4, parts=linear_rows, apart=APART, made=qwen4_parameters
     ),
     "kimi-linear": GgufArchitecture(configs.kimi_linear, "kimi_linear", _KIMI),
-    "llama4": GgufArchitecture(llama4, "llama4_text", apart=(FACTORS,)),
+    "llama4": GgufArchitecture(llama4, "llama4_text", apart=(FREQUENCIES,)),
+    "bailingmoe3": GgufArchitecture(bailingmoe3, "bailing_hybrid", LING, parts=positive_rates, within="self_attn"),
+    "glm5-next": GgufArchitecture(
+        glm5_next,
+        "glm5_next_text",
+        _KIMI | GLM5_NEXT,
+        parts=negative_rates,
+        within="self_attn",
+        part_of="glm5_next",
+    ),
+    "dots1": GgufArchitecture(dots1, "dots1"),
+    "phimoe": GgufArchitecture(phimoe, "phimoe", apart=LONG_FACTORS),
     "deepseek4": GgufArchitecture(deepseek4, "deepseek_v4", DEEPSEEK4),
     "hy_v4": GgufArchitecture(hy4, "hy_v4", HY4, order=rotated_rows),
     "mimo2": GgufArchitecture(mimo2, "mimo_v2_flash", _SINKS, parts=qkv_parts, within="self_attn"),
@@ -165,7 +184,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "hunyuan-moe": GgufArchitecture(configs.hunyuan_moe, "hunyuan_v1_moe"),
     "hy_v3": GgufArchitecture(hunyuan3, "hy_v3"),
     "mellum": GgufArchitecture(mellum, "mellum"),
-    "gemma4": GgufArchitecture(gemma4, "gemma4_text", GEMMA4, apart=(FACTORS,)),
+    "gemma4": GgufArchitecture(gemma4, "gemma4_text", GEMMA4, apart=(FREQUENCIES,)),
     "glm4moe": GgufArchitecture(configs.glm4moe, "glm4_moe", _LATE_NORM),
     "lfm2moe": GgufArchitecture(configs.lfm2moe, "lfm2_moe", _CONVOLUTION),
     "minimax-m2": GgufArchitecture(minimaxm2, "minimax_m2"),
@@ -194,6 +213,7 @@ _TURNED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"
 _BARE = (
     "sinks", "e_score_correction_bias", "expert_bias", "dt_bias", "A_log", "tid2eid", "position_bias",
     "router.scale", "per_expert_scale", "layer_scalar",
+    "index_kpool_compress_ape", "index_kpool_compress_gate",
     *(f"{owner}{name}" for owner in ("_hc.", "hc_head.hc_") for name in ("fn", "base", "scale")),
 )  # fmt: skip
 """Parameters whose path has no 'weight' or 'bias' at its end."""
@@ -259,6 +279,8 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
         parameters |= _gate_up(file, architecture, layer) | _expert_scales(file, names, layer)
         if layer not in dense:
             parameters |= expert_parameters(file, layer, of.experts)
+    if architecture.part_of:
+        parameters = {inside(path): parameter for path, parameter in parameters.items()}
     return GgufCheckpoint(file, parameters)
 
 

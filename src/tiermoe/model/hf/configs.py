@@ -16,7 +16,7 @@ from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.outline import Origin
 from tiermoe.formats.safetensors import Entries
 from tiermoe.model.families.table import ARCHITECTURES, Family, family_of
-from tiermoe.model.gguf.parameters import compute_dtype, config_of
+from tiermoe.model.gguf.parameters import architecture_of, compute_dtype, config_of
 from tiermoe.model.hf.local_models import CONFIG, read_moe_fields
 from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.rotary import UNSUPPORTED, layer_kinds
@@ -143,10 +143,12 @@ def gguf_configs(checkpoint: GgufCheckpoint) -> Configs:
     """transformers' configs of the model in a GGUF file. ModelError where the file lacks an entry, or transformers
     refuses what it says."""
     auto_config = _auto_config()
-    fields = config_of(checkpoint.file)
+    fields, whole = config_of(checkpoint.file), architecture_of(checkpoint.file).part_of
     model_type = fields.pop("model_type")
     family_of(model_type)
     check_counts(fields, checkpoint.tensors, checkpoint.directory)
+    if whole:
+        model_type, fields = whole, {"text_config": fields}
     try:
         config = auto_config.for_model(model_type, **fields, dtype=compute_dtype(checkpoint))
     except Exception as error:
@@ -154,7 +156,7 @@ def gguf_configs(checkpoint: GgufCheckpoint) -> Configs:
             f"transformers {transformers_version()} refuses what {checkpoint.directory} says of its model "
             f"({reason(error)}); download it again, or another file of the model"
         ) from error
-    return Configs(config, config, False)
+    return Configs(config, text_config(config), False)
 
 
 def _auto_config() -> Any:

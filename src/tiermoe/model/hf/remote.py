@@ -18,7 +18,7 @@ import xxhash
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import MOST_HEADER, HeaderCutError, read_header
 from tiermoe.formats.safetensors import Checkpoint, FileReader, TensorEntry, entries_of
-from tiermoe.model.gguf.factors import FACTORS
+from tiermoe.model.gguf.frequencies import FREQUENCIES, LONG_FACTORS
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.repository import Repository, hub_errors
 
@@ -98,13 +98,15 @@ def _fetch_header(repository: Repository, file: str, path: Path, nbytes: int) ->
 def _fetch_factors(repository: Repository, file: str, path: Path) -> None:
     """Writes the factors of a rotary embedding where a GGUF file with its header has zeros."""
     try:
-        factors = read_header(path).tensors.get(FACTORS)
+        tensors = read_header(path).tensors
     except ModelError:  # raised again where the file is opened
         return
-    if factors is not None and factors.nbytes <= _MOST_FACTORS:
-        with path.open("r+b") as opened:
-            opened.seek(factors.offset)
-            opened.write(_fetched(repository, file, factors.offset, factors.nbytes))
+    for name in (FREQUENCIES, *LONG_FACTORS):
+        factors = tensors.get(name)
+        if factors is not None and factors.nbytes <= _MOST_FACTORS:
+            with path.open("r+b") as opened:
+                opened.seek(factors.offset)
+                opened.write(_fetched(repository, file, factors.offset, factors.nbytes))
 
 
 def _fetched(repository: Repository, file: str, first: int, nbytes: int) -> bytes:
