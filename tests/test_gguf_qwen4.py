@@ -74,7 +74,7 @@ def test_rows_of_the_table_are_read_from_the_file(shipped: Path, tmp_path: Path)
     assert headers.tensors[TABLE] not in read_whole(headers)
     engine = engine_of(file, store=tmp_path / "store")
     assert inspect_model(file, "model", tmp_path / "store").config.eos_token_id == [END, 0]
-    assert isinstance(engine.decoder.layers[0].ngrams.table, EmbeddingOnDisk)
+    assert isinstance(engine.decoder.layers[0].ngrams.table.__self__, EmbeddingOnDisk)
     ids = tokens(1, 40)[0].tolist()
     for at in (3, 11, 12, 20):
         ids[at] = END
