@@ -24,9 +24,9 @@ def flags(*values: bool) -> GGUFValue:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("attention.indexer.types", None, "does not say which of 3 layers have an indexer"),
-        ("attention.indexer.types", flags(True, False), "does not say which of 3 layers"),
-        ("attention.indexer.types", flags(False, True, True), "of which the first is one"),
+        ("attention.indexer.types", None, "does not say which of its 3 layers have an indexer"),
+        ("attention.indexer.types", flags(True, False), "does not say which of its 3 layers"),
+        ("attention.indexer.types", flags(False, True, True), "has no indexer in its first layer, which every"),
         ("attention.indexer.key_length", number(24), "indexer.attn_q_b of 256 rows has no heads of 24, of which 8 are"),
         ("rope.dimension_count", number(7), "has no heads of 24, of which 7 are rotated"),
         ("swiglu_clamp_exp", None, "does not limit the gate of all experts by one number"),

@@ -13,6 +13,7 @@ from tiermoe.formats.plain import Plain
 from tiermoe.kernels.attention import PackedMatrix
 from tiermoe.kernels.linear import LinearKernel, linear, multiplies_bfloat16, product
 from tiermoe.kernels.matrix import matrix_form
+from tiermoe.model.by_token import by_token
 from tiermoe.native import available
 from tiermoe.types import FEW_TOKENS
 
@@ -60,12 +61,13 @@ class PackedLinear(torch.nn.Module):
         rows = x.reshape(-1, self.in_features)
         if self._taken is not None:
             rows = rows[:, self._taken]
-        parts = torch.split(rows, 1) if self._by_token and len(rows) <= FEW_TOKENS else [rows]
-        products = [self._kernel(part, self.packed.fields, self.out_features, self.in_features) for part in parts]
-        result = products[0] if len(products) == 1 else torch.cat(products)
+        result = by_token(self._product, rows) if self._by_token else self._product(rows)
         if self.bias is not None:
             result = result + self.bias
         return result.view(*x.shape[:-1], self.out_features)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        return self._kernel(rows, self.packed.fields, self.out_features, self.in_features)
 
 
 class PlainLinear:

@@ -7,19 +7,13 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.gguf.config import SIGMOID, Config, latent
 from tiermoe.model.gguf.deepseek4 import CONNECTIONS, gate_limit
+from tiermoe.model.gguf.latent_indexers import INDEXER, full_layers, indexer_sizes, indexer_types
 from tiermoe.model.gguf.ling import least_decay
 from tiermoe.model.gguf.shapes import AGAIN, linear_layers, shape
 
-_INDEXER = {
-    "indexer.attn_q_b": "wq_b",
-    "indexer.attn_k": "wk",
-    "indexer.k_norm": "k_norm",
-    "indexer.proj": "weights_proj",
-    "indexer_compressor_gate": "index_kpool_compress_gate",
-    "indexer_compressor_ape": "index_kpool_compress_ape",
-}
+_POOLS = {f"indexer_compressor_{name}": f"self_attn.indexer.index_kpool_compress_{name}" for name in ("gate", "ape")}
 
-NAMES = CONNECTIONS | {tensor: f"self_attn.indexer.{name}" for tensor, name in _INDEXER.items()}
+NAMES = CONNECTIONS | INDEXER | _POOLS
 """Tensors of a block → modules or parameters of a layer, beside the usual ones and those of Kimi's linear
 attention."""
 
@@ -42,23 +36,12 @@ def glm5_next(file: GgufFile) -> Config:
         "linear_num_heads": shape(file, f"blk.{linear.index(True)}.ssm_beta.weight", 2)[0],
         "linear_conv_kernel_dim": file.count("ssm.conv_kernel", least=1),
         "linear_lower_bound": None if file.of_model("kda.gate_lower_bound") is None else least_decay(file),
-        "index_n_heads": file.count("attention.indexer.head_count", least=1),
-        "index_head_dim": file.count("attention.indexer.key_length", least=1),
-        "index_topk": file.count("attention.indexer.top_k", least=1),
+        **indexer_sizes(file),
         "index_kpool": file.count("attention.indexer.kpool", least=1),
         "index_kpool_always_select_tail": bool(file.of_model("attention.indexer.kpool_select_tail", True)),
-        "indexer_types": _indexers(file, len(linear)),
+        "indexer_types": indexer_types(full_layers(file, [True] * len(linear))),
         "swiglu_limit": gate_limit(file),
         "hc_mult": file.count("hyper_connection.count", least=1),
         "hc_sinkhorn_iters": file.count("hyper_connection.sinkhorn_iterations"),
         "hc_eps": file.decimal("hyper_connection.epsilon"),
     }
-
-
-def _indexers(file: GgufFile, layers: int) -> list[str]:
-    """Which layers have an indexer, and which take the choice of the layer before them. Where the file does not say,
-    all have one. ModelError where it says it of fewer layers."""
-    full = file.of_model("attention.indexer.types", [True] * layers)
-    if not isinstance(full, list) or len(full) < layers:
-        raise ModelError(f"{file.path} does not say which of its {layers} layers have an indexer; {AGAIN}")
-    return ["full" if each else "shared" for each in full[:layers]]

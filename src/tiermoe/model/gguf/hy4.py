@@ -13,15 +13,13 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.gguf.config import SIGMOID, Config, latent
 from tiermoe.model.gguf.deepseek4 import CONNECTIONS, gate_limit
+from tiermoe.model.gguf.latent_indexers import INDEXER, full_layers, indexer_sizes, indexer_types
 from tiermoe.model.gguf.shapes import AGAIN, blocks
 
 NAMES = {
     "attn_sinks": "self_attn.sinks",
     "attn_gate": "self_attn.gate_proj",
-    "indexer.attn_q_b": "self_attn.indexer.wq_b",
-    "indexer.attn_k": "self_attn.indexer.wk",
-    "indexer.k_norm": "self_attn.indexer.k_norm",
-    "indexer.proj": "self_attn.indexer.weights_proj",
+    **INDEXER,
     **CONNECTIONS,
 }
 """Tensors of a block → modules or parameters of a layer, beside the usual ones."""
@@ -35,30 +33,20 @@ def hy4(file: GgufFile) -> Config:
     config = latent(file)
     if file.count("expert_gating_func", SIGMOID) != SIGMOID:
         raise ModelError(f"{file.path} has routers that score by no sigmoid, which every Hunyuan 4 does; {AGAIN}")
-    dense = config.pop("first_k_dense_replace")
+    dense, full = config.pop("first_k_dense_replace"), full_layers(file)
+    if not full[0]:
+        raise ModelError(f"{file.path} has no indexer in its first layer, which every Hunyuan 4 has; {AGAIN}")
     return {
         **config,
         "model_type": "hy_v4",
         "mlp_layer_types": ["dense"] * dense + ["sparse"] * (blocks(file) - dense),
-        "index_n_heads": file.count("attention.indexer.head_count", least=1),
-        "index_head_dim": file.count("attention.indexer.key_length", least=1),
-        "index_topk": file.count("attention.indexer.top_k", least=1),
-        "indexer_types": _indexers(file),
+        **indexer_sizes(file),
+        "indexer_types": indexer_types(full),
         "swiglu_limit": gate_limit(file),
         "hc_mult": file.count("hyper_connection.count", least=1),
         "hc_eps": file.decimal("hyper_connection.epsilon"),
         "hc_magnitude": file.decimal("hyper_connection.magnitude"),
     }
-
-
-def _indexers(file: GgufFile) -> list[str]:
-    """Of each layer. ModelError where the file does not say, or the first layer has none."""
-    found, count = file.of_model("attention.indexer.types"), blocks(file)
-    if not isinstance(found, list) or len(found) < count or not found[0]:
-        raise ModelError(
-            f"{file.path} does not say which of {count} layers have an indexer, of which the first is one; {AGAIN}"
-        )
-    return ["full" if each else "shared" for each in found[:count]]
 
 
 def rotated_rows(file: GgufFile, stem: str, rows: int) -> Tensor | None:

@@ -1,5 +1,5 @@
-"""GLM-5 and DeepSeek-V3.2 in GGUF files (`GlmMoeDsaModel` and `DeepseekV32Model` of the converter): their configs, and
-what an indexer's tensors are called."""
+"""Indexers of latent attention in GGUF files, and the configs of GLM-5 and DeepSeek-V3.2 (`GlmMoeDsaModel` and
+`DeepseekV32Model` of the converter)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,8 @@ def deepseek32(file: GgufFile) -> Config:
 
 def glm_dsa(file: GgufFile) -> Config:
     """ModelError where a layer that has an indexer lacks a tensor of it."""
-    full = _full_layers(file)
-    return {
-        **_indexed(file, full),
-        "model_type": "glm_moe_dsa",
-        "indexer_types": ["full" if each else "shared" for each in full],
-    }
+    full = _of_glm(file)
+    return {**_indexed(file, full), "model_type": "glm_moe_dsa", "indexer_types": indexer_types(full)}
 
 
 def shared_indexers(file: GgufFile) -> frozenset[str]:
@@ -40,7 +36,7 @@ def shared_indexers(file: GgufFile) -> frozenset[str]:
     have copies there, which nothing reads."""
     return frozenset(
         f"blk.{layer}.{name}.{suffix}"
-        for layer, full in enumerate(_full_layers(file))
+        for layer, full in enumerate(_of_glm(file))
         if not full
         for name in INDEXER
         for suffix in ("weight", "bias")
@@ -55,21 +51,33 @@ def _indexed(file: GgufFile, full: list[bool]) -> Config:
         shape(file, f"blk.{layer}.indexer.k_norm.bias", 1)
     if (score := file.count("expert_gating_func", SIGMOID)) != SIGMOID:
         raise ModelError(f"{file.path} has routers that score by function {score}, not by sigmoid ({SIGMOID}); {AGAIN}")
+    return {**latent(file), "q_lora_rank": file.count("attention.q_lora_rank", least=1), **indexer_sizes(file)}
+
+
+def _of_glm(file: GgufFile) -> list[bool]:
+    """`full_layers` of GLM-5."""
+    all_have = file.count("context_length") < _SHARING
+    return full_layers(file, [all_have or layer < 2 or layer % 4 == 2 for layer in range(blocks(file))])
+
+
+def indexer_sizes(file: GgufFile) -> Config:
+    """The fields of an indexer."""
     return {
-        **latent(file),
-        "q_lora_rank": file.count("attention.q_lora_rank", least=1),
         "index_n_heads": file.count("attention.indexer.head_count", least=1),
         "index_head_dim": file.count("attention.indexer.key_length", least=1),
         "index_topk": file.count("attention.indexer.top_k", least=1),
     }
 
 
-def _full_layers(file: GgufFile) -> list[bool]:
-    """Which layers of GLM-5 have an indexer. ModelError where the file does not say it of each."""
-    kinds, count = file.of_model("attention.indexer.types"), blocks(file)
-    if kinds is None:
-        all_have = file.count("context_length") < _SHARING
-        return [all_have or layer < 2 or layer % 4 == 2 for layer in range(count)]
+def full_layers(file: GgufFile, otherwise: list[bool] | None = None) -> list[bool]:
+    """Which layers have an indexer. otherwise: those of a file that does not say it. ModelError where it says it of
+    fewer layers, or not and there is no `otherwise`."""
+    kinds, count = file.of_model("attention.indexer.types", otherwise), blocks(file)
     if not isinstance(kinds, list) or len(kinds) < count:
         raise ModelError(f"{file.path} does not say which of its {count} layers have an indexer; {AGAIN}")
     return [bool(each) for each in kinds[:count]]
+
+
+def indexer_types(full: list[bool]) -> list[str]:
+    """transformers' names of layers that have an indexer, and of those that take the choice of the layer before."""
+    return ["full" if each else "shared" for each in full]
