@@ -10,6 +10,7 @@ import pytest
 from gguf import GGUFValue, GGUFValueType
 
 import gguf_files
+import gguf_metadata
 import gguf_phimoe
 from gguf_files import kinds
 from test_gguf_models import LONG
@@ -71,6 +72,6 @@ def test_factors_that_no_model_has(
         own(writer, config)
         writer.add_tensor(f"rope_factors_{reach}.weight", np.ones(count, dtype=np.float32))
 
-    monkeypatch.setattr(gguf_files, "phimoe_metadata", with_factors)
+    monkeypatch.setitem(gguf_metadata.MORE, "phimoe", with_factors)
     with pytest.raises(ModelError, match=message):
         inspect_model(written(tmp_path, {})[1], "model", tmp_path / "store")
