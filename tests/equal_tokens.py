@@ -1,8 +1,8 @@
 """Tokens with speculation beside tokens without, many of them: `python tests/equal_tokens.py --tokens 1000000`.
 
-Families of every kind of attention and state, three sizes of the expert cache, greedy and sampled answers, one and three at once. Guesses are the
-tokens that came without speculation, some of them replaced: random models repeat too little for prompt lookup. Prints
-a table; the exit code is 1 where an answer differs.
+Families of every kind of attention and state, three sizes of the expert cache, greedy and sampled answers, one and
+three at once. Guesses are the tokens that came without speculation, some of them replaced: random models repeat too
+little for prompt lookup. Prints a table; the exit code is 1 where an answer differs.
 """
 
 from __future__ import annotations
