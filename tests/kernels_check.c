@@ -375,7 +375,7 @@ static void prompts(const Kernels *set, size_t coded) {
     enum { KEY = 96, VALUE = 160, ROOM = 260, COUNT = 37, FIRST = 400, WINDOW = 200, EACH = 3 };
     static bf16 keys[ROOM * KEY], values[ROOM * VALUE], scales[2][ROOM], queries[COUNT * KEY], out[COUNT * VALUE], alone[VALUE];
     static int8_t codes[2][ROOM * VALUE];
-    const bf16 sink = to_bf16(0.5f);
+    const float sink = 0.5f;
     float *workspace = malloc(sizeof *workspace * rows_workspace(KEY, VALUE));
     for (int i = 0; i < ROOM * VALUE; i++) codes[0][i] = (int8_t)(bits() % 255 - 127), codes[1][i] = (int8_t)(bits() % 255 - 127);
     numbers(keys, ROOM * KEY, 1), numbers(values, ROOM * VALUE, 1), numbers(queries, COUNT * KEY, 1);
