@@ -44,11 +44,13 @@ class Step:
         for row in batch.rows:
             begin = self.spans[-1].end if self.spans else 0
             self.spans.append(Span(row, begin, begin + len(row.tokens)))
-        self.apart = [
-            Span(row, at, at + len(row.tokens))
-            for span in self.spans
-            for at, row in enumerate(span.row.one_by_one(), span.begin)
-        ]
+        self.apart = self.spans
+        if batch.verifies:
+            self.apart = [
+                Span(row, at, at + len(row.tokens))
+                for span in self.spans
+                for at, row in enumerate(span.row.one_by_one(), span.begin)
+            ]
         self.tokens = torch.tensor(batch.tokens)
         self.positions = torch.tensor(batch.positions)
         self.slabs = torch.tensor(batch.slabs)
