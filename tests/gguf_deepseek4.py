@@ -6,6 +6,8 @@ from typing import Any
 
 import gguf
 
+from gguf_names import CONNECTIONS
+
 ARCHITECTURE = "deepseek4"
 _GATING = {"sigmoid": 2, "sqrtsoftplus": 4}
 _NAMES = {
@@ -37,12 +39,7 @@ IN_BLOCK = {
     "self_attn.compressor.indexer.kv_proj.weight": "indexer_compressor_kv.weight",
     "self_attn.compressor.indexer.gate_proj.weight": "indexer_compressor_gate.weight",
     "self_attn.compressor.indexer.kv_norm.weight": "indexer_compressor_norm.weight",
-    "attn_hc.fn": "hc_attn_fn.weight",
-    "attn_hc.base": "hc_attn_base.weight",
-    "attn_hc.scale": "hc_attn_scale.weight",
-    "ffn_hc.fn": "hc_ffn_fn.weight",
-    "ffn_hc.base": "hc_ffn_base.weight",
-    "ffn_hc.scale": "hc_ffn_scale.weight",
+    **CONNECTIONS,
     "mlp.gate.weight": "ffn_gate_inp.weight",
     "mlp.gate.tid2eid": "ffn_gate_tid2eid.weight",
     "mlp.gate.e_score_correction.bias": "exp_probs_b.bias",

@@ -8,6 +8,7 @@ import gguf
 
 from gguf_latent import latent_metadata
 from gguf_linear import kimi_metadata
+from gguf_names import CONNECTIONS, name_in_file
 
 ARCHITECTURE = "glm5-next"
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.KIMI_LINEAR, 8)
@@ -23,21 +24,13 @@ _OWN = {
     "self_attn.indexer.weights_proj.weight": "indexer.proj.weight",
     "self_attn.indexer.index_kpool_compress_gate": "indexer_compressor_gate.weight",
     "self_attn.indexer.index_kpool_compress_ape": "indexer_compressor_ape.weight",
-    "attn_hc.fn": "hc_attn_fn.weight",
-    "attn_hc.base": "hc_attn_base.weight",
-    "attn_hc.scale": "hc_attn_scale.weight",
-    "ffn_hc.fn": "hc_ffn_fn.weight",
-    "ffn_hc.base": "hc_ffn_base.weight",
-    "ffn_hc.scale": "hc_ffn_scale.weight",
+    **CONNECTIONS,
 }
 
 
 def name_of(path: str) -> str:
     """The name in the file of a parameter of transformers' model."""
-    own = next((name for end, name in _OWN.items() if path.endswith(end)), None)
-    found = f"blk.{path.split('.')[2]}.{own}" if own else _NAMES.get_name(path, (".weight", ".bias"))
-    assert found is not None, path
-    return str(found)
+    return name_in_file(path, _OWN, _NAMES)
 
 
 def of_text(state: dict[str, Any]) -> dict[str, Any]:

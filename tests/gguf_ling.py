@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gguf_latent import latent_metadata
 from gguf_linear import kimi_metadata, kimi_tensors
+from gguf_names import name_in_file
 
 ARCHITECTURE = "bailingmoe3"
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.KIMI_LINEAR, 8)
@@ -20,10 +21,7 @@ _GATES = {"linear_attention": "ssm_g_a.weight", "full_attention": "attn_gate.wei
 
 def name_of(path: str) -> str:
     """The name in the file of a parameter of transformers' model."""
-    own = next((name for end, name in _OWN.items() if path.endswith(end)), None)
-    found = f"blk.{path.split('.')[2]}.{own}" if own else _NAMES.get_name(path, (".weight", ".bias"))
-    assert found is not None, path
-    return str(found)
+    return name_in_file(path, _OWN, _NAMES)
 
 
 def is_own(path: str) -> bool:

@@ -123,8 +123,8 @@ def load_dense(
     if own:
         attach_own(model, blueprint, device)
     if shared is not None:
-        scale = getattr(model.get_input_embeddings(), "embed_scale", None)
-        model.set_input_embeddings(EmbeddingOnDisk(blueprint.checkpoint, [shared], blueprint.dtype, scale))
+        table = model.get_input_embeddings()
+        model.set_input_embeddings(EmbeddingOnDisk.in_place_of(table, blueprint, [shared]))
     if embedding_on_disk:
         leave_on_disk(model, blueprint)
     _keep_output_whole(model)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.engine.request import Counts, Piece, Request, RequestState
-from tiermoe.engine.request_scheduler import LayeredPrompt, Limits, RequestScheduler
+from tiermoe.engine.request_scheduler import LayeredPrompt, Limits, Prompt, RequestScheduler
 from tiermoe.engine.sampling import end_tokens
 from tiermoe.engine.speculation import MOST, DraftRequest, Place, Speculation
 from tiermoe.engine.steps import verifies_drafts
@@ -163,12 +163,12 @@ class RequestLoop:
     def _run(
         self,
         answering: Sequence[RequestState],
-        prompts: Sequence[tuple[RequestState, Row]],
+        prompts: Sequence[Prompt],
         pieces: list[Piece],
         guess: bool = True,
     ) -> None:
-        """Runs a token of each answer, with guesses at the next ones, and a row of each prompt (one of which all tokens
-        run comes alone). pieces: takes what they add."""
+        """Runs one step: a decode or verify row of each answer, and a row of each prompt. A prompt whose tokens are all
+        scored or embedded is the only row. pieces: takes the new pieces."""
         began = time.perf_counter()
         speculation = self._speculation if answering and not prompts else None
         guesses = self._guesses(answering, speculation) if speculation is not None and guess else [[]] * len(answering)

@@ -30,6 +30,9 @@ BESIDE = 4
 """Most chunks of a prompt that runs chunk by chunk beside one whose chunks go through the layers together. It reads its
 experts so many times at most, and does not wait for the other's."""
 
+Prompt = tuple[RequestState, Row]
+"""A request, and the row of its prompt that a step runs."""
+
 _number = attrgetter("number")
 
 
@@ -64,14 +67,14 @@ class Turn:
     prefix is read from disk."""
 
     answering: list[RequestState]
-    prompts: list[tuple[RequestState, Row]]
+    prompts: list[Prompt]
     layered: LayeredPrompt | None
     failed: list[tuple[RequestState, Exception]]  # requests that could not begin
 
 
 class RequestScheduler:
-    """Requests in the order in which they came: those that wait for a slab, those whose prompts are read, and those
-    that are answered. One that waits for KV memory keeps those behind it waiting, however short.
+    """First come, first served: requests wait for a slab, read their prompts, and decode. A request without KV memory
+    blocks the requests behind it, however short they are.
 
     cache: the KV cache. prefixes: its slabs. layered: the prompt whose chunks are amid the layers."""
 
@@ -106,8 +109,7 @@ class RequestScheduler:
         answering = self._answers()
         failed = self._admit() if self.waiting and len(answering) == len(self.answering) else []
         answering, prompts = self._take_turns(answering)
-        parts = [(row, self._next_prompt(row)) for row in prompts]
-        return Turn(answering, parts, self.layered if self._layered_last else None, failed)
+        return Turn(answering, prompts, self.layered if self._layered_last else None, failed)
 
     def preempt(self, row: RequestState) -> None:
         """Takes its slab from a request, which waits as the first for another one."""
@@ -157,8 +159,8 @@ class RequestScheduler:
             self.layered, self._layered_last = None, False
 
     def _answers(self) -> list[RequestState]:
-        """Answers with memory for their next token. Where there is none, the request that came last is preempted for
-        those that came before it, or waits until one of them has ended."""
+        """Answers with KV memory for their next token. Without memory, the scheduler preempts the request that came
+        last; if that is the answer itself, the answer waits until another request ends."""
         found: list[RequestState] = []
         for row in sorted(self.answering, key=_number):
             while row.slab >= 0 and row.length >= row.room and not self._grow(row):
@@ -178,7 +180,7 @@ class RequestScheduler:
         return True
 
     def _admit(self) -> list[tuple[RequestState, Exception]]:
-        """Gives slabs to waiting requests, as far as there are rows and memory; returns those that failed."""
+        """Admits waiting requests while there are rows and KV memory. Returns the requests whose admission failed."""
         failed: list[tuple[RequestState, Exception]] = []
         while self.waiting and self.running < self._limits.rows:
             row = self.waiting[0]
@@ -203,7 +205,7 @@ class RequestScheduler:
             self._queue(row)
         return failed
 
-    def _take_turns(self, answering: list[RequestState]) -> tuple[list[RequestState], list[RequestState]]:
+    def _take_turns(self, answering: list[RequestState]) -> tuple[list[RequestState], list[Prompt]]:
         """These answers or the next prompt, by turns; or both with more prompts, where experts are missing. All of that
         by turns with chunks that go layer by layer (`_layered_last`), beside which only short prompts run (`BESIDE`).
         So an answer's next token waits for one turn of them at most."""
@@ -229,7 +231,7 @@ class RequestScheduler:
                 return answering, []
             self._begin_layers(first, chunks)
             return [], []
-        return (answering, self._that_fit(first, reading)) if joined else ([], [first])
+        return (answering, self._that_fit(first, reading)) if joined else ([], [(first, self._next_prompt(first))])
 
     def _runs_beside(self, row: RequestState, layered: LayeredPrompt) -> bool:
         """Whether a prompt runs chunk by chunk between turns of another."""
@@ -242,16 +244,17 @@ class RequestScheduler:
         self.layered = LayeredPrompt(row, chunks, max(1, self._limits.layers * self._limits.chunk // tokens))
         self._layered_last = True
 
-    def _that_fit(self, first: RequestState, reading: list[RequestState]) -> list[RequestState]:
+    def _that_fit(self, first: RequestState, reading: list[RequestState]) -> list[Prompt]:
         """The first of the prompts, and others whose next chunks fit into one chunk with its own."""
-        found, tokens = [first], len(self._next_prompt(first).tokens)
+        found = [(first, self._next_prompt(first))]
+        tokens = len(found[0][1].tokens)
         for row in reading:
             if row is first or row.runs_alone:
                 continue
-            size = len(self._next_prompt(row).tokens)
-            if tokens + size <= self._limits.chunk:
-                found.append(row)
-                tokens += size
+            part = self._next_prompt(row)
+            if tokens + len(part.tokens) <= self._limits.chunk:
+                found.append((row, part))
+                tokens += len(part.tokens)
         return found
 
     def _next_prompt(self, row: RequestState) -> Row:

@@ -64,8 +64,8 @@ class AnyDecoder(Protocol):
 
 
 def verifies_drafts(decoder: AnyDecoder, rows: int) -> bool:
-    """Whether draft tokens are verified where up to `rows` answers run at once: those that run by themselves have the
-    bits of an answer that is alone."""
+    """Whether a server of up to `rows` answers verifies draft tokens. A decoder that is not batch invariant verifies
+    them one by one: that gives the bits of decoding a single answer, not of decoding several in a batch."""
     return decoder.can_verify_draft and (rows == 1 or decoder.batch_invariant)
 
 

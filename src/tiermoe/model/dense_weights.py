@@ -175,6 +175,11 @@ class EmbeddingOnDisk(torch.nn.Module):
         self.weight = torch.empty((self.num_embeddings, self.embedding_dim), dtype=dtype, device="meta")
         self._checkpoint, self._keys, self._scale = checkpoint, keys, scale
 
+    @classmethod
+    def in_place_of(cls, embedding: Any, blueprint: Blueprint, keys: Sequence[str]) -> EmbeddingOnDisk:
+        """With the scale of the embedding that it replaces, where that has one."""
+        return cls(blueprint.checkpoint, keys, blueprint.dtype, getattr(embedding, "embed_scale", None))
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """`rows` times the scale."""
         found = self.rows(tokens)
@@ -221,9 +226,9 @@ def leave_on_disk(model: Any, blueprint: Blueprint) -> None:
     """Replaces the embeddings of a loaded model whose rows can be read one by one."""
     key = embedding_key(blueprint)
     if key is not None:
-        model.set_input_embeddings(EmbeddingOnDisk(blueprint.checkpoint, [key], blueprint.dtype))
+        table = model.get_input_embeddings()
+        model.set_input_embeddings(EmbeddingOnDisk.in_place_of(table, blueprint, [key]))
     for path, keys in blueprint.outline.tables.items():
         parent, _, child = path.removesuffix(".weight").rpartition(".")
         owner = model.get_submodule(parent)
-        scale = getattr(getattr(owner, child), "embed_scale", None)
-        setattr(owner, child, EmbeddingOnDisk(blueprint.checkpoint, keys, blueprint.dtype, scale))
+        setattr(owner, child, EmbeddingOnDisk.in_place_of(getattr(owner, child), blueprint, keys))

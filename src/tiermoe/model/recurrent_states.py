@@ -69,7 +69,8 @@ class StateRow:
 
 
 class StateRows:
-    """All rows of a step, or a row that runs again; pieces: the same for the kernel of linear attention."""
+    """All rows of a step, or a row that is replayed. verified: those whose tokens may be replayed in part. pieces: the
+    rows as the kernel of linear attention takes them."""
 
     def __init__(self, recurrent: RecurrentStates, rows: Iterable[tuple[Row, int, int]]) -> None:
         self.recurrent = recurrent
@@ -77,6 +78,9 @@ class StateRows:
         for row, before, after in rows:
             begin = self.rows[-1].end if self.rows else 0
             self.rows.append(StateRow(row, begin, begin + len(row.tokens), before, after))
+        self.verified = [
+            each for each in self.rows if each.row.kind is Kind.VERIFY and len(each.row.tokens) <= MOST_VERIFIED
+        ]
         self.pieces = list(delta_rows([(each.end - each.begin, each.before, each.after) for each in self.rows]))
 
     @property
@@ -179,12 +183,11 @@ class RecurrentStates:
         """Keeps what `replay` takes of tokens of a step that are verified: taken (T, ..) of all its tokens, side by
         side. ngrams: what n-gram features take."""
         kept = (self.verified_ngrams if ngrams else self.verified)[layer]
-        for each in rows.rows:
-            count = len(each.row.tokens)
-            if each.row.kind is Kind.VERIFY and count <= MOST_VERIFIED:
-                torch.cat([one[each.begin : each.end] for one in taken], dim=1, out=kept[each.row.slab, :count])
-                self._verified[each.row.slab] = each.row
-                self._replays[ngrams][layer] = replay
+        for each in rows.verified:
+            slab, count = each.row.slab, len(each.row.tokens)
+            torch.cat([one[each.begin : each.end] for one in taken], dim=1, out=kept[slab, :count])
+            self._verified[slab] = each.row
+            self._replays[ngrams][layer] = replay
 
     def can_replay(self, slab: int, length: int) -> bool:
         """Whether `length` is amid the tokens that the sequence's last step verified."""

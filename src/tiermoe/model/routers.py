@@ -94,10 +94,7 @@ class Router:
         if self._form is not None and self._few(hidden):
             weights, experts = native.route(self._form, hidden.contiguous())
             return self._scaled(weights, experts), experts
-        if self._few(hidden) and len(hidden) > 1:
-            weights, experts = map(torch.cat, zip(*map(self._by_torch, torch.split(hidden, 1)), strict=True))
-            return weights, experts
-        return self._by_torch(hidden)
+        return by_token(self._by_torch, hidden) if self._few(hidden) else self._by_torch(hidden)
 
     def _by_torch(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """`route` of the router's input."""

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.kernels.attention import Step as NativeStep
+from tiermoe.model.by_token import Computed, joined
 from tiermoe.model.kv_cache import KVCache
 from tiermoe.model.recurrent_states import StateRows
 from tiermoe.model.rotary import Rotary
 from tiermoe.native import available
 from tiermoe.types import FEW_TOKENS
-
-Three = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +90,9 @@ class Step:
             self._native = [each.choosing(chosen) for each in self._native]
         self.chosen = chosen
 
-    def compute_apart(self, compute: Callable[[Tensor], Three], x: Tensor) -> Three:
+    def compute_apart(self, compute: Callable[[Tensor], Computed], x: Tensor) -> Computed:
         """compute(x), x (T, ...), each of `apart` by itself."""
-        if len(self.apart) == 1:
-            return compute(x)
-        first, second, third = zip(*(compute(x[span.begin : span.end]) for span in self.apart), strict=True)
-        return torch.cat(first), torch.cat(second), torch.cat(third)
+        return joined([compute(x[span.begin : span.end]) for span in self.apart])
 
     def _angles_of(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """cos and sin of a rotary embedding. A span's angles depend on the length of its own sequence alone."""
