@@ -84,8 +84,7 @@ def bench(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="UTF-8 text file: the input of every engine; 'random': random token ids. Default: the held-out "
-            "text.",
+            help="UTF-8 text file: the input of every engine; 'random': random token ids. Default: the held-out text.",
             show_default=False,
         ),
     ] = None,
