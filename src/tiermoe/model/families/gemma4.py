@@ -6,38 +6,74 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.moe import DenseBlock, MoeBlock, add_to
+from tiermoe.model.attention.grouped import grouped, window_at
+from tiermoe.model.families.family import Family
+from tiermoe.model.layer import Layer
+from tiermoe.model.moe import DenseBlock, MoeBlock, add_to, dense, moe_layer
 from tiermoe.model.norms import Norm
 from tiermoe.model.routers import Router, RouterRule
+from tiermoe.model.weights import NormKind, Scope
 
 
-def gemma4_router(config: Any) -> RouterRule:
-    return RouterRule(config.top_k_experts, normalise=True, rounded=False)
+class Gemma4(Family):
+    name, model_type = "Gemma 4", "gemma4_text"
+    normalised = True
+    scales_embedding = True
+    norms = NormKind(late=True)
+
+    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+        part = w.at("self_attn")
+        attention = grouped(
+            part,
+            config,
+            index,
+            window=window_at(config, index),
+            scale=1.0,
+            norms=("q_norm", "k_norm"),
+            norm_values=True,
+            keys_are_values=not part.has("v_proj"),
+        )
+        return Layer(
+            w.norm("input_layernorm"),
+            attention,
+            w.norm("pre_feedforward_layernorm"),
+            side_by_side(w, config),
+            norm_attended=w.norm("post_attention_layernorm"),
+        )
+
+    def lacks(self, config: Any) -> str:
+        if config.hidden_size_per_layer_input:
+            return "embeddings of each layer"
+        if config.num_kv_shared_layers:
+            return "layers that share keys and values"
+        return "attention to later tokens" if config.use_bidirectional_attention == "all" else ""
+
+    def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
+        return float(torch.tensor(config.hidden_size**0.5).to(dtype))
 
 
-def gemma4_lacks(config: Any) -> str:
-    """The parts of a config that the models with experts lack; empty: none."""
-    if config.hidden_size_per_layer_input:
-        return "embeddings of each layer"
-    if config.num_kv_shared_layers:
-        return "layers that share keys and values"
-    return "attention to later tokens" if config.use_bidirectional_attention == "all" else ""
-
-
-GEMMA4 = Architecture(
-    gemma4_router,
-    window="layer",
-    late_norm=True,
-    norm_attended="post_attention_layernorm",
-    names={"post_attention_layernorm": "pre_feedforward_layernorm"},
-    attention_scale=1.0,
-    scaled_embedding=True,
-    side_by_side=True,
-    lacks=gemma4_lacks,
-)
+def side_by_side(w: Scope, config: Any) -> SideBySide:
+    """The feed-forward part of the layer at `w`."""
+    experts = config.num_experts
+    rule = RouterRule(config.top_k_experts, normalise=True, rounded=False)
+    router = Router(
+        w.tensor("router.proj.weight", experts, w.hidden),
+        rule,
+        prepared=NormedInput(w.norm_without_weight(w.hidden), w.tensor("router.scale", w.hidden), w.hidden**-0.5),
+        expert_scale=w.tensor("router.per_expert_scale", experts),
+    )
+    return SideBySide(
+        dense=dense(w.at("mlp"), config.intermediate_size, config.hidden_activation),
+        moe=MoeBlock(router, layer=moe_layer(w, experts, rule.top_k, config.moe_intermediate_size, w.hidden)),
+        norm_dense=w.norm("post_feedforward_layernorm_1"),
+        norm_before_experts=w.norm("pre_feedforward_layernorm_2"),
+        norm_experts=w.norm("post_feedforward_layernorm_2"),
+        norm_sum=w.norm("post_feedforward_layernorm"),
+        scale=w.number("layer_scalar"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +100,6 @@ class SideBySide:
     norm_experts: Norm  # of the experts' output
     norm_sum: Norm  # of both outputs' sum
     scale: float = 1.0  # of the layer's output
-
-    @classmethod
-    def of(cls, weights: FamilyWeights, layer: str, activation: str) -> SideBySide:
-        """The block of the layer at the path `layer`. activation: of the dense block."""
-        hidden = int(weights.config.hidden_size)
-        normed = NormedInput(weights.norm_without_weight(hidden), weights.tensor(f"{layer}.router.scale"), hidden**-0.5)
-        router = Router(
-            weights.tensor(f"{layer}.router.proj.weight"),
-            weights.architecture.router(weights.config),
-            prepared=normed,
-            expert_scale=weights.tensor(f"{layer}.router.per_expert_scale"),
-        )
-        return cls(
-            dense=DenseBlock.of(weights, f"{layer}.{weights.architecture.block}", activation),
-            moe=MoeBlock(router),
-            norm_dense=weights.norm(f"{layer}.post_feedforward_layernorm_1"),
-            norm_before_experts=weights.norm(f"{layer}.pre_feedforward_layernorm_2"),
-            norm_experts=weights.norm(f"{layer}.post_feedforward_layernorm_2"),
-            norm_sum=weights.norm(f"{layer}.post_feedforward_layernorm"),
-            scale=float(weights.tensor(f"{layer}.layer_scalar")),
-        )
 
     @property
     def batch_invariant(self) -> bool:

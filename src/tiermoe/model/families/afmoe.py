@@ -1,0 +1,72 @@
+"""AFMoE (Trinity): grouped attention with gated heads, windows in most layers and no positions in the others, norms
+before and after each part, a sigmoid router, shared experts, scaled embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tiermoe.model.attention.grouped import grouped, window_at
+from tiermoe.model.families.family import Family
+from tiermoe.model.layer import Layer
+from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
+from tiermoe.model.routers import RouterRule
+from tiermoe.model.weights import NormKind, Scope
+
+
+class Afmoe(Family):
+    name, model_type = "AFMoE (Trinity)", "afmoe"
+    normalised = True
+    has_unrotated = True
+    norms = NormKind(late=True, by_kernel=False)
+
+    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+        full = config.layer_types[index] == "full_attention"
+        attention = grouped(
+            w.at("self_attn"),
+            config,
+            index,
+            window=window_at(config, index),
+            rotary=self.unrotated(config) if full else None,
+            norms=("q_norm", "k_norm"),
+            gate="gate_proj",
+        )
+        return Layer(
+            w.norm("input_layernorm"),
+            attention,
+            w.norm("pre_mlp_layernorm"),
+            self.part(w, config),
+            norm_attended=w.norm("post_attention_layernorm"),
+        )
+
+    def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
+        """The feed-forward part of a layer: dense in the layers that have no router."""
+        norm, part, inner = w.norm("post_mlp_layernorm"), w.at("mlp"), config.moe_intermediate_size
+        if not part.has("router.gate.weight"):
+            return dense(part, config.intermediate_size, config.hidden_act, norm=norm)
+        rule = RouterRule(
+            config.num_experts_per_tok,
+            scores="sigmoid",
+            normalise=True,
+            epsilon=1e-20,
+            rounded=False,
+            scale=float(config.route_scale),
+        )
+        shared = None
+        if part.has("shared_experts"):
+            shared = dense(part.at("shared_experts"), config.num_shared_experts * inner, config.hidden_act)
+        return moe(
+            part,
+            rule,
+            config.num_experts,
+            inner,
+            router="router.gate",
+            correction="expert_bias",
+            shared=shared,
+            norm=norm,
+        )
+
+    def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
+        """muP's."""
+        return float(config.hidden_size**0.5) if config.mup_enabled else 1.0

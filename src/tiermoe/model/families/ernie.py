@@ -1,0 +1,39 @@
+"""ERNIE 4.5: grouped attention that rotates pairs of columns in float32, a softmax router with a correction, shared
+experts; the first layers are dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiermoe.model.attention.grouped import grouped
+from tiermoe.model.families.family import Family
+from tiermoe.model.layer import Layer
+from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
+from tiermoe.model.rotary import rope_complex
+from tiermoe.model.routers import RouterRule
+from tiermoe.model.weights import Scope
+
+
+class Ernie(Family):
+    name, model_type = "ERNIE 4.5", "ernie4_5_moe"
+    normalised = True
+    wide_angles = True
+
+    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+        return Layer(
+            w.norm("input_layernorm"),
+            grouped(w.at("self_attn"), config, index, rope=rope_complex),
+            w.norm("post_attention_layernorm"),
+            self.part(w.at("mlp"), config),
+        )
+
+    def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
+        """The feed-forward part: dense in the layers that have no router."""
+        if not w.has("gate.weight"):
+            return dense(w, config.intermediate_size, config.hidden_act)
+        rule = RouterRule(config.num_experts_per_tok, normalise=True, epsilon=1e-20, wide=True)
+        inner, shared = config.moe_intermediate_size, None
+        if w.has("shared_experts"):
+            shared = dense(w.at("shared_experts"), config.moe_num_shared_experts * inner, config.hidden_act)
+        correction = "gate.moe_statics.e_score_correction_bias"
+        return moe(w, rule, config.moe_num_experts, inner, correction=correction, shared=shared)

@@ -1,0 +1,45 @@
+"""EXAONE MoE (K-EXAONE): grouped attention, some layers of which have a window and the others no positions, and
+DeepSeek-V3's router with shared experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiermoe.model.attention.grouped import grouped, window_at
+from tiermoe.model.families.deepseek_v3 import CORRECTION, v3_router
+from tiermoe.model.families.family import Family, HeadFormat
+from tiermoe.model.families.qwen3_next import MTP_NAMES
+from tiermoe.model.layer import Layer
+from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
+from tiermoe.model.weights import Scope
+
+
+class ExaoneMoe(Family):
+    name, model_type = "EXAONE MoE (K-EXAONE)", "exaone_moe"
+    has_unrotated = True
+    # vLLM's `exaone_moe` says that the head's layer is dense and has a window
+    mtp_head = HeadFormat(MTP_NAMES, {"layer_types": "sliding_attention", "mlp_layer_types": "dense"})
+
+    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+        window = window_at(config, index)
+        unrotated = config.sliding_window is not None and config.layer_types[index] == "full_attention"
+        attention = grouped(
+            w.at("self_attn"),
+            config,
+            index,
+            window=window,
+            rotary=self.unrotated(config) if unrotated else None,
+            norms=("q_norm", "k_norm"),
+        )
+        return Layer(
+            w.norm("input_layernorm"), attention, w.norm("post_attention_layernorm"), self.part(w.at("mlp"), config)
+        )
+
+    def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
+        """The feed-forward part: dense in the layers that have no router."""
+        if not w.has("gate.weight"):
+            return dense(w, config.intermediate_size, config.hidden_act)
+        inner, shared = config.moe_intermediate_size, None
+        if w.has("shared_experts"):
+            shared = dense(w.at("shared_experts"), config.num_shared_experts * inner, config.hidden_act)
+        return moe(w, v3_router(config), config.num_experts, inner, correction=CORRECTION, shared=shared)

@@ -1,0 +1,33 @@
+"""Qwen3-MoE: grouped attention with normed heads, a softmax router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiermoe.model.attention.grouped import grouped
+from tiermoe.model.families.family import Family
+from tiermoe.model.layer import Layer
+from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
+from tiermoe.model.routers import RouterRule
+from tiermoe.model.weights import Scope
+
+
+class Qwen3Moe(Family):
+    name, model_type = "Qwen3-MoE", "qwen3_moe"
+    plain_router = True
+
+    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+        norms = ("q_norm", "k_norm")
+        return Layer(
+            w.norm("input_layernorm"),
+            grouped(w.at("self_attn"), config, index, window=config.sliding_window, norms=norms),
+            w.norm("post_attention_layernorm"),
+            self.part(w.at("mlp"), config),
+        )
+
+    def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
+        """The feed-forward part: dense in the layers that have no router."""
+        if not w.has("gate.weight"):
+            return dense(w, config.intermediate_size, config.hidden_act)
+        rule = RouterRule(config.num_experts_per_tok, normalise=bool(config.norm_topk_prob))
+        return moe(w, rule, config.num_experts, config.moe_intermediate_size)
