@@ -12,7 +12,7 @@ from commands import Command
 from tiermoe.errors import ConfigError
 from tiermoe.offload.composition import POLICIES, Composition, declarations, unread
 from tiermoe.offload.policies.settings import declared
-from tiermoe.systems import PRESETS, compose
+from tiermoe.offload.presets import PRESETS, compose
 
 FIVE = ("hobbit", "edgemoe", "mobile", "fate", "corm")
 BASELINES = ("io-free", "load-on-demand", "io-qexp", "sti", "eap", "lru", "mixtral-offload")

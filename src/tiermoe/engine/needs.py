@@ -29,8 +29,8 @@ from tiermoe.model.linear_attention import LinearSizes
 from tiermoe.model.prepare_store import packing_needs
 from tiermoe.model.rotary import table_bytes
 from tiermoe.offload.disk import most_lanes, staging_bytes
+from tiermoe.offload.presets import Resolved
 from tiermoe.platform.process_memory import can_free_pages
-from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Need, Phase, Use, Workload
 
 if TYPE_CHECKING:
