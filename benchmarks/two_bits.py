@@ -127,7 +127,7 @@ class Lab:
         return logits.log_softmax(-1)
 
     def _record(self, windows: Tensor) -> list[list[tuple[Tensor, Tensor]]]:
-        """Second moments of each expert's inputs and inner values, as `measure.expert_inputs` weighs them."""
+        """Second moments of each expert's inputs and inner values, as `engine.expert_inputs` weighs them."""
         hidden: list[list[Tensor]] = [[] for _ in self._layers]
         hooks = [
             mlp.register_forward_pre_hook(lambda _, args, at=at: at.append(args[0].flatten(0, 1)))

@@ -1,5 +1,5 @@
 """MoBiLE: half of a token's experts, and all where the next token is unsure. Gamma is the paper's until one has been
-found for the model (`measure/gamma.py`)."""
+found for the model (`lab/measure/gamma.py`)."""
 
 from __future__ import annotations
 
