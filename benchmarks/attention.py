@@ -32,8 +32,8 @@ from tiermoe.kernels.attention import (
 )
 from tiermoe.kernels.norm import Norm
 from tiermoe.lab.bench.summary import spread
-from tiermoe.model.attention import attend
-from tiermoe.model.kv_memory import CODED
+from tiermoe.model.attention.base import attend
+from tiermoe.model.cache.memory import CODED
 from tiermoe.platform.machine import processors
 from tiermoe.types import FEW_TOKENS
 

@@ -19,13 +19,13 @@ from patience import until
 from small_families import FAMILIES, LARGER, config_of, plain_model, write_small
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.model.decoder import Decoder
-from tiermoe.model.dense import packable
-from tiermoe.model.dense_weights import loading_needs
 from tiermoe.model.families.table import decodes, family_of, not_computed
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.hf.generic import measured_cache, tensors_in
 from tiermoe.model.hf.shells import IMPLEMENTATION, experts_left_out, register
+from tiermoe.model.packing import packable
+from tiermoe.model.stored_weights import loading_needs
 
 
 def stepped(engine: Any, ids: list[int], length: int) -> list[int]:

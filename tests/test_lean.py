@@ -26,11 +26,11 @@ from tiermoe.errors import StoreError
 from tiermoe.formats.outline import NAME, Origin, read_outline, write_outline
 from tiermoe.kernels.gates import ClampedGate, LimitedSilu, gate_name, gate_named, gelu_gate, relu_squared, silu_gate
 from tiermoe.model import prepare_store
-from tiermoe.model.dense_weights import EmbeddingOnDisk, StoredWeights
 from tiermoe.model.families.table import ARCHITECTURES
 from tiermoe.model.hf import configs, skeleton
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.prepare_store import found_store, open_or_create, store_root
+from tiermoe.model.stored_weights import EmbeddingOnDisk, StoredWeights
 from tiermoe.platform import process_memory
 from tiny import oracle, write
 

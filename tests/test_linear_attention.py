@@ -20,17 +20,17 @@ from tiermoe.batch import Batch, Row, decode, prompt
 from tiermoe.config import settings
 from tiermoe.engine.load import resolve_for
 from tiermoe.engine.needs import expanding_needs
-from tiermoe.model import linear_attention as delta
 from tiermoe.model.architecture import FamilyWeights
+from tiermoe.model.attention import linear as delta
+from tiermoe.model.attention.mamba import CHUNK, selective_scan
+from tiermoe.model.attention.mamba_1 import channelwise_scan
+from tiermoe.model.attention.short_convolution import ConvolutionSizes
+from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.decoder import attention_sizes
 from tiermoe.model.families.table import ARCHITECTURES, decodes, not_computed
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
-from tiermoe.model.kv_cache import KVCache
-from tiermoe.model.mamba import CHUNK, selective_scan
-from tiermoe.model.mamba_1 import channelwise_scan
 from tiermoe.model.rotary import Rotary
-from tiermoe.model.short_convolution import ConvolutionSizes
 from tiermoe.model.step import Step
 from tiermoe.model.weights import ModuleWeights, text_part
 

@@ -21,14 +21,14 @@ from tiermoe.engine.needs import expanding_needs
 from tiermoe.engine.request_loop import use_of
 from tiermoe.kernels.attention import Slabs, Step, decode_attention_workspace
 from tiermoe.kernels.delta import DeltaKernel, DeltaSizes
+from tiermoe.model.attention.grouped import GroupedSizes
+from tiermoe.model.attention.latent import LatentSizes
+from tiermoe.model.attention.linear import LinearSizes
+from tiermoe.model.cache.kv import KVCache, needs
 from tiermoe.model.decoder import Decoder, attention_sizes, decoder_for
 from tiermoe.model.families.table import ARCHITECTURES
-from tiermoe.model.grouped_attention import GroupedSizes
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
-from tiermoe.model.kv_cache import KVCache, needs
-from tiermoe.model.latent_attention import LatentSizes
-from tiermoe.model.linear_attention import LinearSizes
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.native import _native
 from tiermoe.types import FEW_TOKENS, USUAL, Phase, Use, Workload
@@ -150,7 +150,7 @@ def test_what_is_planned_for_follows_from_the_use(tmp_path: Path) -> None:
 def test_latents_are_attended_to_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit what all heads at once give."""
     from tiermoe.batch import prompt
-    from tiermoe.model import attention
+    from tiermoe.model.attention import base as attention
 
     generator = torch.Generator().manual_seed(5)
     query, keys, values = (torch.randn(*shape, generator=generator) for shape in ((9, 5, 24), (5, 30, 24), (5, 30, 16)))

@@ -25,10 +25,10 @@ from tiermoe.formats.source import label_of
 from tiermoe.formats.store import MTP_FOLDER, Store, open_store, precision_key
 from tiermoe.kernels.linear import cpu_kernels, machine_layout
 from tiermoe.kernels.matrix import matrix_form
-from tiermoe.model.dense import kind_of, recipe_key
 from tiermoe.model.families.table import ARCHITECTURES, FAMILIES, not_computed
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.hub import inspect_without_download
+from tiermoe.model.packing import kind_of, recipe_key
 from tiermoe.model.prepare_store import found_store, is_store, store_root
 from tiermoe.offload.cuda import resolve_device
 from tiermoe.offload.presets import Resolved

@@ -62,10 +62,10 @@ def pack(
         from tiermoe.formats.pack import forget
         from tiermoe.formats.store import precision_key
         from tiermoe.kernels.linear import machine_layout
-        from tiermoe.model.dense import recipe_key, with_own_dense
         from tiermoe.model.hf.blueprint import inspect_model
         from tiermoe.model.hf.hub import resolve_model
         from tiermoe.model.hf.mtp_blueprint import with_mtp
+        from tiermoe.model.packing import recipe_key, with_own_dense
         from tiermoe.model.prepare_store import ensure_packed, open_or_create, store_root
         from tiermoe.offload.cuda import resolve_device
 

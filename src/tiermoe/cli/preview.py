@@ -38,10 +38,10 @@ from tiermoe.formats.registry import quantizer_used
 from tiermoe.formats.source import ExpertSource
 from tiermoe.formats.store import precision_key
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.model.dense import kind_of, own_bytes, packable, packed_bytes
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.hub import Download, inspect_without_download
 from tiermoe.model.hf.mtp_blueprint import with_mtp
+from tiermoe.model.packing import kind_of, own_bytes, packable, packed_bytes
 from tiermoe.model.prepare_store import found_store, missing, store_root
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.computers import Rates

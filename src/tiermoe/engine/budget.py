@@ -21,12 +21,12 @@ from tiermoe.engine.needs import (
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.formats.store import Store
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.model.compressed_attention import CompressedSizes
-from tiermoe.model.dense import own_linears, recipe, types_of
-from tiermoe.model.dense_weights import embedding_bytes
+from tiermoe.model.attention.compressed import CompressedSizes
+from tiermoe.model.attention.latent import LatentSizes
+from tiermoe.model.cache.memory import COLUMNS_OF_4
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.kv_memory import COLUMNS_OF_4
-from tiermoe.model.latent_attention import LatentSizes
+from tiermoe.model.packing import own_linears, recipe, types_of
+from tiermoe.model.stored_weights import embedding_bytes
 from tiermoe.offload.assembly import ModelShape, cache_bytes
 from tiermoe.offload.composition import require_device
 from tiermoe.offload.cuda import free_memory, resolve_device

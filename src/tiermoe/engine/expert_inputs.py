@@ -28,9 +28,9 @@ from tiermoe.formats.quantizers import CALIBRATED
 from tiermoe.formats.store import Store, precision_key
 from tiermoe.formats.store_files import exclusive, write_atomically
 from tiermoe.kernels.experts import Activation, UnfusedExperts
-from tiermoe.model.feed_forward import named_gates
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.moe import named_gates
 from tiermoe.model.prepare_store import Progress
 from tiermoe.platform.json_files import read_json
 from tiermoe.types import MoeLayer, Routed

@@ -17,17 +17,17 @@ from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.store import Store
 from tiermoe.kernels.linear import decoded_bytes, machine_layout, prepared_bytes
 from tiermoe.kernels.matrix import prepared_at_most
-from tiermoe.model import kv_cache
-from tiermoe.model.attention import AttentionSizes
+from tiermoe.model.attention.base import AttentionSizes
+from tiermoe.model.attention.latent import LatentSizes
+from tiermoe.model.attention.linear import LinearSizes
+from tiermoe.model.cache import kv as kv_cache
 from tiermoe.model.decoder import attention_sizes
-from tiermoe.model.dense import dense_bytes
-from tiermoe.model.dense_weights import loading_needs, table_keys
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.hyper_connections import streams_of
-from tiermoe.model.latent_attention import LatentSizes
-from tiermoe.model.linear_attention import LinearSizes
+from tiermoe.model.packing import dense_bytes
 from tiermoe.model.prepare_store import packing_needs
 from tiermoe.model.rotary import table_bytes
+from tiermoe.model.stored_weights import loading_needs, table_keys
+from tiermoe.model.streams import streams_of
 from tiermoe.offload.disk import most_lanes, staging_bytes
 from tiermoe.offload.presets import Resolved
 from tiermoe.platform.process_memory import can_free_pages

@@ -21,7 +21,7 @@ from tiermoe.formats.store import Store, precision_key
 from tiermoe.formats.stores import hold
 from tiermoe.kernels.experts import Views
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.model.feed_forward import ExpertGate
+from tiermoe.model.moe import ExpertGate
 from tiermoe.offload.assembly import PrecisionSlots, assemble
 from tiermoe.offload.cuda import resolve_device
 from tiermoe.offload.disk import SlotFiller

@@ -14,26 +14,26 @@ from torch import Tensor
 
 from tiermoe.batch import Batch
 from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.attention import AttentionSizes, NoAttention
-from tiermoe.model.compressed_attention import CompressedSizes
+from tiermoe.model.attention.base import AttentionSizes, NoAttention
+from tiermoe.model.attention.compressed import CompressedSizes
+from tiermoe.model.attention.grouped import GroupedSizes, head_columns
+from tiermoe.model.attention.kimi_delta import KimiDeltaSizes
+from tiermoe.model.attention.latent import LatentSizes
+from tiermoe.model.attention.linear import LinearSizes, is_linear
+from tiermoe.model.attention.mamba_1 import mamba_sizes_of
+from tiermoe.model.attention.short_convolution import ConvolutionSizes, is_convolution
+from tiermoe.model.cache.kv import KVCache, LayerShape
 from tiermoe.model.families.gemma4 import SideBySide
 from tiermoe.model.families.table import ARCHITECTURES, activation_of, decodes
-from tiermoe.model.feed_forward import Experts, MoeBlock, feed_forward
-from tiermoe.model.grouped_attention import GroupedSizes, head_columns
-from tiermoe.model.hyper_connections import CONNECTIONS, StreamLayer, in_streams, streams_of
-from tiermoe.model.kimi_delta import KimiDeltaSizes
-from tiermoe.model.kv_cache import KVCache, LayerShape
-from tiermoe.model.latent_attention import LatentSizes
 from tiermoe.model.layer import AttentionLayer, DecoderLayer, FeedForwardLayer, Layer
 from tiermoe.model.linear import Linear
-from tiermoe.model.linear_attention import LinearSizes, is_linear
-from tiermoe.model.mamba_1 import mamba_sizes_of
 from tiermoe.model.model_config import reads_mtp_head
+from tiermoe.model.moe import Experts, MoeBlock, feed_forward
 from tiermoe.model.mtp_head import MtpHead
 from tiermoe.model.rotary import Rotary, is_rotated, layer_kinds, parameters_of, rotary_of, unrotated
 from tiermoe.model.routers import Router
-from tiermoe.model.short_convolution import ConvolutionSizes, is_convolution
 from tiermoe.model.step import Step
+from tiermoe.model.streams import CONNECTIONS, StreamLayer, in_streams, streams_of
 from tiermoe.model.weights import Weights, text_part
 from tiermoe.types import FEW_TOKENS
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from tiermoe.kernels.attention import DecodeAttention
-from tiermoe.model.attention import Attention, PositionIndexer
+from tiermoe.model.attention.base import Attention, PositionIndexer
 from tiermoe.model.families.gemma4 import SideBySide
-from tiermoe.model.feed_forward import DenseBlock, MoeBlock
+from tiermoe.model.moe import DenseBlock, MoeBlock
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Step
 

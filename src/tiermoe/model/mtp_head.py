@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.batch import Batch, Kind, Row
-from tiermoe.model.kv_cache import KVCache, Unread
+from tiermoe.model.cache.kv import KVCache, Unread
 from tiermoe.model.layer import Layer
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm

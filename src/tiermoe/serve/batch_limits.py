@@ -14,8 +14,8 @@ from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan
 from tiermoe.engine.needs import longest_request, sizes_for
 from tiermoe.engine.request_loop import use_of
 from tiermoe.errors import BudgetError, ConfigError
+from tiermoe.model.cache.prefix_disk import PrefixFolder, check_size
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.prefix_files import PrefixFolder, check_size
 from tiermoe.model.prepare_store import found_store
 from tiermoe.offload.cuda import resolve_device
 from tiermoe.serve.intake import requests_bytes

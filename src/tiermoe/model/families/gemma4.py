@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.feed_forward import DenseBlock, MoeBlock, add_to
+from tiermoe.model.moe import DenseBlock, MoeBlock, add_to
 from tiermoe.model.norms import Norm
 from tiermoe.model.routers import Router, RouterRule
 

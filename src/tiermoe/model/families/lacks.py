@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiermoe.model.attention.linear import is_linear
 from tiermoe.model.families.router_rules import hunyuan_top_k
-from tiermoe.model.linear_attention import is_linear
 
 
 def minimax_m3_lacks(config: Any) -> str:

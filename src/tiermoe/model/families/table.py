@@ -19,6 +19,7 @@ from torch import Tensor
 from tiermoe.errors import ModelError
 from tiermoe.kernels.gates import ClampedGate, LimitedSilu
 from tiermoe.model.architecture import Architecture
+from tiermoe.model.attention.mamba import mamba_lacks
 from tiermoe.model.families.gemma4 import GEMMA4
 from tiermoe.model.families.lacks import (
     deepseek_v4_lacks,
@@ -47,8 +48,7 @@ from tiermoe.model.families.router_rules import (
     phi_router,
     softmax_router,
 )
-from tiermoe.model.feed_forward import ACTIVATIONS
-from tiermoe.model.mamba import mamba_lacks
+from tiermoe.model.moe import ACTIVATIONS
 from tiermoe.model.rotary import Temperature, knows_rotary
 
 

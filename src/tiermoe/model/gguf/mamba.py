@@ -8,9 +8,9 @@ import math
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import Rows
 from tiermoe.formats.gguf_file import GgufFile, GgufTensor
+from tiermoe.model.attention.mamba import MambaSizes
 from tiermoe.model.gguf.linear_attention import rates
 from tiermoe.model.gguf.shapes import AGAIN
-from tiermoe.model.mamba import MambaSizes
 
 _NAMES = {"ssm_in": "in_proj.weight", "ssm_out": "out_proj.weight", "ssm_dt": "dt_bias"}
 _NAMES_1 = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
+from tiermoe.model.attention.mamba import MambaSizes
 from tiermoe.model.families.table import ARCHITECTURES
 from tiermoe.model.gguf.config import Config, common, granite, rotates
 from tiermoe.model.gguf.mamba import mamba_sizes
 from tiermoe.model.gguf.shapes import AGAIN, blocks, dense_layers, experts, in_first_block, inner, shape
-from tiermoe.model.mamba import MambaSizes
 
 
 def granitehybrid(file: GgufFile) -> Config:

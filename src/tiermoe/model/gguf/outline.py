@@ -13,13 +13,13 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.outline import DenseTensor, Outline
 from tiermoe.model.architecture import Architecture
+from tiermoe.model.attention.grouped import GroupedSizes
+from tiermoe.model.attention.kimi_delta import KimiDeltaSizes
+from tiermoe.model.attention.latent import LatentSizes
+from tiermoe.model.attention.linear import LinearSizes, is_linear
+from tiermoe.model.attention.mamba_1 import mamba_sizes_of
 from tiermoe.model.families.table import ARCHITECTURES
 from tiermoe.model.gguf.experts import FIRST, SECOND, UNGATED
-from tiermoe.model.grouped_attention import GroupedSizes
-from tiermoe.model.kimi_delta import KimiDeltaSizes
-from tiermoe.model.latent_attention import LatentSizes
-from tiermoe.model.linear_attention import LinearSizes, is_linear
-from tiermoe.model.mamba_1 import mamba_sizes_of
 from tiermoe.types import MoeLayer, Part
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]

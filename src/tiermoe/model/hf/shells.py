@@ -22,8 +22,8 @@ from tiermoe.errors import ModelError
 from tiermoe.kernels.experts import Activation
 from tiermoe.kernels.gates import ClampedGate, LimitedSilu, gelu_gate, relu_squared, silu_gate
 from tiermoe.model.families.table import Family
-from tiermoe.model.feed_forward import ExpertGate
 from tiermoe.model.hf.adapters import ADAPTERS, drop_parameters
+from tiermoe.model.moe import ExpertGate
 
 IMPLEMENTATION = "tiermoe"
 _ROUTERS = ("gate", "router")

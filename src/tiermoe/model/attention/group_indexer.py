@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.model.architecture import FamilyWeights
-from tiermoe.model.kv_memory import read_rows, write_rows
+from tiermoe.model.cache.memory import read_rows, write_rows
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import rope_halves

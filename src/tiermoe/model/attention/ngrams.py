@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.model.architecture import FamilyWeights
-from tiermoe.model.convolution import convolved
+from tiermoe.model.attention.convolution import convolved
+from tiermoe.model.cache.recurrent import StateRows
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
-from tiermoe.model.recurrent_states import StateRows
 from tiermoe.model.step import Step
 from tiermoe.types import Workload
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tiermoe.model.architecture import FamilyWeights
-from tiermoe.model.block_indexer import block_positions
-from tiermoe.model.compressor import Compressor, CompressorSizes, EntryIndexer, EntryIndexerSizes
-from tiermoe.model.indexer import key_norm
-from tiermoe.model.kv_cache import LayerShape
+from tiermoe.model.attention.block_indexer import block_positions
+from tiermoe.model.attention.compressor import Compressor, CompressorSizes, EntryIndexer, EntryIndexerSizes
+from tiermoe.model.attention.indexer import key_norm
+from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.linear import Linear, PlainLinear
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Span, Step

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.attention import Attention, AttentionSizes
-from tiermoe.model.convolution import CausalConvolution
-from tiermoe.model.kv_cache import LayerShape
+from tiermoe.model.attention.base import Attention, AttentionSizes
+from tiermoe.model.attention.convolution import CausalConvolution
+from tiermoe.model.attention.mamba import MambaSizes
+from tiermoe.model.cache.kv import LayerShape
+from tiermoe.model.cache.recurrent import StateRows, StateShape
 from tiermoe.model.linear import Linear
-from tiermoe.model.mamba import MambaSizes
 from tiermoe.model.norms import Norm
-from tiermoe.model.recurrent_states import StateRows, StateShape
 from tiermoe.model.step import Step
 from tiermoe.types import Workload
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiermoe.batch import Kind
-from tiermoe.model.prefix_files import BLOCK, PrefixDisk, StoredPrefix
+from tiermoe.model.cache.prefix_disk import BLOCK, PrefixDisk, StoredPrefix
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.model.architecture import FamilyWeights
-from tiermoe.model.attention import (
+from tiermoe.model.attention.base import (
     SINK_SCORE_BYTES,
     Attention,
     AttentionSizes,
@@ -19,9 +19,9 @@ from tiermoe.model.attention import (
     mask_of,
     scores_at_once,
 )
-from tiermoe.model.compressor import Compressor, CompressorSizes, EntryIndexer, EntryIndexerSizes
-from tiermoe.model.kv_cache import LayerShape
-from tiermoe.model.kv_memory import read_rows, write_rows
+from tiermoe.model.attention.compressor import Compressor, CompressorSizes, EntryIndexer, EntryIndexerSizes
+from tiermoe.model.cache.kv import LayerShape
+from tiermoe.model.cache.memory import read_rows, write_rows
 from tiermoe.model.linear import Linear, PlainLinear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import layer_kinds, rope_last

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tiermoe.model.architecture import FamilyWeights
-from tiermoe.model.kv_cache import LayerShape
-from tiermoe.model.kv_memory import read_rows, write_rows
+from tiermoe.model.cache.kv import LayerShape
+from tiermoe.model.cache.memory import read_rows, write_rows
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import LayerNorm, Norm
 from tiermoe.model.rotary import ROPES, ApplyRope

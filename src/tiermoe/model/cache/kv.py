@@ -15,7 +15,7 @@ from torch import Tensor
 from tiermoe.batch import Row
 from tiermoe.errors import ModelError, PromptError
 from tiermoe.kernels.attention import Slabs
-from tiermoe.model.kv_memory import (
+from tiermoe.model.cache.memory import (
     CODED,
     SCALE_BYTES,
     decode_kv,
@@ -27,7 +27,7 @@ from tiermoe.model.kv_memory import (
     shared_page_bytes,
     write_rows,
 )
-from tiermoe.model.recurrent_states import RecurrentStates, StateShape
+from tiermoe.model.cache.recurrent import RecurrentStates, StateShape
 from tiermoe.native import available
 from tiermoe.types import Need, Phase, Workload
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tiermoe.batch import Kind, Row
 from tiermoe.kernels.delta import delta_rows
-from tiermoe.model.kv_memory import empty_pages, release_pages
+from tiermoe.model.cache.memory import empty_pages, release_pages
 from tiermoe.types import MOST_VERIFIED
 
 KEPT = 2  # states of a sequence: after the last step and before it

@@ -26,7 +26,7 @@ import xxhash
 
 from tiermoe.config import MIB, format_size
 from tiermoe.errors import ConfigError
-from tiermoe.model.kv_cache import KVCache, LayerShape, with_beside
+from tiermoe.model.cache.kv import KVCache, LayerShape, with_beside
 from tiermoe.platform.file_io import read_ahead
 
 BLOCK = 64

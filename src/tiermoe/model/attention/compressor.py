@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tiermoe.batch import Row
 from tiermoe.model.architecture import FamilyWeights
-from tiermoe.model.indexer import best_keys
-from tiermoe.model.kv_cache import LayerShape
-from tiermoe.model.kv_memory import read_rows, write_rows
+from tiermoe.model.attention.indexer import best_keys
+from tiermoe.model.cache.kv import LayerShape
+from tiermoe.model.cache.memory import read_rows, write_rows
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import Rotary, rope_last

@@ -16,9 +16,9 @@ from torch.nn.functional import embedding
 
 from tiermoe.formats.source import TensorSource
 from tiermoe.formats.store import Store
-from tiermoe.model.dense import packed_linears, read_own, shared_table
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.linear import Linear, PlainLinear
+from tiermoe.model.packing import packed_linears, read_own, shared_table
 from tiermoe.offload.mapped import MappedFiles
 from tiermoe.offload.reader import ExtentReader
 from tiermoe.types import Need, Phase

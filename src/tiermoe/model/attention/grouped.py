@@ -21,7 +21,7 @@ from tiermoe.kernels.attention import (
     takes_prompts,
 )
 from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.attention import (
+from tiermoe.model.attention.base import (
     SINK_SCORE_BYTES,
     SPARSE_TOKENS,
     Attention,
@@ -30,9 +30,9 @@ from tiermoe.model.attention import (
     scores_at_once,
     tempered,
 )
-from tiermoe.model.block_indexer import BlockIndexer, BlockIndexerSizes
-from tiermoe.model.group_indexer import GroupIndexer, GroupIndexerSizes
-from tiermoe.model.kv_cache import KVCache, LayerShape
+from tiermoe.model.attention.block_indexer import BlockIndexer, BlockIndexerSizes
+from tiermoe.model.attention.group_indexer import GroupIndexer, GroupIndexerSizes
+from tiermoe.model.cache.kv import KVCache, LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import ROPES, ApplyRope, layer_kinds, rope_halves, rotary_at

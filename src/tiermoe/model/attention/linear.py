@@ -14,13 +14,13 @@ from torch import Tensor
 
 from tiermoe.kernels.delta import DeltaGate, DeltaKernel, DeltaSizes
 from tiermoe.model.architecture import FamilyWeights
-from tiermoe.model.attention import Attention, AttentionSizes
-from tiermoe.model.feed_forward import ACTIVATIONS
-from tiermoe.model.kv_cache import LayerShape
+from tiermoe.model.attention.base import Attention, AttentionSizes
+from tiermoe.model.attention.ngrams import NgramSizes
+from tiermoe.model.cache.kv import LayerShape
+from tiermoe.model.cache.recurrent import RecurrentStates, StateRow, StateRows, StateShape
 from tiermoe.model.linear import Linear
-from tiermoe.model.ngram_features import NgramSizes
+from tiermoe.model.moe import ACTIVATIONS
 from tiermoe.model.norms import RootMeanSquare
-from tiermoe.model.recurrent_states import RecurrentStates, StateRow, StateRows, StateShape
 from tiermoe.model.step import Step
 from tiermoe.types import Workload
 

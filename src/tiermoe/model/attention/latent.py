@@ -24,7 +24,7 @@ from tiermoe.kernels.attention import (
     takes_prompts,
 )
 from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.attention import (
+from tiermoe.model.attention.base import (
     SINK_SCORE_BYTES,
     SPARSE_TOKENS,
     Attention,
@@ -33,12 +33,12 @@ from tiermoe.model.attention import (
     scores_at_once,
     tempered,
 )
-from tiermoe.model.indexer import Indexer, IndexerSizes
-from tiermoe.model.kv_cache import LayerShape
-from tiermoe.model.kv_memory import read_rows, write_rows
+from tiermoe.model.attention.indexer import Indexer, IndexerSizes
+from tiermoe.model.attention.pool_indexer import PoolIndexer, PoolIndexerSizes
+from tiermoe.model.cache.kv import LayerShape
+from tiermoe.model.cache.memory import read_rows, write_rows
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
-from tiermoe.model.pool_indexer import PoolIndexer, PoolIndexerSizes
 from tiermoe.model.rotary import ROPES, ApplyRope, is_rotated, rope_halves, yarn_scale
 from tiermoe.model.step import Step
 from tiermoe.types import Workload

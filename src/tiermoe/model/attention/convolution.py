@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tiermoe.model.recurrent_states import StateRows
+from tiermoe.model.cache.recurrent import StateRows
 
 
 class CausalConvolution:

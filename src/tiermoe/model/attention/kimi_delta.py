@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tiermoe.kernels.delta import DeltaSizes
 from tiermoe.model.architecture import FamilyWeights
-from tiermoe.model.feed_forward import ACTIVATIONS
+from tiermoe.model.attention.linear import GatedDelta, LinearSizes, Projected
 from tiermoe.model.linear import Linear
-from tiermoe.model.linear_attention import GatedDelta, LinearSizes, Projected
+from tiermoe.model.moe import ACTIVATIONS
 from tiermoe.model.norms import RootMeanSquare
 
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.model.architecture import FamilyWeights
-from tiermoe.model.attention import Attention, AttentionSizes, PositionIndexer
+from tiermoe.model.attention.base import Attention, AttentionSizes, PositionIndexer
+from tiermoe.model.attention.linear import LinearSizes
+from tiermoe.model.attention.ngrams import NgramFeatures
 from tiermoe.model.by_token import by_token
-from tiermoe.model.feed_forward import DenseBlock, MoeBlock, feed_forward
 from tiermoe.model.linear import Linear
-from tiermoe.model.linear_attention import LinearSizes
-from tiermoe.model.ngram_features import NgramFeatures
+from tiermoe.model.moe import DenseBlock, MoeBlock, feed_forward
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Step
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tiermoe.kernels.attention import DecodeAttention
 from tiermoe.model.architecture import FamilyWeights
-from tiermoe.model.kv_cache import LayerShape
+from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Step
 from tiermoe.types import Workload
