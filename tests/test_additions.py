@@ -36,6 +36,8 @@ from tiermoe.errors import ConfigError, TraceError
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import FIXED, encoding_for, encoding_named
 from tiermoe.kernels.linear import KERNELS, DecodedLinear, linear_for
+from tiermoe.lab.simulate.evictions import hits_of
+from tiermoe.lab.trace.file import Trace
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.families.router_rules import deepseek_v3_router
@@ -44,9 +46,7 @@ from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.policies.precision import PRECISIONS
 from tiermoe.offload.policies.prediction import PREDICTIONS
-from tiermoe.simulate.evictions import hits_of
-from tiermoe.systems import PRESETS, compose
-from tiermoe.trace.file import Trace
+from tiermoe.offload.presets import PRESETS, compose
 from tiny import oracle
 
 Model = Callable[..., Path]

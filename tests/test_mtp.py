@@ -41,7 +41,7 @@ from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.mtp_head import DraftToken
 from tiermoe.offload.assembly import PrecisionSlots, assemble
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
-from tiermoe.systems import compose
+from tiermoe.offload.presets import compose
 
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,

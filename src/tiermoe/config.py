@@ -123,7 +123,7 @@ class Settings:
     decoder: str = "auto"
     """'auto': tiermoe's own decoder where the family has one; 'generic': transformers' modelling code."""
     preset: str = "default"
-    """Name of a composition of policies (`tiermoe.systems`)."""
+    """Name of a composition of policies (`tiermoe.offload.presets`)."""
     set: Mapping[str, Any] = field(default_factory=dict)
     """Parts and settings of the preset to replace, as {'prefetch': 'none'}."""
     warm: bool = True

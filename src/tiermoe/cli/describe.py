@@ -31,8 +31,8 @@ from tiermoe.model.hf.hub import inspect_without_download
 from tiermoe.model.packing import kind_of, recipe_key
 from tiermoe.model.prepare_store import found_store, is_store, store_root
 from tiermoe.offload.cuda import resolve_device
+from tiermoe.offload.presets import Resolved
 from tiermoe.offload.reader import ExtentReader, aligned_memory
-from tiermoe.systems.resolved import Resolved
 from tiermoe.types import ExpertKey, Extent, MoeLayer
 
 _INFERIOR = {

@@ -32,9 +32,9 @@ from tiermoe.offload.composition import require_device
 from tiermoe.offload.cuda import free_memory, resolve_device
 from tiermoe.offload.disk import most_lanes
 from tiermoe.offload.policies.prediction import PREDICTIONS
+from tiermoe.offload.presets import Resolved
 from tiermoe.platform.machine import available_memory
 from tiermoe.platform.process_memory import ACTIVATIONS_HEAP, can_free_pages, resident_bytes
-from tiermoe.systems.resolved import Resolved
 from tiermoe.types import USUAL, MoeLayer, Need, Phase, Use
 
 DEFAULT_CONTEXT = 4096

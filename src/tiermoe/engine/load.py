@@ -35,9 +35,8 @@ from tiermoe.model.packing import recipe_key, with_own_dense
 from tiermoe.model.prepare_store import Progress, ensure_packed, found_store, is_packed, open_or_create, store_root
 from tiermoe.model.stored_weights import StoredWeights
 from tiermoe.offload.cuda import resolve_device
+from tiermoe.offload.presets import Resolved, compose, resolve
 from tiermoe.platform import process_memory
-from tiermoe.systems import compose
-from tiermoe.systems.resolved import Resolved, resolve
 from tiermoe.types import USUAL, Use
 
 

@@ -40,9 +40,9 @@ from tiermoe.model.stored_weights import (
 )
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.offload.cuda import resolve_device
+from tiermoe.offload.presets import Resolved
 from tiermoe.offload.reader import ExtentReader
 from tiermoe.platform import process_memory
-from tiermoe.systems.resolved import Resolved
 
 
 def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: Resolved, reading: Reading) -> Any:

@@ -29,8 +29,8 @@ from tiermoe.model.rotary import table_bytes
 from tiermoe.model.stored_weights import loading_needs, table_keys
 from tiermoe.model.streams import streams_of
 from tiermoe.offload.disk import most_lanes, staging_bytes
+from tiermoe.offload.presets import Resolved
 from tiermoe.platform.process_memory import can_free_pages
-from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Need, Phase, Use, Workload
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.hf.blueprint import Blueprint, chosen_store_root
 from tiermoe.model.packing import pack_dense, recipe_key
 from tiermoe.model.packing import packing_bytes as dense_packing_bytes
+from tiermoe.offload.presets import Resolved
 from tiermoe.platform.process_memory import PACKING_HEAP, heap_for_packing
-from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Extent, MoeLayer, Need, Phase
 
 Progress = Callable[[str, int, int], None]
