@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from tiermoe.model.architecture import Architecture
+from tiermoe.model.families.router_rules import deepseek_v3_router
 
 import tiermoe
 import tiny
@@ -38,10 +40,8 @@ from tiermoe.formats.registry import FIXED, encoding_for, encoding_named
 from tiermoe.kernels.linear import KERNELS, DecodedLinear, linear_for
 from tiermoe.lab.simulate.evictions import hits_of
 from tiermoe.lab.trace.file import Trace
-from tiermoe.model.architecture import Architecture
 from tiermoe.model.decoder import Decoder
-from tiermoe.model.families.router_rules import deepseek_v3_router
-from tiermoe.model.families.table import ARCHITECTURES, FAMILIES, Family
+from tiermoe.model.families import ARCHITECTURES, FAMILIES, Family
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.policies.precision import PRECISIONS

@@ -18,6 +18,9 @@ import torch
 from gguf import GGUFReader
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
+from tiermoe.model.gguf.config import end_ids
+from tiermoe.model.gguf.parameters import config_of, open_checkpoint
+from tiermoe.model.gguf.shapes import read_whole
 
 import gguf_files
 from commands import Command
@@ -26,9 +29,6 @@ from patience import PATIENCE_S
 from tiermoe.errors import ModelError
 from tiermoe.formats.ggml_types import TYPES, UNREAD
 from tiermoe.formats.gguf_file import open_gguf, read_header
-from tiermoe.model.gguf.config import end_ids
-from tiermoe.model.gguf.parameters import config_of, open_checkpoint
-from tiermoe.model.gguf.shapes import read_whole
 
 
 @pytest.fixture(scope="module")

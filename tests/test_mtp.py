@@ -13,6 +13,7 @@ import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiermoe.model.families.mtp_heads import HEADS
 from transformers import AutoConfig
 
 import gguf_files
@@ -36,7 +37,6 @@ from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.errors import ConfigError, LoadError, ModelError, StoreError
 from tiermoe.formats.store import open_store
-from tiermoe.model.families.mtp_heads import HEADS
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.mtp_head import DraftToken
 from tiermoe.offload.assembly import PrecisionSlots, assemble

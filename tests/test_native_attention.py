@@ -28,7 +28,6 @@ from tiermoe.kernels.attention import (
     decode_attention,
 )
 from tiermoe.kernels.norm import Norm
-from tiermoe.model.families.table import ARCHITECTURES
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),

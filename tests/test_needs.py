@@ -26,13 +26,12 @@ from tiermoe.model.attention.latent import LatentSizes
 from tiermoe.model.attention.linear import LinearSizes
 from tiermoe.model.cache.kv import KVCache, needs
 from tiermoe.model.decoder import Decoder, attention_sizes, decoder_for
-from tiermoe.model.families.table import ARCHITECTURES
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.native import _native
 from tiermoe.types import FEW_TOKENS, USUAL, Phase, Use, Workload
-from tiny import CONFIGS, auto_class, config_of, oracle, write
+from tiny import CONFIGS, OWN_DECODERS, auto_class, config_of, oracle, write
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -65,7 +64,7 @@ def model_of(
     return model, decoder, sizes
 
 
-@pytest.mark.parametrize("kind", sorted(set(ARCHITECTURES) & set(CONFIGS)))
+@pytest.mark.parametrize("kind", sorted(set(OWN_DECODERS) & set(CONFIGS)))
 @pytest.mark.parametrize("window", [None, 8])
 def test_a_cache_needs_what_it_allocates(kind: str, window: int | None) -> None:
     """Of every family with a decoder of ours: windows, latents and recurrent states too."""

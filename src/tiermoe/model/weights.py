@@ -223,4 +223,5 @@ class ShapesOnly:
 
 def known_paths(parameters: Mapping[str, Any]) -> set[str]:
     """The paths of parameters, and of the modules that have them."""
-    return {".".join(names[:end]) for path in parameters for names in [path.split(".")] for end in range(1, len(names) + 1)}
+    split = (path.split(".") for path in parameters)
+    return {".".join(names[:end]) for names in split for end in range(1, len(names) + 1)}

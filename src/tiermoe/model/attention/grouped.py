@@ -135,10 +135,11 @@ def grouped(
 
     kv_heads, value_columns: where they are not the config's. window, chunked, sinks, gated: of `GroupedSizes`. rotary:
     which of the decoder's rotary embeddings, None: that of the layer's kind. rope: how it rotates. scale: of the
-    scores, None: by the root of a head's columns. norms: names of the norms of queries and keys; plain_norms: norms
-    without weights; norm_all_heads, norms_rotated, clip, value_scale: of `GroupedAttention`. norm_values: values have a
-    norm without a weight. keys_are_values: no matrix makes values. gate: name of the matrix of the heads' gates. output:
-    of the output projection. indexer: chooses the positions. ModelError for a window below 0."""
+    scores, None: by the root of a head's columns. norms: names of the norms of queries and keys, which not every layer
+    has; plain_norms: norms without weights. norm_all_heads, norms_rotated, clip, value_scale: of `GroupedAttention`.
+    norm_values: values have a norm without a weight. keys_are_values: no matrix makes values. gate: name of the matrix
+    of the heads' gates. output: of the output projection. indexer: chooses the positions. ModelError for a window below
+    0."""
     if window is not None and window < 0:
         raise ModelError(f"the config says that attention sees {window} tokens; download the model again")
     own = config.of_layer(index)
@@ -160,7 +161,7 @@ def grouped(
     normed = (heads * columns, kv_heads * columns) if norm_all_heads else (columns, columns)
     query_norm, key_norm = (
         [w.norm(name, size) for name, size in zip(norms, normed, strict=True)]
-        if norms is not None
+        if norms is not None and w.has(norms[0])
         else [w.norm_without_weight(columns) if plain_norms else None] * 2
     )
     return GroupedAttention(

@@ -228,7 +228,8 @@ class GatedDelta(Attention):
         self._biases = decay_biases.float()
         self._kernel: DeltaKernel | None = None
         gate = _GATES.get((gate_activation, rounded_once))
-        if self._heads.suit(convolution.dtype) and activation is F.silu and gate is not None:
+        values = not convolution.is_meta  # a plan has shapes alone
+        if values and self._heads.suit(convolution.dtype) and activation is F.silu and gate is not None:
             taps = convolution[:, 0].t().contiguous()
             self._kernel = DeltaKernel(
                 self._heads, taps, self._rates, self._biases, norm.weight, norm.epsilon, gate, least_decay

@@ -15,9 +15,9 @@ def _found() -> Iterator[Family]:
     """A family of each class in the files of this folder that has a `model_type`."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         for each in vars(import_module(module.name)).values():
-            if isinstance(each, type) and issubclass(each, Family) and each.__module__ == module.name:
-                if hasattr(each, "model_type"):
-                    yield each()
+            own = isinstance(each, type) and issubclass(each, Family) and each.__module__ == module.name
+            if own and hasattr(each, "model_type"):
+                yield each()
 
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _found()}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from dataclasses import replace
+from typing import Any
 
 from tiermoe.model.families.deepseek_v3 import DeepSeekV3
 from tiermoe.model.layer import Layer

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiermoe.errors import ModelError
+from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.families.family import Family
+from tiermoe.model.families.fields import (
+    Config,
+    dense_columns,
+    expert_columns,
+    expert_count,
+    grouped_fields,
+    leading_dense,
+)
+from tiermoe.model.families.names import Gguf, block_names
 from tiermoe.model.layer import Layer
 from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
 from tiermoe.model.routers import RouterRule
@@ -14,6 +25,7 @@ from tiermoe.model.weights import Scope
 
 class DeepSeekMoe(Family):
     name, model_type = "DeepSeekMoE", "deepseek"
+    gguf = Gguf(("deepseek",), block_names(shared="shared_experts"), turned=True)
     plain_router = True
 
     def layer(self, w: Scope, config: Any, index: int) -> Layer:
@@ -24,6 +36,21 @@ class DeepSeekMoe(Family):
             w.norm("post_attention_layernorm"),
             part_with_shared_experts(w.at("mlp"), config, rule),
         )
+
+    def config(self, file: GgufFile) -> Config:
+        if (scale := file.decimal("expert_weights_scale", 1.0)) != 1.0:
+            raise ModelError(f"{file.path} scales its experts' weights by {scale:g}, which no DeepSeekMoE does")
+        return {
+            **grouped_fields(file),
+            "model_type": "deepseek",
+            "n_routed_experts": expert_count(file),
+            "n_shared_experts": file.count("expert_shared_count"),
+            "moe_intermediate_size": expert_columns(file),
+            "intermediate_size": dense_columns(file),
+            "first_k_dense_replace": leading_dense(file),
+            "norm_topk_prob": False,  # models/deepseek.cpp
+        }
+
 
 
 def part_with_shared_experts(

@@ -5,19 +5,36 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.families.family import Family
+from tiermoe.model.families.fields import (
+    Config,
+    dense_columns,
+    expert_columns,
+    expert_count,
+    grouped_fields,
+    layer_count,
+    leading_dense,
+)
+from tiermoe.model.families.names import Gguf, block_names
 from tiermoe.model.layer import Layer
 from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
 from tiermoe.model.rotary import rope_complex
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
 
+NAMES = block_names(correction="gate.moe_statics.e_score_correction_bias", shared="shared_experts")
+"""Tensors of a block → modules of a layer."""
+
 
 class Ernie(Family):
     name, model_type = "ERNIE 4.5", "ernie4_5_moe"
+    gguf = Gguf(("ernie4_5-moe",), NAMES)
     normalised = True
     wide_angles = True
+
+    wide = ("e_score_correction_bias", "mlp.gate.weight")
 
     def layer(self, w: Scope, config: Any, index: int) -> Layer:
         return Layer(
@@ -37,3 +54,18 @@ class Ernie(Family):
             shared = dense(w.at("shared_experts"), config.moe_num_shared_experts * inner, config.hidden_act)
         correction = "gate.moe_statics.e_score_correction_bias"
         return moe(w, rule, config.moe_num_experts, inner, correction=correction, shared=shared)
+
+    def config(self, file: GgufFile) -> Config:
+        first = leading_dense(file)
+        return {
+            **grouped_fields(file),
+            "model_type": "ernie4_5_moe",
+            "moe_num_experts": expert_count(file),
+            "moe_num_shared_experts": file.count("expert_shared_count", 0),
+            "moe_intermediate_size": expert_columns(file),
+            "intermediate_size": dense_columns(file),
+            "moe_layer_start_index": first,
+            "moe_layer_end_index": layer_count(file) - 1,
+            "moe_layer_interval": 1,
+        }
+

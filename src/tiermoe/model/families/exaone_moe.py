@@ -5,9 +5,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped, window_at
-from tiermoe.model.families.deepseek_v3 import CORRECTION, v3_router
+from tiermoe.model.families.deepseek_v3 import CORRECTION, SHARED_NAMES, v3_router
 from tiermoe.model.families.family import Family, HeadFormat
+from tiermoe.model.families.fields import (
+    Config,
+    dense_columns,
+    expert_columns,
+    expert_count,
+    grouped_fields,
+    leading_dense,
+    window_layers,
+)
+from tiermoe.model.families.names import Gguf
 from tiermoe.model.families.qwen3_next import MTP_NAMES
 from tiermoe.model.layer import Layer
 from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
@@ -16,6 +27,7 @@ from tiermoe.model.weights import Scope
 
 class ExaoneMoe(Family):
     name, model_type = "EXAONE MoE (K-EXAONE)", "exaone_moe"
+    gguf = Gguf(("exaone-moe",), SHARED_NAMES)
     has_unrotated = True
     # vLLM's `exaone_moe` says that the head's layer is dense and has a window
     mtp_head = HeadFormat(MTP_NAMES, {"layer_types": "sliding_attention", "mlp_layer_types": "dense"})
@@ -43,3 +55,19 @@ class ExaoneMoe(Family):
         if w.has("shared_experts"):
             shared = dense(w.at("shared_experts"), config.num_shared_experts * inner, config.hidden_act)
         return moe(w, v3_router(config), config.num_experts, inner, correction=CORRECTION, shared=shared)
+
+    def config(self, file: GgufFile) -> Config:
+        return {
+            **grouped_fields(file),
+            "model_type": "exaone_moe",
+            "num_experts": expert_count(file),
+            "num_shared_experts": file.count("expert_shared_count"),
+            "moe_intermediate_size": expert_columns(file),
+            "intermediate_size": dense_columns(file),
+            "first_k_dense_replace": leading_dense(file),
+            "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
+            "norm_topk_prob": bool(file.of_model("expert_weights_norm", False)),
+            "sliding_window": file.count("attention.sliding_window"),
+            "layer_types": window_layers(file),
+        }
+

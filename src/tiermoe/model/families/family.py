@@ -12,7 +12,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from tiermoe.formats.gguf_checkpoint import Parameter, Rows
+from tiermoe.formats.gguf_file import GgufFile, GgufTensor
 from tiermoe.model.attention.grouped import head_columns
+from tiermoe.model.families.fields import Config
+from tiermoe.model.families.names import Gguf
 from tiermoe.model.layer import DecoderLayer
 from tiermoe.model.moe import ACTIVATIONS
 from tiermoe.model.rotary import (
@@ -80,10 +84,26 @@ class Family:
     scales_embedding: bool = False  # transformers' embedding multiplies by a factor of its own
     in_streams: bool = False  # layers are `streams.StreamLayer`
     mtp_head: HeadFormat | None = None  # of the head that drafts, if it runs
+    wide: tuple[str, ...] = ("e_score_correction_bias",)  # ends of the parameters that are kept in float32
+
+    # of its GGUF files
+    gguf: ClassVar[Gguf | None] = None  # names; None: tiermoe reads none
+    gguf_order: Callable[[GgufFile, str, int], Tensor | None] | None = None
+    """Tensor, its rows → where each row of its parameter is in it; None: in order."""
+    gguf_parts: Callable[[GgufFile, str, GgufTensor], dict[str, Rows]] | None = None
+    """Tensor → the parameters of linear attention, of Mamba or of attention that it holds, by their names in
+    `Gguf.within`; none of other tensors."""
+    gguf_made: Callable[[GgufFile], dict[str, Parameter]] | None = None  # parameters of several tensors, or of entries
+    gguf_unread: Callable[[GgufFile], frozenset[str]] | None = None  # tensors that the model does not have
 
     def layer(self, w: Scope, config: Any, index: int) -> DecoderLayer:
         """Layer `index` with the weights of `w` ('model.layers.{index}'). ModelError where weights have other shapes
         than the config asks for."""
+        raise NotImplementedError
+
+    def config(self, file: GgufFile) -> Config:
+        """The fields of transformers' config that a GGUF file describes, 'model_type' among them. ModelError for an
+        entry that is missing, or that no model of the family has."""
         raise NotImplementedError
 
     def lacks(self, config: Any) -> str:
@@ -94,6 +114,10 @@ class Family:
     def activation(self, config: Any) -> str:
         """The name of the activation between a dense block's matrices."""
         return str(next(filter(None, (getattr(config, name, None) for name in _ACTIVATIONS)), None))
+
+    def gate(self, config: Any) -> tuple[Any, ...] | None:
+        """The name of what is between an expert's matrices (`kernels.gates`); None: transformers' code says it."""
+        return ("silu",) if getattr(config, "hidden_act", None) == "silu" else None
 
     def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
         """What embeddings are multiplied by."""

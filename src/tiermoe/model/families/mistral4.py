@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 
+from tiermoe.errors import ModelError
+from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.latent import latent
 from tiermoe.model.families.deepseek import part_with_shared_experts
 from tiermoe.model.families.deepseek_v3 import rope_of
 from tiermoe.model.families.family import LatentFamily
+from tiermoe.model.families.fields import Config, latent_fields
+from tiermoe.model.families.names import LATENT, Gguf, block_names
 from tiermoe.model.layer import Layer
 from tiermoe.model.rotary import Temperature
 from tiermoe.model.routers import RouterRule
@@ -19,6 +23,7 @@ from tiermoe.model.weights import Scope
 
 class Mistral4(LatentFamily):
     name, model_type = "Mistral 4", "mistral4"
+    gguf = Gguf(("mistral4",), block_names(shared="shared_experts") | LATENT)
 
     def layer(self, w: Scope, config: Any, index: int) -> Layer:
         rule = RouterRule(
@@ -41,3 +46,12 @@ class Mistral4(LatentFamily):
         beta = config.rope_parameters.get("llama_4_scaling_beta")
         length = config.rope_parameters.get("original_max_position_embeddings")
         return None if beta is None else lambda positions: 1 + beta * torch.log(1 + torch.floor(positions / length))
+
+    def config(self, file: GgufFile) -> Config:
+        config = latent_fields(file)
+        rope = config["rope_parameters"]
+        if rope["rope_type"] != "yarn":
+            raise ModelError(f"{file.path} does not scale its rotary embedding by yarn, which every Mistral 4 does")
+        rope["llama_4_scaling_beta"] = file.decimal("attention.temperature_scale")
+        return {**config, "model_type": "mistral4"}
+

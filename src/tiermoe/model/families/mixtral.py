@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.families.family import Family
+from tiermoe.model.families.fields import Config, expert_columns, expert_count, grouped_fields
+from tiermoe.model.families.names import Gguf, block_names
 from tiermoe.model.layer import Layer
 from tiermoe.model.moe import moe
 from tiermoe.model.routers import RouterRule
@@ -14,6 +17,7 @@ from tiermoe.model.weights import Scope
 
 class Mixtral(Family):
     name, model_type = "Mixtral", "mixtral"
+    gguf = Gguf(("llama",), block_names(), turned=True)
     normalised = plain_router = True
 
     def layer(self, w: Scope, config: Any, index: int) -> Layer:
@@ -24,3 +28,13 @@ class Mixtral(Family):
             w.norm("post_attention_layernorm"),
             moe(w.at("mlp"), rule, config.num_local_experts, config.intermediate_size),
         )
+
+    def config(self, file: GgufFile) -> Config:
+        return {
+            **grouped_fields(file),
+            "model_type": "mixtral",
+            "num_local_experts": expert_count(file),
+            "intermediate_size": expert_columns(file),
+            "sliding_window": None,
+        }
+

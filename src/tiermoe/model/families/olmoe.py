@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.families.family import Family
+from tiermoe.model.families.fields import Config, expert_columns, expert_count, grouped_fields
+from tiermoe.model.families.names import Gguf, block_names
 from tiermoe.model.layer import Layer
 from tiermoe.model.moe import moe
 from tiermoe.model.routers import RouterRule
@@ -16,6 +19,7 @@ _NORMS = ("q_norm", "k_norm")
 
 class Olmoe(Family):
     name, model_type = "OLMoE", "olmoe"
+    gguf = Gguf(("olmoe",), block_names())
     plain_router = True
 
     def layer(self, w: Scope, config: Any, index: int) -> Layer:
@@ -27,6 +31,17 @@ class Olmoe(Family):
             w.norm("post_attention_layernorm"),
             moe(w.at("mlp"), rule, config.num_experts, config.intermediate_size),
         )
+
+    def config(self, file: GgufFile) -> Config:
+        return {
+            **grouped_fields(file),
+            "model_type": "olmoe",
+            "num_experts": expert_count(file),
+            "intermediate_size": expert_columns(file),
+            "clip_qkv": file.decimal("attention.clamp_kqv", None),
+            "norm_topk_prob": False,  # models/olmoe.cpp
+        }
+
 
 
 class FlexOlmo(Family):

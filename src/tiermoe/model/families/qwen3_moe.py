@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.families.family import Family
+from tiermoe.model.families.fields import (
+    Config,
+    dense_columns,
+    dense_layers,
+    expert_columns,
+    expert_count,
+    grouped_fields,
+)
+from tiermoe.model.families.names import Gguf, block_names
 from tiermoe.model.layer import Layer
 from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
 from tiermoe.model.routers import RouterRule
@@ -14,6 +24,7 @@ from tiermoe.model.weights import Scope
 
 class Qwen3Moe(Family):
     name, model_type = "Qwen3-MoE", "qwen3_moe"
+    gguf = Gguf(("qwen3moe",), block_names())
     plain_router = True
 
     def layer(self, w: Scope, config: Any, index: int) -> Layer:
@@ -31,3 +42,16 @@ class Qwen3Moe(Family):
             return dense(w, config.intermediate_size, config.hidden_act)
         rule = RouterRule(config.num_experts_per_tok, normalise=bool(config.norm_topk_prob))
         return moe(w, rule, config.num_experts, config.moe_intermediate_size)
+
+    def config(self, file: GgufFile) -> Config:
+        return {
+            **grouped_fields(file),
+            "model_type": "qwen3_moe",
+            "num_experts": expert_count(file),
+            "moe_intermediate_size": expert_columns(file),
+            "intermediate_size": dense_columns(file),
+            "mlp_only_layers": dense_layers(file),
+            "norm_topk_prob": True,  # models/qwen3moe.cpp
+            "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        }
+

@@ -21,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from tiermoe.errors import ModelError
 from tiermoe.kernels.experts import Activation
 from tiermoe.kernels.gates import ClampedGate, LimitedSilu, gelu_gate, relu_squared, silu_gate
-from tiermoe.model.families.table import Family
+from tiermoe.model.families.family import Family
 from tiermoe.model.hf.adapters import ADAPTERS, drop_parameters
 from tiermoe.model.moe import ExpertGate
 

@@ -22,8 +22,8 @@ from tiermoe.formats.outline import DenseTensor, Outline
 from tiermoe.formats.safetensors import Checkpoint, QuantizedTensor
 from tiermoe.formats.source import TensorSource
 from tiermoe.kernels.gates import gate_name, in_halves
-from tiermoe.model.families.table import ARCHITECTURES, Family
-from tiermoe.model.gguf.experts import GgufExperts
+from tiermoe.model.families.family import Family
+from tiermoe.model.gguf.checkpoint import GgufExperts
 from tiermoe.model.hf.configs import text_config
 from tiermoe.model.hf.conversion import CheckpointExperts
 from tiermoe.model.hf.shells import (
@@ -217,9 +217,7 @@ class Skeleton:
 
     def _known_embedding(self) -> bool:
         """Whether decoders of our own compute the input embedding: a table, which they may scale."""
-        own = ARCHITECTURES.get(self._model_type)
-        scaled = own is not None and own.scaled_embedding
-        return scaled or self._plain_embedding()
+        return self._family.scales_embedding or self._plain_embedding()
 
     def _dense_bytes(self, tensors: Mapping[str, DenseTensor]) -> int:
         """Bytes of the parameters and buffers that stay resident at 16 bits, or in float32 (tied ones once)."""
