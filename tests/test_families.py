@@ -19,7 +19,7 @@ from patience import until
 from small_families import FAMILIES, LARGER, config_of, plain_model, write_small
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.model.decoder import Decoder
-from tiermoe.model.families import family_of, not_computed
+from tiermoe.model.families import decoder_family, family_of, not_computed
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.hf.generic import measured_cache, tensors_in

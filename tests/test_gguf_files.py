@@ -18,9 +18,6 @@ import torch
 from gguf import GGUFReader
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
-from tiermoe.model.gguf.config import end_ids
-from tiermoe.model.gguf.parameters import config_of, open_checkpoint
-from tiermoe.model.gguf.shapes import read_whole
 
 import gguf_files
 from commands import Command
@@ -29,6 +26,8 @@ from patience import PATIENCE_S
 from tiermoe.errors import ModelError
 from tiermoe.formats.ggml_types import TYPES, UNREAD
 from tiermoe.formats.gguf_file import open_gguf, read_header
+from tiermoe.model.families.fields import end_ids, read_whole
+from tiermoe.model.gguf.checkpoint import config_of, open_checkpoint
 
 
 @pytest.fixture(scope="module")

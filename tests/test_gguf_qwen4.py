@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGUFValue, GGUFValueType
-from tiermoe.model.gguf.parameters import config_of, open_checkpoint
-from tiermoe.model.gguf.shapes import read_whole
 
 import gguf_files
 from gguf_engines import engine_of, logits_of
@@ -20,6 +18,8 @@ from gguf_qwen4 import ARCHITECTURE, TABLE
 from parity import tokens
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile, open_gguf
+from tiermoe.model.families.fields import read_whole
+from tiermoe.model.gguf.checkpoint import config_of, open_checkpoint
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.stored_weights import EmbeddingOnDisk
 

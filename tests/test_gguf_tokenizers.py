@@ -13,7 +13,6 @@ from typing import Any
 
 import gguf
 import pytest
-from tiermoe.model.gguf.config import end_ids
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 import gguf_files
@@ -22,6 +21,7 @@ from tiermoe.engine.detokenize import token_bytes
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile, open_gguf
 from tiermoe.formats.outline import Origin
+from tiermoe.model.families.fields import end_ids
 from tiermoe.model.gguf.tokenizer import PRE_TOKENIZERS, load_tokenizer
 from tiermoe.model.hf.tokenizers import load_tokenizer as load_any
 from tiermoe.model.tokenizer import keep_tokenizer, read_tokenizer

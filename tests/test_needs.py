@@ -25,7 +25,7 @@ from tiermoe.model.attention.grouped import GroupedSizes
 from tiermoe.model.attention.latent import LatentSizes
 from tiermoe.model.attention.linear import LinearSizes
 from tiermoe.model.cache.kv import KVCache, needs
-from tiermoe.model.decoder import Decoder, attention_sizes, decoder_for
+from tiermoe.model.decoder import Decoder, decoder_for, plan_layers
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.weights import ModuleWeights
@@ -57,11 +57,11 @@ def model_of(
     config = config_of(kind, **changes)
     model = auto_class(kind).from_config(config, dtype=dtype).eval()
     plain = Configs(config, config, False).plain()
-    sizes = attention_sizes(plain)
+    layers = plan_layers(plain, {name: tuple(each.shape) for name, each in model.state_dict().items()}, dtype)
     decoder = decoder_for(plain, ModuleWeights(model), dtype)
     assert decoder is not None
-    assert sizes is not None
-    return model, decoder, sizes
+    assert layers is not None
+    return model, decoder, [layer.sizes for layer in layers]
 
 
 @pytest.mark.parametrize("kind", sorted(set(OWN_DECODERS) & set(CONFIGS)))

@@ -334,6 +334,28 @@ def moe(
     )
 
 
+def moe_or_dense(
+    w: Scope,
+    rule: RouterRule,
+    activation: str | Callable[..., Tensor],
+    *,
+    experts: int,
+    inner: int,
+    dense_inner: int,
+    shared_inner: int = 0,
+    shared: str = "shared_experts",
+    router: str = "gate",
+    correction: str | None = None,
+    norm: Norm | None = None,
+) -> MoeBlock | DenseBlock:
+    """The feed-forward part with the weights of `w`: `moe`, with a shared expert of `shared_inner` columns if the
+    layer has one, or `dense` in a layer without a router."""
+    if not w.has(f"{router}.weight"):
+        return dense(w, dense_inner, activation, norm=norm)
+    beside = dense(w.at(shared), shared_inner, activation) if w.has(shared) else None
+    return moe(w, rule, experts, inner, router=router, correction=correction, shared=beside, norm=norm)
+
+
 FIRST, UNGATED, SECOND = "gate_up_proj", "up_proj", "down_proj"
 """The names of a layer's stacked expert matrices in all families; the first has no gate in some."""
 
@@ -341,7 +363,7 @@ FIRST, UNGATED, SECOND = "gate_up_proj", "up_proj", "down_proj"
 def moe_layer(
     w: Scope, experts: int, top_k: int, inner: int, columns: int, gateless: bool = False, biased: bool = False
 ) -> MoeLayer:
-    """The experts below `w`: matrices of (2 inner, columns), or (inner, columns) without a gate, and (columns, inner)."""
+    """The experts below `w`: matrices of (2 inner, columns), without a gate (inner, columns), and (columns, inner)."""
     first = Part(UNGATED, (inner, columns)) if gateless else Part(FIRST, (2 * inner, columns))
     parts = [first, Part(SECOND, (columns, inner))]
     if biased:

@@ -23,7 +23,7 @@ from tiermoe.model.families.fields import (
 )
 from tiermoe.model.families.names import LATE_NORM, Gguf, block_names
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
+from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import NormKind, Scope
 
@@ -64,9 +64,6 @@ class Afmoe(Family):
 
     def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
         """The feed-forward part of a layer: dense in the layers that have no router."""
-        norm, part, inner = w.norm("post_mlp_layernorm"), w.at("mlp"), config.moe_intermediate_size
-        if not part.has("router.gate.weight"):
-            return dense(part, config.intermediate_size, config.hidden_act, norm=norm)
         rule = RouterRule(
             config.num_experts_per_tok,
             scores="sigmoid",
@@ -75,18 +72,17 @@ class Afmoe(Family):
             rounded=False,
             scale=float(config.route_scale),
         )
-        shared = None
-        if part.has("shared_experts"):
-            shared = dense(part.at("shared_experts"), config.num_shared_experts * inner, config.hidden_act)
-        return moe(
-            part,
+        return moe_or_dense(
+            w.at("mlp"),
             rule,
-            config.num_experts,
-            inner,
+            config.hidden_act,
+            experts=config.num_experts,
+            inner=config.moe_intermediate_size,
+            dense_inner=config.intermediate_size,
+            shared_inner=config.num_shared_experts * config.moe_intermediate_size,
             router="router.gate",
             correction="expert_bias",
-            shared=shared,
-            norm=norm,
+            norm=w.norm("post_mlp_layernorm"),
         )
 
     def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
@@ -96,7 +92,9 @@ class Afmoe(Family):
     def config(self, file: GgufFile) -> Config:
         sigmoid = file.count("expert_gating_func", SIGMOID) == SIGMOID
         if not sigmoid or not file.of_model("expert_weights_norm", True):
-            raise ModelError(f"{file.path} has no sigmoid router whose weights sum to 1, which every AFMoE has; {AGAIN}")
+            raise ModelError(
+                f"{file.path} has no sigmoid router whose weights sum to 1, which every AFMoE has; {AGAIN}"
+            )
         return {
             **grouped_fields(file),
             "model_type": "afmoe",

@@ -1,20 +1,25 @@
-"""A.X-K1: DeepSeek-V3's layers with a norm after the feed-forward part."""
+"""A.X-K1: DeepSeek-V3's layers with a norm after the experts."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from tiermoe.model.families.deepseek_v3 import DeepSeekV3
+from tiermoe.model.attention.latent import latent
+from tiermoe.model.families.deepseek import part_with_shared_experts
+from tiermoe.model.families.deepseek_v3 import CORRECTION, rope_of, v3_router
+from tiermoe.model.families.family import LatentFamily
 from tiermoe.model.layer import Layer
 from tiermoe.model.weights import Scope
 
 
-class AxK1(DeepSeekV3):
+class AxK1(LatentFamily):
     name, model_type = "A.X-K1", "axk1"
-    mtp_head = None
 
     def layer(self, w: Scope, config: Any, index: int) -> Layer:
-        layer, norm = super().layer(w, config, index), "mlp.post_mlp_layernorm"
-        part = layer.feed_forward
-        return replace(layer, feed_forward=replace(part, norm=w.norm(norm))) if w.has(norm) else layer
+        norm = w.norm("mlp.post_mlp_layernorm") if w.has("mlp.post_mlp_layernorm") else None
+        return Layer(
+            w.norm("input_layernorm"),
+            latent(w.at("self_attn"), config, rope=rope_of(config)),
+            w.norm("post_attention_layernorm"),
+            part_with_shared_experts(w.at("mlp"), config, v3_router(config), CORRECTION, norm=norm),
+        )

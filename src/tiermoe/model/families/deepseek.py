@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
@@ -18,7 +21,8 @@ from tiermoe.model.families.fields import (
 )
 from tiermoe.model.families.names import Gguf, block_names
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
+from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
+from tiermoe.model.norms import Norm
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
 
@@ -54,14 +58,24 @@ class DeepSeekMoe(Family):
 
 
 def part_with_shared_experts(
-    w: Scope, config: Any, rule: RouterRule, correction: str | None = None
+    w: Scope,
+    config: Any,
+    rule: RouterRule,
+    correction: str | None = None,
+    activation: Callable[..., Tensor] | None = None,
+    norm: Norm | None = None,
 ) -> MoeBlock | DenseBlock:
     """The feed-forward part of DeepSeek's models and of those that follow them: shared experts beside the routed ones,
-    as wide as so many of them, and dense in layers without a router. correction: as of `moe`."""
-    if not w.has("gate.weight"):
-        return dense(w, config.intermediate_size, config.hidden_act)
-    inner = config.moe_intermediate_size
-    shared = None
-    if w.has("shared_experts"):
-        shared = dense(w.at("shared_experts"), config.n_shared_experts * inner, config.hidden_act)
-    return moe(w, rule, config.n_routed_experts, inner, correction=correction, shared=shared)
+    as wide as so many of them, and dense in layers without a router. correction, norm: as of `moe`. activation: None:
+    the config's."""
+    return moe_or_dense(
+        w,
+        rule,
+        config.hidden_act if activation is None else activation,
+        experts=config.n_routed_experts,
+        inner=config.moe_intermediate_size,
+        dense_inner=config.intermediate_size,
+        shared_inner=config.n_shared_experts * config.moe_intermediate_size,
+        correction=correction,
+        norm=norm,
+    )

@@ -103,8 +103,8 @@ class DeepSeekV4(LatentFamily):
         many = sorted({ratio for ratio in ratios if ratio not in (0, _FEW)})
         if len(many) > 1:
             raise ModelError(
-                f"{file.path} compresses {' or '.join(map(str, many))} positions into an entry, and DeepSeek-V4 one number "
-                f"of them beside {_FEW}; {AGAIN}"
+                f"{file.path} compresses {' or '.join(map(str, many))} positions into an entry, and DeepSeek-V4 one "
+                f"number of them beside {_FEW}; {AGAIN}"
             )
         kinds = {0: "sliding_attention", _FEW: "compressed_sparse_attention"}
         hashed = [f"blk.{layer}.ffn_gate_tid2eid.weight" in file.tensors for layer in layers]

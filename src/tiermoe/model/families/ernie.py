@@ -19,7 +19,7 @@ from tiermoe.model.families.fields import (
 )
 from tiermoe.model.families.names import Gguf, block_names
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
+from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
 from tiermoe.model.rotary import rope_complex
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
@@ -46,14 +46,16 @@ class Ernie(Family):
 
     def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
         """The feed-forward part: dense in the layers that have no router."""
-        if not w.has("gate.weight"):
-            return dense(w, config.intermediate_size, config.hidden_act)
-        rule = RouterRule(config.num_experts_per_tok, normalise=True, epsilon=1e-20, wide=True)
-        inner, shared = config.moe_intermediate_size, None
-        if w.has("shared_experts"):
-            shared = dense(w.at("shared_experts"), config.moe_num_shared_experts * inner, config.hidden_act)
-        correction = "gate.moe_statics.e_score_correction_bias"
-        return moe(w, rule, config.moe_num_experts, inner, correction=correction, shared=shared)
+        return moe_or_dense(
+            w,
+            RouterRule(config.num_experts_per_tok, normalise=True, epsilon=1e-20, wide=True),
+            config.hidden_act,
+            experts=config.moe_num_experts,
+            inner=config.moe_intermediate_size,
+            dense_inner=config.intermediate_size,
+            shared_inner=config.moe_num_shared_experts * config.moe_intermediate_size,
+            correction="gate.moe_statics.e_score_correction_bias",
+        )
 
     def config(self, file: GgufFile) -> Config:
         first = leading_dense(file)

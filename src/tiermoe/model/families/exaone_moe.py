@@ -21,7 +21,7 @@ from tiermoe.model.families.fields import (
 from tiermoe.model.families.names import Gguf
 from tiermoe.model.families.qwen3_next import MTP_NAMES
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
+from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
 from tiermoe.model.weights import Scope
 
 
@@ -49,12 +49,16 @@ class ExaoneMoe(Family):
 
     def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
         """The feed-forward part: dense in the layers that have no router."""
-        if not w.has("gate.weight"):
-            return dense(w, config.intermediate_size, config.hidden_act)
-        inner, shared = config.moe_intermediate_size, None
-        if w.has("shared_experts"):
-            shared = dense(w.at("shared_experts"), config.num_shared_experts * inner, config.hidden_act)
-        return moe(w, v3_router(config), config.num_experts, inner, correction=CORRECTION, shared=shared)
+        return moe_or_dense(
+            w,
+            v3_router(config),
+            config.hidden_act,
+            experts=config.num_experts,
+            inner=config.moe_intermediate_size,
+            dense_inner=config.intermediate_size,
+            shared_inner=config.num_shared_experts * config.moe_intermediate_size,
+            correction=CORRECTION,
+        )
 
     def config(self, file: GgufFile) -> Config:
         return {

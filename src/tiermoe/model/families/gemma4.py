@@ -56,7 +56,12 @@ _ABSENT = {
 
 class Gemma4(Family):
     name, model_type = "Gemma 4", "gemma4_text"
-    gguf = Gguf(("gemma4",), block_names(norms=("input_layernorm", "pre_feedforward_layernorm")) | NAMES, "experts", apart=(FREQUENCIES,))
+    gguf = Gguf(
+        ("gemma4",),
+        block_names(norms=("input_layernorm", "pre_feedforward_layernorm")) | NAMES,
+        "experts",
+        apart=(FREQUENCIES,),
+    )
     normalised = True
     scales_embedding = True
     norms = NormKind(late=True)
@@ -95,7 +100,9 @@ class Gemma4(Family):
         """ModelError for a file of a model that none with experts is like."""
         for key, part in _ABSENT.items():
             if file.count(key, 0):
-                raise ModelError(f"{file.path} has {part}, which no Gemma 4 with experts has; take the model's safetensors")
+                raise ModelError(
+                    f"{file.path} has {part}, which no Gemma 4 with experts has; take the model's safetensors"
+                )
         if dense := dense_layers(file):
             raise ModelError(
                 f"{file.path} has layers without experts ({', '.join(map(str, dense))}), which no Gemma 4 with experts "

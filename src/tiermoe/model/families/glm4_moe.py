@@ -75,8 +75,8 @@ class Dots1(Glm4Moe):
         return window_at(config, index)
 
     def config(self, file: GgufFile) -> Config:
-        """GLM-4.5's fields: the layers are the same. None has a window (models/dots1.cpp). ModelError where routers are not
-        dots.llm1's; older files say nothing of them."""
+        """GLM-4.5's fields: the layers are the same. None has a window (models/dots1.cpp). ModelError for routers that
+        are not dots.llm1's; older files say nothing of them."""
         if file.count("expert_gating_func", SIGMOID) != SIGMOID:
             raise ModelError(f"{file.path} has no sigmoid router, which every dots.llm1 has; {AGAIN}")
         return {**super().config(file), "model_type": "dots1", "sliding_window": None}

@@ -16,6 +16,7 @@ from tiermoe.model.attention.kimi_delta import kimi_delta
 from tiermoe.model.attention.latent import has_indexer, latent
 from tiermoe.model.attention.linear import is_linear
 from tiermoe.model.attention.pool_indexer import PoolIndexerSizes, pool_indexer
+from tiermoe.model.families.deepseek import part_with_shared_experts
 from tiermoe.model.families.deepseek_v3 import (
     CORRECTION,
     INDEXER,
@@ -36,7 +37,6 @@ from tiermoe.model.families.ling import least_decay
 from tiermoe.model.families.names import OUTSIDE, Gguf
 from tiermoe.model.families.rows import negative_rates
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
 from tiermoe.model.rotary import rope_pairs
 from tiermoe.model.streams import MeanMixer, StreamLayer, balanced, balanced_mixer
 from tiermoe.model.weights import Scope
@@ -76,8 +76,8 @@ class Glm5(LatentFamily):
         return {**_indexed(file, full), "model_type": "glm_moe_dsa", "indexer_types": indexer_types(full)}
 
     def gguf_unread(self, file: GgufFile) -> frozenset[str]:
-        """Tensors of indexers in layers of GLM-5 that take the choice of a layer before them: published files of GLM-5.2
-        have copies there, which nothing reads."""
+        """Tensors of indexers in layers of GLM-5 that take the choice of a layer before them: published files of
+        GLM-5.2 have copies there, which nothing reads."""
         return frozenset(
             f"blk.{layer}.{name}.{suffix}"
             for layer, full in enumerate(_of_glm(file))
@@ -115,7 +115,7 @@ class Glm5Next(LatentFamily):
             balanced(w.at("attn_hc"), config, w.norm("input_layernorm")),
             attention,
             balanced(w.at("ffn_hc"), config, w.norm("post_attention_layernorm")),
-            limited_part(w.at("mlp"), config),
+            part_with_shared_experts(w.at("mlp"), config, v3_router(config), CORRECTION, limited_silu(config)),
             chooses,
         )
 
@@ -156,13 +156,7 @@ class Glm5Next(LatentFamily):
 
 
 
-def limited_part(w: Scope, config: Any) -> MoeBlock | DenseBlock:
-    """DeepSeek-V3's feed-forward part with a limited gate."""
-    gate, inner = limited_silu(config), config.moe_intermediate_size
-    if not w.has("gate.weight"):
-        return dense(w, config.intermediate_size, gate)
-    shared = dense(w.at("shared_experts"), config.n_shared_experts * inner, gate) if w.has("shared_experts") else None
-    return moe(w, v3_router(config), config.n_routed_experts, inner, correction=CORRECTION, shared=shared)
+
 
 
 def _of_glm(file: GgufFile) -> list[bool]:

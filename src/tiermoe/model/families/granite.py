@@ -111,8 +111,8 @@ class GraniteMoeWindows(GraniteMoe):
         return "" if alike else "layers with rotary embeddings of their own bases"
 
     def config(self, file: GgufFile) -> Config:
-        """GraniteMoE with sliding windows. ModelError where the file does not say which layers have a window, or says of
-        some alone whether they have a rotary embedding. Where it says nothing of these, all have one."""
+        """ModelError for a file that does not say which layers have a window, or says of some alone whether they have
+        a rotary embedding. If it says nothing of these, all have one."""
         config, shared = granite(file), "blk.0.ffn_down_shexp.weight"
         count, base = layer_count(file), config["rope_parameters"]["rope_theta"]
         rotated = file.of_model("attention.rope_pattern", [True] * count)

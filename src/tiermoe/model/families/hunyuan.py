@@ -40,7 +40,7 @@ from tiermoe.model.families.fields import (
 )
 from tiermoe.model.families.names import OUTSIDE, Gguf, block_names
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
+from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
 from tiermoe.model.rotary import rope_halves
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.streams import MeanMixer, StreamLayer, balanced, balanced_mixer
@@ -82,11 +82,17 @@ class HunyuanV1(Family):
     def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
         """The feed-forward part: dense in the layers that have no router."""
         inner = config.intermediate_size
-        if not w.has("gate.wg.weight"):
-            return dense(w, inner, config.hidden_act)
-        rule = RouterRule(used(config)[0], normalise=True, wide=True, rounded=False)
-        shared = dense(w.at("shared_mlp"), inner, config.hidden_act) if w.has("shared_mlp") else None
-        return moe(w, rule, config.num_experts, inner, router="gate.wg", shared=shared)
+        return moe_or_dense(
+            w,
+            RouterRule(used(config)[0], normalise=True, wide=True, rounded=False),
+            config.hidden_act,
+            experts=config.num_experts,
+            inner=inner,
+            dense_inner=inner,
+            shared_inner=inner,
+            shared="shared_mlp",
+            router="gate.wg",
+        )
 
     def lacks(self, config: Any) -> str:
         return "" if len(set(used(config))) == 1 else "layers that use different numbers of experts"
@@ -122,8 +128,6 @@ class HunyuanV3(Family):
 
     def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
         """The feed-forward part: dense in the layers that have no router."""
-        if not w.has("gate.weight"):
-            return dense(w, config.intermediate_size, config.hidden_act)
         rule = RouterRule(
             config.num_experts_per_tok,
             scores="sigmoid",
@@ -133,10 +137,16 @@ class HunyuanV3(Family):
             rounded=False,
             scale=float(config.router_scaling_factor),
         )
-        inner, shared = config.moe_intermediate_size, None
-        if w.has("shared_experts"):
-            shared = dense(w.at("shared_experts"), config.num_shared_experts * inner, config.hidden_act)
-        return moe(w, rule, config.num_experts, inner, correction="e_score_correction_bias", shared=shared)
+        return moe_or_dense(
+            w,
+            rule,
+            config.hidden_act,
+            experts=config.num_experts,
+            inner=config.moe_intermediate_size,
+            dense_inner=config.intermediate_size,
+            shared_inner=config.num_shared_experts * config.moe_intermediate_size,
+            correction="e_score_correction_bias",
+        )
 
     def config(self, file: GgufFile) -> Config:
         """ModelError where routers do not score as Hunyuan's do, or shared experts are no whole number of experts."""
@@ -145,11 +155,12 @@ class HunyuanV3(Family):
             raise ModelError(
                 f"{file.path} has no sigmoid router whose weights sum to 1, which every Hunyuan 3 has; {AGAIN}"
             )
-        dense, columns, shared = leading_dense(file), expert_columns(file), in_first_block(file, "ffn_gate_shexp.weight", 2)[0]
+        dense, columns = leading_dense(file), expert_columns(file)
+        shared = in_first_block(file, "ffn_gate_shexp.weight", 2)[0]
         if not columns or shared % columns:
             raise ModelError(
-                f"{file.path} has {shared} columns between the matrices of the shared experts and {columns} between those "
-                f"of an expert, and Hunyuan 3 several times as many; {AGAIN}"
+                f"{file.path} has {shared} columns between the matrices of the shared experts and {columns} between "
+                f"those of an expert, and Hunyuan 3 several times as many; {AGAIN}"
             )
         return {
             **grouped_fields(file),

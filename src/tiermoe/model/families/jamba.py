@@ -24,7 +24,7 @@ from tiermoe.model.families.fields import (
 from tiermoe.model.families.names import OUTSIDE, Gguf, block_names
 from tiermoe.model.families.rows import layer_kinds, mamba_1_rows
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
+from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
 
@@ -58,10 +58,10 @@ class Jamba(Family):
 
     def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
         """The feed-forward part: dense in the layers that have no router."""
-        if not w.has("router.weight"):
-            return dense(w, config.intermediate_size, config.hidden_act)
-        rule = RouterRule(config.num_experts_per_tok)
-        return moe(w, rule, config.num_experts, config.intermediate_size, router="router")
+        rule, inner = RouterRule(config.num_experts_per_tok), config.intermediate_size
+        return moe_or_dense(
+            w, rule, config.hidden_act, experts=config.num_experts, inner=inner, dense_inner=inner, router="router"
+        )
 
     def lacks(self, config: Any) -> str:
         return mamba_lacks(config)
@@ -74,8 +74,8 @@ class Jamba(Family):
         mixtures = _every(file, [layer for layer in range(len(kinds)) if layer not in dense])
         if inner_size % hidden:
             raise ModelError(
-                f"{file.path} says that layers of Mamba widen {hidden} columns to {inner_size}; Jamba widens them a whole "
-                f"number of times; {AGAIN}"
+                f"{file.path} says that layers of Mamba widen {hidden} columns to {inner_size}; Jamba widens them a "
+                f"whole number of times; {AGAIN}"
             )
         return {
             **config,

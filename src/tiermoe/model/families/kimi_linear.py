@@ -15,7 +15,7 @@ from tiermoe.model.families.family import LatentFamily
 from tiermoe.model.families.fields import AGAIN, Config, latent_fields, linear_layers, shape_of
 from tiermoe.model.families.names import Gguf
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
+from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
 from tiermoe.model.rotary import rope_halves
 from tiermoe.model.weights import Scope
 
@@ -72,9 +72,13 @@ class KimiLinear(LatentFamily):
 
 def kimi_part(w: Scope, config: Any) -> MoeBlock | DenseBlock:
     """DeepSeek-V3's feed-forward part by the names of Kimi Linear's config."""
-    if not w.has("gate.weight"):
-        return dense(w, config.intermediate_size, config.hidden_act)
-    inner, shared = config.moe_intermediate_size, None
-    if w.has("shared_experts"):
-        shared = dense(w.at("shared_experts"), config.num_shared_experts * inner, config.hidden_act)
-    return moe(w, v3_router(config), config.num_experts, inner, correction=CORRECTION, shared=shared)
+    return moe_or_dense(
+        w,
+        v3_router(config),
+        config.hidden_act,
+        experts=config.num_experts,
+        inner=config.moe_intermediate_size,
+        dense_inner=config.intermediate_size,
+        shared_inner=config.num_shared_experts * config.moe_intermediate_size,
+        correction=CORRECTION,
+    )

@@ -53,8 +53,9 @@ class Ling(LatentFamily):
         )
 
     def config(self, file: GgufFile) -> Config:
-        """Without the limits of the last layers' gates (`swiglu_clamp_exp` and `swiglu_clamp_shexp`), which transformers'
-        and the published code do not have. ModelError for a model that transformers' Ling 3.0 is not."""
+        """Without the limits of the last layers' gates (`swiglu_clamp_exp` and `swiglu_clamp_shexp`), which
+        transformers' and the published code do not have. ModelError for a model that transformers' Ling 3.0 is
+        not."""
         if file.of_model("rope.dimension_sections") is not None:
             raise ModelError(
                 f"{file.path} is of a model that reads pictures and has positions in several directions, which "
@@ -63,13 +64,13 @@ class Ling(LatentFamily):
         config, linear = latent_fields(file), linear_layers(file)
         if config.pop("q_lora_rank"):
             raise ModelError(
-                f"{file.path} leads to queries by two matrices (attention.q_lora_rank), and transformers' Ling 3.0 by one; "
-                f"choose a file of another model"
+                f"{file.path} leads to queries by two matrices (attention.q_lora_rank), and transformers' Ling 3.0 by "
+                f"one; choose a file of another model"
             )
         if file.count("expert_gating_func") != SIGMOID or file.of_model("kda.safe_gate", True) is not True:
             raise ModelError(
-                f"{file.path} has no sigmoid router (expert_gating_func), or no bound of its decays (kda.safe_gate), and "
-                f"every Ling 3.0 has both; {AGAIN}"
+                f"{file.path} has no sigmoid router (expert_gating_func), or no bound of its decays (kda.safe_gate), "
+                f"and every Ling 3.0 has both; {AGAIN}"
             )
         return {
             **config,

@@ -40,8 +40,8 @@ class Mellum(Qwen3Moe):
         )
 
     def config(self, file: GgufFile) -> Config:
-        """No layer has a window where the file has no size of one. ModelError for layers without experts, and for weights
-        that are scaled."""
+        """No layer has a window if the file has no size of one. ModelError for layers without experts, and for
+        weights that are scaled."""
         if dense := dense_layers(file):
             raise ModelError(
                 f"{file.path} has layers without experts ({', '.join(map(str, dense))}), which no Mellum 2 has; {AGAIN}"

@@ -27,7 +27,7 @@ from tiermoe.model.families.fields import (
 )
 from tiermoe.model.families.names import SINKS, Gguf, block_names
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
+from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
 from tiermoe.model.weights import Scope
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -68,10 +68,14 @@ class MimoV2Flash(Family):
 
     def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
         """The feed-forward part: dense in the layers that have no router."""
-        if not w.has("gate.weight"):
-            return dense(w, config.intermediate_size, config.hidden_act)
-        return moe(
-            w, v3_router(config), config.n_routed_experts, config.moe_intermediate_size, correction=CORRECTION
+        return moe_or_dense(
+            w,
+            v3_router(config),
+            config.hidden_act,
+            experts=config.n_routed_experts,
+            inner=config.moe_intermediate_size,
+            dense_inner=config.intermediate_size,
+            correction=CORRECTION,
         )
 
     def config(self, file: GgufFile) -> Config:
@@ -103,8 +107,8 @@ class MimoV2Flash(Family):
         }
 
     def gguf_parts(self, file: GgufFile, stem: str, tensor: GgufTensor) -> dict[str, Rows]:
-        """The matrices of queries, keys and values, by their names in the block, where a tensor holds all three. ModelError
-        where it has not as many rows as heads of the file's sizes do."""
+        """The matrices of queries, keys and values that one tensor holds, by their names in the block. ModelError for
+        another number of rows than heads of the file's sizes have."""
         if stem != "attn_qkv" or len(tensor.shape) != 2:
             return {}
         keys, values = (file.count(f"attention.{part}_length", least=1) for part in ("key", "value"))
@@ -112,8 +116,8 @@ class MimoV2Flash(Family):
         heads, rest = divmod(rows - queries, keys + values)
         if heads < 1 or rest:
             raise ModelError(
-                f"{file.path}: {stem} has {rows} rows, which are not {queries} of queries and some heads of {keys} of keys "
-                f"and {values} of values; {AGAIN}"
+                f"{file.path}: {stem} has {rows} rows, which are not {queries} of queries and some heads of {keys} of "
+                f"keys and {values} of values; {AGAIN}"
             )
         ends = [0, queries, queries + heads * keys, rows]
         return {

@@ -99,7 +99,8 @@ class MiniMaxM3(Family):
 
     def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
         """The feed-forward part: dense in the layers that have no router."""
-        gate, first = ClampedGate(float(config.swiglu_limit), float(config.swiglu_alpha), halves=True), ("gate_up_proj",)
+        gate = ClampedGate(float(config.swiglu_limit), float(config.swiglu_alpha), halves=True)
+        first = ("gate_up_proj",)
         if not w.has("gate.weight"):
             return dense(w, config.dense_intermediate_size, gate, first=first, fused=True)
         shared = None
@@ -118,7 +119,8 @@ class MiniMaxM3(Family):
         return ("clamped in halves", float(config.swiglu_limit), float(config.swiglu_alpha))
 
     def config(self, file: GgufFile) -> Config:
-        """All layers with experts have an indexer (models/minimax-m3.cpp). ModelError where one lacks a tensor of it."""
+        """All layers with experts have an indexer (models/minimax-m3.cpp). ModelError for one that lacks a tensor of
+        it."""
         dense = leading_dense(file)
         sparse = range(dense, layer_count(file))
         for layer in sparse:

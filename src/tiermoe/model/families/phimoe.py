@@ -48,8 +48,8 @@ class PhiMoe(Family):
         config = grouped_fields(file)
         if config["num_experts_per_tok"] != _USED:
             raise ModelError(
-                f"{file.path} says that a token uses {config['num_experts_per_tok']} experts, and Phi-MoE's routers choose "
-                f"{_USED}; {AGAIN}"
+                f"{file.path} says that a token uses {config['num_experts_per_tok']} experts, and Phi-MoE's routers "
+                f"choose {_USED}; {AGAIN}"
             )
         return {
             **config,

@@ -17,7 +17,7 @@ from tiermoe.model.families.fields import (
 )
 from tiermoe.model.families.names import Gguf, block_names
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
+from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
 
@@ -38,10 +38,14 @@ class Qwen3Moe(Family):
 
     def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
         """The feed-forward part: dense in the layers that have no router."""
-        if not w.has("gate.weight"):
-            return dense(w, config.intermediate_size, config.hidden_act)
-        rule = RouterRule(config.num_experts_per_tok, normalise=bool(config.norm_topk_prob))
-        return moe(w, rule, config.num_experts, config.moe_intermediate_size)
+        return moe_or_dense(
+            w,
+            RouterRule(config.num_experts_per_tok, normalise=bool(config.norm_topk_prob)),
+            config.hidden_act,
+            experts=config.num_experts,
+            inner=config.moe_intermediate_size,
+            dense_inner=config.intermediate_size,
+        )
 
     def config(self, file: GgufFile) -> Config:
         return {

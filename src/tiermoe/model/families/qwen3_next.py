@@ -65,8 +65,8 @@ class Qwen35Moe(Qwen3Next):
         """Qwen3.5, and Qwen3-Next where all layers have experts."""
         if dense := dense_layers(file):
             raise ModelError(
-                f"{file.path} has layers without experts ({', '.join(map(str, dense))}), which no Qwen3-Next or Qwen3.5 "
-                f"that was published has; take the model's safetensors"
+                f"{file.path} has layers without experts ({', '.join(map(str, dense))}), which no Qwen3-Next or "
+                f"Qwen3.5 that was published has; take the model's safetensors"
             )
         return {
             **partly_rotated_fields(file),

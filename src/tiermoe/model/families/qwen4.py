@@ -12,6 +12,7 @@ from torch import Tensor
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import Joined, Numbers, Parameter, Rows
 from tiermoe.formats.gguf_file import GgufFile
+from tiermoe.model.attention.base import Attention
 from tiermoe.model.attention.block_indexer import block_indexer
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.attention.linear import gated_delta, is_linear
@@ -71,6 +72,7 @@ class Qwen4(Family):
         features = ngrams(w.at("ple"), config) if index + 1 in (config.ple_layer_ids or ()) else None
         indexed = config.layer_types[index] == "indexed_attention"
         indexer = block_indexer(w.at("self_attn.indexer"), config) if indexed else None
+        attention: Attention
         if is_linear(config, index):
             attention = gated_delta(w.at("linear_attn"), config, None if features is None else features.sizes)
         else:

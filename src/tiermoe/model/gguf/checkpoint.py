@@ -1,4 +1,4 @@
-"""Checkpoint of a GGUF file: the parameters of transformers' model and the tensors that each is made of, and the experts
+"""Checkpoint of a GGUF file: the parameters of transformers' model, the tensors that each is made of, and the experts
 for packing. Families say what their tensors are called (`families.names.Gguf`)."""
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def config_of(file: GgufFile) -> Config:
     config = family_in(file)[0].config(file)
     used = config["num_experts_per_tok"]
     if used > expert_count(file):
-        raise ModelError(f"{file.path} says that a token uses {used} of {expert_count(file)} experts; download it again")
+        count = expert_count(file)
+        raise ModelError(f"{file.path} says that a token uses {used} of {count} experts; download it again")
     return config
 
 

@@ -21,8 +21,8 @@ from tiermoe.types import MoeLayer
 _SMALLEST = 4096  # elements of a linear layer that is packed
 _OUTPUT = "lm_head"
 _COMPUTED_WITH = ("mamba.dt_proj", ".f_a_proj", ".f_b_proj", ".f_proj", "gate")
-"""Ends of linear layers that stay as they are: transformers' code takes the weight itself, or calls a gate what leads to
-it (`skeleton`)."""
+"""Ends of linear layers that stay as they are: transformers' code takes the weight itself, or calls a gate what leads
+to it (`skeleton`)."""
 
 
 def outline_of(checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype) -> Outline | None:

@@ -1,9 +1,9 @@
 """Blueprint of a model with its MTP head: the layer behind the last one that drafts (`model/mtp_head.py`).
 
 A checkpoint has the head as one more layer, `model.layers.N` of a model of N layers, with norms and a projection before
-it and a norm behind it, or by names that its family turns into these (`HeadFormat`). So transformers' code for a model of
-N + 1 layers says what its layer is made of, and the head is one more layer of the model, of its plan, and of its expert
-cache where it has experts. It is packed into a folder of its own within the model's store, which stays as it is for
+it and a norm after it, or by names that its family turns into these (`HeadFormat`). So transformers' code for a model
+of N + 1 layers says what its layer is made of, and the head is one more layer of the model, of its plan, and of its
+expert cache if it has experts. It is packed into a folder of its own within the model's store, which stays as it is for
 runs without the head. Embedding and output layer are the model's, whatever copies of them a checkpoint has."""
 
 from __future__ import annotations
