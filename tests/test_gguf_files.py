@@ -25,8 +25,8 @@ from gguf_files import kinds
 from patience import PATIENCE_S
 from tiermoe.errors import ModelError
 from tiermoe.formats.ggml_types import TYPES, UNREAD
-from tiermoe.formats.gguf_file import open_gguf, read_header
-from tiermoe.model.families.fields import end_ids, read_whole
+from tiermoe.formats.gguf_file import open_gguf, read_header, read_whole
+from tiermoe.model.families.fields import end_ids
 from tiermoe.model.gguf.checkpoint import config_of, open_checkpoint
 
 

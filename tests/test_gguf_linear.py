@@ -7,7 +7,6 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from tiermoe.model.gguf.linear_attention import linear_rows
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 import gguf_files
@@ -18,6 +17,7 @@ from parity import close, tokens
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.gguf_file import GgufFile, open_gguf
+from tiermoe.model.families.rows import linear_rows
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.packing import own_linears
 

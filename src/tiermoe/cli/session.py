@@ -34,8 +34,7 @@ def read_ahead(model: str, options: dict[str, Any]) -> GgufFile | None:
     """The headers of a GGUF file, whose dense weights the drive begins to read into the page cache: it has nothing else
     to do while torch is imported. None for another model, and where options ask for weights that are packed. ModelError
     as `check_local` and `open_gguf`: before torch is imported."""
-    from tiermoe.formats.gguf_file import is_gguf, open_gguf
-    from tiermoe.model.families.fields import read_whole
+    from tiermoe.formats.gguf_file import is_gguf, open_gguf, read_whole
     from tiermoe.model.hf.local_models import check_local
 
     path = check_local(model)

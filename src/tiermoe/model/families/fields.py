@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_file import GgufFile, GgufTensor, Strings, rounded
+from tiermoe.formats.gguf_file import GgufFile, Strings, rounded
 from tiermoe.formats.safetensors import FileReader
 
 Config = dict[str, Any]
@@ -150,8 +150,6 @@ def token_id(file: GgufFile, name: str) -> int | None:
 
 AGAIN = "download it again"
 """What to do about a file that contradicts itself."""
-NGRAM_TABLE = "per_layer_token_embd.weight"
-"""The table of n-grams (Qwen3.8): tens of GB, of which a token needs some rows."""
 
 
 def layer_count(file: GgufFile) -> int:
@@ -175,14 +173,6 @@ def expert_count(file: GgufFile) -> int:
 def dense_layers(file: GgufFile) -> list[int]:
     """Layers without a router."""
     return [layer for layer in range(layer_count(file)) if f"blk.{layer}.ffn_gate_inp.weight" not in file.tensors]
-
-
-def read_whole(file: GgufFile) -> list[GgufTensor]:
-    """The tensors that loading reads whole, in the order of the file: all but the experts, and the tables of which a
-    token needs rows: of n-grams, and the input embedding unless it is the output layer too."""
-    rows = (NGRAM_TABLE, "token_embd.weight" if "output.weight" in file.tensors else "")
-    found = [tensor for name, tensor in file.tensors.items() if "_exps." not in name and name not in rows]
-    return sorted(found, key=lambda tensor: (file.shards.index(tensor.file), tensor.offset))
 
 
 def leading_dense(file: GgufFile) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import Joined, Numbers, Parameter, Rows
-from tiermoe.formats.gguf_file import GgufFile
+from tiermoe.formats.gguf_file import NGRAM_TABLE, GgufFile
 from tiermoe.model.attention.base import Attention
 from tiermoe.model.attention.block_indexer import block_indexer
 from tiermoe.model.attention.grouped import grouped
@@ -20,7 +20,6 @@ from tiermoe.model.attention.ngrams import ngrams
 from tiermoe.model.families.family import Family
 from tiermoe.model.families.fields import (
     AGAIN,
-    NGRAM_TABLE,
     Config,
     end_ids,
     expert_columns,

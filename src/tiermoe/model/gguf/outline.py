@@ -73,7 +73,7 @@ def outline_of_head(
 
 
 def _states_shapes(family: Family) -> bool:
-    return family.gguf is not None and family.gguf.states_shapes
+    return family.gguf is None or family.gguf.states_shapes  # V2's files are of V3's names
 
 
 def _mixtures(layers: Iterable[DecoderLayer]) -> list[MoeLayer]:

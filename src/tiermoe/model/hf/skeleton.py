@@ -254,14 +254,13 @@ def top_k(config: Any, layer: int) -> int:
     """Experts that a token uses in decoder layer `layer`; 1 where the config has no entry for it (Switch). ModelError
     where the entry names no number."""
     named = ""
-    for part in (config, getattr(config, "ffn_config", None)):
-        for name in _TOP_K:
-            value = getattr(part, name, None)
-            if isinstance(value, list | tuple):
-                value = value[layer] if layer < len(value) else None
-            if isinstance(value, int):
-                return value
-            named = name if hasattr(part, name) else named
+    for name in _TOP_K:
+        value = getattr(config, name, None)
+        if isinstance(value, list | tuple):
+            value = value[layer] if layer < len(value) else None
+        if isinstance(value, int):
+            return value
+        named = name if hasattr(config, name) else named
     if named:
         raise ModelError(f"the config names no number of experts that a token uses ({named} of layer {layer})")
     return 1
