@@ -20,8 +20,11 @@ def _found() -> Iterator[Family]:
                 yield each()
 
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _found()}
+_FOUND = list(_found())
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _FOUND if not family.encoder_class}
 """model_type → family. `FAMILIES["mine"] = Mine()` adds one from elsewhere."""
+ENCODERS = {family.encoder_class: family for family in _FOUND if family.encoder_class}
+"""A class that config.json's `architectures` names → its family, of an encoder alone."""
 
 REFUSED = {
     "dbrx": "its experts are rows of one matrix, outside of transformers' interface of experts",
@@ -49,9 +52,9 @@ def family_of(model_type: str, architectures: Sequence[str] = ()) -> Family:
     that is refused."""
     if model_type in REFUSED:
         raise ModelError(f"models of the family '{model_type}' are refused: {REFUSED[model_type]}")
-    for family in FAMILIES.values():
-        if family.encoder_class and family.encoder_class in architectures:
-            return family
+    for encoder in architectures:
+        if encoder in ENCODERS:
+            return ENCODERS[encoder]
     name = model_type.removesuffix("_text")
     return FAMILIES.get(model_type) or FAMILIES.get(f"{model_type}_text") or _unstated(name, model_type)
 

@@ -61,8 +61,11 @@ def experts_left_out(family: Family, config: Any) -> Iterator[None]:
 
 
 def modelling_module(config: Any) -> ModuleType:
-    """The module in which the classes of a (text) config's family are defined."""
-    return importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    """The module in which the classes of a (text) config's family are defined: of its class, or of one that it is
+    derived from."""
+    modules = (cls.__module__ for cls in type(config).__mro__)
+    name = next((name for name in modules if "configuration_" in name), type(config).__module__)
+    return importlib.import_module(name.replace("configuration_", "modeling_"))
 
 
 def classes_of(module: ModuleType) -> dict[str, type[torch.nn.Module]]:
