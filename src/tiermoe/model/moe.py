@@ -18,9 +18,7 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.outline import Outline
 from tiermoe.kernels.experts import Activation as FirstToSecond
 from tiermoe.kernels.gates import gate_named, gelu_tanh, relu_squared
-from tiermoe.model.by_token import by_token
-from tiermoe.model.linear import Linear
-from tiermoe.model.norms import Norm
+from tiermoe.model.parts import Linear, Norm, by_token
 from tiermoe.model.routers import Router, RouterRule
 from tiermoe.model.weights import Scope
 from tiermoe.types import MoeLayer, Part

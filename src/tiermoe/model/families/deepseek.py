@@ -22,7 +22,7 @@ from tiermoe.model.families.fields import (
 from tiermoe.model.families.names import Gguf, block_names
 from tiermoe.model.layer import Layer
 from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
-from tiermoe.model.norms import Norm
+from tiermoe.model.parts import Norm
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
 

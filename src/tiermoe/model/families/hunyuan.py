@@ -12,7 +12,7 @@ from torch import Tensor
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped
-from tiermoe.model.attention.indexer import IndexerSizes, indexer
+from tiermoe.model.attention.indexers import IndexerSizes, indexer
 from tiermoe.model.attention.latent import has_indexer, latent
 from tiermoe.model.families.deepseek_v3 import (
     INDEXER,

@@ -9,8 +9,8 @@ from typing import Any
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.kernels.gates import ClampedGate
-from tiermoe.model.attention.group_indexer import group_indexer
 from tiermoe.model.attention.grouped import grouped
+from tiermoe.model.attention.indexers import group_indexer
 from tiermoe.model.families.deepseek_v3 import CORRECTION, SHARED_NAMES
 from tiermoe.model.families.family import Family
 from tiermoe.model.families.fields import (

@@ -26,7 +26,7 @@ from tiermoe.model.families.family import Family
 from tiermoe.model.gguf.checkpoint import GgufExperts
 from tiermoe.model.hf.configs import text_config
 from tiermoe.model.hf.conversion import CheckpointExperts
-from tiermoe.model.hf.shells import (
+from tiermoe.model.hf.experts import (
     IMPLEMENTATION,
     activation_of,
     experts_left_out,
