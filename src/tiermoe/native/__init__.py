@@ -115,6 +115,9 @@ def _as_built() -> dict[Coding, int]:
 GROUPS_OF = _as_built()
 """Columns to a scale of each `Coding`, 0 where a matrix says how many; nothing in a build without kernels."""
 
+GATES: dict[str, int] = {} if _native is None else {name: number for number, name in enumerate(_native.gates())}
+"""Gates of experts that the kernels compute (expert.h), and their numbers."""
+
 
 @lru_cache(maxsize=1)
 def available() -> bool:

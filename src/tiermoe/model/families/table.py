@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tiermoe.errors import ModelError
-from tiermoe.kernels.gates import ClampedGate, LimitedSilu
+from tiermoe.kernels.gates import Gate, gate_named
+from tiermoe.kernels.gates import limited_silu as silu_within
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.attention.mamba import mamba_lacks
 from tiermoe.model.families.gemma4 import GEMMA4
@@ -176,13 +178,13 @@ def family_of(model_type: str, architectures: Sequence[str] = ()) -> Family:
 # decoders of our own: the rule of a family's routers, what its configs may lack, its blocks
 
 
-def minimax_m3_gate(config: Any) -> ClampedGate:
-    return ClampedGate(float(config.swiglu_limit), float(config.swiglu_alpha), halves=True)
+def minimax_m3_gate(config: Any) -> Gate:
+    return gate_named("clamped in halves", config.swiglu_limit, config.swiglu_alpha)
 
 
 def limited_silu(config: Any) -> Callable[..., Tensor]:
     """Of dense blocks (DeepSeek-V4, GLM-5 Next)."""
-    return LimitedSilu(float(config.swiglu_limit)).of
+    return partial(silu_within, limit=float(config.swiglu_limit))
 
 
 def afmoe_scale(config: Any) -> float:

@@ -12,6 +12,7 @@ import torch
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.outline import DenseTensor, Outline
+from tiermoe.kernels.gates import usual_gate
 from tiermoe.model.architecture import Architecture
 from tiermoe.model.attention.grouped import GroupedSizes
 from tiermoe.model.attention.kimi_delta import KimiDeltaSizes
@@ -122,9 +123,8 @@ def _gate(config: Any) -> tuple[Any, ...] | None:
     alpha = _ALPHA if config.model_type == "gpt_oss" else getattr(config, "swiglu_alpha", None)
     if alpha is not None:
         return ("clamped in halves", float(config.swiglu_limit), float(alpha))
-    if getattr(config, "hidden_act", None) == "silu":
-        return ("silu",)
-    return ("relu2",) if getattr(config, "mlp_hidden_act", None) == "relu2" else None
+    found = usual_gate(getattr(config, "hidden_act", None)) or usual_gate(getattr(config, "mlp_hidden_act", None))
+    return found.stored if found else None
 
 
 def _wide(config: Any) -> tuple[str, ...]:
