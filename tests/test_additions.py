@@ -17,7 +17,6 @@ import torch
 import tiermoe
 import tiny
 from additions.batching import serve
-from additions.encoding import Int5
 from additions.eviction import MostRecentlyUsed
 from additions.gate import RELU
 from additions.native import GATE, INSTRUCTION_SET, ROUTER_FIELD, Changes, change
@@ -35,9 +34,9 @@ from tiermoe.batch import decode as decode_row
 from tiermoe.batch import prompt as prompt_row
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.formats.quantizers import QUANTIZERS
-from tiermoe.formats.registry import FIXED, encoding_for, encoding_named
+from tiermoe.formats.registry import encoding_for, encoding_named
 from tiermoe.kernels.gates import GATES, gate_named, slow_gate
-from tiermoe.kernels.linear import KERNELS, DecodedLinear, linear_for
+from tiermoe.kernels.linear import linear_for
 from tiermoe.lab.simulate.evictions import hits_of
 from tiermoe.lab.trace.file import Trace
 from tiermoe.model.architecture import Architecture
@@ -259,9 +258,7 @@ def test_a_gate_that_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def five_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FIXED, 5, Int5())
-    monkeypatch.setitem(KERNELS, ("int5", "cpu"), DecodedLinear)
-    monkeypatch.setattr(config, "BITS", (*config.BITS, 5))
+    monkeypatch.setitem(config.BITS, 5, "additions.encoding:Int5")
 
 
 @pytest.mark.usefixtures("five_bits")

@@ -17,7 +17,7 @@ from tiermoe.kernels.gates import Gate
 from tiermoe.kernels.gpu import GroupedExperts, grouped_experts
 from tiermoe.kernels.linear import linear_for, native_tokens
 from tiermoe.kernels.matrix import MatrixForm, matrix_form
-from tiermoe.native import ROWS, Coding, _native, available, structs
+from tiermoe.native import ROWS, _native, available, structs
 from tiermoe.types import Part
 
 Views = Mapping[str, Mapping[str, Tensor]]
@@ -225,7 +225,7 @@ class GatedExperts:
         self.hidden, self._inner = second.form.out, second.form.in_
         limit, alpha = (*gate.settings, 0.0, 0.0)[:2]
         self._gate = gate.native, limit, alpha
-        self.plain = Coding.BF16 in (first.form.coding, second.form.coding)
+        self.plain = "BF16" in (first.form.how.coding, second.form.how.coding)
 
     def pack(self, views: Views) -> bytes:
         """A `structs.Expert` of the expert in a slot; valid as long as the slot lives."""
