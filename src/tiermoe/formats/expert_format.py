@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from tiermoe.formats.encode_matrix import Squares, encode_rows, rows_at_a_time
-from tiermoe.formats.encoding import Encoding, Field
+from tiermoe.formats.encode_matrix import encode_rows, rows_at_a_time
+from tiermoe.formats.encoding import Encoding, Field, Squares
 from tiermoe.formats.quantizers import Quantizer
 from tiermoe.formats.registry import encoding_for, encoding_named
 from tiermoe.formats.trellis import Trellis

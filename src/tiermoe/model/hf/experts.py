@@ -4,7 +4,6 @@ interface."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -13,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.activations import ACT2FN, GELUTanh, ReLUSquaredActivation, SiLUActivation
+from transformers.activations import ACT2FN, SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from tiermoe.errors import ModelError
-from tiermoe.kernels.experts import Activation
-from tiermoe.kernels.gates import ClampedGate, LimitedSilu, gelu_gate, relu_squared, silu_gate
+from tiermoe.kernels.gates import GATES, Gate, gate_named, other_gate, usual_gate
 from tiermoe.model.families.family import Family
 from tiermoe.model.moe import ExpertGate
 
@@ -122,7 +120,7 @@ _LIMITED = {
     "DeepseekV4Experts._apply_gate": "limit", "Glm5NextTextExperts._apply_gate": "swiglu_limit",
     "HYV4Experts._apply_gate": "swiglu_limit",
 }  # fmt: skip
-"""Gates that are a `LimitedSilu` → the attribute that has its limit."""
+"""Gates that are a "limited silu" → the attribute that has its limit."""
 
 # modelling modules are global to the process
 _building = threading.Lock()
@@ -219,35 +217,43 @@ def is_shell(module: torch.nn.Module) -> bool:
     return hasattr(module, "expert_shapes")
 
 
-def activation_of(module: Any) -> Activation:
-    """hidden features (T, ·) after the first matrix → features before the second: gate and up for gated experts, the
-    activation alone for others. The class's own, or one of the same operations that our kernels know."""
+def expert_gate(module: Any) -> Gate:
+    """What experts of a module compute between their matrices: the gate of `kernels.gates` with the same operations,
+    else the class's own."""
     if hasattr(module, "expert_template"):
-        activation: Activation = module.expert_template[0].act
-        return activation
-    if module.has_gate:
-        if type(module)._apply_gate is _default_apply_gate:
-            act = module.act_fn
-            if act is torch.nn.functional.silu or type(act) in _SILU:
-                return silu_gate
-            if isinstance(act, GELUTanh) and isinstance(act.act, functools.partial):  # torch's, not its formula
-                return gelu_gate
-        if type(module)._apply_gate.__qualname__ == _CLAMPED:
-            return ClampedGate(float(module.limit), float(module.alpha))
-        if type(module)._apply_gate.__qualname__ == _CLAMPED_HALVES:
-            return ClampedGate(float(module.swiglu_limit), float(module.swiglu_alpha), halves=True)
-        limit, act = _LIMITED.get(type(module)._apply_gate.__qualname__), getattr(module, "act_fn", None)
-        if limit is not None and (act is None or type(act) in _SILU):
-            return LimitedSilu(float(getattr(module, limit)))
-        gate: Activation = module._apply_gate
-        return gate
-    plain: Activation = getattr(module, "act_fn", None) or ACT2FN[module.config.hidden_act]
-    return relu_squared if isinstance(plain, ReLUSquaredActivation) else plain
+        return other_gate(type(module).__name__, module.expert_template[0].act)
+    if not module.has_gate:
+        act = getattr(module, "act_fn", None) or ACT2FN[module.config.hidden_act]
+        return _usual_gate(act, gated=False) or other_gate(type(module).__name__, act)
+    if type(module)._apply_gate is _default_apply_gate:
+        act = module.act_fn
+        return _usual_gate(act, gated=True) or other_gate(type(module).__name__, module._apply_gate, act)
+    own, act = type(module)._apply_gate.__qualname__, getattr(module, "act_fn", None)
+    if own == _CLAMPED:
+        return gate_named("clamped", module.limit, module.alpha)
+    if own == _CLAMPED_HALVES:
+        return gate_named("clamped in halves", module.swiglu_limit, module.swiglu_alpha)
+    if own in _LIMITED and (act is None or type(act) in _SILU):
+        return gate_named("limited silu", getattr(module, _LIMITED[own]))
+    return other_gate(type(module).__name__, module._apply_gate)
+
+
+def _usual_gate(act: Any, gated: bool) -> Gate | None:
+    """The gate of an activation of transformers, found by the class that its name in configs stands for."""
+    if act is torch.nn.functional.silu or type(act) in _SILU:
+        name = "silu"
+    else:
+        known = [kind.act for kind in GATES.values() if kind.act in ACT2FN and _same(ACT2FN[kind.act], act)]
+        name = next(iter(known), "")
+    found = usual_gate(name)
+    return found if found and found.kind.gated == gated else None
+
+
+def _same(known: Any, act: Any) -> bool:
+    """Whether two activations are of one class; of GELU by tanh, whether both are torch's, or its formula."""
+    return type(known) is type(act) and type(getattr(known, "act", None)) is type(getattr(act, "act", None))
 
 
 def gate_of(module: Any) -> ExpertGate:
     """The gate of an experts module."""
-    elementwise = None
-    if getattr(module, "has_gate", False) and type(module)._apply_gate is _default_apply_gate:
-        elementwise = module.act_fn
-    return ExpertGate(module.num_experts, activation_of(module), elementwise, type(module).__name__)
+    return ExpertGate(module.num_experts, expert_gate(module))
