@@ -30,7 +30,7 @@ from commands import Command
 from parity import close, logits, put_decoded_experts, tokens
 from patience import until
 from small_traces import EVERYTHING, decode, layer, replayed, trace_of
-from tiermoe import config
+from tiermoe import config, native
 from tiermoe.batch import Batch
 from tiermoe.batch import decode as decode_row
 from tiermoe.batch import prompt as prompt_row
@@ -246,6 +246,15 @@ def test_a_gate_that_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (None, slow.format("Qwen3MoeExperts") + with_transformers), (("relu",), slow.format("relu")),
     ]  # fmt: skip
     assert slow_gate(gate_named("silu")) is None
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_a_gate_without_a_kernel_is_named_at_loading(tmp_path: Path) -> None:
+    tiny.write(tmp_path, "qwen3_moe", torch.bfloat16, hidden_act="relu")
+    engine = engine_of(tmp_path, preset="lru")
+    slow = "no kernel computes the gate of this model's experts: torch computes the experts, about three times slower"
+    assert [warning for warning in engine.plan.warnings if warning.startswith(slow)]
+    engine.close()
 
 
 # a weight format
