@@ -1,9 +1,9 @@
 """Memory of this process: bytes that are resident, that allocator and libraries may keep, that go back to the system.
 
 `import_libraries` before anything imports torch, `import_modelling_code` where transformers' model classes are needed,
-`settle` after imports and after loading, `keep_activations` once there is a plan. notebook/2026-11-21-process-memory.md has
-the measurements behind each. Apart from `anonymous_memory` and the readings, systems other than Linux with glibc are
-left as they are.
+`settle` after imports and after loading, `keep_activations` once there is a plan.
+notebook/2026-11-21-process-memory.md has the measurements of each. Apart from `anonymous_memory` and
+the readings, systems other than Linux with glibc are left as they are.
 """
 
 from __future__ import annotations
