@@ -46,8 +46,9 @@ logits with llama.cpp's. `notebook/2026-11-26-gguf-beside-llama-cpp.md` has the 
 
 * Hunyuan 4: llama.cpp rotates neighbouring columns of a head, transformers 5.23 those of both halves, of the same
   matrices. tiermoe reads a GGUF file as llama.cpp does, and safetensors as transformers does.
-* Ling 3.0: llama.cpp applies the limits that a file sets to the gates of experts. tiermoe does not, as transformers' and
-  the published code. Files with queries by two matrices, or of the model that reads pictures, are refused.
+* Ling 3.0: llama.cpp applies the limits that a file sets to the gates of experts. tiermoe does not, like
+  transformers' and the published code. Files with queries by two matrices, or of the model that reads pictures, are
+  refused.
 * Mellum 2 with two bases of positions: llama.cpp rotates layers with a window by the others' base.
 * MiMo-V2-Flash: llama.cpp attends to one position less than the published window.
 * Phi-MoE: llama.cpp has root mean square norms, a softmax router and the scale of the file (1.19 for Phi-3.5-MoE).
