@@ -75,7 +75,7 @@ def part_with_shared_experts(
         experts=config.n_routed_experts,
         inner=config.moe_intermediate_size,
         dense_inner=config.intermediate_size,
-        shared_inner=config.n_shared_experts * config.moe_intermediate_size,
+        shared_inner=(config.n_shared_experts or 0) * config.moe_intermediate_size,
         correction=correction,
         norm=norm,
     )

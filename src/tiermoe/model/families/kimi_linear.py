@@ -78,6 +78,6 @@ def kimi_part(w: Scope, config: Any) -> MoeBlock | DenseBlock:
         experts=config.num_experts,
         inner=config.moe_intermediate_size,
         dense_inner=config.intermediate_size,
-        shared_inner=config.num_shared_experts * config.moe_intermediate_size,
+        shared_inner=(config.num_shared_experts or 0) * config.moe_intermediate_size,
         correction=CORRECTION,
     )
