@@ -225,7 +225,7 @@ def test_no_prediction_makes_another_leave() -> None:
 def test_no_prefetch_while_the_link_is_busy() -> None:
     controller, link = controller_with(4)
     link.poll = lambda: None  # type: ignore[method-assign]
-    controller.load(ExpertKey(9, 9, 4))
+    controller.run_layer(9, demands(9))
     assert not controller.prefetch([ExpertKey(1, 5, 4)])
     assert len(link.submitted) == 1
 

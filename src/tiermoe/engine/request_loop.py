@@ -168,22 +168,17 @@ class RequestLoop:
         guess: bool = True,
     ) -> None:
         """Runs one step: a decode or verify row of each answer, and a row of each prompt. A prompt whose tokens are all
-        scored or embedded is the only row. pieces: takes the new pieces."""
+        scored is the only row. pieces: takes the new pieces."""
         began = time.perf_counter()
         speculation = self._speculation if answering and not prompts else None
         guesses = self._guesses(answering, speculation) if speculation is not None and guess else [[]] * len(answering)
         guessed = sum(map(len, guesses))
         rows = (*map(RequestState.next_answer, answering, guesses), *(part for _, part in prompts))
-        embeds = any(row.request.embeds for row, _ in prompts)
-        every = guessed > 0 or any(row.scored or row.request.embeds for row, _ in prompts)
+        every = guessed > 0 or any(row.scored for row, _ in prompts)
         batch = Batch(rows, ragged=len(rows) > 1)
         before = self._engine.snapshot() if self._timed and batch.phase == "decode" else None
         try:
-            logits: Tensor
-            if embeds:
-                logits = self._engine.hidden_states(batch, self._cache)
-            else:
-                logits = self._engine.step(batch, self._cache, every)
+            logits: Tensor = self._engine.step(batch, self._cache, every)
         except Exception as error:
             if guessed:  # an answer does not fail by what was guessed of it
                 self._run(answering, prompts, pieces, guess=False)
@@ -264,11 +259,7 @@ class RequestLoop:
         if row.is_read:
             self.counts.cached_tokens += row.cached
             self.counts.prompt_tokens += row.length - row.cached
-            if row.request.embeds:
-                self.scheduler.finish(row)
-                pieces.append(row.embed())
-            else:
-                self._choose(row, logits[-1], pieces)
+            self._choose(row, logits[-1], pieces)
 
     def _choose(self, row: RequestState, logits: Tensor, pieces: list[Piece]) -> bool:
         """Adds the next token of an answer; a finished request leaves its slab to the prefix cache. Returns whether it

@@ -13,7 +13,7 @@ import torch
 from tiermoe.engine.budget import shape_of
 from tiermoe.engine.history import History
 from tiermoe.engine.memory_plan import MemoryPlan
-from tiermoe.engine.moe_layer import ExpertSource
+from tiermoe.engine.moe import LayerKernels
 from tiermoe.engine.reading import Reading
 from tiermoe.engine.units import unit_of
 from tiermoe.formats.expert_format import ExpertFormat, Layout
@@ -83,7 +83,7 @@ class ExpertService:
         """Seconds in which the computing thread waited for experts, or parts of them."""
         return self.link.counters().wait_s + self.unit.wait_s
 
-    def experts(self, index: int, gate: ExpertGate) -> ExpertSource:
+    def experts(self, index: int, gate: ExpertGate) -> LayerKernels:
         """What computes the experts of MoE layer `index`."""
         formats = {bits: packed.formats[index] for bits, packed in self.packed.items()}
         return self.unit.experts(index, gate, formats, self._views_of)

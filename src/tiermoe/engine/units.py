@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tiermoe.engine.cooperative import CpuHelper
-from tiermoe.engine.moe_layer import ExpertSource
+from tiermoe.engine.moe import LayerKernels
 from tiermoe.engine.neuron_experts import NeuronCounts, NeuronExpert, neuron_views
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.kernels.experts import SlotViews, Views, expert_kernel
@@ -57,13 +57,13 @@ class WholeExperts:
         gate: ExpertGate,
         formats: Mapping[int, ExpertFormat],
         views_of: Callable[[ExpertKey, int], Views],
-    ) -> ExpertSource:
+    ) -> LayerKernels:
         """What computes the experts of MoE layer `index`, which compute `gate` between their matrices; `formats` by
         precision."""
         activation = gate.activation
         kernels = {bits: expert_kernel(form, activation, self._device) for bits, form in formats.items()}
         on_cpu = self._helper.layer(index, formats, activation) if self._helper else None
-        return ExpertSource(kernels, views_of, on_cpu)
+        return LayerKernels(kernels, views_of, on_cpu)
 
     def stats(self) -> dict[str, float]:
         return {}
@@ -119,13 +119,13 @@ class ActiveNeurons:
         gate: ExpertGate,
         formats: Mapping[int, ExpertFormat],
         views_of: Callable[[ExpertKey, int], Views],
-    ) -> ExpertSource:
+    ) -> LayerKernels:
         activation = gate.require_elementwise()
         kernels = {}
         for bits, form in formats.items():
             self._kernels[bits, index] = kernel = NeuronKernel(form, activation, self._theta)
             kernels[bits] = NeuronExpert(kernel, self._filler, self._proceed, self._counts)
-        return ExpertSource(kernels, views_of, expect=self._filler.expect)
+        return LayerKernels(kernels, views_of, expect=self._filler.expect)
 
     def miss_costs(self) -> MissCosts:
         """Nothing is computed elsewhere."""

@@ -247,7 +247,7 @@ class NativeDiskLink:
         self._loads: dict[int, Load] = {}  # by number: submitted, and neither taken nor recalled
         self._background: dict[ExpertKey, int] = {}  # numbers
         self._requests: dict[ExpertKey, bytes] = {}
-        self._completed: set[ExpertKey] = set()  # by this thread, once they are read: see `_complete`
+        self._completed: set[ExpertKey] = set()  # by this thread, once they are read: see `_completion`
         self._failed: deque[Finished] = deque()  # whose files cannot be opened
 
     def counters(self) -> LinkCounters:
@@ -327,38 +327,39 @@ class NativeDiskLink:
         return file, _MAPPED if self._mapped else _DIRECT if direct else _CACHED if reader.keep else _DROPPED
 
     def _handed_out(self, ended: int | tuple[int, int, int, int, int]) -> Finished:
-        if isinstance(ended, int):
-            number = ended
-        else:
-            number, outcome, piece, detail, drive = ended
-            key = self._loads[number].key
+        error = None
+        if isinstance(ended, tuple):
+            ended, outcome, piece, detail, drive = ended
+            key = self._loads[ended].key
             extent, second = self._extent_of(key), self._second
             if not drive or second is None:
-                return self._taken(number, _error(key, extent, outcome, piece, detail))
-            if outcome == _DONE:
+                error = _error(key, extent, outcome, piece, detail)
+            elif outcome == _DONE:
                 second.record(extent.nbytes)
             else:
                 copy = second.copy_of(extent, key) or extent
                 second.leave_out(key, _error(key, copy, outcome, piece, detail))
                 del self._requests[key]
-        finished = self._taken(number)
-        if finished.load.key in self._completed:
-            return self._complete(finished.load)
-        return finished
+        load = self._loads.pop(ended)
+        if load.background:
+            del self._background[load.key]
+        if error is None and load.key in self._completed:
+            error = self._completion(load)
+        return Finished(load, error)
 
-    def _complete(self, load: Load) -> Finished:
-        """Does what the native threads leave: the checksum of a short extent, rounding biases."""
+    def _completion(self, load: Load) -> LoadError | None:
+        """Does what the native threads leave: the checksum of a short extent, rounding biases. Returns what fails."""
         extent, form = self._extent_of(load.key), self._format_of(load.key)
         slot = self._slots.buffer(load.slot)
         try:
             if extent.nbytes <= _SHORT:
                 verify(extent, slot.numpy().data, load.key)
         except LoadError as error:
-            return Finished(load, error)
+            return error
         form.round_biases(slot)
-        return Finished(load)
+        return None
 
-    def _taken(self, number: int, error: Exception | None = None) -> Finished:
+    def _taken(self, number: int, error: Exception) -> Finished:
         load = self._loads.pop(number)
         if load.background:
             del self._background[load.key]

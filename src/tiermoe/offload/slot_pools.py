@@ -6,7 +6,8 @@ from __future__ import annotations
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 
 from tiermoe.offload.policies.eviction import Eviction
 from tiermoe.types import ExpertKey
@@ -26,6 +27,10 @@ class SlotPool:
     free: list[int]
     evictable: Callable[[ExpertKey], bool]
     borrowed: int = 0
+    wanted: int = field(init=False)  # its share of the slots, where pools share them
+
+    def __post_init__(self) -> None:
+        self.wanted = self.slots
 
     def take(self, size: int) -> int:
         """A slot for a copy of `size`, which the pool has to spare."""
@@ -57,28 +62,31 @@ class SlotShares:
     def __init__(self, pools: Sequence[SlotPool], minimum: int) -> None:
         self._pools = pools
         self._minimum = minimum
-        self._wanted = {pool.number: pool.slots for pool in pools}
 
     def follow(self, uses: Sequence[Sequence[float]]) -> None:
         """The shares are those of `uses` from now on. Free slots move at once, others when a layer misses."""
         sizes = most_used_slots(sum(pool.slots for pool in self._pools), uses, self._minimum)
-        self._wanted = {pool.number: size for pool, size in zip(self._pools, sizes, strict=True)}
-        givers = [pool for pool in self._pools for _ in range(min(pool.spare // pool.unit, self._over(pool)))]
+        for pool, size in zip(self._pools, sizes, strict=True):
+            pool.wanted = size
+        givers = [pool for pool in self._pools for _ in range(min(pool.spare // pool.unit, pool.slots - pool.wanted))]
         for pool in self._pools:
-            while givers and self._over(pool) < 0:
+            while givers and pool.slots < pool.wanted:
                 givers.pop().give(pool)
 
     def givers(self, taker: SlotPool) -> list[SlotPool]:
         """Who gives a slot to `taker`: the pool with most free slots beyond its minimum, before anybody leaves;
         where none is and `taker` is below its share, pools above theirs, the furthest above first."""
-        if spare := [pool for pool in self._pools if pool.spare >= pool.unit and pool.slots > self._minimum]:
-            return [max(spare, key=lambda pool: min(pool.spare // pool.unit, pool.slots - self._minimum))]
-        if self._over(taker) >= 0:
+        giver, most = None, 0
+        for pool in self._pools:
+            spare = min(pool.spare // pool.unit, pool.slots - self._minimum)
+            if spare > most:
+                giver, most = pool, spare
+        if giver is not None:
+            return [giver]
+        if taker.slots >= taker.wanted:
             return []
-        return sorted((other for other in self._pools if self._over(other) > 0), key=self._over, reverse=True)
-
-    def _over(self, pool: SlotPool) -> int:
-        return pool.slots - self._wanted[pool.number]
+        above = [pool for pool in self._pools if pool.slots > pool.wanted]
+        return sorted(above, key=lambda pool: pool.slots - pool.wanted, reverse=True)
 
 
 def slot_numbers(slots: int, sizes: Sequence[int]) -> int:
@@ -91,7 +99,7 @@ def most_used_slots(slots: int, uses: Sequence[Sequence[float]], minimum: int) -
     as far as `slots` go; of equally used ones those of all layers in turn. uses: a row of at least `minimum` experts a
     layer. The sum is less than `slots` only where every expert has one."""
     others = [sorted(row, reverse=True)[minimum:] for row in uses]
-    ranked = sorted((count for row in others for count in row), reverse=True)
+    ranked = sorted(chain.from_iterable(others), reverse=True)
     left = slots - minimum * len(uses)
     if left >= len(ranked):
         return [minimum + len(row) for row in others]
