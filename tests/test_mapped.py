@@ -19,7 +19,7 @@ from parity import logits, tokens
 from tiermoe.config import Settings
 from tiermoe.engine import reading
 from tiermoe.engine.load import load_resolved, resolve_for
-from tiermoe.engine.memory_plan import MemoryPlan, SlotPool, total
+from tiermoe.engine.memory_plan import MemoryPlan, PlannedSlots, total
 from tiermoe.engine.reading import Packed, open_reading, reading_for
 from tiermoe.errors import LoadError
 from tiermoe.formats.expert_format import expert_format, format_from_names
@@ -172,7 +172,8 @@ def test_reading_ahead_makes_pages_resident(tmp_path: Path) -> None:
 def plan_of(slots: int = EXPERTS) -> MemoryPlan:
     return MemoryPlan(
         1 << 30, "--memory", (), slot_bytes=SIZE,
-        slots=slots, all_slots=EXPERTS, layer_slots=2, token_slots=2, context=64, pools=(SlotPool((4,), slots, SIZE),),
+        slots=slots, all_slots=EXPERTS, layer_slots=2, token_slots=2, context=64,
+        pools=(PlannedSlots((4,), slots, SIZE),),
     )  # fmt: skip
 
 

@@ -20,9 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from tiermoe.offload.policies.allotment import Pool
+from tiermoe.offload.policies.allotment import Pool, SlotPool, SlotShares, slot_numbers
 from tiermoe.offload.policies.eviction import Eviction
-from tiermoe.offload.slot_pools import SlotPool, SlotShares, slot_numbers
 from tiermoe.types import Demand, ExpertKey
 
 SHARE_EVERY = 16
@@ -79,8 +78,8 @@ class ExpertCache:
         self._room = self._unborrowed = room
         self._precisions = sorted(precisions, reverse=True)
         self._serving = {bits: self._that_serve(bits, exact_bits) for bits in range(17)}
-        self.resident: dict[ExpertKey, int] = {}  # and their slots; for readers
-        self._in_flight: dict[ExpertKey, int] = {}
+        self.resident: dict[ExpertKey, int] = {}  # keys that have come, and their slots; readers may look
+        self.in_flight: dict[ExpertKey, int] = {}  # keys that are loaded, and their slots; readers may look
         self._pins: dict[ExpertKey, int] = {}
         self._uncommitted: dict[ExpertKey, ExpertKey | None] = {}  # in flight → who leaves for it, if somebody must
         self._leaving: set[ExpertKey] = set()
@@ -109,9 +108,6 @@ class ExpertCache:
         """The slot of a resident key, None where it is absent or in flight."""
         return self.resident.get(key)
 
-    def in_flight(self, key: ExpertKey) -> bool:
-        return key in self._in_flight
-
     def find(self, layer: int, expert: int, bits: int) -> ExpertKey | None:
         """The resident copy of the highest precision that serves `bits`; None where there is none."""
         for precision in self._serving[bits]:
@@ -122,10 +118,10 @@ class ExpertCache:
 
     def arriving(self, layer: int, expert: int, bits: int) -> ExpertKey | None:
         """The copy in flight of the highest precision that serves `bits`; None where there is none."""
-        if self._in_flight:
+        if self.in_flight:
             for precision in self._serving[bits]:
                 key = ExpertKey(layer, expert, precision)
-                if key in self._in_flight:
+                if key in self.in_flight:
                     return key
         return None
 
@@ -140,7 +136,7 @@ class ExpertCache:
                 if key in self.resident:
                     copy, resident = key, True
                     break
-                if copy is None and key in self._in_flight:
+                if copy is None and key in self.in_flight:
                     copy = key
             found.append((copy, resident))
         return found
@@ -194,7 +190,7 @@ class ExpertCache:
     def reserve(self, key: ExpertKey, pins: int = 0) -> int | None:
         """A slot for an absent key, which is in flight from now on, and pinned so often; a victim is evicted if no slot
         is free. None if every slot is pinned, in flight or reserved speculatively."""
-        if key in self.resident or key in self._in_flight:
+        if key in self.resident or key in self.in_flight:
             raise ValueError(f"{key} already has a slot")
         pool, size = self._pool_of[key.layer, key.bits], 1 if self._sizes is None else self._sizes[key.bits]
         before = len(pool.free)
@@ -209,7 +205,7 @@ class ExpertCache:
                 self.on_shrink(other, 0)
         if slot is None:
             return None
-        self._in_flight[key] = slot
+        self.in_flight[key] = slot
         if pins:
             self._pins[key] = pins
         pool.eviction.admitted(key)
@@ -219,7 +215,7 @@ class ExpertCache:
         """As `reserve`, but never in place of a protected key, nobody leaves before `commit`, and then one key at most,
         whose bytes and the spare ones are enough. One of `commit` and `cancel` is called before the next key is looked
         for: a load that has begun has changed the slot's bytes."""
-        if key in self.resident or key in self._in_flight:
+        if key in self.resident or key in self.in_flight:
             raise ValueError(f"{key} already has a slot")
         pool, size = self._pool_of[key.layer, key.bits], self.size(key)
         victim = None
@@ -235,7 +231,7 @@ class ExpertCache:
             if self.on_leave is not None:
                 self.on_leave(victim)
             self._leaving.add(victim)
-        self._in_flight[key] = slot
+        self.in_flight[key] = slot
         self._uncommitted[key] = victim
         return slot
 
@@ -258,7 +254,7 @@ class ExpertCache:
     def cancel(self, key: ExpertKey) -> None:
         """The load behind a speculative reservation will not begin: all is as before."""
         pool = self._pool_of[key.layer, key.bits]
-        slot, victim = self._in_flight.pop(key), self._uncommitted.pop(key)
+        slot, victim = self.in_flight.pop(key), self._uncommitted.pop(key)
         if victim is None:
             pool.put_back(slot, self.size(key))
             if pool.borrowed and pool.spare >= pool.unit:
@@ -302,13 +298,13 @@ class ExpertCache:
 
     def arrived(self, key: ExpertKey) -> int:
         """A key in flight is resident now; returns its slot."""
-        slot = self._in_flight.pop(key)
+        slot = self.in_flight.pop(key)
         self.resident[key] = slot
         return slot
 
     def abandon(self, key: ExpertKey) -> None:
         """A key in flight will not arrive: its slot is free again."""
-        pool, slot = self._pool_of[key.layer, key.bits], self._in_flight.pop(key)
+        pool, slot = self._pool_of[key.layer, key.bits], self.in_flight.pop(key)
         self._shrink(slot, 0)
         pool.put_back(slot, self.size(key))
         pool.eviction.removed(key)
@@ -346,7 +342,7 @@ class ExpertCache:
         read over it; nothing is pinned, protected or in flight, and every other slot is free. The policies begin anew:
         their records may be half written."""
         self.resident = {key: slot for key, slot in self.resident.items() if key not in self._leaving}
-        for kept in (self._in_flight, self._pins, self._uncommitted, self._leaving, self.protected):
+        for kept in (self.in_flight, self._pins, self._uncommitted, self._leaving, self.protected):
             kept.clear()
         for pool, _ in self._lent:
             pool.slots += 1
@@ -418,7 +414,10 @@ class ExpertCache:
         if self._unborrowed:
             self._borrow(pool, size)
         if self._shares and pool.spare < size:
-            self._enlarge(pool, key)
+            for other in self._shares[key.bits].givers(pool):
+                if self._spares_one(other, key):
+                    other.give(pool)
+                    break
         while pool.spare < size:
             if not self.protected:
                 victim = pool.eviction.victim(key, pool.evictable)
@@ -454,17 +453,14 @@ class ExpertCache:
         if self.on_shrink is not None:
             self.on_shrink(slot, nbytes)
 
-    def _enlarge(self, pool: SlotPool, key: ExpertKey) -> None:
-        """A slot more for the pool of `key`, of a pool that has one to give (`SlotShares.givers`)."""
-        for other in self._shares[key.bits].givers(pool):
-            while other.spare < other.unit:
-                victim = self._victim(other, key, self.protected)
-                if victim is None:
-                    break
-                self._vacate(other, victim)
-            else:
-                other.give(pool)
-                return
+    def _spares_one(self, pool: SlotPool, key: ExpertKey) -> bool:
+        """Whether a pool has a slot to spare, after evictions, for a `key` of another."""
+        while pool.spare < pool.unit:
+            victim = self._victim(pool, key, self.protected)
+            if victim is None:
+                return False
+            self._vacate(pool, victim)
+        return True
 
 
 class _Everywhere(dict[tuple[int, int], SlotPool]):

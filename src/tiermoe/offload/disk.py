@@ -147,7 +147,6 @@ class DiskLink:
         self._filler = filler
         self._slots = slots
         self._finished: queue.SimpleQueue[tuple[Finished, float]] = queue.SimpleQueue()  # and when it ended
-        self._outstanding = 0  # submitted, and neither taken nor recalled, background loads apart
         self._threads = IOThreads(threads, self._work)
 
     def counters(self) -> LinkCounters:
@@ -156,14 +155,12 @@ class DiskLink:
         return LinkCounters(filler.bytes_read, filler.busy_s, *waited, threads.starts, threads.start_s)
 
     def submit(self, load: Load) -> None:
-        self._outstanding += not load.background
         self._threads.submit(load)
 
     def wait(self) -> Finished:
         started = time.perf_counter()
         finished, ended = self._finished.get()
         now = time.perf_counter()
-        self._outstanding -= not finished.load.background
         self._wait_s += now - started
         if ended > started:
             self._wakes += 1
@@ -172,28 +169,20 @@ class DiskLink:
 
     def poll(self) -> Finished | None:
         try:
-            finished, _ = self._finished.get_nowait()
+            return self._finished.get_nowait()[0]
         except queue.Empty:
             return None
-        self._outstanding -= not finished.load.background
-        return finished
 
     def recall(self) -> list[Load]:
-        loads = self._threads.recall()
-        self._outstanding -= len(loads)
-        return loads
+        return self._threads.recall()
 
     def withdraw(self, key: ExpertKey) -> bool:
         return self._threads.withdraw(key) is not None
-
-    def is_idle(self) -> bool:
-        return self._outstanding == 0
 
     def roll_back(self) -> None:
         self._threads.drop()
         self._filler.roll_back()
         self._finished = queue.SimpleQueue()
-        self._outstanding = 0
 
     def close(self) -> None:
         """Ends the threads, drops what is queued and gives the slots back."""
@@ -288,9 +277,6 @@ class NativeDiskLink:
             return False
         del self._background[key], self._loads[number]
         return True
-
-    def is_idle(self) -> bool:
-        return len(self._loads) == len(self._background) and not self._failed
 
     def roll_back(self) -> None:
         self._threads.drop()

@@ -61,7 +61,7 @@ class ExpertLoader:
         for them. They are read layer by layer while the link has nothing else to do, whoever computes or waits
         meanwhile. What has not begun is taken back as soon as a layer asks for it, which makes it a miss like any
         other, or for its slot, the least wanted first."""
-        absent = (key for key in keys if self.cache.slot(key) is None and not self.cache.in_flight(key))
+        absent = (key for key in keys if self.cache.slot(key) is None and key not in self.cache.in_flight)
         fitting = that_fit(self.cache, absent)
         slots: dict[ExpertKey, int] = {}
         for key in reversed(fitting):  # who comes last is evicted last
@@ -121,13 +121,34 @@ class ExpertLoader:
         its end."""
         if self.uncommitted:
             self.recall()
-        self.collect()
+        if self.cache.in_flight:
+            self.collect()
         fetch = _Fetch(layer)
-        missed = self._take_stock(fetch, demands)
+        counts, unused, missed = self.counts, self.unused_prefetches, list[ExpertKey]()
+        demands = sorted(demands, key=_TOKENS, reverse=True)
+        for demand, (key, resident) in zip(demands, self.cache.copies(layer, demands), strict=True):
+            expert, tokens, bits = demand
+            if key is not None and resident:
+                fetch.here.append(key)
+                counts.hits += tokens > 0
+                counts.prefetched += key in unused and tokens > 0
+            elif key is not None and not self.withdraw(key):
+                fetch.awaited.add(key)
+                counts.misses += tokens > 0
+            elif bits:
+                key = ExpertKey(layer, expert, bits)
+                (missed if tokens else fetch.missing).append(key)
+                counts.misses += tokens > 0
+            else:
+                counts.skipped += tokens > 0
+                continue
+            fetch.demands[key] = demand
+            unused.discard(key)
+        self.cache.pin(*fetch.here, *fetch.awaited)
         if cpu_fallback is not None and missed:
             loaded = len(missed) - cpu_fallback(len(missed))
             missed, fetch.on_cpu = missed[:loaded], missed[loaded:]
-            self.counts.cpu_fallback += len(fetch.on_cpu)
+            counts.cpu_fallback += len(fetch.on_cpu)
         fetch.missing.extendleft(reversed(missed))
         if fetch.missing:
             self._load(fetch)
@@ -159,7 +180,7 @@ class ExpertLoader:
         """Records what has finished meanwhile. A load that failed here belongs to nobody any more (a prefetch, one in
         the background, or a request that has ended with another error): its slot is freed, and who needs the expert
         asks again."""
-        while (self._background.count or not self.link.is_idle()) and (finished := self.link.poll()) is not None:
+        while self.cache.in_flight and (finished := self.link.poll()) is not None:
             self.record(finished)
 
     def record(self, finished: Finished) -> None:
@@ -199,7 +220,7 @@ class ExpertLoader:
         self.recall()
         for key in self._background:
             self.withdraw(key)
-        while not self.link.is_idle() or self._background.count:
+        while self.cache.in_flight:
             self.record(self.link.wait())
 
     def roll_back(self) -> None:
@@ -211,32 +232,6 @@ class ExpertLoader:
         self.unused_prefetches = {key for key in self.unused_prefetches if self.cache.slot(key) is not None}
         self.uncommitted, self._urgent = {}, 0
         self.fill(background)
-
-    def _take_stock(self, fetch: _Fetch, demands: Sequence[Demand]) -> list[ExpertKey]:
-        """Pins what is resident or in flight and counts hits and misses; returns what tokens need and lack. Background
-        loads that have not begun are taken back."""
-        counts, unused, missed = self.counts, self.unused_prefetches, list[ExpertKey]()
-        demands = sorted(demands, key=_TOKENS, reverse=True)
-        for demand, (key, resident) in zip(demands, self.cache.copies(fetch.layer, demands), strict=True):
-            expert, tokens, bits = demand
-            if key is not None and resident:
-                fetch.here.append(key)
-                counts.hits += tokens > 0
-                counts.prefetched += key in unused and tokens > 0
-            elif key is not None and not self.withdraw(key):
-                fetch.awaited.add(key)
-                counts.misses += tokens > 0
-            elif bits:
-                key = ExpertKey(fetch.layer, expert, bits)
-                (missed if tokens else fetch.missing).append(key)
-                counts.misses += tokens > 0
-            else:
-                counts.skipped += tokens > 0
-                continue
-            fetch.demands[key] = demand
-            unused.discard(key)
-        self.cache.pin(*fetch.here, *fetch.awaited)
-        return missed
 
     def _groups(
         self, fetch: _Fetch, prefetch: Callable[[], None] | None, together: bool, on_end: Callable[[], None] | None
@@ -289,7 +284,7 @@ class ExpertLoader:
         """Waits for a load. What the layer awaits is here then; a prefetch that failed is asked for again. The error of
         an urgent load that failed is raised."""
         link = self.link
-        if not fetch.awaited and link.is_idle() and not self._background.count:
+        if not fetch.awaited and not self.cache.in_flight:
             # with nothing awaited, what is under way for others may hold the slots: its end frees one
             slots = self.cache.slots
             raise RuntimeError(f"no slot can be freed for layer {fetch.layer}: {slots} slots are all in use")
