@@ -19,9 +19,8 @@ from parity import tokens
 from patience import within
 from small_engines import OnRoute
 from tiermoe.engine import budget, service
-from tiermoe.engine.cooperative import CpuHelper
-from tiermoe.engine.moe import LayerKernels, MoELayer
-from tiermoe.engine.units import unit_of
+from tiermoe.engine.moe import MoELayer
+from tiermoe.engine.units import CpuHelper, LayerKernels, unit_of
 from tiermoe.errors import ConfigError, LoadError
 from tiermoe.kernels import linear as kernels
 from tiermoe.kernels.experts import one_by_one

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from fake_gpu import BYTES, FakeDisk, FakeGpu, content, put_on
 from gpu_rig import EXPERTS, LAYERS, Rig, key, load, walk
 from patience import PATIENCE_S, until, within
+from tiermoe.engine.service import tiers_of
 from tiermoe.errors import BudgetError, LoadError
 from tiermoe.offload import slots
 from tiermoe.offload.slots import DeviceSlots
-from tiermoe.offload.tiers import assemble
 from tiermoe.types import Demand
 
 
@@ -69,7 +69,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_main_memory_has_slots_of_each_precision_s_size(pinned: list[int]) -> None:
     disk, runs = FakeDisk(), [((8, 4), 3, 2 * BYTES), ((2,), 2, BYTES)]
-    made = assemble([(4, 2 * BYTES, False), (1, BYTES, False)], disk, 1, lambda key: BYTES, "cuda", runs)
+    made = tiers_of([(4, 2 * BYTES, False), (1, BYTES, False)], disk, 1, lambda key: BYTES, "cuda", runs)
     assert pinned == [3 * 2 * BYTES, 2 * BYTES]
     assert [len(made.slots.buffer(slot)) for slot in range(5)] == [2 * BYTES] * 4 + [BYTES]
     made.link.close()
@@ -79,7 +79,7 @@ def test_main_memory_has_slots_of_each_precision_s_size(pinned: list[int]) -> No
 def test_slots_that_cannot_be_pinned_give_the_others_back(pinned: list[int]) -> None:
     runs = [((4,), 3, 2 * BYTES), ((2,), 9, BYTES)]
     with pytest.raises(BudgetError, match="refused"):
-        assemble([(4, 2 * BYTES, False)], FakeDisk(), 1, lambda key: BYTES, "cuda", runs)
+        tiers_of([(4, 2 * BYTES, False)], FakeDisk(), 1, lambda key: BYTES, "cuda", runs)
     assert not pinned
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import tiny
 from measures import relative_error
 from neuron_sources import EXPERTS, HIDDEN, NEURONS, GatedExperts, gated_store
-from tiermoe.engine.moe import LayerKernels, MoELayer
-from tiermoe.engine.neuron_experts import NeuronCounts, NeuronExpert, neuron_views
+from tiermoe.engine.moe import MoELayer
+from tiermoe.engine.units import LayerKernels, NeuronCounts, NeuronExpert, neuron_views
 from tiermoe.errors import LoadError, ModelError
 from tiermoe.formats.neurons import record_place
 from tiermoe.formats.pack import pack_experts

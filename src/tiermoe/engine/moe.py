@@ -9,18 +9,16 @@ by expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 from tiermoe.engine.cached_routing import Route
-from tiermoe.engine.cooperative import OnCpu
 from tiermoe.engine.expert_sums import Sums, sums_of
 from tiermoe.engine.forward_context import ForwardContext
-from tiermoe.engine.neuron_experts import NeuronExpert
+from tiermoe.engine.units import LayerKernels, NeuronExpert
 from tiermoe.errors import TiermoeError
 from tiermoe.formats.scratch import scratch
 from tiermoe.kernels.experts import ExpertKernel, FusedExperts, SlotViews, Views
@@ -33,18 +31,6 @@ from tiermoe.types import FEW_TOKENS, ExpertKey, Ready, Routed
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """hidden (T, H), experts (T, K) and weights (T, K) of tokens that are computed by themselves."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKernels:
-    """What computes the experts of a layer."""
-
-    kernels: Mapping[int, ExpertKernel]  # one for each precision
-    views_of: Callable[[ExpertKey, int], Views]  # expert, slot → typed views of what the slot has
-    on_cpu: OnCpu | None = None  # computes experts that have no slot (`loader.CPU_FALLBACK`), beside this device
-    expect: Callable[[int, torch.Tensor], None] | None = None
-    """Called with the layer and its hidden states before its loads begin, by the neuron unit; parts then run one by
-    one."""
 
 
 class MoELayer:

@@ -18,7 +18,7 @@ from tiermoe.batch import Batch, Kind, Row
 from tiermoe.engine.request import Counts, Piece, Request, RequestState
 from tiermoe.engine.request_scheduler import LayeredPrompt, Limits, Prompt, RequestScheduler
 from tiermoe.engine.sampling import end_tokens
-from tiermoe.engine.speculation import MOST, DraftRequest, Place, Speculation
+from tiermoe.engine.speculation import MOST, CachedSequence, DraftRequest, Speculation
 from tiermoe.engine.steps import verifies_drafts
 from tiermoe.errors import LoadError, PromptError
 from tiermoe.metrics import PhaseMetrics
@@ -228,7 +228,7 @@ class RequestLoop:
         left = request.sampling.max_tokens - len(row.answer)
         room = min(row.room - 1, self.context - 2) - length
         most = max(0, min(MOST, FEW_TOKENS // rows - 1, left - 1, room, self._limits.chunk - 1))
-        place = Place(self._cache, row.slab, length)
+        place = CachedSequence(self._cache, row.slab, length)
         return DraftRequest(row.drafter, request.ids, row.answer, most, rows, place)
 
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:

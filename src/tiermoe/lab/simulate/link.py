@@ -376,7 +376,7 @@ class VirtualLink:
 
 class VirtualCpu:
     """The processor beside the one that computes layers: computes experts one after the other from main memory, as
-    `engine.cooperative.CpuHelper` does. seconds_of: (bits, tokens) → seconds of one expert. `seconds_per_expert`: what
+    `engine.units.CpuHelper` does. seconds_of: (bits, tokens) → seconds of one expert. `seconds_per_expert`: what
     the last ones took, with reading them where main memory had to; None before the first."""
 
     def __init__(self, link: VirtualLink, seconds_of: Callable[[int, int], float]) -> None:
