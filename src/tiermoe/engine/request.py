@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from tiermoe.engine.speculation import Drafter
 from tiermoe.engine.thought_budget import ThoughtBudget
 from tiermoe.model.cache.prefix import SlabContents
 from tiermoe.model.cache.prefix_disk import StoredPrefix
+from tiermoe.model.tokenizer import Tokenizer
 
 AHEAD = 256
 """Tokens of an answer that memory is reserved for at a time."""
@@ -98,7 +98,7 @@ class RequestState:
     (`replaying`) in the steps in which it ran, so that no bit changes. number: the request's, in the loop. penalty:
     the model's repetition penalty."""
 
-    def __init__(self, number: int, request: Request, tokenizer: Any, penalty: float | None) -> None:
+    def __init__(self, number: int, request: Request, tokenizer: Tokenizer, penalty: float | None) -> None:
         self.number = number
         self.request = request
         self.sampler = Sampler(request.sampling, penalty, tokenizer)

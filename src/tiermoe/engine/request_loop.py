@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from tiermoe.batch import Batch, Kind, Row
+from tiermoe.engine.engine import Engine
 from tiermoe.engine.request import Counts, Piece, Request, RequestState
 from tiermoe.engine.request_scheduler import LayeredPrompt, Limits, Prompt, RequestScheduler
 from tiermoe.engine.sampling import end_tokens
@@ -24,6 +25,8 @@ from tiermoe.errors import LoadError, PromptError
 from tiermoe.metrics import PhaseMetrics
 from tiermoe.model.cache.prefix import PrefixCache
 from tiermoe.model.cache.prefix_disk import PrefixDisk
+from tiermoe.model.decoder import Decoder
+from tiermoe.model.tokenizer import Tokenizer
 from tiermoe.types import FEW_TOKENS, Use
 
 SCORED_LOGITS_BYTES = 128 << 20
@@ -53,8 +56,8 @@ class RequestLoop:
 
     def __init__(
         self,
-        engine: Any,
-        tokenizer: Any,
+        engine: Engine,
+        tokenizer: Tokenizer,
         rows: int = 1,
         ends: set[int] | None = None,
         disk: Callable[[Any], PrefixDisk] | None = None,
@@ -87,7 +90,7 @@ class RequestLoop:
             scored=use_of(self._vocabulary, engine.settings.chunk).scored,
             verified=verified,
             together=together,
-            layers=len(engine.decoder.layers) if together > 1 else 0,
+            layers=len(cast(Decoder, engine.decoder).layers) if together > 1 else 0,
             # lossy rules look at all that runs at once, and transformers' code runs row by row
             joins=missing and not engine.lossy and engine.decoder.rows_together,
         )

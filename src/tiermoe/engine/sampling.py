@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tiermoe.engine.dry import Breakers, Dry
 from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.model.tokenizer import Tokenizer
 from tiermoe.platform.threads import torch_threads
 
 _CANDIDATES = 256  # tokens that reach a share are nearly always among so many: sorting a vocabulary takes milliseconds
@@ -130,11 +131,12 @@ class Sampler:
 
     penalty: the model's repetition penalty, for a sampling without one. tokenizer: of sequence breakers."""
 
-    def __init__(self, sampling: Sampling, penalty: float | None = None, tokenizer: Any = None) -> None:
+    def __init__(self, sampling: Sampling, penalty: float | None = None, tokenizer: Tokenizer | None = None) -> None:
         self._sampling = sampling
         self._greedy = sampling.greedy
         self._dry: Dry | None = None
         if sampling.dry_multiplier:
+            assert tokenizer is not None
             self._dry = Dry(
                 sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length, sampling.dry_penalty_last_n,
                 Breakers(sampling.dry_sequence_breakers, tokenizer),
