@@ -136,7 +136,6 @@ class Sampler:
         self._greedy = sampling.greedy
         self._dry: Dry | None = None
         if sampling.dry_multiplier:
-            assert tokenizer is not None
             self._dry = Dry(
                 sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length, sampling.dry_penalty_last_n,
                 Breakers(sampling.dry_sequence_breakers, tokenizer),
