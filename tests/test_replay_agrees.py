@@ -125,7 +125,7 @@ class Run:
     def land(self) -> None:
         """Lets what is read ahead come."""
         controller = self._engine.loader
-        while not controller.link.is_idle():
+        while controller.cache.in_flight:
             controller.record(controller.link.wait())
 
     def _nothing(self) -> list[LayerTrace]:

@@ -69,10 +69,10 @@ class ForwardContext:
         self._interrupted = False
 
     @property
-    def decides_by_layer(self) -> bool:
-        """Whether a layer asks the scheduler even where all of its experts are resident: policies read the router's
-        weights, or only some of the chosen experts run."""
-        return self.needs_weights or self.proceed or self.unsure is not None
+    def asks_for_no_weights(self) -> bool:
+        """Whether a layer all of whose experts are resident asks nobody: no policy reads the router's weights, and all
+        of the chosen experts run."""
+        return not (self.needs_weights or self.proceed or self.unsure is not None)
 
     def begin(self, batch: Batch) -> None:
         """A pass over a batch begins."""

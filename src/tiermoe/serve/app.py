@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from tiermoe.serve import anthropic, embeddings, llama_server, ollama, ollama_api, openai, responses
+from tiermoe.serve import anthropic, llama_server, ollama, ollama_api, openai, responses
 from tiermoe.serve.errors import RETRY_S, Refused
 from tiermoe.serve.fields import Several, TokenIds, from_json
 from tiermoe.serve.guards import Guard, Hosts
@@ -79,7 +79,6 @@ def create_app(
     anthropic.routes(app, served)
     ollama.routes(app, served)
     llama_server.routes(app, served)
-    embeddings.routes(app, served)
     return app
 
 

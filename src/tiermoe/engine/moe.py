@@ -2,46 +2,35 @@
 cache.
 
 The sum runs in ascending expert index and in the hidden states' dtype, as transformers' eager experts do, whatever the
-order in which experts become available. A layer of few tokens is computed by one native call where all of its experts
-are resident, and in parts of the same call where some are not yet. Longer prompts, several precisions and GPUs compute
-expert by expert.
+order in which experts become available. A layer of few tokens is computed by one native call if all of its experts are
+resident, and in parts of the same call if some are not yet. Longer prompts, several precisions and GPUs compute expert
+by expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from tiermoe.engine.cached_routing import Route
-from tiermoe.engine.cooperative import OnCpu
 from tiermoe.engine.expert_sums import Sums, sums_of
 from tiermoe.engine.forward_context import ForwardContext
-from tiermoe.engine.neuron_experts import NeuronExpert
+from tiermoe.engine.units import LayerKernels, NeuronExpert
 from tiermoe.errors import TiermoeError
-from tiermoe.kernels.experts import ExpertKernel, FusedExperts, Views
-from tiermoe.kernels.moe_block import MoeBlock
+from tiermoe.formats.scratch import scratch
+from tiermoe.kernels.experts import ExpertKernel, FusedExperts, SlotViews, Views
+from tiermoe.kernels.router import Router as NativeRouter
+from tiermoe.kernels.router import router_of
 from tiermoe.model.routers import Router
+from tiermoe.native import _native
 from tiermoe.offload.loader import CPU_FALLBACK
 from tiermoe.types import FEW_TOKENS, ExpertKey, Ready, Routed
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """hidden (T, H), experts (T, K) and weights (T, K) of tokens that are computed by themselves."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertSource:
-    """What computes the experts of a layer. kernels: one per precision. views_of: (expert, slot) → typed views of what
-    the slot has. on_cpu: computes experts that have no slot (`loader.CPU_FALLBACK`), beside this device. expect: called
-    with the layer and its hidden states before its loads begin, by the neuron unit; parts then run one by one."""
-
-    kernels: Mapping[int, ExpertKernel]
-    views_of: Callable[[ExpertKey, int], Views]
-    on_cpu: OnCpu | None = None
-    expect: Callable[[int, torch.Tensor], None] | None = None
 
 
 class MoELayer:
@@ -55,25 +44,30 @@ class MoELayer:
         self,
         index: int,
         experts: int,
-        source: ExpertSource,
+        computed: LayerKernels,
         context: ForwardContext,
         renormalise: bool = False,
         chooses: Route | None = None,
     ) -> None:
         self._index = index
         self._experts = experts
-        self._kernels = source.kernels
-        self._views_of = source.views_of
-        self._on_cpu = source.on_cpu
-        self._expect = source.expect
-        self._context: Any = context
+        self._kernels = computed.kernels
+        self._views_of = computed.views_of
+        self._on_cpu = computed.on_cpu
+        self._expect = computed.expect
+        self._context = context
         self._renormalise = renormalise
         self._chooses = chooses
-        self._fused: FusedLayer | None = None
+        self.batch_invariant = all(isinstance(kernel, FusedExperts) for kernel in self._kernels.values())
+        self.native: _native.MoeBlock | None = None  # computes few tokens, from the addresses of experts
         (kernel, *others) = self._kernels.values()
         if not others and isinstance(kernel, FusedExperts):
-            self._fused = FusedLayer(kernel, experts)
-        self.batch_invariant = all(isinstance(kernel, FusedExperts) for kernel in self._kernels.values())
+            self._fused = kernel
+            self.native = _native.MoeBlock(kernel.native.absent(), experts)
+            self._run, self._compute = self.native.run, self.native.compute
+            self._out = torch.empty((1, kernel.native.hidden), dtype=torch.bfloat16)
+        self.placed: dict[int, int] = {}  # expert → the slot that the native block has its addresses of
+        self._router: tuple[NativeRouter | int | None, bytes] = None, b""  # or experts of a token; as C takes it
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden (T, H), index (T, K) of the chosen experts (a value of `experts` or more: none), weights (T, K)
@@ -87,27 +81,31 @@ class MoELayer:
         return [router.route(each) if self._chooses is None else self._chooses(router, each) for each in parts]
 
     def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
-        """residual, if any, + the layer of hidden, few tokens (T, H) each, valid until the next call; None where its
-        parts must run one by one: no native kernel computes them, somebody observes what is chosen, or decisions need
-        the router's weights."""
-        fused, context, native = self._fused, self._context, router.native
-        if fused is None or native is None or self._chooses is not None or hidden.shape[0] > FEW_TOKENS:
+        """residual, if any, + the layer of hidden, few tokens (T, H) each, valid until the next call; None if its parts
+        must run one by one: no native kernel computes them, somebody observes what is chosen, or decisions need the
+        router's weights."""
+        native, context, tokens = self.native, self._context, hidden.shape[0]
+        if native is None or router.native is None or self._chooses is not None or tokens > FEW_TOKENS:
             return None
         scheduler = context.scheduler
-        if context.observer is not None or (not scheduler.settles and context.decides_by_layer):
+        if context.observer is not None:
             return None
-        out = fused.out if hidden.shape[0] == 1 else torch.empty_like(hidden)
-        if scheduler.settles or scheduler.hits_need_no_decision:
-            hits = fused.whole(native, hidden, residual, out)
+        if not scheduler.settles and (context.needs_weights or context.proceed or context.unsure is not None):
+            return None
+        room = self._begin(native, router.native, hidden)
+        out = self._out if tokens == 1 else torch.empty_like(hidden)
+        added = 0 if residual is None else residual.data_ptr()
+        if scheduler.settles or (scheduler.computes_hits_at_once and not scheduler.loader.uncommitted):
+            hits = self._run(room, added, out.data_ptr())
             if hits:
-                scheduler.all_hit(self._index, hits, () if scheduler.settles else fused.chosen())
+                scheduler.all_hit(self._index, hits, () if scheduler.settles else native.chosen())
                 return out
-            chosen = fused.chosen()
+            chosen = native.chosen()
         else:
-            chosen = fused.route(native, hidden)
+            chosen = native.route(room)
         context.forecasts.at(hidden)
-        self._compute_fused(fused, scheduler.run_layer(self._routed(chosen, None), context.forecasts))
-        fused.total(residual, out)
+        self._compute_few(scheduler.run_layer(self._routed(chosen, None), context.forecasts))
+        native.total(added, out.data_ptr())
         return out
 
     @torch.no_grad()
@@ -121,8 +119,8 @@ class MoELayer:
         hidden, index, weights = routed_parts[0]
         if self._expect is not None:
             self._expect(self._index, hidden)
-        if self._fused is not None and len(parts) == 1 and hidden.shape[0] <= FEW_TOKENS:
-            totals = [self._few(self._fused, hidden.contiguous(), index, weights)]
+        if self.native is not None and len(parts) == 1 and hidden.shape[0] <= FEW_TOKENS:
+            totals = [self._few(self.native, hidden.contiguous(), index, weights)]
         else:
             works = [_Work(*part) for part in routed_parts]
             if len(works) > 1:
@@ -132,21 +130,19 @@ class MoELayer:
             for group in context.run_layer(self._routed(chosen, weights), hidden):
                 for each in works:
                     for alike in each.alike(group):
-                        self._compute(alike, each)
+                        self._compute_group(alike, each)
             totals = [self._total(each) for each in works]
         if observer is not None:
             observer.on_computed(self._index)
         return totals
 
     def place(self, expert: int, bits: int, slot: int) -> None:
-        """An expert has come into a slot: the native kernel gets its addresses."""
-        if self._fused is not None:
-            self._fused.place(expert, slot, self._views_of(ExpertKey(self._index, expert, bits), slot))
-
-    def remove(self, expert: int) -> None:
-        """The expert's slot is another's from now on."""
-        if self._fused is not None:
-            self._fused.remove(expert)
+        """An expert has come into a slot: the native block gets its addresses."""
+        if self.native is not None:
+            views = self._views_of(ExpertKey(self._index, expert, bits), slot)
+            packed = views.packed if isinstance(views, SlotViews) else None
+            self.native.place(expert, packed or self._fused.packed(views))
+            self.placed[expert] = slot  # after it: an interruption may come between
 
     def computes(self, ready: Ready) -> tuple[ExpertKernel, Views]:
         """What computes an expert that is ready, and what it computes with."""
@@ -154,64 +150,75 @@ class MoELayer:
 
     def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
         """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
-        kernels, fused = self._kernels, self._fused
+        kernels, native = self._kernels, self.native
         self._kernels = {
             bits: kernel.watched(wrap) if isinstance(kernel, NeuronExpert) else wrap(kernel)
             for bits, kernel in kernels.items()
         }
-        undo_fused = fused.watch(wrap) if fused is not None else None
+        if native is not None:
+            self._run, self._compute = wrap(native.run), wrap(native.compute)
 
         def undo() -> None:
             self._kernels = kernels
-            if undo_fused is not None:
-                undo_fused()
+            if native is not None:
+                self._run, self._compute = native.run, native.compute
 
         return undo
 
     def close(self) -> None:
         """Calls from now on raise TiermoeError."""
-        self._context = _Closed()
+        self._context = cast(ForwardContext, _Closed())
+
+    def _begin(self, native: _native.MoeBlock, router: NativeRouter | int, hidden: torch.Tensor) -> int:
+        """Begins a native call for few tokens, and gives the address of its workspace. router: or the number of experts
+        of a token, whose choices are known."""
+        if self._router[0] is not router:
+            sizes = self._experts, self._out.shape[1]
+            self._router = router, router_of(*sizes, router) if isinstance(router, int) else router.pack()
+        needed = native.begin(self._router[1], hidden.data_ptr(), hidden.shape[0], torch.get_num_threads())
+        return scratch.address("block", needed)
 
     def _little(self, index: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts that run: all, or few in a little pass."""
         if self._context.unsure is None:
             return index, weights
-        chosen: tuple[torch.Tensor, torch.Tensor] = self._context.route(
-            self._index, index, weights, self._experts, self._renormalise
-        )
-        return chosen
+        return self._context.route(self._index, index, weights, self._experts, self._renormalise)
 
-    def _few(self, fused: FusedLayer, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _few(
+        self, native: _native.MoeBlock, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """Few tokens of one part, whose experts are known."""
         context = self._context
-        scheduler = context.scheduler
-        fused.routed(hidden, index, weights)
+        room = self._begin(native, index.shape[1], hidden)
+        wide, gates = index.long().contiguous(), weights.float().contiguous()
+        native.routed(room, wide.data_ptr(), gates.data_ptr())
         routed = self._routed(index.tolist(), weights)
-        asks = context.observer is not None or context.decides_by_layer or not scheduler.hits_need_no_decision
-        came = None if asks else fused.resident(routed.experts)
-        if came is None:
-            came = self._compute_fused(fused, context.run_layer(routed, hidden))
-        else:
-            fused.compute(list(came))
+        came = {expert for row in routed.experts for expert in row}
+        scheduler = None if context.observer is not None or not context.asks_for_no_weights else context.scheduler
+        at_once = scheduler is not None and scheduler.computes_hits_at_once and not scheduler.loader.uncommitted
+        if scheduler is not None and at_once and came <= self.placed.keys():
+            self._compute(list(came))
             scheduler.all_hit(self._index, len(came), () if scheduler.settles else routed.experts)
+        else:
+            came = self._compute_few(context.run_layer(routed, hidden))
         out = torch.empty_like(hidden)
-        fused.total(None, out)
+        native.total(0, out.data_ptr())
         return self._rescaled(out, index, weights, came)
 
-    def _compute_fused(self, fused: FusedLayer, groups: Iterator[list[Ready]]) -> set[int]:
-        """Computes experts as they come; returns which came."""
+    def _compute_few(self, groups: Iterator[list[Ready]]) -> set[int]:
+        """Computes experts of the native call that has begun as they come; returns which came."""
         came = set[int]()
         for group in groups:
             experts = []
             for expert, slot, bits in group:
-                if fused.slots.get(expert) != slot:
+                if self.placed.get(expert) != slot:
                     self.place(expert, bits, slot)
                 experts.append(expert)
-            fused.compute(experts)
+            self._compute(experts)
             came.update(experts)
         return came
 
-    def _compute(self, group: list[Ready], work: _Work) -> None:
+    def _compute_group(self, group: list[Ready], work: _Work) -> None:
         """Experts that are computed in one call, for the tokens of a part that chose them."""
         experts = [ready.expert for ready in group]
         work.came.update(experts)
@@ -296,45 +303,16 @@ class _Work:
                 yield call
 
 
-class FusedLayer:
-    """A layer's router, experts and residual in native calls for few tokens: one where all that was chosen is resident,
-    else one for the router, one for each group of experts as they come, and one for the sum. `slots`: by resident
-    expert, where it lies. `out`: a result for one token, (1, H)."""
+def forget(layers: Sequence[MoELayer]) -> Callable[[ExpertKey], None]:
+    """What makes layers forget an expert whose slot is another's from now on (`ExpertCache.on_leave`)."""
 
-    def __init__(self, kernel: FusedExperts, experts: int) -> None:
-        self._block = MoeBlock(kernel.native, experts)
-        self._packed = kernel.packed
-        self.slots: dict[int, int] = {}
-        self.out = torch.empty((1, kernel.native.hidden), dtype=torch.bfloat16)
-        block = self._block
-        self.route, self.routed, self.chosen, self.total = block.route, block.routed, block.chosen, block.total
-        self.compute: Callable[[list[int]], None] = block.compute
-        self.whole: Callable[..., int] = block.__call__
+    def left(key: ExpertKey) -> None:
+        layer = layers[key.layer]
+        if layer.native is not None:
+            layer.placed.pop(key.expert, None)
+            layer.native.remove(key.expert)  # even of one that was not placed: an interruption may come between
 
-    def place(self, expert: int, slot: int, views: Views) -> None:
-        """The expert lies in the slot of these views from now on."""
-        self._block.place(expert, self._packed(views))
-        self.slots[expert] = slot  # after it: an interruption may come between
-
-    def resident(self, chosen: Sequence[Sequence[int]]) -> set[int] | None:
-        """The experts that tokens chose, where all of them are resident."""
-        experts = {expert for row in chosen for expert in row}
-        return experts if experts <= self.slots.keys() else None
-
-    def remove(self, expert: int) -> None:
-        """The expert is resident no longer."""
-        self.slots.pop(expert, None)
-        self._block.remove(expert)  # even of one without a slot: an interruption may have come between
-
-    def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
-        """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
-        before = self.compute, self.whole
-        self.compute, self.whole = wrap(self.compute), wrap(self.whole)
-
-        def undo() -> None:
-            self.compute, self.whole = before
-
-        return undo
+    return left
 
 
 class _Closed:
