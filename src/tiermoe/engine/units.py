@@ -13,6 +13,7 @@ import torch
 
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.kernels.experts import ExpertKernel, SlotViews, Views, expert_kernel, one_by_one
+from tiermoe.kernels.gates import Gate
 from tiermoe.kernels.neurons import NeuronKernel
 from tiermoe.model.moe import ExpertGate
 from tiermoe.offload.composition import Composition
