@@ -6,20 +6,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
+from tiermoe import native
 from tiermoe.config import KIB, MIB, CacheSize, Settings, format_size
 from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan, in_words, least_room, slot_pools, total
 from tiermoe.engine.needs import (
     PlanInputs,
     formats_of,
+    layers_for,
     longest_request,
     prompt_chunks,
-    sizes_for,
     while_loading,
     while_packing,
     while_running,
 )
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.formats.store import Store
+from tiermoe.kernels.gates import gate_named, slow_gate
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.attention.compressed import CompressedSizes
 from tiermoe.model.attention.latent import LatentSizes
@@ -94,7 +98,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None, u
         plan = _divided(base, wanted, model, sizes)
         if holds_everything(plan, resolved) and composition.unit == "expert":
             plan = replace(plan, unless_mapped=plan.looked_up)
-        plan.warnings.extend(_warnings(plan) + _left_out(blueprint))
+        plan.warnings.extend(_warnings(plan) + _left_out(blueprint) + _slow_gate(blueprint))
         return plan
     on_gpu = divided_with_gpu(base, wanted, resolved, sizes, device, gpu)
     on_gpu.warnings.extend(_left_out(blueprint))
@@ -126,13 +130,14 @@ def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> Non
     if settings.kv_bits == 16:
         return
     option = f"kv_bits={settings.kv_bits}"
-    sizes = sizes_for(option, "--kv-bits", "has 16 bits", blueprint, settings, device)
-    if any(isinstance(each, LatentSizes | CompressedSizes) for each in sizes):
+    layers = layers_for(option, "--kv-bits", "has 16 bits", blueprint, settings, device)
+    if any(isinstance(each.sizes, LatentSizes | CompressedSizes) for each in layers):
         raise ConfigError(
             f"{option} does not apply to {blueprint.family.name}: its cache holds latents, which are compressed "
             f"already; leave --kv-bits out"
         )
-    columns = {each.shape.key_columns for each in sizes} | {each.shape.value_columns for each in sizes}
+    shapes = [each.sizes.shape for each in layers]
+    columns = {each.key_columns for each in shapes} | {each.value_columns for each in shapes}
     if settings.kv_bits == 4 and (odd := sorted(each for each in columns if each % COLUMNS_OF_4)):
         raise ConfigError(
             f"{option} takes heads of a multiple of {COLUMNS_OF_4} columns, and {blueprint.family.name} has heads of "
@@ -146,7 +151,7 @@ def _check_kv_memory(blueprint: Blueprint, settings: Settings, use: Use, device:
     if use.kv_memory is None:
         return
     option = f"--kv-memory {format_size(use.kv_memory)}"
-    sizes_for(option, "--kv-memory", "takes its memory by itself", blueprint, settings, device)
+    layers_for(option, "--kv-memory", "takes its memory by itself", blueprint, settings, device)
     context = context_of(blueprint, settings)
     longest = longest_request(blueprint, settings, context, device)
     assert longest is not None
@@ -234,6 +239,15 @@ def _left_out(blueprint: Blueprint) -> list[str]:
             f"for its family does"
         )
     return found
+
+
+def _slow_gate(blueprint: Blueprint) -> list[str]:
+    """The warning of a gate that no kernel computes, of a model whose other operations kernels compute."""
+    if blueprint.dtype != torch.bfloat16 or not native.available():
+        return []
+    stored = blueprint.outline.gate
+    slow = slow_gate(None if stored is None else gate_named(*stored))
+    return [slow] if slow else []
 
 
 def gpu_budget(settings: Settings, device: str) -> tuple[int, str] | None:

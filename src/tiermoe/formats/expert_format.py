@@ -189,7 +189,7 @@ def expert_format(layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, 
     """The format in which this machine's kernels take `layer`'s experts at `bits`.
 
     The last matrix, the down projection, gets 3 bits beside those that get a trellis of 2: it has a third of the
-    weights and more than half of the loss (docs/notebook/two-bits.md)."""
+    weights and more than half of the loss (notebook/2026-11-25-two-bits.md)."""
     encodings = {}
     if bits < 16:
         matrices = [part for part in layer.parts if part.is_matrix]

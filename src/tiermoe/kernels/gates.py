@@ -136,9 +136,11 @@ def other_gate(name: str, function: Activation, elementwise: Activation | None =
     return Gate(name, kind=Kind(function, None, elementwise=elementwise))
 
 
-def slow_gate(of: Gate) -> str | None:
-    """A sentence for a gate that no kernel computes, on what it costs; None for the others."""
-    if of.kind.native is not None:
+def slow_gate(of: Gate | None) -> str | None:
+    """A sentence for a gate that no kernel computes, on what it costs; None for the others. of: None: a gate of which
+    outlines keep no name."""
+    if of is not None and of.kind.native is not None:
         return None
-    needs = "" if of.stored else ", and transformers is imported at every start"
-    return f"no kernel computes the gate of {of.name}: torch computes the experts, about three times slower{needs}"
+    needs = "" if of is not None and of.stored else ", and transformers is imported at every start"
+    name = "this model's experts" if of is None else of.name
+    return f"no kernel computes the gate of {name}: torch computes the experts, about three times slower{needs}"

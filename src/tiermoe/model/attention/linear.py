@@ -1,11 +1,12 @@
-"""Linear attention by the gated delta rule (Qwen3-Next, Qwen3.5; arXiv:2412.06464): a state of fixed size in the place
-of keys and values. `kimi_delta` describes layers whose key columns decay each by itself."""
+"""Linear attention: the gated delta rule (Qwen3-Next, Qwen3.5; arXiv:2412.06464), and Kimi Delta Attention, whose key
+columns decay each by itself (Kimi Linear, GLM-5 Next, Ling 3.0; arXiv:2510.26692). A state of fixed size stands for
+keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, Protocol
 
 import torch
@@ -13,15 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.kernels.delta import DeltaGate, DeltaKernel, DeltaSizes
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention.base import Attention, AttentionSizes
 from tiermoe.model.attention.ngrams import NgramSizes
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.cache.recurrent import RecurrentStates, StateRow, StateRows, StateShape
-from tiermoe.model.linear import Linear
 from tiermoe.model.moe import ACTIVATIONS
-from tiermoe.model.norms import RootMeanSquare
+from tiermoe.model.parts import Linear, RootMeanSquare
 from tiermoe.model.step import Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
 _UNIT_EPSILON = 1e-6  # of queries' and keys' lengths, whatever the config says (transformers' code)
@@ -63,11 +63,6 @@ class LinearSizes(AttentionSizes):
     heads: DeltaSizes
     ngrams: NgramSizes | None = None  # of the layer's n-gram features
 
-    @classmethod
-    def of(cls, config: Any, index: int) -> LinearSizes:
-        """Of layer `index`."""
-        return cls(delta_sizes(config), NgramSizes.of(config, index))
-
     @property
     def shape(self) -> LayerShape:
         sizes, ngrams = self.heads, self.ngrams
@@ -104,40 +99,32 @@ class LinearSizes(AttentionSizes):
         copies = tokens * (sizes.channels + sizes.values) * (_CONVOLVED * load.itemsize + 4 * _WIDE)
         return ngrams + copies + delta_rule_bytes(sizes)
 
-    def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Path in a layer → shape of the weights, with a matrix for each part of the projection."""
-        sizes = self.heads
-        return {
-            "linear_attn.in_proj_qkv.weight": (sizes.channels, hidden),
-            "linear_attn.in_proj_z.weight": (sizes.values, hidden),
-            "linear_attn.in_proj_b.weight": (sizes.heads, hidden),
-            "linear_attn.in_proj_a.weight": (sizes.heads, hidden),
-            "linear_attn.conv1d.weight": (sizes.channels, 1, sizes.kept + 1),
-            "linear_attn.A_log": (sizes.heads,),
-            "linear_attn.dt_bias": (sizes.heads,),
-            "linear_attn.norm.weight": (sizes.value_columns,),
-            "linear_attn.out_proj.weight": (hidden, sizes.values),
-        }
 
-    def block(self, weights: FamilyWeights, layer: str) -> GatedDelta:
-        """Of Qwen3-Next, or of Qwen3.5, which has a matrix for each part of the projection."""
-        part, config = f"{layer}.linear_attn", weights.config
-        if weights.has(f"{part}.in_proj_qkvz"):
-            wide, narrow = (weights.linear(f"{part}.in_proj_{name}") for name in ("qkvz", "ba"))
-            projection: Projection = JoinedProjection.of(wide, narrow, self.heads)
-        else:
-            projection = SplitProjection(*(weights.linear(f"{part}.in_proj_{name}") for name in ("qkv", "z", "b", "a")))
-        return GatedDelta(
-            self,
-            projection,
-            weights.linear(f"{part}.out_proj"),
-            weights.tensor(f"{part}.conv1d.weight"),
-            weights.tensor(f"{part}.A_log"),
-            weights.tensor(f"{part}.dt_bias"),
-            RootMeanSquare(weights.tensor(f"{part}.norm.weight"), float(config.rms_norm_eps)),
-            ACTIVATIONS[config.hidden_act],
-            torch.sigmoid if getattr(config, "output_gate_type", None) == "sigmoid" else F.silu,
+def gated_delta(w: Scope, config: Any, ngrams: NgramSizes | None = None) -> GatedDelta:
+    """The linear attention with the weights of `w` ('linear_attn'), of Qwen3-Next, or of Qwen3.5, which has a matrix
+    for each part of the projection. ngrams: of the layer's n-gram features."""
+    sizes = delta_sizes(config)
+    if w.has("in_proj_qkvz"):
+        wide = w.linear("in_proj_qkvz", sizes.channels + sizes.values, w.hidden)
+        projection: Projection = JoinedProjection.of(wide, w.linear("in_proj_ba", 2 * sizes.heads, w.hidden), sizes)
+    else:
+        projection = SplitProjection(
+            w.linear("in_proj_qkv", sizes.channels, w.hidden),
+            w.linear("in_proj_z", sizes.values, w.hidden),
+            w.linear("in_proj_b", sizes.heads, w.hidden),
+            w.linear("in_proj_a", sizes.heads, w.hidden),
         )
+    return GatedDelta(
+        LinearSizes(sizes, ngrams),
+        projection,
+        w.linear("out_proj", w.hidden, sizes.values),
+        w.tensor("conv1d.weight", sizes.channels, 1, sizes.kept + 1),
+        w.tensor("A_log", sizes.heads),
+        w.tensor("dt_bias", sizes.heads),
+        RootMeanSquare(w.tensor("norm.weight", sizes.value_columns), float(config.rms_norm_eps)),
+        ACTIVATIONS[config.hidden_act],
+        torch.sigmoid if getattr(config, "output_gate_type", None) == "sigmoid" else F.silu,
+    )
 
 
 class Projection(Protocol):
@@ -241,7 +228,8 @@ class GatedDelta(Attention):
         self._biases = decay_biases.float()
         self._kernel: DeltaKernel | None = None
         gate = _GATES.get((gate_activation, rounded_once))
-        if self._heads.suit(convolution.dtype) and activation is F.silu and gate is not None:
+        values = not convolution.is_meta  # a plan has shapes alone
+        if values and self._heads.suit(convolution.dtype) and activation is F.silu and gate is not None:
             taps = convolution[:, 0].t().contiguous()
             self._kernel = DeltaKernel(
                 self._heads, taps, self._rates, self._biases, norm.weight, norm.epsilon, gate, least_decay
@@ -383,3 +371,78 @@ def _decayed_products(weighed: Tensor, query: Tensor, key: Tensor, gone: Tensor)
         return (weighed @ key.transpose(1, 2)) * pairs[..., 0], (query @ key.transpose(1, 2)) * pairs[..., 0]
     system, scores = (pairs.mul_(key[:, None]) @ torch.stack((weighed, query), dim=-1)).unbind(-1)
     return system, scores
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaSizes(LinearSizes):
+    """The description of a `GatedDelta` by Kimi's projections. Heads share no keys, and narrow matrices lead to gates
+    and decays: of as many columns as a head has."""
+
+    @classmethod
+    def of(cls, config: Any) -> KimiDeltaSizes:
+        """Of each layer of linear attention."""
+        heads, columns = config.linear_num_heads, config.linear_head_dim
+        return cls(DeltaSizes(heads, heads, columns, columns, config.linear_conv_kernel_dim - 1, by_channel=True))
+
+    @property
+    def token_columns(self) -> int:
+        """Half the columns that a token is projected to, decays among them."""
+        return (self.heads.channels + 2 * self.heads.values) // 2
+
+
+def kimi_delta(w: Scope, config: Any) -> GatedDelta:
+    """The linear attention with the weights of `w` ('self_attn')."""
+    sizes, forget = KimiDeltaSizes.of(config).heads, w.at("forget_gate")
+    columns = sizes.key_columns
+    query, key, value = (w.linear(f"{name}_proj", sizes.values, w.hidden) for name in "qkv")
+    return GatedDelta(
+        KimiDeltaSizes(sizes),
+        KimiProjection(
+            (query, key, value),
+            _narrowing(w, "g", sizes.values, columns),
+            w.linear("b_proj", sizes.heads, w.hidden),
+            _narrowing(forget, "f", sizes.values, columns),
+        ),
+        w.linear("o_proj", w.hidden, sizes.values),
+        # transformers widens that of GLM-5 Next
+        w.tensor("conv1d.weight", sizes.channels, 1, sizes.kept + 1).to(w.dtype),
+        forget.flat("A_log", sizes.heads),
+        forget.tensor("dt_bias", sizes.values),
+        RootMeanSquare(w.tensor("o_norm.weight", columns), w.epsilon),
+        ACTIVATIONS[config.hidden_act],
+        torch.sigmoid,
+        rounded_once=True,
+        least_decay=_least_decay(config),
+    )
+
+
+def _narrowing(w: Scope, name: str, values: int, columns: int) -> tuple[Linear, ...]:
+    """The matrices that lead to gates or decays: a narrow one before a wide one, or one alone (Ling 3.0)."""
+    if w.has(f"{name}_proj"):
+        return (w.linear(f"{name}_proj", values, w.hidden),)
+    return w.linear(f"{name}_a_proj", columns, w.hidden), w.linear(f"{name}_b_proj", values, columns)
+
+
+def _least_decay(config: Any) -> float | None:
+    """Of `GatedDelta`: GLM-5 Next's, or Ling 3.0's, which a switch may take away; Kimi Linear has none."""
+    bound = config.kda_lower_bound if getattr(config, "kda_safe_gate", False) else None
+    return getattr(config, "linear_lower_bound", bound)
+
+
+@dataclass(frozen=True, slots=True)
+class KimiProjection:
+    """Projection of hidden states to `Projected`."""
+
+    mixed: tuple[Linear, Linear, Linear]  # hidden → queries, keys, values
+    gates: tuple[Linear, ...]  # hidden → gates, one after the other
+    betas: Linear
+    decays: tuple[Linear, ...]  # hidden → decays, one after the other
+
+    def __call__(self, x: Tensor) -> Projected:
+        """x (T, H) → `Projected`."""
+        gates, decays = (reduce(lambda given, matrix: matrix(given), path, x) for path in (self.gates, self.decays))
+        return torch.cat([each(x) for each in self.mixed], dim=1), gates, self.betas(x), decays
+
+    @property
+    def batch_invariant(self) -> bool:
+        return all(each.batch_invariant for each in (*self.mixed, *self.gates, self.betas, *self.decays))
