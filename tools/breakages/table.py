@@ -832,9 +832,9 @@ BREAKAGES = (
     ),
     Breakage(
         "rows share the scales of the first ones",
-        "_published",
-        "(_KINDS[encoding.scale], rows, ..., ...)",
-        "(_KINDS[encoding.scale], 1 << 20, ..., ...)",
+        "CheckpointQuant.in_c",
+        "(SCALES[self.scale][1], self.rows, ..., ...)",
+        "(SCALES[self.scale][1], 1 << 20, ..., ...)",
         ("tests/test_native_published.py",),
     ),
     Breakage(
