@@ -18,7 +18,7 @@ from patience import PATIENCE_S
 from serving import make_certificate, running, wait_until_loaded
 from tiermoe.errors import ConfigError
 from tiermoe.serve.app import create_app
-from tiermoe.serve.credentials import check_certificate, read_keys
+from tiermoe.serve.guards import check_certificate, read_keys
 from tiermoe.serve.served import Served
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")

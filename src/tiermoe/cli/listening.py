@@ -64,8 +64,7 @@ def listen(
 ) -> Listener:
     """Listens before minutes of loading, by the options of `tiermoe serve`. ConfigError where the address cannot be
     bound, or a file has no keys, or no certificate with its key."""
-    from tiermoe.serve.credentials import check_certificate, read_keys
-    from tiermoe.serve.guards import Hosts
+    from tiermoe.serve.guards import Hosts, check_certificate, read_keys
 
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from tiermoe.engine.request import Piece
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.model.prefix_files import PrefixDisk
+from tiermoe.serve.dialects import Json
 from tiermoe.serve.worker import Times
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -96,7 +97,7 @@ class _State(Collector):
             yield CounterMetricFamily(f"tiermoe:{name}", text, value)
 
 
-def _of_gpu(stats: dict[str, Any]) -> list[tuple[str, str, int]]:
+def _of_gpu(stats: Json) -> list[tuple[str, str, int]]:
     """Counters of experts that are copied to a GPU."""
     if "bytes_copied" not in stats:
         return []

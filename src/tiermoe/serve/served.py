@@ -17,7 +17,7 @@ from tiermoe.engine.sampling import Sampling, end_tokens
 from tiermoe.engine.speculation import Speculation
 from tiermoe.model.kv_cache import KVCache
 from tiermoe.model.prefix_files import PrefixDisk, PrefixFolder, first_name
-from tiermoe.serve.errors import TOO_LONG, Refused
+from tiermoe.serve.dialects import TOO_LONG, Json, Refused
 from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.intake import hold_tokens, longest_text
 from tiermoe.serve.metrics import PrometheusMetrics
@@ -89,8 +89,8 @@ class Served:
 
     def chat_ids(
         self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] = (),
+        messages: Sequence[Json],
+        tools: Sequence[Json] = (),
         variables: Mapping[str, Any] | None = None,
         new_turn: bool = False,
     ) -> list[int]:
@@ -110,7 +110,7 @@ class Served:
         own = inspect.signature(render).parameters
         known = {name: value for name, value in (variables or {}).items() if name in template and name not in own}
 
-        def rendered(turns: Sequence[dict[str, Any]]) -> str:
+        def rendered(turns: Sequence[Json]) -> str:
             ending = {"add_generation_prompt": goes_on is None, "continue_final_message": goes_on or False}
             text: str = render(turns, tools=list(tools) or None, tokenize=False, **ending, **known)
             return text
@@ -147,7 +147,7 @@ def continued(messages: Sequence[Mapping[str, Any]]) -> str | None:
     return "content" if messages[-1]["content"] or not messages[-1].get("reasoning_content") else "reasoning_content"
 
 
-def system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def system_first(messages: Sequence[Json]) -> list[Json]:
     """A conversation with at most one system message, at its beginning: the first ones become one, later ones the
     user's. Agents send several, and some in the middle."""
     first = list(takewhile(_is_system, messages))
