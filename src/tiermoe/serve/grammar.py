@@ -189,7 +189,7 @@ def _run_trial(asked: Json) -> tuple[Any, str]:
         return json.loads(ended.stdout), ""
     if ended.returncode > 0:
         return None, f"compiling it fails: {ended.stderr.strip().rpartition(chr(10))[2]}"
-    if sys.platform != "win32" and ended.returncode == -signal.SIGXCPU:
+    if ended.returncode == -signal.SIGXCPU:
         return None, f"compiling it takes more than {MOST_SECONDS} s of processor time"
     return None, f"compiling it needs more than {MOST_MEMORY >> 20} MiB"
 

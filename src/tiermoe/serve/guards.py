@@ -184,14 +184,14 @@ _OTHERS = 0o077  # bits of a mode that let others than the owner at a file
 def read_keys(path: Path) -> list[str]:
     """The API keys of a file: one a line, without empty lines and those that begin with '#'.
 
-    ConfigError where it cannot be read, others than its owner may read or write it (not checked on Windows, which has
-    no such bits), or it has no key, or one that no HTTP header can have."""
+    ConfigError where it cannot be read, others than its owner may read or write it, or it has no key, or one that no
+    HTTP header can have."""
     try:
         with path.open("rb") as file:
             mode, data = os.fstat(file.fileno()).st_mode & 0o777, file.read()
     except OSError as error:
         raise ConfigError(f"cannot read the API keys in {path}: {error.strerror}") from error
-    if os.name != "nt" and mode & _OTHERS:
+    if mode & _OTHERS:
         raise ConfigError(f"others may read or write the API keys in {path} (mode {mode:o}); chmod 600 {path}")
     keys = list[str]()
     for number, line in enumerate(data.splitlines(), 1):
