@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from tiermoe.engine.request import Piece
 from tiermoe.engine.request_loop import RequestLoop
-from tiermoe.model.prefix_files import PrefixDisk
+from tiermoe.model.cache.prefix_disk import PrefixDisk
 from tiermoe.serve.dialects import Json
 from tiermoe.serve.worker import Times
 
