@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from tiermoe.engine.engine import Engine
 from tiermoe.serve import anthropic, llama_server, ollama, openai, responses
 from tiermoe.serve.dialects import OLLAMA, Json, Refused, error_body, from_json, retry_after
 from tiermoe.serve.fields import Several, TokenIds
@@ -206,7 +207,7 @@ def _add_routes(app: FastAPI, served: Served) -> None:
         app.add_api_route(path, lacking, methods=["POST"], include_in_schema=False)
 
 
-def experts_of(engine: Any) -> Json:
+def experts_of(engine: Engine) -> Json:
     """Where the experts of each MoE layer are, as lists by expert. Callable while the engine runs.
 
     `bits`: in memory (0: none). `arriving`: bits that are being read or wait for it (0: none). `uses`: tokens served
@@ -214,7 +215,7 @@ def experts_of(engine: Any) -> Json:
     computes a layer and counts none."""
     cache, precisions = engine.loader.cache, sorted(engine.precisions, reverse=True)
 
-    def highest(layer: int, expert: int, there: Any) -> int:
+    def highest(layer: int, expert: int, there: Callable[[ExpertKey], object]) -> int:
         return next((bits for bits in precisions if there(ExpertKey(layer, expert, bits))), 0)
 
     layers = []

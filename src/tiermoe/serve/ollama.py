@@ -186,7 +186,7 @@ class GrowingReply:
         self._prompt = prompt
         self._began = time.perf_counter_ns()
         self._calls = 0
-        self._said: list[tuple[ParsedChunk, list[Any]]] = []
+        self._said: list[tuple[ParsedChunk, list[Json]]] = []
         self._end: Json = {}
 
     def add(self, piece: Piece) -> Iterator[Json]:
@@ -220,7 +220,7 @@ class GrowingReply:
         said = ParsedChunk(thought, text, [piece for each in read for piece in each.calls])
         return self._object(said, [each for _, logprobs in self._said for each in logprobs]) | self._end
 
-    def _object(self, said: ParsedChunk, logprobs: list[Any]) -> Json:
+    def _object(self, said: ParsedChunk, logprobs: list[Json]) -> Json:
         found = ollama_reply(self._model, self._chat, said.text, said.thought)
         if said.calls:
             found["message"]["tool_calls"] = [self._call(each.call) for each in said.calls]

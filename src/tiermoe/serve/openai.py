@@ -295,7 +295,7 @@ async def stream(
     include_usage = asked.stream_options is not None and asked.stream_options.include_usage
     usage: Json = {"usage": None} if include_usage else {}
 
-    def chunk(index: int, said: Json, logprobs: Any = None, finish: str | None = None, **more: Any) -> str:
+    def chunk(index: int, said: Json, logprobs: Json | None = None, finish: str | None = None, **more: Any) -> str:
         choices = [{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}]
         return shape.chunk(choices, **usage, **more)
 

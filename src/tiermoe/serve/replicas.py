@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
@@ -23,6 +23,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tiermoe.config import settings
 from tiermoe.platform.ray import start_ray
 from tiermoe.serve.dialects import from_json
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from tiermoe.engine.sampling import Sampling
 
 APP = "tiermoe"
 _CHECKS_S = 2  # between two looks whether a replica is well
@@ -41,7 +46,7 @@ class Deployed:
     model: str
     options: Mapping[str, Any]  # of `config.settings`, one replica's share
     name: str  # the model's, for clients
-    sampling: Any  # of a request that names none
+    sampling: Sampling  # of a request that names none
     access: Mapping[str, Any]  # named arguments of `create_app`
     most_waiting: int  # requests in a replica's queue
     guesses: bool  # whether answers' next tokens are guessed
@@ -91,7 +96,7 @@ def stop() -> None:
     ray.shutdown()
 
 
-def app_of(deployed: Deployed) -> Any:
+def app_of(deployed: Deployed) -> FastAPI:
     """The routes over a model that is loaded now, in a replica's process."""
     from tiermoe.platform import process_memory
 

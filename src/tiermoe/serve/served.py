@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from tiermoe.engine.engine import Engine
 from tiermoe.engine.expectation import OtherBudget, other_budgets
 from tiermoe.engine.numerics import numerics
 from tiermoe.engine.request_loop import RequestLoop
@@ -32,7 +33,7 @@ class Served:
     tokenizer: Any
     worker: Worker
     metrics: PrometheusMetrics
-    engine: Any
+    engine: Engine
     sampling: Sampling  # of a request that names none
     created: int  # seconds since the epoch
     grammars: Grammars
@@ -160,19 +161,19 @@ def _is_system(message: Mapping[str, Any]) -> bool:
     return bool(message["role"] == "system")
 
 
-def prefix_disk(engine: Any, folder: PrefixFolder, warn: Callable[[str], None]) -> Callable[[KVCache], PrefixDisk]:
+def prefix_disk(engine: Engine, folder: PrefixFolder, warn: Callable[[str], None]) -> Callable[[KVCache], PrefixDisk]:
     """Makes a `PrefixDisk` from an engine's KV cache."""
     facts = json.dumps(numerics(engine), sort_keys=True).encode()
     return lambda cache: PrefixDisk(cache, folder, first_name(facts), warn)
 
 
 def served_of(
-    engine: Any,
+    engine: Engine,
     tokenizer: Any,
     name: str,
     sampling: Sampling,
     most_waiting: int,
-    disk: Callable[[Any], PrefixDisk] | None = None,
+    disk: Callable[[KVCache], PrefixDisk] | None = None,
     speculation: Speculation | None = None,
 ) -> Served:
     """Starts the loop of a loaded engine, in a thread.
