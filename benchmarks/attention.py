@@ -19,7 +19,6 @@ import torch
 from benchmarks.kernels import READ, SHAPES, Shape, Turns, enough_bytes, random, settled, under
 from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, rates, shown, timed
 from tiermoe import native
-from tiermoe.bench.summary import spread
 from tiermoe.config import KV_BITS
 from tiermoe.formats.plain import Plain
 from tiermoe.kernels.attention import (
@@ -32,8 +31,9 @@ from tiermoe.kernels.attention import (
     prompt_attention,
 )
 from tiermoe.kernels.norm import Norm
-from tiermoe.model.attention import attend
-from tiermoe.model.kv_memory import CODED
+from tiermoe.lab.bench.summary import spread
+from tiermoe.model.attention.base import attend
+from tiermoe.model.cache.memory import CODED
 from tiermoe.platform.machine import processors
 from tiermoe.types import FEW_TOKENS
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rounds import parser_of, print_table
-from tiermoe.bench.child import joining, last_object, memory_group, usage
 from tiermoe.config import parse_size
+from tiermoe.lab.bench.child import joining, last_object, memory_group, usage
 
 _TEXT = "Once upon a time there was a king who lived in a great house by the sea, and he had a little dog. "
 _REFUSAL = "are too little"  # what the plan's messages have in common

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, rates, shown, timed
+from tiermoe.lab.simulate.link import InstantLink
 from tiermoe.metrics import ExpertCounts
 from tiermoe.offload.assembly import ModelShape, PrecisionSlots, assemble
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.scheduler import Scheduler
-from tiermoe.simulate.link import InstantLink
 from tiermoe.types import Routed
 
 BITS = 4

@@ -23,8 +23,8 @@ from benchmarks.rounds import parser_of
 from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for
-from tiermoe.model.dense import kind_of, packable
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.packing import kind_of, packable
 
 OUTPUT = "lm_head"
 Recipe = dict[str, int]

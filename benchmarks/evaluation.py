@@ -26,7 +26,7 @@ from benchmarks.serving import serving
 from tiermoe.config import Settings
 from tiermoe.engine.request_loop import scored_tokens
 from tiermoe.errors import ConfigError, TiermoeError
-from tiermoe.measure.harness import begins, hosted, results_of
+from tiermoe.lab.measure.harness import begins, hosted, results_of
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.hub import resolve_model
 from tiermoe.model.hf.tokenizers import load_tokenizer

@@ -24,15 +24,15 @@ import tiermoe
 from benchmarks.rounds import at_least_one, parser_of, print_table
 from tiermoe.errors import TiermoeError
 from tiermoe.formats.store_files import write_atomically
-from tiermoe.measure.calibrate import Calibration, prepare
-from tiermoe.measure.compare import presets_asked
-from tiermoe.measure.profiles import FailedProfile, make_profiles
-from tiermoe.measure.texts import SequenceShape
+from tiermoe.lab.measure.calibrate import Calibration, prepare
+from tiermoe.lab.measure.compare import presets_asked
+from tiermoe.lab.measure.profiles import FailedProfile, make_profiles
+from tiermoe.lab.measure.texts import SequenceShape
+from tiermoe.lab.systems.corm import bits_by_usage
+from tiermoe.lab.systems.routings import frequencies, routings
 from tiermoe.offload.policies.prediction import count_paths, paths_to_json
+from tiermoe.offload.presets import PRESETS
 from tiermoe.offload.profiles import Profile, profile_path, to_json
-from tiermoe.systems import PRESETS
-from tiermoe.systems.corm import bits_by_usage
-from tiermoe.systems.routings import frequencies, routings
 
 PROMPT = 16
 """Tokens that are read."""

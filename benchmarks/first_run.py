@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, say, shown
-from tiermoe.bench.cases import LLAMA, OURS, alternating
-from tiermoe.bench.child import Bounds, CaseFailed, drop_from_page_cache, run_child
-from tiermoe.bench.engines import Common, LlamaCpp
-from tiermoe.bench.session import Subject
-from tiermoe.bench.summary import spread
 from tiermoe.errors import TiermoeError
+from tiermoe.lab.bench.cases import LLAMA, OURS, alternating
+from tiermoe.lab.bench.child import Bounds, CaseFailed, drop_from_page_cache, run_child
+from tiermoe.lab.bench.engines import Common, LlamaCpp
+from tiermoe.lab.bench.session import Subject
+from tiermoe.lab.bench.summary import spread
 from tiermoe.platform.machine import processors
 
 STARTS = ("cold", "again")

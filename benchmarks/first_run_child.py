@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from tiermoe.bench.run_peer import since_start
+from tiermoe.lab.bench.run_peer import since_start
 
 _IMPORTED = ("model.hf.blueprint", "model.hf.hub", "engine.load", "engine.generate")  # what `run` imports as it goes
 

@@ -43,18 +43,18 @@ import numpy as np
 from benchmarks.random_gguf import routing_for
 from benchmarks.recorded_routing import Routing
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, say, shown
-from tiermoe.bench.cases import LLAMA, Condition, alternating
-from tiermoe.bench.child import CaseFailed, last_object
-from tiermoe.bench.engines import Common, LlamaCpp
-from tiermoe.bench.summary import number, spread
 from tiermoe.config import BITS, parse_size
 from tiermoe.errors import TiermoeError
 from tiermoe.formats.gguf_file import open_gguf
+from tiermoe.lab.bench.cases import LLAMA, Condition, alternating
+from tiermoe.lab.bench.child import CaseFailed, last_object
+from tiermoe.lab.bench.engines import Common, LlamaCpp
+from tiermoe.lab.bench.summary import number, spread
+from tiermoe.lab.simulate.costs import run_bits
+from tiermoe.lab.simulate.evictions import hits_of
 from tiermoe.model.gguf.parameters import config_of
+from tiermoe.offload.presets import PRESETS
 from tiermoe.platform.machine import processors
-from tiermoe.simulate.costs import run_bits
-from tiermoe.simulate.evictions import hits_of
-from tiermoe.systems import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 1800.0  # of a run of llama.cpp

@@ -30,14 +30,14 @@ from typing import Any
 
 from benchmarks.random_model import config_of, write
 from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, say, shown
-from tiermoe.bench.cases import OURS, Case, Condition, Measured, alternating, check_lengths, parse_groups, text_file
-from tiermoe.bench.child import drop_from_page_cache
-from tiermoe.bench.engines import Common, Tiermoe
-from tiermoe.bench.plots import curves, require_plots
-from tiermoe.bench.report import machine_words, page
-from tiermoe.bench.session import Subject, memory_bandwidth
-from tiermoe.bench.summary import number, share, size, summarise
 from tiermoe.errors import ConfigError, TiermoeError
+from tiermoe.lab.bench.cases import OURS, Case, Condition, Measured, alternating, check_lengths, parse_groups, text_file
+from tiermoe.lab.bench.child import drop_from_page_cache
+from tiermoe.lab.bench.engines import Common, Tiermoe
+from tiermoe.lab.bench.plots import curves, require_plots
+from tiermoe.lab.bench.report import machine_words, page
+from tiermoe.lab.bench.session import Subject, memory_bandwidth
+from tiermoe.lab.bench.summary import number, share, size, summarise
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.hub import resolve_model
 from tiermoe.platform.machine import processors

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from benchmarks.rounds import parser_of
 from tiermoe.config import CacheSize
+from tiermoe.lab.simulate import ReplaySettings, replay, spread
+from tiermoe.lab.trace.file import Trace, read_trace
 from tiermoe.metrics import ExpertCounts
-from tiermoe.simulate import ReplaySettings, replay, spread
-from tiermoe.systems import compose
-from tiermoe.trace.file import Trace, read_trace
+from tiermoe.offload.presets import compose
 
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 WINDOW = 64

@@ -21,7 +21,6 @@ import torch
 
 from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, rates, shown, timed
 from tiermoe import native
-from tiermoe.bench.summary import spread
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.gguf_types import gguf_encoding
@@ -30,6 +29,7 @@ from tiermoe.kernels.experts import ExpertKernel, SlotViews, expert_kernel
 from tiermoe.kernels.gates import ClampedGate, silu_gate
 from tiermoe.kernels.linear import linear, machine_layout
 from tiermoe.kernels.matrix import matrix_form
+from tiermoe.lab.bench.summary import spread
 from tiermoe.platform.bandwidth import last_cache_bytes
 from tiermoe.platform.machine import processors
 from tiermoe.types import MoeLayer, Part

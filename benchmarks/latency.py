@@ -23,12 +23,12 @@ import httpx
 
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, shown
 from benchmarks.serving import serving
-from tiermoe.bench.cases import DEFAULT_TEXT, Condition, check_lengths, rows
-from tiermoe.bench.child import CaseFailed
-from tiermoe.bench.session import Subject
-from tiermoe.bench.summary import spread
 from tiermoe.config import Settings
 from tiermoe.errors import TiermoeError
+from tiermoe.lab.bench.cases import DEFAULT_TEXT, Condition, check_lengths, rows
+from tiermoe.lab.bench.child import CaseFailed
+from tiermoe.lab.bench.session import Subject
+from tiermoe.lab.bench.summary import spread
 from tiermoe.platform.machine import processors
 
 SHORT = 16  # tokens of a short prompt, and of a turn

@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.rounds import parser_of
-from tiermoe.bench.child import CaseFailed, last_object
 from tiermoe.errors import TiermoeError
+from tiermoe.lab.bench.child import CaseFailed, last_object
 
 ROOT = Path(__file__).resolve().parents[1]
 CONVERTED = ("f32", "bf16")  # types that the converter writes

@@ -43,9 +43,9 @@ from benchmarks.hostile_clients import HostileClients
 from benchmarks.load_clients import Clients, Tally
 from benchmarks.rounds import parser_of
 from benchmarks.serving import Group, Server, free_port, limited
-from tiermoe.bench.child import usage
 from tiermoe.config import parse_size
 from tiermoe.errors import TiermoeError
+from tiermoe.lab.bench.child import usage
 
 MOST_DRIFT = 0.02
 SETTLES_S = 300

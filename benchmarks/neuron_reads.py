@@ -31,10 +31,10 @@ from benchmarks.rounds import parser_of
 from tiermoe.formats.expert_format import PAGE, align
 from tiermoe.formats.neurons import neuron_format, record_place
 from tiermoe.kernels.linear import machine_layout
+from tiermoe.lab.systems.corm import neuron_recall
+from tiermoe.lab.trace.file import Trace, read_trace
 from tiermoe.offload.policies.neurons import Records
 from tiermoe.offload.reader import ExtentReader, aligned_memory
-from tiermoe.systems.corm import neuron_recall
-from tiermoe.trace.file import Trace, read_trace
 from tiermoe.types import ExpertKey, MoeLayer, Part, Segment
 
 Expert = tuple[int, int]

@@ -25,9 +25,9 @@ from tiermoe.errors import TiermoeError
 from tiermoe.formats.pack import pack_experts
 from tiermoe.formats.store import Source, Store
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.model.dense import pack_dense, packable
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import resolve_model
+from tiermoe.model.packing import pack_dense, packable
 from tiermoe.offload.reader import aligned_memory
 from tiermoe.platform.process_memory import heap_for_packing, peak_resident_bytes, resident_bytes, settle
 from tiermoe.types import MoeLayer

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.rounds import parser_of
 from tiermoe.errors import TiermoeError
-from tiermoe.measure.compare import Measured, Variant, measure_all
+from tiermoe.lab.measure.compare import Measured, Variant, measure_all
 
 WITHOUT: dict[str, dict[str, list[str]]] = {
     "default": {

@@ -14,7 +14,7 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.perplexity import Ids, surprisals
-from tiermoe.bench.run_peer import ATTENTION, LlamaEngine
+from tiermoe.lab.bench.run_peer import ATTENTION, LlamaEngine
 
 _WARNING, _ERROR = 3, 4  # ggml_log_level
 

@@ -84,7 +84,7 @@ def token_ids(model: Path, text: Path) -> Ids:
     """The tokens (N,) of a whole text file, without added special tokens."""
     from transformers import AutoTokenizer
 
-    from tiermoe.bench import cases
+    from tiermoe.lab.bench import cases
 
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     return np.asarray(cases.token_ids(tokenizer, text.read_text(encoding="utf-8")), dtype=np.int64)

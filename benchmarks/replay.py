@@ -26,14 +26,14 @@ from benchmarks.rounds import parser_of
 from tiermoe.cli.options import changes
 from tiermoe.config import CacheSize
 from tiermoe.errors import TiermoeError
-from tiermoe.measure.record import DISTANCES, Recorder, header_of
-from tiermoe.measure.texts import Feed, SequenceShape, cut_sequences
-from tiermoe.measure.times import Lap, Stopwatch, times_of
+from tiermoe.lab.measure.record import DISTANCES, Recorder, header_of
+from tiermoe.lab.measure.texts import Feed, SequenceShape, cut_sequences
+from tiermoe.lab.measure.times import Lap, Stopwatch, times_of
+from tiermoe.lab.simulate import ReplaySettings, Result, replay
+from tiermoe.lab.trace.file import Header, Pass, Times, Trace
 from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.profiles import profile_path, read_profile
-from tiermoe.simulate import ReplaySettings, Result, replay
-from tiermoe.trace.file import Header, Pass, Times, Trace
 
 
 class MeasuredRun:

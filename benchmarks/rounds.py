@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from tiermoe.bench.cases import alternating
-from tiermoe.bench.summary import describe_machine, number, spread
+from tiermoe.lab.bench.cases import alternating
+from tiermoe.lab.bench.summary import describe_machine, number, spread
 
 Spread = dict[str, Any]
 """{median, low, high}."""

@@ -23,10 +23,10 @@ from tiermoe.batch import Batch
 from tiermoe.config import settings
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import start
-from tiermoe.measure.scoring import log_probabilities
+from tiermoe.lab.measure.scoring import log_probabilities
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.tokenizers import load_tokenizer
-from tiermoe.systems import PRESETS
+from tiermoe.offload.presets import PRESETS
 
 EXACT = "default"
 

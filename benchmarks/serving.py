@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from tiermoe.bench.child import CaseFailed, joining, memory_group
+from tiermoe.lab.bench.child import CaseFailed, joining, memory_group
 
 _LOOK_S = 0.2
 _ENDING_S = 60

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, shown
-from tiermoe.bench.cases import DEFAULT_TEXT, alternating
-from tiermoe.bench.run_tiermoe import start_engine
-from tiermoe.bench.summary import spread
 from tiermoe.engine.prompt_lookup import Lookup
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Grammar, Sampling
 from tiermoe.engine.speculation import Speculation
+from tiermoe.lab.bench.cases import DEFAULT_TEXT, alternating
+from tiermoe.lab.bench.run_tiermoe import start_engine
+from tiermoe.lab.bench.summary import spread
 from tiermoe.model.hf.hub import resolve_model
 from tiermoe.model.hf.tokenizers import load_tokenizer
 

@@ -30,11 +30,11 @@ import httpx
 
 from benchmarks.rounds import about, at_least_one, numbers, parser_of, print_table, rates, ratios, say, shown
 from benchmarks.serving import Server, free_port, limited
-from tiermoe.bench.cases import DEFAULT_TEXT, OURS, Condition, alternating, check_lengths, rows
-from tiermoe.bench.child import CaseFailed, drop_from_page_cache, usage
-from tiermoe.bench.session import Subject
 from tiermoe.config import parse_size
 from tiermoe.errors import TiermoeError
+from tiermoe.lab.bench.cases import DEFAULT_TEXT, OURS, Condition, alternating, check_lengths, rows
+from tiermoe.lab.bench.child import CaseFailed, drop_from_page_cache, usage
+from tiermoe.lab.bench.session import Subject
 from tiermoe.platform.machine import processors
 
 LLAMA_SERVER = "llama-server"
@@ -65,7 +65,7 @@ class Requests:
 
     @property
     def warm_tokens(self) -> int:
-        """Of each client's first answer, which does not count; as `tiermoe.bench` has it."""
+        """Of each client's first answer, which does not count; as `tiermoe.lab.bench` has it."""
         return self.tokens if self.memory is None else 1
 
     def prompts(self, ids: Sequence[int], clients: int) -> tuple[Prompts, Prompts]:

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from benchmarks.perplexity import TEXT, load_eager, token_ids
 from benchmarks.rounds import at_least_one, parser_of
+from tiermoe.engine.expert_inputs import SEEN, TOKENS, WINDOW
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.gptq import levels_of, solve
 from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.nonuniform import NonUniform
 from tiermoe.formats.trellis import Trellis
-from tiermoe.measure.expert_inputs import SEEN, TOKENS, WINDOW
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "stories-7m"
-CALIBRATION = ROOT / "src" / "tiermoe" / "measure" / "calibration.txt"
+CALIBRATION = ROOT / "src" / "tiermoe" / "engine" / "calibration.txt"
 TOGETHER = 8  # windows
 
 Solver = Callable[[Tensor, Tensor], Tensor]
@@ -127,7 +127,7 @@ class Lab:
         return logits.log_softmax(-1)
 
     def _record(self, windows: Tensor) -> list[list[tuple[Tensor, Tensor]]]:
-        """Second moments of each expert's inputs and inner values, as `measure.expert_inputs` weighs them."""
+        """Second moments of each expert's inputs and inner values, as `engine.expert_inputs` weighs them."""
         hidden: list[list[Tensor]] = [[] for _ in self._layers]
         hooks = [
             mlp.register_forward_pre_hook(lambda _, args, at=at: at.append(args[0].flatten(0, 1)))

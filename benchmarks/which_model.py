@@ -28,7 +28,7 @@ from tiermoe.config import GIB, MIB, settings
 from tiermoe.engine.memory_plan import GpuMemoryPlan
 from tiermoe.errors import BudgetError
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
-from tiermoe.simulate.machines import COMPUTERS, Rates
+from tiermoe.offload.computers import COMPUTERS, Rates
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "which-model.md"
 INTERPRETER = 300 * MIB

@@ -15,7 +15,7 @@ import torch
 import tiny
 from commands import Command, command_runner
 from tiermoe import native
-from tiermoe.measure import machine_rates
+from tiermoe.engine import machine_rates
 from tiermoe.offload import probe
 from tiermoe.platform import process_memory
 

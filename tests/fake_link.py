@@ -16,8 +16,8 @@ from tiermoe.offload.loader import ExpertLoader
 from tiermoe.offload.policies.allotment import Pool
 from tiermoe.offload.policies.cpu_fallback import MissCosts
 from tiermoe.offload.policies.eviction import EVICTIONS, Clock, Eviction, EvictionContext
+from tiermoe.offload.presets import compose
 from tiermoe.offload.scheduler import Scheduler
-from tiermoe.systems import compose
 from tiermoe.types import Demand, ExpertKey, Load, Ready, Routed
 
 LAYERS = 16

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tiermoe.config import CacheSize
-from tiermoe.simulate import ReplaySettings, Result, replay
-from tiermoe.systems import compose
-from tiermoe.trace.file import Header, LayerTrace, Pass, Times, Trace, TraceWriter
+from tiermoe.lab.simulate import ReplaySettings, Result, replay
+from tiermoe.lab.trace.file import Header, LayerTrace, Pass, Times, Trace, TraceWriter
+from tiermoe.offload.presets import compose
 
 EVERYTHING = frozenset({"weights", "forecasts", "counts", "little", "neurons", "tokens"})
 

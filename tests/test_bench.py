@@ -19,9 +19,11 @@ import torch
 import tiermoe
 from commands import Command
 from patience import PATIENCE_S
-from tiermoe.bench import child, run_peer, run_tiermoe, session
-from tiermoe.bench.bounds import Ideal, ideal, read_routing, with_bounds
-from tiermoe.bench.cases import (
+from tiermoe.config import CacheSize
+from tiermoe.errors import ConfigError, PromptError, TraceError
+from tiermoe.lab.bench import child, run_peer, run_tiermoe, session
+from tiermoe.lab.bench.bounds import Ideal, ideal, read_routing, with_bounds
+from tiermoe.lab.bench.cases import (
     Case,
     Condition,
     Measured,
@@ -36,18 +38,16 @@ from tiermoe.bench.cases import (
     random_ids,
     rows,
 )
-from tiermoe.bench.child import Bounds, CannotLimit, CaseFailed, Hierarchy, find_hierarchy, last_object, run_child
-from tiermoe.bench.engines import Accelerate, BenchEngine, Common, LlamaCpp, Transformers, not_installed
-from tiermoe.bench.kernel_clock import KernelClock
-from tiermoe.bench.plots import missing_plots
-from tiermoe.bench.report import html_report
-from tiermoe.bench.session import Journal, Step, measure, writable
-from tiermoe.bench.summary import describe_machine, number, summarise
-from tiermoe.config import CacheSize
-from tiermoe.errors import ConfigError, PromptError, TraceError
+from tiermoe.lab.bench.child import Bounds, CannotLimit, CaseFailed, Hierarchy, find_hierarchy, last_object, run_child
+from tiermoe.lab.bench.engines import Accelerate, BenchEngine, Common, LlamaCpp, Transformers, not_installed
+from tiermoe.lab.bench.kernel_clock import KernelClock
+from tiermoe.lab.bench.plots import missing_plots
+from tiermoe.lab.bench.report import html_report
+from tiermoe.lab.bench.session import Journal, Step, measure, writable
+from tiermoe.lab.bench.summary import describe_machine, number, summarise
+from tiermoe.lab.simulate import compare_evictions
+from tiermoe.lab.trace.file import Pass, Trace
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.simulate import compare_evictions
-from tiermoe.trace.file import Pass, Trace
 from tiny import write
 
 MIB = 1 << 20
@@ -290,7 +290,7 @@ def test_accelerate_that_is_killed_runs_free_and_says_so(common: Common, monkeyp
             raise CaseFailed("killed", killed=True)
         return {"decode_tok_s": 1.0}
 
-    monkeypatch.setattr("tiermoe.bench.engines.run_child", run)
+    monkeypatch.setattr("tiermoe.lab.bench.engines.run_child", run)
     engine = Accelerate(common)
     for _ in range(2):
         assert "killed within 700 MiB" in engine.run(CONDITION, Path("ids"))["note"]

@@ -29,7 +29,7 @@ from benchmarks.rounds import ratios, timed
 from small_traces import decode, layer, trace_of
 from tests import tiny
 from tiermoe import native
-from tiermoe.bench.child import CaseFailed
+from tiermoe.lab.bench.child import CaseFailed
 from tiny import write
 
 

@@ -23,13 +23,13 @@ from channel_wise import round_experts
 from commands import Command
 from tiermoe.config import settings as make_settings
 from tiermoe.errors import BudgetError, ConfigError
-from tiermoe.measure.bitwidths import find_bitwidths
-from tiermoe.measure.importance import BitsMeter, Journal, ModelSource, by_ray, check_room, places_of
-from tiermoe.measure.pairs import read_pairs
-from tiermoe.measure.tasks import Perplexity, Rouge2
+from tiermoe.lab.measure.bitwidths import find_bitwidths
+from tiermoe.lab.measure.importance import BitsMeter, Journal, ModelSource, by_ray, check_room, places_of
+from tiermoe.lab.measure.pairs import read_pairs
+from tiermoe.lab.measure.tasks import Perplexity, Rouge2
+from tiermoe.lab.systems.edgemoe import Loss, accept, bounds, lowered, search
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload.profiles import Profile, profile_path, to_json
-from tiermoe.systems.edgemoe import Loss, accept, bounds, lowered, search
 from tiny import oracle, write
 
 PLACES = [(layer, expert) for layer in range(3) for expert in range(4)]

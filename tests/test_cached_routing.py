@@ -23,14 +23,14 @@ from tiermoe.engine.cached_routing import PredictedRouting
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import start
 from tiermoe.errors import ConfigError, ProfileError
-from tiermoe.measure import prior
-from tiermoe.measure.prior import STRENGTHS, Trials, cost, find_prior
+from tiermoe.lab.measure import prior
+from tiermoe.lab.measure.prior import STRENGTHS, Trials, cost, find_prior
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.routers import Router, RouterRule
 from tiermoe.offload.composition import Composition, changed
 from tiermoe.offload.policies.routing import CachePrior
+from tiermoe.offload.presets import resolve
 from tiermoe.offload.profiles import Profile, profile_path, to_json
-from tiermoe.systems.resolved import resolve
 from tiermoe.types import Routed
 
 

@@ -7,13 +7,14 @@ import pytest
 from small_traces import decode, layer, prompt, trace_of
 from tiermoe.config import CacheSize
 from tiermoe.errors import TraceError
+from tiermoe.lab.papers.prediction import recall_table
+from tiermoe.lab.systems import corm, fate, hobbit, hobbit_weights
+from tiermoe.lab.systems.hobbit_weights import WEIGHTS, MissPenalties
+from tiermoe.lab.systems.routings import frequencies, halves, routings
+from tiermoe.lab.trace.file import Little, Pass, Times, Trace
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.prediction import count_paths
-from tiermoe.papers.prediction import recall_table
-from tiermoe.systems import PRESETS, corm, fate, hobbit, hobbit_weights
-from tiermoe.systems.hobbit_weights import WEIGHTS, MissPenalties
-from tiermoe.systems.routings import frequencies, halves, routings
-from tiermoe.trace.file import Little, Pass, Times, Trace
+from tiermoe.offload.presets import PRESETS
 
 HALF = CacheSize(fraction=0.5)
 

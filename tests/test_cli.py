@@ -432,7 +432,7 @@ def test_what_needs_no_model_starts_without_the_libraries() -> None:
         "try: main()\n"
         "finally: print(*sys.modules.keys() & set(NAMES), file=sys.stderr)"
     )
-    heavy = ["torch", "transformers", "numpy", "tiermoe.simulate"]
+    heavy = ["torch", "transformers", "numpy", "tiermoe.lab.simulate"]
     helped = [*heavy, "pydantic"]
     for words, names in (
         (["--version"], helped),

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from commands import Command
-from tiermoe.bench.plots import missing_plots
 from tiermoe.cli import output
 from tiermoe.errors import ConfigError, TiermoeError
-from tiermoe.measure.compare import Case, Measured, Variant, evaluate_apart, measure_all, presets_asked, summarise
-from tiermoe.systems import PRESETS
+from tiermoe.lab.bench.plots import missing_plots
+from tiermoe.lab.measure.compare import Case, Measured, Variant, evaluate_apart, measure_all, presets_asked, summarise
+from tiermoe.offload.presets import PRESETS
 
 TEXT = Path(__file__).parent.parent / "data" / "heldout.txt"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -147,7 +147,7 @@ def test_the_sixteen_bit_weights_are_scored_once(
         more |= {"perplexity_loss_se": None, "kl_se": None, "windows": 1, "prompt": 8, "window": 8, "dense_bits": 16}
         return result(case.options["preset"], 3859.0, 15373.0, **{**more, "bytes_per_token": 1020 * 2**10}, threads=1)
 
-    monkeypatch.setattr("tiermoe.cli.compare.evaluate_apart", measured)
+    monkeypatch.setattr("tiermoe.lab.cli.compare.evaluate_apart", measured)
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time")
     ended = tiermoe_("compare", "model", "--text", text, "--presets", "lru,fate", "--rounds", 2, "--gpu-memory", "1GiB")
@@ -187,7 +187,7 @@ def test_rows_of_a_sweep_and_a_ladder_are_asked_for(
         saved.extend([case] if case.save is not None else [])
         return answered(case, progress)
 
-    monkeypatch.setattr("tiermoe.cli.compare.evaluate_apart", measured)
+    monkeypatch.setattr("tiermoe.lab.cli.compare.evaluate_apart", measured)
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time")
     start = ("compare", "model", "--text", text, "--rounds", 1, "--presets", "fate,lru")
@@ -249,7 +249,7 @@ def test_where_nothing_can_run_the_reason_is_told(
     def refuse(case: Case, progress: Any) -> None:
         raise TiermoeError(f"no {case.model}")
 
-    monkeypatch.setattr("tiermoe.cli.compare.evaluate_apart", refuse)
+    monkeypatch.setattr("tiermoe.lab.cli.compare.evaluate_apart", refuse)
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time")
     start = ("compare", "nowhere", "--text", text)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from tiermoe.config import CacheSize
 from tiermoe.errors import ProfileError
+from tiermoe.lab.simulate.link import InstantLink
 from tiermoe.offload.assembly import FutureTrace, ModelShape, PrecisionSlots, assemble, cache_bytes, divide, precisions
 from tiermoe.offload.composition import Composition, filled, with_low_share
+from tiermoe.offload.presets import PRESETS, compose
 from tiermoe.offload.profiles import Profile, Tables, tables
 from tiermoe.offload.scheduler import Scheduler
-from tiermoe.simulate.link import InstantLink
-from tiermoe.systems import PRESETS, compose
 from tiermoe.types import ExpertKey
 
 SHAPE = ModelShape([8] * 4, [2] * 4)

@@ -29,7 +29,7 @@ from tiermoe.kernels.linear import DecodedLinear
 from tiermoe.offload.composition import require_device
 from tiermoe.offload.gpu import GpuLink
 from tiermoe.offload.loader import CPU_FALLBACK
-from tiermoe.systems import compose
+from tiermoe.offload.presets import compose
 from tiermoe.types import ExpertKey, Ready, Routed
 
 

@@ -17,8 +17,8 @@ from tests import tiny
 from tiermoe.engine.loading import OutputLayer
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.errors import ModelError
-from tiermoe.model.dense_weights import EmbeddingOnDisk, embedding_bytes, embedding_key
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
+from tiermoe.model.stored_weights import EmbeddingOnDisk, embedding_bytes, embedding_key
 
 KEY = "model.embed_tokens.weight"
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from commands import Command
 from tiermoe.errors import BudgetError, ConfigError, ModelError
-from tiermoe.measure.evaluate import Evaluation, prepare
-from tiermoe.measure.scoring import TokenScores, mean_over_windows, score_tokens, summarise
-from tiermoe.measure.texts import WindowShape, cut_windows
+from tiermoe.lab.measure.evaluate import Evaluation, prepare
+from tiermoe.lab.measure.scoring import TokenScores, mean_over_windows, score_tokens, summarise
+from tiermoe.lab.measure.texts import WindowShape, cut_windows
 from tiermoe.metrics import ExpertCounts, PhaseMetrics
 from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiny import oracle, write
@@ -267,7 +267,7 @@ def test_nothing_is_left_where_scoring_ends_early(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tiermoe.measure.evaluate.start", interrupt)
+    monkeypatch.setattr("tiermoe.lab.measure.evaluate.start", interrupt)
     before = set(sixteen.store.iterdir())
     with pytest.raises(KeyboardInterrupt):
         sixteen.run("16bit", nothing)
@@ -292,7 +292,7 @@ def test_a_budget_that_the_sixteen_bit_model_exceeds_names_the_way_out(
     def refuse(*_: Any) -> None:
         raise BudgetError("too little")
 
-    monkeypatch.setattr("tiermoe.measure.evaluate.start", refuse)
+    monkeypatch.setattr("tiermoe.lab.measure.evaluate.start", refuse)
     with pytest.raises(BudgetError, match=r"16-bit model .* too little .* for the logits .*--reference none"):
         sixteen.run("16bit", nothing)
 

@@ -15,8 +15,8 @@ from benchmarks.every_preset import failures, main
 from benchmarks.random_model import PAPERS, config_of, write
 from patience import until
 from test_random_model import TINY
-from tiermoe.measure.texts import SequenceShape
-from tiermoe.systems import PRESETS
+from tiermoe.lab.measure.texts import SequenceShape
+from tiermoe.offload.presets import PRESETS
 
 TEXT = Path(__file__).parent.parent / "data" / "heldout.txt"
 REFUSED = {

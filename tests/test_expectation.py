@@ -19,15 +19,15 @@ from small_traces import decode, layer, trace_of
 from tiermoe import native
 from tiermoe.cli.describe import backend_of
 from tiermoe.config import CacheSize, settings
+from tiermoe.engine import machine_rates as measured
 from tiermoe.engine.expectation import RECORDINGS, LayerWork, Range, Work, expect, hit_rates
 from tiermoe.engine.load import resolve_for
-from tiermoe.measure import machine_rates as measured
+from tiermoe.lab.simulate import ReplaySettings, replay
+from tiermoe.lab.trace.file import Times
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.offload.computers import COMPUTERS, DRIVES, Rates
+from tiermoe.offload.presets import compose
 from tiermoe.platform import bandwidth
-from tiermoe.simulate import ReplaySettings, replay
-from tiermoe.simulate.machines import COMPUTERS, DRIVES, Rates
-from tiermoe.systems import compose
-from tiermoe.trace.file import Times
 from tiny import write
 
 RATES = Rates(memory=10e9, drive=1e9, arithmetic=100e9, source="by hand")

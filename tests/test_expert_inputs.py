@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 from commands import Command
 from sources import EXPERTS, RandomExperts, contents, empty_store
 from test_pack import dies_at, in_a_process_of_its_own
+from tiermoe.engine import expert_inputs
+from tiermoe.engine.expert_inputs import FOLDER, Text, forget_inputs, recorded_inputs, shipped_text
 from tiermoe.errors import PackError
 from tiermoe.formats import encode_experts
 from tiermoe.formats.gptq import UniformLevels, solve
 from tiermoe.formats.pack import pack_experts
 from tiermoe.formats.store import Store, open_store
-from tiermoe.measure import expert_inputs
-from tiermoe.measure.expert_inputs import FOLDER, Text, forget_inputs, recorded_inputs, shipped_text
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.prepare_store import open_or_create, store_root
 

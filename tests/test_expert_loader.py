@@ -31,6 +31,7 @@ from fake_link import (
 from gpu_rig import Rig
 from patience import until
 from tiermoe.errors import ConfigError, LoadError
+from tiermoe.lab.simulate.link import Move, VirtualClock, VirtualLink
 from tiermoe.offload.assembly import ModelShape, PrecisionSlots, assemble
 from tiermoe.offload.cache import ExpertCache
 from tiermoe.offload.disk import DiskLink
@@ -39,10 +40,9 @@ from tiermoe.offload.link import Finished
 from tiermoe.offload.loader import CPU_FALLBACK, ExpertLoader
 from tiermoe.offload.policies.allotment import Pool
 from tiermoe.offload.policies.cpu_fallback import MissCosts, averaged, misses_on_cpu
+from tiermoe.offload.presets import PRESETS, compose
 from tiermoe.offload.profiles import Tables
 from tiermoe.offload.slots import HostSlots
-from tiermoe.simulate.link import Move, VirtualClock, VirtualLink
-from tiermoe.systems import PRESETS, compose
 from tiermoe.types import Demand, ExpertKey, Extent, Load, Ready, Routed
 
 

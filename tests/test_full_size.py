@@ -21,12 +21,12 @@ from benchmarks.random_gguf import Pool, expert_types, one_hot_blocks, routing_f
 from benchmarks.random_model import KINDS, Config, Spec, config_of, specs
 from benchmarks.recorded_routing import AMPLITUDE, GROUPS, Routing, routing_of
 from small_traces import decode, layer, prompt, trace_of, write_trace
-from tiermoe.bench.child import CaseFailed
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.formats.gguf_file import open_gguf
-from tiermoe.model.gguf.parameters import open_checkpoint
+from tiermoe.lab.bench.child import CaseFailed
+from tiermoe.lab.trace.file import Trace
+from tiermoe.model.gguf.checkpoint import open_checkpoint
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.trace.file import Trace
 
 _SMALL = {"vocab_size": 4224, "hidden_size": 256, "intermediate_size": 256, "num_experts_per_tok": 3}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

@@ -15,10 +15,10 @@ from tiermoe.config import settings
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import load_blueprint
 from tiermoe.errors import ConfigError, ProfileError
-from tiermoe.measure.calibrate import CalibrationOptions, prepare
-from tiermoe.measure.gamma import GAMMAS, find_gamma, find_gamma_for, scored_at, written
-from tiermoe.measure.profiles import MadeProfile, make_profiles
-from tiermoe.measure.texts import Feed, SequenceShape
+from tiermoe.lab.measure.calibrate import CalibrationOptions, prepare
+from tiermoe.lab.measure.gamma import GAMMAS, find_gamma, find_gamma_for, scored_at, written
+from tiermoe.lab.measure.profiles import MadeProfile, make_profiles
+from tiermoe.lab.measure.texts import Feed, SequenceShape
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.offload.profiles import Profile, profile_path, read_profile, to_json

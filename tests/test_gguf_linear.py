@@ -17,9 +17,9 @@ from parity import close, tokens
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.gguf_file import GgufFile, open_gguf
-from tiermoe.model.dense import own_linears
-from tiermoe.model.gguf.linear_attention import linear_rows
+from tiermoe.model.families.rows import linear_rows
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.packing import own_linears
 
 CONFIG = tiny.config_of("qwen3_next", linear_num_value_heads=6)
 KEYS, HEADS, KEY, VALUE = 2, 6, 16, 32

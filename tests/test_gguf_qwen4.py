@@ -17,11 +17,10 @@ from gguf_files import kinds
 from gguf_qwen4 import ARCHITECTURE, TABLE
 from parity import tokens
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_file import GgufFile, open_gguf
-from tiermoe.model.dense_weights import EmbeddingOnDisk
-from tiermoe.model.gguf.parameters import config_of, open_checkpoint
-from tiermoe.model.gguf.shapes import read_whole
+from tiermoe.formats.gguf_file import GgufFile, open_gguf, read_whole
+from tiermoe.model.gguf.checkpoint import config_of, open_checkpoint
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.stored_weights import EmbeddingOnDisk
 
 FAMILY = "qwen4_exp_text"
 END = 2  # of a text, by the model's config

@@ -16,8 +16,8 @@ from gguf_engines import engine_of, logits_of
 from gguf_files import Kinds, kinds
 from parity import close, tokens
 from tiermoe.formats.expert_format import PAGE
-from tiermoe.model.dense import own_linears
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.packing import own_linears
 
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
 """Rows of whole blocks of every type."""

@@ -26,7 +26,7 @@ from tiermoe.kernels.attention import (
     prompt_attention,
 )
 from tiermoe.kernels.norm import Norm
-from tiermoe.model.kv_memory import decode_kv, encode_kv
+from tiermoe.model.cache.memory import decode_kv, encode_kv
 from tiny import write
 
 pytestmark = [

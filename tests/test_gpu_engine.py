@@ -26,9 +26,8 @@ from tiermoe.kernels.linear import machine_layout
 from tiermoe.model import prepare_store
 from tiermoe.offload import cuda
 from tiermoe.offload.disk import LANES
+from tiermoe.offload.presets import Resolved, compose
 from tiermoe.offload.profiles import Tables
-from tiermoe.systems import compose
-from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Need, Phase
 from tiny import oracle, write
 

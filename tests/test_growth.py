@@ -16,12 +16,12 @@ from benchmark_commands import Printed, benchmark_runner
 from benchmarks import growth
 from benchmarks.growth import Point, Run, Shape, budgets, cache_share, cost, exponents, picture, plan, random_model
 from tests import tiny
-from tiermoe.bench.cases import Case, Condition, Measured
-from tiermoe.bench.plots import missing_plots
 from tiermoe.config import parse_cache
 from tiermoe.errors import ConfigError, ModelError
+from tiermoe.lab.bench.cases import Case, Condition, Measured
+from tiermoe.lab.bench.plots import missing_plots
 from tiermoe.offload.assembly import ModelShape, cache_bytes
-from tiermoe.systems import PRESETS
+from tiermoe.offload.presets import PRESETS
 
 TINY = Shape(experts=8, layers=2, top_k=2, hidden=128, inner=64, heads=4, kv_heads=2, head_dim=32, context=256)
 SMALL = [f"--{name.replace('_', '-')}={value}" for name, value in vars(TINY).items()]

@@ -14,11 +14,11 @@ import tiermoe
 from small_traces import TIMES, layer, replayed, trace_of, write_trace
 from tiermoe.config import CacheSize
 from tiermoe.errors import TraceError
-from tiermoe.measure.record import Recorder, header_of
-from tiermoe.simulate import ReplaySettings, replay
-from tiermoe.simulate.steps import hash_tables
-from tiermoe.systems import compose
-from tiermoe.trace.file import Pass, Trace, read_trace
+from tiermoe.lab.measure.record import Recorder, header_of
+from tiermoe.lab.simulate import ReplaySettings, replay
+from tiermoe.lab.simulate.steps import hash_tables
+from tiermoe.lab.trace.file import Pass, Trace, read_trace
+from tiermoe.offload.presets import compose
 from tiny import write
 
 HASHED = {"prefetch": "hash", "ahead": 2}

@@ -21,8 +21,8 @@ from tiermoe.formats.registry import encoding_for
 from tiermoe.formats.store import open_store
 from tiermoe.kernels import linear
 from tiermoe.kernels.linear import linear_for
-from tiermoe.model.dense import recipe, recipe_key
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.packing import recipe, recipe_key
 from tiny import oracle, write
 
 HQQ = QUANTIZERS["hqq"]

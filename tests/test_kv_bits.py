@@ -16,7 +16,7 @@ from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.config import KV_BITS, Settings
 from tiermoe.engine.load import plan_for
 from tiermoe.errors import ConfigError
-from tiermoe.model import kv_memory
+from tiermoe.model.cache import memory as kv_memory
 from tiermoe.model.hf.blueprint import inspect_model
 from tiny import write
 

@@ -13,10 +13,10 @@ import torch
 
 from tiermoe.batch import Batch, Row, decode, prompt
 from tiermoe.errors import ModelError, PromptError
-from tiermoe.model import kv_memory
-from tiermoe.model.kv_cache import KVCache, LayerShape, cache_bytes, needs
-from tiermoe.model.kv_memory import read_rows, write_rows
-from tiermoe.model.recurrent_states import StateShape
+from tiermoe.model.cache import memory as kv_memory
+from tiermoe.model.cache.kv import KVCache, LayerShape, cache_bytes, needs
+from tiermoe.model.cache.memory import read_rows, write_rows
+from tiermoe.model.cache.recurrent import StateShape
 from tiermoe.model.rotary import Rotary
 from tiermoe.model.step import Step
 from tiermoe.types import Use, Workload

@@ -311,9 +311,9 @@ def test_latents_are_expanded_piece_by_piece(tmp_path: Path, monkeypatch: pytest
         return logits.float()
 
     whole = read()
-    monkeypatch.setattr("tiermoe.model.latent_attention.PIECE", 128)
+    monkeypatch.setattr("tiermoe.model.attention.latent.PIECE", 128)
     pieces = read()
-    monkeypatch.setattr("tiermoe.model.latent_attention.takes_prompts", lambda *_: False)
+    monkeypatch.setattr("tiermoe.model.attention.latent.takes_prompts", lambda *_: False)
     torchs = read()
     loaded.close()
     for each in (whole, pieces):

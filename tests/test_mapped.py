@@ -27,11 +27,10 @@ from tiermoe.formats.store import open_store
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload import mapped
 from tiermoe.offload.mapped import MappedFiles, populate
+from tiermoe.offload.presets import Resolved, compose
 from tiermoe.offload.profiles import Tables
 from tiermoe.offload.tiers import Tiers, assemble_mapped
 from tiermoe.platform.process_memory import resident_bytes
-from tiermoe.systems import compose
-from tiermoe.systems.resolved import Resolved
 from tiermoe.types import ExpertKey, Extent, Load, MoeLayer, Need, Part, Phase, Segment
 
 FAMILIES = ["qwen3_moe", "gpt_oss"]

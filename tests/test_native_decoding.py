@@ -13,7 +13,7 @@ import tiermoe
 from native_experts import checkpoint
 from small_engines import logits_of_steps
 from tiermoe import native
-from tiermoe.model.linear_attention import GatedDelta
+from tiermoe.model.attention.linear import GatedDelta
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 

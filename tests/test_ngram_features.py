@@ -17,13 +17,13 @@ from parity import close, logits
 from small_engines import engine_of, tokens
 from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.errors import ModelError
+from tiermoe.model.attention.ngrams import NgramHashes
 from tiermoe.model.decoder import Decoder
-from tiermoe.model.dense_weights import EmbeddingOnDisk
-from tiermoe.model.families.table import decodes
+from tiermoe.model.families import decodes
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.hf.generic import GenericDecoder
-from tiermoe.model.ngram_features import NgramHashes
+from tiermoe.model.stored_weights import EmbeddingOnDisk
 from tiny import config_of, oracle, write
 
 FAMILY = "qwen4_exp_text"

@@ -11,8 +11,8 @@ import torch
 
 import tiermoe
 from tiermoe.batch import Batch, verify
-from tiermoe.bench.kernel_clock import KernelClock
 from tiermoe.engine.observer import Observer
+from tiermoe.lab.bench.kernel_clock import KernelClock
 from tiermoe.types import Ready, Routed
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}

@@ -13,14 +13,14 @@ import pytest
 from small_traces import TIMES, layer, trace_of
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError
+from tiermoe.lab.simulate import ReplaySettings, replay
+from tiermoe.lab.simulate.replay import BeladyHits
+from tiermoe.lab.trace.file import LayerTrace, Little, Pass, Trace
 from tiermoe.offload.composition import Composition, changed, declarations, unread
 from tiermoe.offload.policies.prefetch_trial import STRETCH
 from tiermoe.offload.policies.settings import declared
+from tiermoe.offload.presets import PRESETS
 from tiermoe.offload.profiles import Profile
-from tiermoe.simulate import ReplaySettings, replay
-from tiermoe.simulate.replay import BeladyHits
-from tiermoe.systems import PRESETS
-from tiermoe.trace.file import LayerTrace, Little, Pass, Trace
 
 PARTS = {
     name: [True, False] if name == "mask" else list(declarations()[name].setting.one_of)

@@ -16,8 +16,8 @@ from tiermoe.errors import StoreError
 from tiermoe.formats import encode_matrix, quantizers, store_files
 from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.store import open_store
-from tiermoe.model.dense import pack_dense
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.packing import pack_dense
 from tiermoe.model.prepare_store import ensure_packed, open_or_create
 from tiny import write
 

@@ -15,8 +15,10 @@ from tiermoe.config import CacheSize, settings
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import load_blueprint
 from tiermoe.engine.observer import Observer
-from tiermoe.measure.record import Recorder
-from tiermoe.measure.texts import Feed
+from tiermoe.lab.measure.record import Recorder
+from tiermoe.lab.measure.texts import Feed
+from tiermoe.lab.systems.routings import frequencies, routings
+from tiermoe.lab.trace.file import Header, Trace
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.offload.policies.eviction import EVICTIONS, EvictionContext
@@ -25,8 +27,6 @@ from tiermoe.offload.policies.eviction.hobbit import Weighted
 from tiermoe.offload.policies.eviction.lru import LeastRecentlyUsed
 from tiermoe.offload.policies.prediction import PREDICTIONS, count_paths, paths_to_json
 from tiermoe.offload.profiles import Profile, profile_path, to_json
-from tiermoe.systems.routings import frequencies, routings
-from tiermoe.trace.file import Header, Trace
 from tiermoe.types import Demand, ExpertKey, Ready, Routed, Wanted
 
 PROMPT, LENGTH = 8, 16

@@ -25,12 +25,12 @@ from tiermoe.engine.load import resolve_for
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.model import dense_weights
-from tiermoe.model.dense import packable, packed_bytes
-from tiermoe.model.dense_weights import LazyTensor, loading_needs
-from tiermoe.model.families.table import FAMILIES
+from tiermoe.model import stored_weights as dense_weights
+from tiermoe.model.families import FAMILIES
 from tiermoe.model.hf import generic
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
+from tiermoe.model.packing import packable, packed_bytes
+from tiermoe.model.stored_weights import LazyTensor, loading_needs
 from tiermoe.platform import machine
 from tiermoe.platform.process_memory import ACTIVATIONS_HEAP
 from tiermoe.types import Need, Phase, Workload

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from tiermoe.bench.plots import compare_presets, curves, speed_over_budget, time_per_token
-from tiermoe.systems import PRESETS
+from tiermoe.lab.bench.plots import compare_presets, curves, speed_over_budget, time_per_token
+from tiermoe.offload.presets import PRESETS
 
 SVG = "{http://www.w3.org/2000/svg}"
 Place = tuple[float, float]

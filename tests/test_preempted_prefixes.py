@@ -19,8 +19,8 @@ from tiermoe.batch import Batch, Kind
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
-from tiermoe.model.prefix_cache import Part, SlabContents
-from tiermoe.model.prefix_files import BLOCK, HEAD_BYTES, KEPT, PrefixFolder, write
+from tiermoe.model.cache.prefix import Part, SlabContents
+from tiermoe.model.cache.prefix_disk import BLOCK, HEAD_BYTES, KEPT, PrefixFolder, write
 from tiermoe.serve.served import prefix_disk
 from tiny import write as write_model
 

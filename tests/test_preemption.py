@@ -18,7 +18,7 @@ from tiermoe.engine.request import Piece, Request, RequestState
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
 from tiermoe.metrics import PhaseMetrics
-from tiermoe.model.prefix_files import StoredPrefix
+from tiermoe.model.cache.prefix_disk import StoredPrefix
 
 VOCABULARY, CHUNK, CONTEXT = 50, 8, 60
 

@@ -17,10 +17,10 @@ from fake_link import FakeLink, Said, each, keys, scheduler_with
 from small_traces import decode, layer, replayed, trace_of
 from tiermoe.cli.output import summary
 from tiermoe.engine.generate import Report
+from tiermoe.lab.simulate import Result
 from tiermoe.offload.assembly import ModelShape, PrecisionSlots, assemble
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial, promising
-from tiermoe.simulate import Result
-from tiermoe.systems import PRESETS, compose
+from tiermoe.offload.presets import PRESETS, compose
 from tiermoe.types import Routed
 from tiny import write
 

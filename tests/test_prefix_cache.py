@@ -8,7 +8,7 @@ import pytest
 
 from slabs import Slabs
 from tiermoe.batch import Kind
-from tiermoe.model.prefix_cache import OpenedSlab, Part, PrefixCache, SlabContents
+from tiermoe.model.cache.prefix import OpenedSlab, Part, PrefixCache, SlabContents
 
 CONTEXT = 40
 

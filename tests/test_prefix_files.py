@@ -22,9 +22,9 @@ from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import ConfigError
-from tiermoe.model.kv_cache import KVCache, LayerShape
-from tiermoe.model.prefix_files import BLOCK, PrefixDisk, PrefixFolder, check_size, first_name
-from tiermoe.model.recurrent_states import StateShape
+from tiermoe.model.cache.kv import KVCache, LayerShape
+from tiermoe.model.cache.prefix_disk import BLOCK, PrefixDisk, PrefixFolder, check_size, first_name
+from tiermoe.model.cache.recurrent import StateShape
 from tiermoe.serve.metrics import PrometheusMetrics
 from tiermoe.serve.served import prefix_disk
 from tiny import write
@@ -127,7 +127,7 @@ def test_who_leaves_while_a_conversation_is_read_leaves_no_memory_taken(
     first = kept.start(engines[0])
     answer(first, turn)
     ended(first)
-    monkeypatch.setattr("tiermoe.model.prefix_files.TURN_BYTES", 1)
+    monkeypatch.setattr("tiermoe.model.cache.prefix_disk.TURN_BYTES", 1)
     second = kept.start(engines[0])
     number = second.add(Request(turn, Sampling(max_tokens=1)))
     second.step()

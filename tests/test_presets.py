@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from commands import Command
 from tiermoe.errors import ConfigError
 from tiermoe.offload.composition import POLICIES, Composition, declarations, unread
 from tiermoe.offload.policies.settings import declared
-from tiermoe.systems import PRESETS, compose
+from tiermoe.offload.presets import PRESETS, compose
 
 FIVE = ("hobbit", "edgemoe", "mobile", "fate", "corm")
 BASELINES = ("io-free", "load-on-demand", "io-qexp", "sti", "eap", "lru", "mixtral-offload")
@@ -117,3 +119,14 @@ def test_errors_of_the_command_line(tiermoe_: Command, shipped: Path) -> None:
     failed = tiermoe_("run", str(shipped), "x", "--preset", "fate")
     assert "tiermoe calibrate" in failed.err
     assert failed.code == 2
+
+
+def test_a_preset_that_stands_elsewhere_is_imported_when_it_is_asked_for() -> None:
+    script = (
+        "import sys; from tiermoe.offload.presets import PRESETS\n"
+        "def lab(): return [name for name in sys.modules if name.startswith('tiermoe.lab')]\n"
+        "assert 'corm' in PRESETS and PRESETS['default'].name == 'default'; print(lab())\n"
+        "PRESETS['mine'] = 'tiermoe.lab.systems.corm:PRESET'; assert PRESETS['mine'].name == 'corm'; print(bool(lab()))"
+    )
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert printed.stdout.split() == ["[]", "True"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tiermoe import native
 from tiermoe.kernels.attention import Piece, Slabs, prompt_attention, prompt_state, prompt_workspace, takes_prompts
-from tiermoe.model.kv_memory import decode_kv, encode_kv
+from tiermoe.model.cache.memory import decode_kv, encode_kv
 from tiermoe.native import _native
 
 pytestmark = [

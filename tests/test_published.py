@@ -20,8 +20,8 @@ from parity import close, tokens
 from published import edit_config, edit_tensors, publish
 from tiermoe.config import settings
 from tiermoe.engine.load import resolve_for, starts_lean
-from tiermoe.model.dense import own_linears
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.packing import own_linears
 from tiermoe.model.prepare_store import found_store
 from tiny import oracle
 

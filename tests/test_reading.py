@@ -15,12 +15,11 @@ from tiermoe.engine import reading
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.reading import Packed, Reading
 from tiermoe.offload import probe
+from tiermoe.offload.presets import Resolved, compose
 from tiermoe.offload.probe import DriveProbe, known_drive
 from tiermoe.offload.profiles import Tables
 from tiermoe.offload.reader import ExtentReader, aligned_memory
 from tiermoe.platform.machine import most_memory, page_cache_room, total_memory
-from tiermoe.systems import compose
-from tiermoe.systems.resolved import Resolved
 from tiermoe.types import ExpertKey, Extent, Need, Phase
 
 GIB = 1 << 30

@@ -13,26 +13,26 @@ import torch
 
 import tiermoe
 import tiny
-from tiermoe.cli.calibrate import calibrate as calibrate_command
-from tiermoe.cli.calibrate import parse_names, parse_percent
-from tiermoe.cli.trace import trace as trace_command
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, ModelError
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.measure import calibrate as calibration_module
-from tiermoe.measure import profiles
-from tiermoe.measure.calibrate import Calibration, CalibrationOptions, prepare
-from tiermoe.measure.neurons import find_theta
-from tiermoe.measure.profiles import FailedProfile, MadeProfile, make_profiles
-from tiermoe.measure.record import Recorder, expert_bytes, header_of
-from tiermoe.measure.texts import SequenceShape, cut_sequences
+from tiermoe.lab.cli.calibrate import calibrate as calibrate_command
+from tiermoe.lab.cli.calibrate import parse_names, parse_percent
+from tiermoe.lab.cli.trace import trace as trace_command
+from tiermoe.lab.measure import calibrate as calibration_module
+from tiermoe.lab.measure import profiles
+from tiermoe.lab.measure.calibrate import Calibration, CalibrationOptions, prepare
+from tiermoe.lab.measure.neurons import find_theta
+from tiermoe.lab.measure.profiles import FailedProfile, MadeProfile, make_profiles
+from tiermoe.lab.measure.record import Recorder, expert_bytes, header_of
+from tiermoe.lab.measure.texts import SequenceShape, cut_sequences
+from tiermoe.lab.simulate import ReplaySettings, replay
+from tiermoe.lab.trace.file import Header, Pass, Times, Trace, TraceWriter, read_trace
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload.composition import filled
 from tiermoe.offload.policies.precision import Fixed, PrecisionContext
+from tiermoe.offload.presets import PRESETS
 from tiermoe.offload.profiles import profile_path, read_profile
-from tiermoe.simulate import ReplaySettings, replay
-from tiermoe.systems import PRESETS
-from tiermoe.trace.file import Header, Pass, Times, Trace, TraceWriter, read_trace
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen; Winston Smith slipped quickly. " * 8
 IDS = torch.tensor([5, 40, 77, 12, 9, 100, 33, 8, 61, 25, 90, 14])

@@ -16,12 +16,12 @@ from small_traces import decode, layer, trace_of
 from tiermoe.errors import ModelError
 from tiermoe.formats.neurons import record_place
 from tiermoe.formats.store import open_store
-from tiermoe.measure.record import Recorder
+from tiermoe.lab.measure.record import Recorder
+from tiermoe.lab.simulate.costs import RECALL, Costs, NeuronLoads
+from tiermoe.lab.systems import corm
+from tiermoe.lab.trace.file import Times, read_trace
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.profiles import Profile, to_json
-from tiermoe.simulate.costs import RECALL, Costs, NeuronLoads
-from tiermoe.systems import corm
-from tiermoe.trace.file import Times, read_trace
 from tiermoe.types import ExpertKey
 
 IDS = torch.tensor([5, 40, 77, 12, 9, 100, 33, 8, 61, 25, 90, 14])
@@ -110,7 +110,7 @@ def test_a_model_without_gates_has_no_neurons(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def traced(mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trace with neurons."""
-    from tiermoe.cli.trace import trace
+    from tiermoe.lab.cli.trace import trace
 
     folder = tmp_path_factory.mktemp("traced")
     (folder / "text.txt").write_text(TEXT)

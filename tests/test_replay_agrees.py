@@ -16,17 +16,17 @@ import torch
 from tiermoe.config import CacheSize, settings
 from tiermoe.engine.load import load_blueprint
 from tiermoe.engine.observer import Observer
-from tiermoe.measure.record import Recorder, header_of
-from tiermoe.measure.texts import Feed
+from tiermoe.lab.measure.record import Recorder, header_of
+from tiermoe.lab.measure.texts import Feed
+from tiermoe.lab.simulate import BeladyHits, ReplaySettings, Result, replay
+from tiermoe.lab.systems.routings import frequencies, routings
+from tiermoe.lab.trace.file import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.offload.assembly import PrecisionSlots
 from tiermoe.offload.policies.prediction import count_paths, paths_to_json
 from tiermoe.offload.profiles import Profile, profile_path, read_profile, to_json
-from tiermoe.simulate import BeladyHits, ReplaySettings, Result, replay
-from tiermoe.systems.routings import frequencies, routings
-from tiermoe.trace.file import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.types import Routed
 
 PROMPT, LENGTH = 8, 28

@@ -18,9 +18,9 @@ from tiermoe.engine.history import History
 from tiermoe.formats.store import Source, Store
 from tiermoe.offload.assembly import ModelShape, PrecisionSlots, assemble
 from tiermoe.offload.policies.prefetch_trial import PAIRS
+from tiermoe.offload.presets import compose
 from tiermoe.offload.run_record import RunRecord, read_record, record_path, write_record
 from tiermoe.offload.scheduler import Scheduler
-from tiermoe.systems import compose
 from tiermoe.types import ExpertKey, MoeLayer, Routed
 from tiny import write
 

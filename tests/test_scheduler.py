@@ -7,8 +7,8 @@ import pytest
 from fake_link import HOBBIT, SHAPE, FakeLink, Said, each, keys, run, scheduler_with
 from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.offload.assembly import PrecisionSlots, assemble
+from tiermoe.offload.presets import PRESETS, compose
 from tiermoe.offload.profiles import Tables
-from tiermoe.systems import PRESETS, compose
 from tiermoe.types import ExpertKey, Routed
 
 

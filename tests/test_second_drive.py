@@ -24,16 +24,16 @@ from gguf_engines import engine_of, greedy
 from gguf_files import kinds
 from parity import tokens
 from patience import within
+from tiermoe.engine.machine_rates import with_second_drive
 from tiermoe.errors import ConfigError, LoadError
-from tiermoe.measure.machine_rates import with_second_drive
 from tiermoe.native import available
 from tiermoe.offload import second_drive
+from tiermoe.offload.computers import Rates
 from tiermoe.offload.disk import DiskLink, NativeDiskLink, SlotFiller
 from tiermoe.offload.probe import DriveProbe
 from tiermoe.offload.reader import ExtentReader
 from tiermoe.offload.second_drive import SecondDrive, TwoDrives, open_copy
 from tiermoe.offload.slots import HostSlots
-from tiermoe.simulate.machines import Rates
 from tiermoe.types import ExpertKey, Extent, Load, Segment
 
 needs_native = pytest.mark.skipif(not available(), reason="needs the native kernels")

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from fake_link import each, pools
 from gpu_rig import EXPERTS, LAYERS, Rig
 from small_traces import TIMES, decode, layer, prompt, replayed, trace_of, write_trace
-from tiermoe.cli.simulate import simulate
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, TiermoeError, TraceError
+from tiermoe.lab.cli.simulate import simulate
+from tiermoe.lab.simulate import LINKS, MACHINES, NamedLink, machine_of
+from tiermoe.lab.simulate.costs import computed_times
+from tiermoe.lab.simulate.link import HostTier, Move, VirtualClock, VirtualLink
+from tiermoe.lab.simulate.machines import Processor
+from tiermoe.lab.trace.file import Trace
 from tiermoe.offload.loader import ExpertLoader
 from tiermoe.offload.second_level import SecondLevelCache
-from tiermoe.simulate import LINKS, MACHINES, NamedLink, machine_of
-from tiermoe.simulate.costs import computed_times
-from tiermoe.simulate.link import HostTier, Move, VirtualClock, VirtualLink
-from tiermoe.simulate.machines import Processor
-from tiermoe.trace.file import Trace
 from tiermoe.types import Demand
 
 DRIVE = NamedLink("slow", 50.0, 0.0, "half as fast as the link")

@@ -14,10 +14,10 @@ import torch
 
 from commands import Command
 from tiermoe.errors import ConfigError
-from tiermoe.measure.pairs import Pair
-from tiermoe.measure.scoring import mean_over_windows
-from tiermoe.measure.summaries import METRICS, prepare
-from tiermoe.measure.texts import WindowShape
+from tiermoe.lab.measure.pairs import Pair
+from tiermoe.lab.measure.scoring import mean_over_windows
+from tiermoe.lab.measure.summaries import METRICS, prepare
+from tiermoe.lab.measure.texts import WindowShape
 from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiny import oracle, write
 

@@ -16,8 +16,8 @@ from tiermoe.formats.store import open_store
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.prepare_store import store_root
 from tiermoe.offload.policies.prediction import count_paths, paths_to_json
+from tiermoe.offload.presets import PRESETS
 from tiermoe.offload.profiles import Profile, profile_path, to_json
-from tiermoe.systems import PRESETS
 from tiny import write
 
 FAMILIES = ["qwen2_moe", "deepseek_v2"]

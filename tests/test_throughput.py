@@ -16,8 +16,8 @@ from benchmarks.latency import computed
 from benchmarks.throughput import LLAMA_SERVER, Contender, Measured, Requests, llama_server, measure, ours, turn
 from patience import PATIENCE_S
 from serving import running
-from tiermoe.bench.child import CaseFailed
 from tiermoe.errors import PromptError
+from tiermoe.lab.bench.child import CaseFailed
 from tiermoe.platform.machine import processors
 from tiermoe.serve.app import create_app
 from tiermoe.serve.served import Served

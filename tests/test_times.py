@@ -10,8 +10,8 @@ import torch
 
 import tiermoe
 import tiny
-from tiermoe.measure.times import Lap, Stopwatch, measure_times, times_of
-from tiermoe.trace.file import Times
+from tiermoe.lab.measure.times import Lap, Stopwatch, measure_times, times_of
+from tiermoe.lab.trace.file import Times
 
 
 def test_times_by_hand() -> None:

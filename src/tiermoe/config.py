@@ -92,7 +92,7 @@ class Settings:
     """Precision of the experts, one of `BITS`; 16 is the checkpoint's own. None: 4, for a checkpoint that is quantised
     already its own."""
     dense_bits: int | None = None
-    """Precision of the other linear layers, one of `DENSE_BITS`; some layers are kept at more (`tiermoe.model.dense`).
+    """Precision of the other linear layers, one of `DENSE_BITS`; some layers are kept at more (`model.packing`).
     None: that of the experts, but at least 4; layers that come quantised stay as the checkpoint has them."""
     quantizer: str | None = None
     """One of `QUANTIZERS`, for 4 and 2 bits; None: hqq. 3 bits are 'nonlinear', or 'gptq-nonlinear' where one of the
@@ -123,7 +123,7 @@ class Settings:
     decoder: str = "auto"
     """'auto': tiermoe's own decoder where the family has one; 'generic': transformers' modelling code."""
     preset: str = "default"
-    """Name of a composition of policies (`tiermoe.systems`)."""
+    """Name of a composition of policies (`tiermoe.offload.presets`)."""
     set: Mapping[str, Any] = field(default_factory=dict)
     """Parts and settings of the preset to replace, as {'prefetch': 'none'}."""
     warm: bool = True

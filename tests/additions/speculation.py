@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiermoe.batch import Batch, prompt, verify
-from tiermoe.model.prefix_cache import common_prefix
+from tiermoe.model.cache.prefix import common_prefix
 
 
 def looked_up(tokens: list[int], most: int) -> list[int]:

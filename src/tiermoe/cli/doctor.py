@@ -17,6 +17,7 @@ from tiermoe.cli.output import starting
 from tiermoe.cli.terminal import WIDE, Terminal
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError
+from tiermoe.offload.computers import LINKS
 from tiermoe.platform.machine import (
     available_memory,
     installed_version,
@@ -25,7 +26,6 @@ from tiermoe.platform.machine import (
     processors,
     total_memory,
 )
-from tiermoe.simulate.machines import LINKS
 from tiermoe.version import VERSION
 
 _SLOW_DRIVE = LINKS["nvme"].bandwidth / 2
@@ -95,8 +95,8 @@ def _kernels() -> dict[str, Any]:
 
 def _drive() -> dict[str, Any]:
     """The cache folder, and what was measured with its drive: None where it could not be, and `problem` says why."""
+    from tiermoe.engine.machine_rates import machine_rates
     from tiermoe.formats.stores import cache_folder
-    from tiermoe.measure.machine_rates import machine_rates
 
     try:
         folder = cache_folder()

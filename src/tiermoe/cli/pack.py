@@ -56,16 +56,16 @@ def pack(
     content = opt.read_text(calibration_text) if calibration_text is not None else None
     with starting("reading the checkpoint's headers"):
         from tiermoe.cli.describe import packing_loss
+        from tiermoe.engine.expert_inputs import PackInputs
         from tiermoe.engine.load import check_mtp, resolve_for
         from tiermoe.formats.in_place import OWN_BITS
         from tiermoe.formats.pack import forget
         from tiermoe.formats.store import precision_key
         from tiermoe.kernels.linear import machine_layout
-        from tiermoe.measure.expert_inputs import PackInputs
-        from tiermoe.model.dense import recipe_key, with_own_dense
         from tiermoe.model.hf.blueprint import inspect_model
         from tiermoe.model.hf.hub import resolve_model
         from tiermoe.model.hf.mtp_blueprint import with_mtp
+        from tiermoe.model.packing import recipe_key, with_own_dense
         from tiermoe.model.prepare_store import ensure_packed, open_or_create, store_root
         from tiermoe.offload.cuda import resolve_device
 

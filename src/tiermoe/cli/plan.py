@@ -18,7 +18,7 @@ from tiermoe.cli.terminal import Terminal
 from tiermoe.config import Settings, format_size
 from tiermoe.config import settings as make_settings
 from tiermoe.errors import ConfigError
-from tiermoe.simulate.machines import Rates, named_rates, with_drive
+from tiermoe.offload.computers import Rates, named_rates, with_drive
 
 if TYPE_CHECKING:
     from tiermoe.cli.preview import Packing, Preview
@@ -84,8 +84,8 @@ def _rates(settings: Settings, machine: str | None, named: Rates | None) -> Call
     def rates(by_torch: ExpertFormat | None) -> Rates:
         if named is not None:
             return named
+        from tiermoe.engine.machine_rates import machine_rates, torch_seconds, with_second_drive
         from tiermoe.formats.stores import cache_folder
-        from tiermoe.measure.machine_rates import machine_rates, torch_seconds, with_second_drive
 
         here = machine_rates(cache_folder(), settings.threads)
         if settings.also is not None:

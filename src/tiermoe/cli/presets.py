@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tiermoe.cli.terminal import Terminal
 from tiermoe.offload.composition import Composition, declarations
-from tiermoe.systems import PRESETS, preset_named
+from tiermoe.offload.presets import PRESETS, preset_named
 
 
 def presets(

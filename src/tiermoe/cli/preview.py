@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,25 +29,32 @@ from tiermoe.engine.expectation import (
 from tiermoe.engine.load import plan_for, resolve_for
 from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan
 from tiermoe.engine.needs import formats_of
+from tiermoe.formats.encode_experts import encoded_experts
 from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.gptq import SECONDS_A_WEIGHT
 from tiermoe.formats.in_place import OWN_BITS
-from tiermoe.formats.quantizers import CALIBRATED
+from tiermoe.formats.quantizers import CALIBRATED, QUANTIZERS
 from tiermoe.formats.registry import quantizer_used
+from tiermoe.formats.source import ExpertSource
 from tiermoe.formats.store import precision_key
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.measure.packing_time import RandomExperts, packing_seconds
-from tiermoe.model.dense import kind_of, own_bytes, packable, packed_bytes
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.hub import Download, inspect_without_download
 from tiermoe.model.hf.mtp_blueprint import with_mtp
+from tiermoe.model.packing import kind_of, own_bytes, packable, packed_bytes
 from tiermoe.model.prepare_store import found_store, missing, store_root
 from tiermoe.offload.composition import Composition
+from tiermoe.offload.computers import Rates
 from tiermoe.offload.cuda import resolve_device
 from tiermoe.offload.policies.eviction import EVICTIONS
+from tiermoe.offload.presets import Resolved
 from tiermoe.offload.run_record import read_record, record_path
 from tiermoe.offload.usage import SizeCurve
-from tiermoe.simulate.machines import Rates
-from tiermoe.systems.resolved import Resolved
+from tiermoe.platform.threads import torch_threads
+from tiermoe.types import MoeLayer, Segment
+
+_SHORT = 1.0  # seconds of packing an expert up to which another one is encoded: the first touches memory and imports
+_LONGEST = 1.5  # times as long as threads take that never wait for the interpreter or the drive
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +201,9 @@ def _packing(blueprint: Blueprint, resolved: Resolved, remote: bool, here: bool)
     made_by = {bits: quantizer_used(settings.quantizer_used, bits, layout, unit) for bits in written if bits < 8}
     seconds = None
     if here and made_by:
-        source = RandomExperts(blueprint.layers, blueprint.dtype) if remote or unit == "neuron" else blueprint.experts
+        source = _RandomExperts(blueprint.layers, blueprint.dtype) if remote or unit == "neuron" else blueprint.experts
         threads = settings.threads or torch.get_num_threads()
-        times = [packing_seconds(written[bits], quantizer, source, threads) for bits, quantizer in made_by.items()]
+        times = [_packing_seconds(written[bits], quantizer, source, threads) for bits, quantizer in made_by.items()]
         seconds = Range(sum(each.low for each in times), sum(each.high for each in times))
     root = store_root(blueprint, settings.store)
     return Packing(
@@ -206,3 +214,44 @@ def _packing(blueprint: Blueprint, resolved: Resolved, remote: bool, here: bool)
         seconds,
         next((f"tiermoe pack MODEL --bits {b} --quantizer {q}" for b, q in made_by.items() if q in CALIBRATED), ""),
     )
+
+
+class _RandomExperts:
+    """Experts of random weights (`source.ExpertSource`), for a checkpoint that is not here."""
+
+    def __init__(self, layers: list[MoeLayer], dtype: torch.dtype) -> None:
+        self.layers, self._dtype = layers, dtype
+
+    def read(self, layer: int, expert: int) -> Mapping[str, torch.Tensor]:
+        return {part.name: torch.randn(part.shape, dtype=self._dtype) for part in self.layers[layer].parts}
+
+    def in_place(self, layer: int, expert: int) -> list[Segment] | None:
+        return None
+
+
+def _packing_seconds(formats: Sequence[ExpertFormat], quantizer: str, source: ExpertSource, threads: int) -> Range:
+    """Seconds that packing all experts of `source` takes by so many threads. formats: of each layer. The first expert
+    is read and encoded; for GPTQ, which takes seconds an expert, nothing is measured."""
+    weights = sum(form.layer.experts * form.layer.expert_elements for form in formats)
+    if quantizer in CALIBRATED and formats[0].bits < 8:
+        seconds = weights * SECONDS_A_WEIGHT
+    else:
+        seconds = weights / formats[0].layer.expert_elements * _seconds_of_expert(formats[0], quantizer, source)
+    return Range(seconds / threads, seconds / threads * _LONGEST)
+
+
+def _seconds_of_expert(form: ExpertFormat, quantizer: str, source: ExpertSource) -> float:
+    with torch_threads(1):  # as each worker of packing has
+        encoded = encoded_experts(form, QUANTIZERS[quantizer], source, 0, 1)
+        found = _seconds_of_next(encoded)
+        if found < _SHORT and form.layer.experts > 1:
+            found = min(found, _seconds_of_next(encoded))
+        encoded.close()
+    return found
+
+
+def _seconds_of_next(encoded: Iterator[object]) -> float:
+    """Of this thread alone, which does all the work: other programs' time does not count."""
+    began = time.thread_time()
+    next(encoded)
+    return time.thread_time() - began

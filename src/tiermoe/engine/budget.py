@@ -11,9 +11,9 @@ from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan, in_words, leas
 from tiermoe.engine.needs import (
     PlanInputs,
     formats_of,
+    layers_for,
     longest_request,
     prompt_chunks,
-    sizes_for,
     while_loading,
     while_packing,
     while_running,
@@ -21,20 +21,20 @@ from tiermoe.engine.needs import (
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.formats.store import Store
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.model.compressed_attention import CompressedSizes
-from tiermoe.model.dense import own_linears, recipe, types_of
-from tiermoe.model.dense_weights import embedding_bytes
+from tiermoe.model.attention.compressed import CompressedSizes
+from tiermoe.model.attention.latent import LatentSizes
+from tiermoe.model.cache.memory import COLUMNS_OF_4
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.kv_memory import COLUMNS_OF_4
-from tiermoe.model.latent_attention import LatentSizes
+from tiermoe.model.packing import own_linears, recipe, types_of
+from tiermoe.model.stored_weights import embedding_bytes
 from tiermoe.offload.assembly import ModelShape, cache_bytes
 from tiermoe.offload.composition import require_device
 from tiermoe.offload.cuda import free_memory, resolve_device
 from tiermoe.offload.disk import most_lanes
 from tiermoe.offload.policies.prediction import PREDICTIONS
+from tiermoe.offload.presets import Resolved
 from tiermoe.platform.machine import available_memory
 from tiermoe.platform.process_memory import ACTIVATIONS_HEAP, can_free_pages, resident_bytes
-from tiermoe.systems.resolved import Resolved
 from tiermoe.types import USUAL, MoeLayer, Need, Phase, Use
 
 DEFAULT_CONTEXT = 4096
@@ -126,13 +126,14 @@ def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> Non
     if settings.kv_bits == 16:
         return
     option = f"kv_bits={settings.kv_bits}"
-    sizes = sizes_for(option, "--kv-bits", "has 16 bits", blueprint, settings, device)
-    if any(isinstance(each, LatentSizes | CompressedSizes) for each in sizes):
+    layers = layers_for(option, "--kv-bits", "has 16 bits", blueprint, settings, device)
+    if any(isinstance(each.sizes, LatentSizes | CompressedSizes) for each in layers):
         raise ConfigError(
             f"{option} does not apply to {blueprint.family.name}: its cache holds latents, which are compressed "
             f"already; leave --kv-bits out"
         )
-    columns = {each.shape.key_columns for each in sizes} | {each.shape.value_columns for each in sizes}
+    shapes = [each.sizes.shape for each in layers]
+    columns = {each.key_columns for each in shapes} | {each.value_columns for each in shapes}
     if settings.kv_bits == 4 and (odd := sorted(each for each in columns if each % COLUMNS_OF_4)):
         raise ConfigError(
             f"{option} takes heads of a multiple of {COLUMNS_OF_4} columns, and {blueprint.family.name} has heads of "
@@ -146,7 +147,7 @@ def _check_kv_memory(blueprint: Blueprint, settings: Settings, use: Use, device:
     if use.kv_memory is None:
         return
     option = f"--kv-memory {format_size(use.kv_memory)}"
-    sizes_for(option, "--kv-memory", "takes its memory by itself", blueprint, settings, device)
+    layers_for(option, "--kv-memory", "takes its memory by itself", blueprint, settings, device)
     context = context_of(blueprint, settings)
     longest = longest_request(blueprint, settings, context, device)
     assert longest is not None

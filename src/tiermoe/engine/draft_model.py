@@ -15,8 +15,8 @@ from tiermoe.engine.load import plan_for
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.speculation import Chances, Place, Speculation
 from tiermoe.errors import BudgetError, ModelError
+from tiermoe.model.cache.prefix import common_prefix
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.prefix_cache import common_prefix
 
 
 class DraftModel:

@@ -30,8 +30,8 @@ from tiermoe.errors import ConfigError, ModelError
 from tiermoe.formats.store import Store
 from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.model.decoder import Decoder, NotFiniteError
-from tiermoe.model.feed_forward import ExpertGate
 from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.moe import ExpertGate
 from tiermoe.model.mtp_head import Drafted, DraftToken, MtpHead
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.link import MeteredLink

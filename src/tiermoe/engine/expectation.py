@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan
+from tiermoe.offload.computers import Rates
 from tiermoe.offload.usage import SizeCurve
-from tiermoe.simulate.machines import Rates
 
 MEMORY_SHARE = 0.5  # of memory's rate that kernels reach at worst (docs/results.md, "Weights a second")
 DRIVE_SHARE = 0.6  # of the drive's rate where reads of single experts wait for each other

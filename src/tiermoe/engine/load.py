@@ -26,18 +26,17 @@ from tiermoe.formats.quantizers import CALIBRATED, UNCALIBRATED
 from tiermoe.formats.store import Store, joined
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.decoder import Decoder, decoder_for
-from tiermoe.model.dense import recipe_key, with_own_dense
-from tiermoe.model.dense_weights import StoredWeights
-from tiermoe.model.families.table import decodes
-from tiermoe.model.feed_forward import named_gates
+from tiermoe.model.families import decoder_family
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import inspect_without_download, resolve_model
 from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.moe import named_gates
+from tiermoe.model.packing import recipe_key, with_own_dense
 from tiermoe.model.prepare_store import Progress, ensure_packed, found_store, is_packed, open_or_create, store_root
+from tiermoe.model.stored_weights import StoredWeights
 from tiermoe.offload.cuda import resolve_device
+from tiermoe.offload.presets import Resolved, compose, resolve
 from tiermoe.platform import process_memory
-from tiermoe.systems import compose
-from tiermoe.systems.resolved import Resolved, resolve
 from tiermoe.types import USUAL, Use
 
 
@@ -147,7 +146,8 @@ def starts_lean(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
 
 
 def _has_own_decoder(blueprint: Blueprint, settings: Settings) -> bool:
-    return settings.decoder != "generic" and resolve_device(settings.device) == "cpu" and decodes(blueprint.config)
+    on_cpu = settings.decoder != "generic" and resolve_device(settings.device) == "cpu"
+    return on_cpu and decoder_family(blueprint.config) is not None
 
 
 def _prepared(

@@ -22,8 +22,14 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.store import Store
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.decoder import decoder_for
-from tiermoe.model.dense import attach_dense, attach_own, own_linears, recipe_key, shared_table
-from tiermoe.model.dense_weights import (
+from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.hf.configs import quantization_of, text_config
+from tiermoe.model.hf.face import face_base, face_class
+from tiermoe.model.hf.generic import GenericDecoder
+from tiermoe.model.hf.shells import IMPLEMENTATION, experts_left_out, gate_of, register, routers_of, shells_of
+from tiermoe.model.moe import ExpertGate, named_gates
+from tiermoe.model.packing import attach_dense, attach_own, own_linears, recipe_key, shared_table
+from tiermoe.model.stored_weights import (
     EmbeddingOnDisk,
     LazyTensor,
     NoValues,
@@ -32,17 +38,11 @@ from tiermoe.model.dense_weights import (
     read_dtypes,
     table_keys,
 )
-from tiermoe.model.feed_forward import ExpertGate, named_gates
-from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.hf.configs import quantization_of, text_config
-from tiermoe.model.hf.face import face_base, face_class
-from tiermoe.model.hf.generic import GenericDecoder
-from tiermoe.model.hf.shells import IMPLEMENTATION, experts_left_out, gate_of, register, routers_of, shells_of
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.offload.cuda import resolve_device
+from tiermoe.offload.presets import Resolved
 from tiermoe.offload.reader import ExtentReader
 from tiermoe.platform import process_memory
-from tiermoe.systems.resolved import Resolved
 
 
 def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: Resolved, reading: Reading) -> Any:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from tiermoe.config import format_size
 from tiermoe.offload.assembly import divide as divide_slots
+from tiermoe.offload.presets import Resolved
 from tiermoe.offload.slot_pools import slot_numbers
-from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Need, Phase
 
 

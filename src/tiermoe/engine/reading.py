@@ -13,15 +13,15 @@ from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.formats.expert_format import PAGE, ExpertFormat
 from tiermoe.formats.store import Store, precision_key
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.model.dense import recipe_key
-from tiermoe.model.dense_weights import embedding_bytes
 from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.packing import recipe_key
+from tiermoe.model.stored_weights import embedding_bytes
 from tiermoe.offload.mapped import MappedFiles
+from tiermoe.offload.presets import Resolved
 from tiermoe.offload.probe import DriveProbe, known_drive, through_page_cache
 from tiermoe.offload.second_drive import SecondDrive, open_copy
 from tiermoe.platform.machine import page_cache_room
 from tiermoe.platform.process_memory import resident_bytes
-from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Extent
 
 _ROOM_USED = 0.9  # of the room at most: others need some too

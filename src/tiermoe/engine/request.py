@@ -15,8 +15,8 @@ from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.sampling import Grammar, Sampler, Sampling, log_probabilities
 from tiermoe.engine.speculation import Drafter
 from tiermoe.engine.thought_budget import ThoughtBudget
-from tiermoe.model.prefix_cache import SlabContents
-from tiermoe.model.prefix_files import StoredPrefix
+from tiermoe.model.cache.prefix import SlabContents
+from tiermoe.model.cache.prefix_disk import StoredPrefix
 
 AHEAD = 256
 """Tokens of an answer that memory is reserved for at a time."""

@@ -22,8 +22,8 @@ from tiermoe.engine.speculation import MOST, DraftRequest, Place, Speculation
 from tiermoe.engine.steps import verifies_drafts
 from tiermoe.errors import LoadError, PromptError
 from tiermoe.metrics import PhaseMetrics
-from tiermoe.model.prefix_cache import PrefixCache
-from tiermoe.model.prefix_files import PrefixDisk
+from tiermoe.model.cache.prefix import PrefixCache
+from tiermoe.model.cache.prefix_disk import PrefixDisk
 from tiermoe.types import FEW_TOKENS, Use
 
 SCORED_LOGITS_BYTES = 128 << 20

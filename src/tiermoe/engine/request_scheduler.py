@@ -23,8 +23,8 @@ from torch import Tensor
 
 from tiermoe.batch import Row
 from tiermoe.engine.request import Counts, RequestState
-from tiermoe.model.prefix_cache import PrefixCache
-from tiermoe.model.prefix_files import StoredPrefix
+from tiermoe.model.cache.prefix import PrefixCache
+from tiermoe.model.cache.prefix_disk import StoredPrefix
 
 BESIDE = 4
 """Most chunks of a prompt that runs chunk by chunk beside one whose chunks go through the layers together. It reads its

@@ -21,13 +21,14 @@ from tiermoe.formats.store import Store, precision_key
 from tiermoe.formats.stores import hold
 from tiermoe.kernels.experts import Views
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.model.feed_forward import ExpertGate
+from tiermoe.model.moe import ExpertGate
 from tiermoe.offload.assembly import PrecisionSlots, assemble
 from tiermoe.offload.cuda import resolve_device
 from tiermoe.offload.disk import SlotFiller
 from tiermoe.offload.mapped import MappedFiles
 from tiermoe.offload.policies.prediction import HashTable
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial, promising
+from tiermoe.offload.presets import Resolved
 from tiermoe.offload.probe import DriveProbe
 from tiermoe.offload.reader import ExtentReader, HeldReader
 from tiermoe.offload.scheduler import Scheduler
@@ -36,7 +37,6 @@ from tiermoe.offload.tiers import Tiers, assemble_mapped
 from tiermoe.offload.tiers import assemble as assemble_tiers
 from tiermoe.platform.machine import processors
 from tiermoe.platform.process_memory import free_pages
-from tiermoe.systems.resolved import Resolved
 from tiermoe.types import ExpertKey, Extent
 
 _LONG_ENOUGH = 0.25  # seconds of reading that say more than the probe

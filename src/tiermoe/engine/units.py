@@ -13,7 +13,7 @@ from tiermoe.engine.neuron_experts import NeuronCounts, NeuronExpert, neuron_vie
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.kernels.experts import SlotViews, Views, expert_kernel
 from tiermoe.kernels.neurons import NeuronKernel
-from tiermoe.model.feed_forward import ExpertGate
+from tiermoe.model.moe import ExpertGate
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.disk import SlotFiller
 from tiermoe.offload.gpu import GpuLink

@@ -28,11 +28,11 @@ from tiermoe.formats.store import (
 from tiermoe.formats.store_files import exclusive
 from tiermoe.formats.stores import TABLE
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.model.dense import pack_dense, recipe_key
-from tiermoe.model.dense import packing_bytes as dense_packing_bytes
 from tiermoe.model.hf.blueprint import Blueprint, chosen_store_root
+from tiermoe.model.packing import pack_dense, recipe_key
+from tiermoe.model.packing import packing_bytes as dense_packing_bytes
+from tiermoe.offload.presets import Resolved
 from tiermoe.platform.process_memory import PACKING_HEAP, heap_for_packing
-from tiermoe.systems.resolved import Resolved
 from tiermoe.types import Extent, MoeLayer, Need, Phase
 
 Progress = Callable[[str, int, int], None]

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from tiermoe.engine.request import Piece
 from tiermoe.engine.request_loop import RequestLoop
-from tiermoe.model.prefix_files import PrefixDisk
+from tiermoe.model.cache.prefix_disk import PrefixDisk
 from tiermoe.serve.worker import Times
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)

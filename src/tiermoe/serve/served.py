@@ -15,8 +15,8 @@ from tiermoe.engine.numerics import numerics
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling, end_tokens
 from tiermoe.engine.speculation import Speculation
-from tiermoe.model.kv_cache import KVCache
-from tiermoe.model.prefix_files import PrefixDisk, PrefixFolder, first_name
+from tiermoe.model.cache.kv import KVCache
+from tiermoe.model.cache.prefix_disk import PrefixDisk, PrefixFolder, first_name
 from tiermoe.serve.errors import TOO_LONG, Refused
 from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.intake import hold_tokens, longest_text

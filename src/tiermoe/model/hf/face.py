@@ -18,7 +18,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.errors import ConfigError
-from tiermoe.model.kv_cache import KVCache
+from tiermoe.model.cache.kv import KVCache
 
 _ANSWERED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 _COLLECTED = ("output_attentions", "output_hidden_states", "output_router_logits")

@@ -1,0 +1,1 @@
+"""Commands of the laboratory, which `tiermoe.cli.main` imports when they are invoked."""

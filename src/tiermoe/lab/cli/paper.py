@@ -1,0 +1,250 @@
+"""`tiermoe paper`: a paper's figures and tables, its values beside ours."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from tiermoe.cli import options as opt
+from tiermoe.cli.output import note, progress_bar, spinner
+from tiermoe.cli.terminal import WIDE, Terminal
+from tiermoe.errors import ConfigError, TiermoeError
+
+if TYPE_CHECKING:
+    from tiermoe.lab.papers import Figure, Paper, Row, Runs
+    from tiermoe.lab.papers.figure import Measure
+    from tiermoe.lab.papers.runs import Side
+
+
+Name = Annotated[
+    str | None, typer.Argument(help="hobbit, edgemoe, mobile, fate or corm. Without it: the list.", show_default=False)
+]
+Figures = Annotated[
+    list[str] | None,
+    typer.Option("--figure", help="Like 13, 'table 3' or all; again for another. Without it: the paper's list.",
+                 show_default=False),
+]  # fmt: skip
+TraceFile = Annotated[
+    Path | None, typer.Option(help="A routing trace, which replays and statistics are of.", show_default=False)
+]
+Profiles = Annotated[
+    Path | None, typer.Option(help="Folder of calibrations (NAME.json) for presets that need one.", show_default=False)
+]
+Model = Annotated[str | None, typer.Option(help="A model, for figures of quality.", show_default=False)]
+Text = Annotated[Path | None, typer.Option(help="A text file to score it on, UTF-8.", show_default=False)]
+Tokens = Annotated[int, typer.Option(help="Tokens to score, in windows of 32 + 256.")]
+AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a list of JSON objects, one for each row.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A row of a figure with ours."""
+
+    figure: Figure
+    row: Row
+    ours: str
+    moved: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        what = {"figure": self.figure.name, "title": self.figure.title, "what": self.row.what}
+        return {**what, "paper": self.row.paper, "ours": self.ours, "moved": self.moved}
+
+
+def paper(
+    name: Name = None,
+    figures: Figures = None,
+    trace: TraceFile = None,
+    profiles: Profiles = None,
+    model: Model = None,
+    text: Text = None,
+    tokens: Tokens = 1024,
+    as_markdown: AsMarkdown = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a paper's figures and tables on a model of yours: the paper's values, ours, and what moves ours.
+
+    Replays and statistics take --trace (tiermoe trace MODEL --text FILE --out
+    TRACE; corm's with --neurons THETA) and --profiles (a folder of
+    calibrations, which tiermoe calibrate makes beside a model's store). Quality
+    takes --model and --text. Speeds are replayed on the paper's machine
+    (simulate --machine), with the cache that the row names or 45 % of the
+    experts (EdgeMoE: 20 %).
+
+    moved by: the same with what may be the cause of a difference taken away.
+    """
+    from tiermoe.lab.papers import PAPERS
+
+    if name is None:
+        if figures:
+            raise ConfigError(f"--figure {figures[0]} of which paper? name one of {', '.join(PAPERS)}")
+        _print_papers(list(PAPERS.values()))
+        return
+    if name not in PAPERS:
+        raise ConfigError(f"unknown paper '{name}'; known: {', '.join(PAPERS)}")
+    chosen = _chosen(PAPERS[name], figures or [])
+    if not chosen:
+        _print_figures(PAPERS[name])
+        return
+    if (model is None) != (text is None):
+        raise ConfigError("--model and --text go together: quality is scored on a text; give both or neither")
+    if trace is None and model is None:
+        raise ConfigError(
+            "on which model? give --trace FILE for replays and statistics, --model and --text for quality"
+        )
+    found = _made(chosen, trace, profiles, model, text, tokens)
+    if as_json:
+        print(json.dumps([each.as_dict() for each in found]))
+    elif as_markdown:
+        print("\n\n".join(_markdown(figure, [each for each in found if each.figure is figure]) for figure in chosen))
+    else:
+        _print(chosen, found)
+
+
+def _chosen(of: Paper, names: Sequence[str]) -> list[Figure]:
+    """The figures named; a number alone is a figure's. ConfigError for what the paper or this command does not have."""
+    if "all" in names:
+        return list(of.figures)
+    chosen = []
+    for name in names:
+        wanted = re.sub(r"^fig(ure|\.)?\s*(?=\d)", "figure ", name.strip(), flags=re.IGNORECASE)
+        wanted = f"figure {wanted}" if wanted[:1].isdigit() else wanted
+        if why := next((why for known, why in of.missing.items() if known.lower() == wanted.lower()), None):
+            raise ConfigError(f"{wanted} of {of.name} cannot be had here: {why}")
+        found = [each for each in of.figures if each.name.lower() == wanted.lower()]
+        if not found:
+            raise ConfigError(
+                f"no {wanted} of {of.name} here; known: {', '.join(each.name for each in of.figures)}, or all"
+            )
+        chosen += found
+    return chosen
+
+
+def _made(
+    figures: Sequence[Figure], trace: Path | None, profiles: Path | None, model: str | None, text: Path | None,
+    tokens: int,
+) -> list[Found]:  # fmt: skip
+    """Every row of the figures. ConfigError where a row could be had of nothing that was given."""
+    from tiermoe.lab.papers import Runs
+    from tiermoe.lab.trace.file import read_trace
+
+    with tempfile.TemporaryDirectory() as folder:
+        evaluate = None if model is None or text is None else _evaluation(model, opt.read_text(text), tokens, folder)
+        with spinner("replaying"):
+            runs = Runs(None if trace is None else read_trace(trace), profiles, evaluate)
+            return [
+                Found(figure, row, _ours(row.ours, runs), {what: _ours(each, runs) for what, each in row.moved.items()})
+                for figure in figures
+                for row in figure.rows
+            ]
+
+
+def _evaluation(model: str, content: str, tokens: int, folder: str) -> Callable[[Side], dict[str, Any]]:
+    """Evaluations in processes of their own, beside the checkpoint's own weights, which are scored once."""
+    from tiermoe.lab.measure.compare import Case, evaluate_apart
+    from tiermoe.offload.presets import PRESETS
+
+    reference = Path(folder) / "reference"
+    shape = (32, 256, tokens)
+
+    def evaluate(side: Side) -> dict[str, Any]:
+        with progress_bar() as progress:
+            if not reference.exists():
+                evaluate_apart(Case(model, content, shape, {}, str(reference), reference), progress)
+            options = {"preset": side.preset, "set": dict(side.changes), "cache": side.share or "45%"}
+            bits = {} if PRESETS[side.preset].bits else {"bits": side.bits}
+            return evaluate_apart(Case(model, content, shape, options | bits, str(reference)), progress)
+
+    return evaluate
+
+
+_LACKING = "not had: "
+
+
+def _ours(measure: Measure, runs: Runs) -> str:
+    try:
+        return measure.value(runs)
+    except TiermoeError as error:
+        return f"{_LACKING}{error}"
+
+
+class _Reasons:
+    """Numbered footnotes of a table: the errors of its missing values, each listed once."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def cell(self, value: str) -> str:
+        """A value, or the number of its reason."""
+        if not value.startswith(_LACKING):
+            return value
+        number = self.numbers.setdefault(value.removeprefix(_LACKING), len(self.numbers) + 1)
+        return f"({number})"
+
+    def lines(self) -> list[str]:
+        return [f"({number}) not had: {reason}" for reason, number in self.numbers.items()]
+
+
+def _print_papers(papers: Sequence[Paper]) -> None:
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("paper", "title", "figures", "not here"):
+        table.add_column(heading)
+    for each in papers:
+        table.add_row(each.name, each.title, str(len(each.figures)), str(len(each.missing)))
+    Terminal(piped=WIDE).print(table)
+    note("tiermoe paper NAME lists a paper's figures; --figure makes one")
+
+
+def _print_figures(of: Paper) -> None:
+    table = Table(title=of.title, title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("figure", "shows", "rows"):
+        table.add_column(heading)
+    for figure in of.figures:
+        table.add_row(figure.name, figure.title, str(len(figure.rows)))
+    for name, why in of.missing.items():
+        table.add_row(name, f"not here: {why}", "")
+    Terminal(piped=WIDE).print(table)
+    note(f"tiermoe paper {of.name} --figure 'NAME' --trace TRACE --profiles FOLDER makes one")
+
+
+def _print(figures: Sequence[Figure], found: Sequence[Found]) -> None:
+    for figure in figures:
+        table, reasons = Table(title=_titled(figure), title_justify="left", box=SIMPLE_HEAD), _Reasons()
+        for heading in _HEADINGS:
+            table.add_column(heading)
+        for cells in _cells(figure, found, reasons, "\n"):
+            table.add_row(*cells)
+        Terminal(piped=WIDE).print(table)
+        for line in reasons.lines():
+            note(line)
+
+
+def _markdown(figure: Figure, found: Sequence[Found]) -> str:
+    reasons = _Reasons()
+    rows = ["| " + " | ".join(cells) + " |" for cells in _cells(figure, found, reasons, "; ")]
+    heads = ["| " + " | ".join(_HEADINGS) + " |", "|---|--:|--:|---|"]
+    return "\n".join([_titled(figure), "", *heads, *rows, *(f"\n{line}" for line in reasons.lines())])
+
+
+_HEADINGS = ("what", "paper", "ours", "moved by")
+
+
+def _titled(figure: Figure) -> str:
+    return f"{figure.name}: {figure.title}"
+
+
+def _cells(figure: Figure, found: Sequence[Found], reasons: _Reasons, separator: str) -> Iterator[tuple[str, ...]]:
+    """The cells of a figure's rows. separator: between the entries of the column 'moved by'."""
+    for each in found:
+        if each.figure is figure:
+            moved = separator.join(f"{what}: {reasons.cell(ours)}" for what, ours in each.moved.items())
+            yield each.row.what, each.row.paper, reasons.cell(each.ours), moved

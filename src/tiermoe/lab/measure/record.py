@@ -1,0 +1,292 @@
+"""Records what a model's routers choose on a text into a trace file: `tiermoe trace`, and the calibrations.
+
+Of each of a text's sequences the first tokens are a prompt, read in one pass; the others are fed one at a time,
+whatever the model would have said. Recording changes nothing: the little pass before a token and the forecasts leave
+the model's own passes as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from tiermoe import __version__
+from tiermoe.config import BITS, Settings
+from tiermoe.engine.engine import engine_of
+from tiermoe.engine.observer import Observer
+from tiermoe.errors import ConfigError
+from tiermoe.formats.expert_format import expert_format
+from tiermoe.formats.neurons import neuron_format, record_place
+from tiermoe.formats.store import Store, precision_key
+from tiermoe.kernels.linear import machine_layout
+from tiermoe.lab.measure.neurons import NeuronWatch
+from tiermoe.lab.measure.texts import Feed, SequenceShape
+from tiermoe.lab.measure.times import measure_times
+from tiermoe.lab.systems import corm
+from tiermoe.lab.trace.file import Header, LayerTrace, Little, Pass, Times, TraceWriter
+from tiermoe.model.families import family_of
+from tiermoe.model.prepare_store import Progress
+from tiermoe.offload.policies.routing import require_little
+from tiermoe.types import Ready, Routed
+
+DISTANCES = (1, 2, 3)
+_DIGITS = 5  # significant ones of a forecast's weight: a trace holds hundreds for each token
+
+MadeFrom = dict[str, str | int | float]
+
+
+def write_trace(
+    path: Path,
+    model: Any,
+    ids: torch.Tensor,
+    shape: SequenceShape,
+    made_from: MadeFrom,
+    progress: Progress,
+    distances: Sequence[int] = DISTANCES,
+    little: bool = True,
+    theta: float | None = None,
+    little_k: int | None = None,
+) -> None:
+    """Records the sequences `ids` (sequences, length) in a trace file at `path`, which appears whole or not at all.
+    Times are measured before, on the first sequence. distances, little, theta, little_k: as for `Recorder`. TraceError
+    where `path` cannot be written."""
+    times = measure_times(model, ids[0], shape.prompt)
+    if theta is not None:
+        made_from = {**made_from, "theta": theta}
+    if little_k is not None:
+        made_from = {**made_from, "little": little_k}
+    with Recorder(model, distances, little, theta, little_k) as recorder:
+        header = header_of(model, times, recorder.holds, recorder.distances, made_from)
+        with TraceWriter(path, header) as writer:
+            done = 0
+            for number, sequence in enumerate(ids):
+                for passed in recorder.passes(sequence, shape.prompt, number):
+                    writer.add(passed)
+                    done += 1
+                    progress("recording", done, shape.passes)
+
+
+def made_from(text_name: str, text: str, shape: SequenceShape, settings: Settings) -> MadeFrom:
+    """What a trace or a profile is made from, beside the checkpoint; without a date, so that the same text and settings
+    give the same."""
+    return {
+        "text": text_name,
+        "text_xxh3": xxhash.xxh3_64_hexdigest(text.encode()),
+        "tokens": shape.sequences * shape.sequence,
+        "prompt": shape.prompt,
+        "sequence": shape.sequence,
+        "bits": settings.bits_used,
+        "dense_bits": settings.dense_bits_used,
+        "quantizer": settings.quantizer_used,
+        "version": __version__,
+    }
+
+
+class Recorder(Observer):
+    """Records the routing of a loaded model that has run before (`Forecaster`). Close it, or use it as a context.
+
+    distances: layers ahead whose routers forecast on a layer's input. little: run the little pass (MoBiLE) before each
+    token, of `little_k` experts (None: K/2). theta: record the neurons above it of each token after a prompt (CORM;
+    ModelError where the experts are not gated). The attributes `holds` and `distances` are what can be recorded (an
+    adapter family's routers name no experts; with one expert per token there is no half).
+
+    ConfigError for a model whose composition is lossy or decodes with fewer experts: it would choose otherwise than the
+    model."""
+
+    weights = whole_rankings = True
+
+    def __init__(
+        self,
+        model: Any,
+        distances: Sequence[int] = DISTANCES,
+        little: bool = True,
+        theta: float | None = None,
+        little_k: int | None = None,
+    ) -> None:
+        self._model = model
+        self._engine = engine = engine_of(model)
+        if engine.lossy:
+            raise ConfigError(
+                f"preset {engine.composition.name} is lossy ({', '.join(engine.lossy)}); record with an exact preset"
+            )
+        layers = engine.store.layers
+        self._experts = [layer.experts for layer in layers]
+        self._top_k = [layer.top_k for layer in layers]
+        family = family_of(engine.config.model_type)
+        self.little = little and not family.encoder_decoder and engine.can_rollback and max(self._top_k) > 1
+        if little_k is not None:
+            require_little("confident", little_k, self._top_k)
+        engine.context.little = little_k
+        self.distances = () if not family.forecasts else tuple(d for d in distances if d < len(layers))
+        self._layers: list[LayerTrace] = []
+        self._neurons = None if theta is None else NeuronWatch(model, theta)
+        engine.observe(self)
+
+    @property
+    def holds(self) -> frozenset[str]:
+        """The parts that the trace holds, of `tiermoe.lab.trace.file.HOLDS`."""
+        parts = {
+            "forecasts": self.distances, "counts": self.distances, "little": self.little, "neurons": self._neurons,
+        }  # fmt: skip
+        return frozenset(["weights", "tokens", *(name for name, there in parts.items() if there)])
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the model as it was before."""
+        self._engine.context.little = None
+        self._engine.observe(None)
+
+    @torch.inference_mode()
+    def passes(self, ids: torch.Tensor, first: int, sequence: int = 0) -> Iterator[Pass]:
+        """The passes over one sequence (n,): the first `first` tokens, then each of the others, as `Feed` runs them."""
+        feed = Feed(self._model, ids, first)
+        self._begin()
+        feed.prompt()
+        yield Pass("prefill", sequence, ids[:first].tolist(), self._layers)
+        for position in range(first, len(ids)):
+            little = self._little(feed, position) if self.little else None
+            self._begin()
+            feed.token(position)
+            self._record_neurons()
+            yield Pass("decode", sequence, [int(ids[position])], self._layers, little)
+
+    def _begin(self) -> None:
+        self._layers = [LayerTrace([], []) for _ in self._experts]
+        if self._neurons is not None:
+            self._neurons.start_pass()
+
+    def _record_neurons(self) -> None:
+        if self._neurons is not None:
+            for layer, active, named in zip(self._layers, self._neurons.active, self._neurons.named, strict=True):
+                layer.neurons, layer.named = active, named
+
+    def _little(self, feed: Feed, position: int) -> Little:
+        """The little pass at a position; it is undone afterwards."""
+        current = self._engine.context
+        self._begin()
+        try:
+            with current.halved([]):
+                logits = feed.token(position)
+        finally:
+            feed.take_back(position)
+            current.scheduler.discard_pass()
+        for layer, ranked in current.forecasts.little.items():
+            traced = self._layers[layer]
+            traced.experts = [[expert for expert, _ in ranked]]
+            traced.weights = [[weight for _, weight in ranked]]
+        current.forecasts.little.clear()
+        return Little(float(logits.float().softmax(-1).amax()), self._layers)
+
+    def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
+        if self._neurons is not None:
+            self._neurons.on_route(routed, hidden)
+        traced = self._layers[routed.layer]
+        traced.experts = [list(chosen) for chosen in routed.experts]
+        # as they are: a score that is a threshold, as calibrated ones are, must fall on the same side in a replay
+        traced.weights = [list(gates) for gates in routed.weights]
+        for distance in self.distances:
+            target = routed.layer + distance
+            if target < len(self._experts):
+                ranked = self._engine.forecaster.rank(target, hidden)
+                kept = self._kept(target) if len(hidden) == 1 else self._experts[target]
+                traced.forecasts[distance] = [(expert, _rounded(weight)) for expert, weight in ranked[:kept]]
+                if routed.phase == "prefill":
+                    traced.counts[distance] = list(self._engine.forecaster.count(target, hidden))
+
+    def on_ready(self, layer: int, ready: Ready) -> None:
+        if self._neurons is not None:
+            self._neurons.on_ready(layer, ready)
+
+    def _kept(self, target: int) -> int:
+        """How much of one token's ranking is recorded: 2 K experts, and those above the 75th percentile. The choices of
+        several tokens may be anywhere in a ranking."""
+        return max(2 * int(self._top_k[target]), -(-int(self._experts[target]) // 4) + 1)
+
+
+def _rounded(weight: float) -> float:
+    return float(f"{weight:.{_DIGITS}g}")
+
+
+def header_of(
+    model: Any,
+    times: Times | None,
+    holds: frozenset[str],
+    distances: tuple[int, ...],
+    made_from: dict[str, str | int | float],
+) -> Header:
+    """The header of a loaded model's trace. A trace with neurons: ModelError or ConfigError for experts that the neuron
+    unit cannot take."""
+    engine = engine_of(model)
+    store, plan = engine.store, engine.plan
+    layout = machine_layout(str(engine.device))
+    slots = slot_bytes(store, engine.settings.quantizer_used, layout)
+    return Header(
+        model=store.source.name,
+        fingerprint=store.source.fingerprint,
+        experts=[layer.experts for layer in store.layers],
+        top_k=[layer.top_k for layer in store.layers],
+        expert_bytes=stored_bytes(store, engine.settings.quantizer_used, layout),
+        slot_bytes=slots,
+        copied_bytes=slots,  # a copy to a GPU fills the slot
+        times=times,
+        holds=holds,
+        forecast_distances=distances,
+        dense_bytes=plan.dense,
+        encoder_layers=sum(layer.name.startswith("encoder.") for layer in store.layers),
+        made_from=made_from,
+        hash_layers=engine.service.hash_layers,
+        **(neuron_sizes(store, engine.settings, engine.dtype) if "neurons" in holds else {}),
+    )
+
+
+def neuron_sizes(store: Store, settings: Settings, dtype: torch.dtype) -> dict[str, Any]:
+    """`head_bytes`, `neuron_bytes`, `neurons` and `neuron_slot_bytes` of a header, of the first MoE layer (all have one
+    shape), as the neuron unit stores it in the settings' bits, or in 4 where the unit does not have those bits, and by
+    their quantiser, or CORM's where they name none."""
+    quantizer = settings.quantizer or corm.QUANTIZER
+    forms = {bits: neuron_format(store.layers[0], bits, dtype, machine_layout("cpu"), quantizer) for bits in (4, 2)}
+    place = record_place(forms.get(settings.bits_used, forms[4]))
+    return {
+        "head_bytes": place.stored_at,
+        "neuron_bytes": place.record_bytes,
+        "neurons": place.neurons,
+        "neuron_slot_bytes": {bits: form.slot.nbytes for bits, form in forms.items()},
+    }
+
+
+def expert_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
+    """Bits → bytes that a read of one expert of each layer takes, in the precisions that the store holds."""
+    found = {}
+    for bits in BITS:
+        packed = store.precisions.get(precision_key(bits, quantizer, layout))
+        if packed is not None:
+            found[bits] = [max(extent.nbytes for extent in layer.extents) for layer in packed.layers]
+    return found
+
+
+def stored_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
+    """Bits → stored bytes of one expert of each layer, in every precision; as packing would make one that the store
+    lacks."""
+    packed = expert_bytes(store, quantizer, layout)
+    return {
+        bits: packed.get(bits)
+        or [expert_format(layer, bits, store.dtype, layout, quantizer).stored.nbytes for layer in store.layers]
+        for bits in BITS
+    }
+
+
+def slot_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
+    """Bits → bytes of a slot for an expert of each layer, in every precision: they follow from shapes."""
+    return {
+        bits: [expert_format(layer, bits, store.dtype, layout, quantizer).slot.nbytes for layer in store.layers]
+        for bits in BITS
+    }

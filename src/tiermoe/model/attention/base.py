@@ -1,0 +1,225 @@
+"""Attention of a decoder's layers: the interface of every kind, and attention by torch's operations.
+
+The kinds are `grouped_attention`, `latent_attention`, and in its place `linear_attention` and `short_convolution`. A
+kind is described once, by sizes from the config: the block, the cache, the kernel's descriptor and the plan's bytes
+follow from them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiermoe.kernels.attention import DecodeAttention
+from tiermoe.model.cache.kv import LayerShape
+from tiermoe.model.norms import Norm
+from tiermoe.model.step import Step
+from tiermoe.types import Workload
+
+SCORES_AT_ONCE = 1 << 22
+"""Scores that are held at a time where torch has no kernel that holds none."""
+
+SINK_SCORE_BYTES = 20
+"""Of each score where there are sinks: in the model's dtype four times, as float32 twice, and masks; measured."""
+
+SPARSE_TOKENS = 8
+"""Tokens of a prompt that attend to chosen positions at a time."""
+
+
+class PositionIndexer(Protocol):
+    """Chooses what tokens attend to in a layer (`Step.choose`), of its normed hidden states x (T, H), before attention
+    is called. batch_invariant: what it chooses for a token does not depend on the other tokens of a call of up to
+    FEW_TOKENS."""
+
+    @property
+    def batch_invariant(self) -> bool: ...
+
+    def __call__(self, x: Tensor, layer: int, step: Step) -> None: ...
+
+
+class Attention(ABC):
+    """Attention of a layer, or what stands in its place: mixes a token with earlier ones."""
+
+    __slots__ = ()
+
+    sizes: AttentionSizes
+    by_kernel = True  # `decode_kernel` may have one
+
+    @abstractmethod
+    def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
+        """x (T, H), normed → (T, H). Writes what the layer keeps of the tokens into the step's cache."""
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS, where no
+        `decode_kernel` computes them."""
+        return False
+
+    def decode_kernel(
+        self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
+    ) -> DecodeAttention | None:
+        """The kernel of norm `before`, attention, residual and norm `after` for up to FEW_TOKENS in one call; None
+        where no kernel computes them. rotary_columns: of the angles by which it rotates. multiplier: of what is
+        added."""
+        return None
+
+
+class AttentionSizes(ABC):
+    """The description of a layer's attention, from a config alone: what the block asks memory for."""
+
+    __slots__ = ()
+
+    rotary: int = 0
+    """Which of a decoder's rotary embeddings rotates queries and keys."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> LayerShape:
+        """What the layer keeps in the KV cache."""
+
+    @property
+    @abstractmethod
+    def token_columns(self) -> int:
+        """Columns of a token's queries, or of as much as it is projected to."""
+
+    @property
+    def rotated_columns(self) -> int:
+        """The most columns of a head that are rotated."""
+        return 0
+
+    @property
+    def expanding_bytes(self) -> int:
+        """Of matrices that the native kernel makes of the layer's weights and keeps."""
+        return 0
+
+    @property
+    def taps_bytes(self) -> int:
+        """Of a convolution's weights in another form than the checkpoint's."""
+        return 0
+
+    @abstractmethod
+    def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
+        """Workspace of one sequence's prompt, beside `token_columns`."""
+
+    def decode_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
+        """Workspace of the native kernel for up to FEW_TOKENS that attend to up to `positions` each."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class NoAttention(AttentionSizes):
+    """The description of a layer without attention, which keeps nothing (Nemotron-H)."""
+
+    @property
+    def shape(self) -> LayerShape:
+        return LayerShape(0, 0, 0)
+
+    @property
+    def token_columns(self) -> int:
+        return 0
+
+    def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
+        return 0
+
+
+def tempered(query: Tensor, temperatures: Tensor | None) -> Tensor:
+    """query (T, heads, columns) by the tokens' temperatures (T); None: 1."""
+    return query if temperatures is None else (query * temperatures[:, None, None]).to(query.dtype)
+
+
+def scores_at_once(heads: int, tokens: int, positions: int) -> int:
+    """Scores in memory at a time: a few million, but of one token all heads', or of one head all tokens'."""
+    return min(max(SCORES_AT_ONCE, heads * positions, tokens * positions), heads * tokens * positions)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """query (T, heads, columns) over keys and values (kv heads, n, columns), the last T of which are the tokens' own →
+    (T, heads, value columns). window: the last positions that a token attends to; None: all. sinks: float32
+    (heads), logits that join each softmax and have no value."""
+    mask = mask_of(query.shape[0], keys.shape[1], window, query.device)
+    if sinks is not None:
+        return attend_with_sinks(query, keys, values, scale, mask, sinks)
+    if keys.shape[-1] != values.shape[-1]:
+        return _by_heads(query, keys, values, scale, mask, window)
+    grouped = query.shape[1] != keys.shape[0]
+    attended = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        keys[None],
+        values[None],
+        attn_mask=None if mask is None or _is_triangle(query, keys, window) else mask,
+        is_causal=mask is not None and _is_triangle(query, keys, window),
+        scale=scale,
+        enable_gqa=grouped,
+    )
+    return attended[0].transpose(0, 1)
+
+
+def _by_heads(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, window: int | None
+) -> Tensor:
+    """`attend` a few heads at a time: torch has no kernel that holds no scores for values narrower than keys."""
+    tokens, heads, _ = query.shape
+    triangle = mask is not None and _is_triangle(query, keys, window)
+    group = heads // len(keys)
+    heads_at_once = max(1, SCORES_AT_ONCE // (tokens * keys.shape[1]))
+    result = query.new_empty((tokens, heads, values.shape[-1]))
+    for begin in range(0, heads, heads_at_once):
+        some = slice(begin, begin + heads_at_once)
+        own = some if group == 1 else torch.arange(heads)[some] // group
+        attended = F.scaled_dot_product_attention(
+            query[:, some].transpose(0, 1)[None],
+            keys[own][None],
+            values[own][None],
+            attn_mask=None if triangle else mask,
+            is_causal=triangle,
+            scale=scale,
+        )
+        result[:, some] = attended[0].transpose(0, 1)
+    return result
+
+
+def _is_triangle(query: Tensor, keys: Tensor, window: int | None) -> bool:
+    """Whether the mask is the one that `is_causal` stands for."""
+    return query.shape[0] == keys.shape[1] and (window is None or window >= keys.shape[1])
+
+
+def mask_of(tokens: int, positions: int, window: int | None, device: torch.device) -> Tensor | None:
+    """(T, n), true where one of the last T of n positions attends to another; None where each attends to all."""
+    if tokens == 1 and (window is None or positions <= window):
+        return None
+    own = torch.arange(positions - tokens, positions, device=device)[:, None]
+    other = torch.arange(positions, device=device)[None]
+    mask = other <= own
+    return mask if window is None else mask & (other > own - window)
+
+
+def attend_with_sinks(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, sinks: Tensor
+) -> Tensor:
+    """`attend` with sinks and a mask (T, n), None: all, a few tokens at a time, so that the scores of all heads take
+    little memory."""
+    tokens, heads, _ = query.shape
+    kv_heads, positions, _ = keys.shape
+    group = heads // kv_heads
+    tokens_at_once = max(1, SCORES_AT_ONCE // (heads * positions))
+    result = query.new_empty((tokens, heads, values.shape[-1]))
+    for begin in range(0, tokens, tokens_at_once):
+        some = query[begin : begin + tokens_at_once].view(-1, kv_heads, group, query.shape[-1]).permute(1, 2, 0, 3)
+        count = some.shape[2]
+        scores = torch.matmul(some.reshape(kv_heads, group * count, -1), keys.transpose(1, 2)) * scale
+        scores = scores.view(heads, count, positions)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[begin : begin + tokens_at_once], float("-inf"))
+        sink = sinks.view(-1, 1, 1).expand(heads, count, 1)
+        probabilities = torch.softmax(torch.cat((scores, sink), -1), dim=-1, dtype=torch.float32)[..., :-1]
+        weighed = torch.matmul(probabilities.to(values.dtype).view(kv_heads, group * count, positions), values).view(
+            kv_heads, group, count, -1
+        )
+        result[begin : begin + tokens_at_once] = weighed.permute(2, 0, 1, 3).reshape(count, heads, -1)
+    return result

@@ -1,0 +1,335 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): the cache has one compressed vector a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tiermoe.formats.plain import Plain
+from tiermoe.formats.scratch import scratch
+from tiermoe.kernels import attention as native
+from tiermoe.kernels.attention import (
+    DecodeAttention,
+    PackedMatrix,
+    Piece,
+    Slabs,
+    decode_attention,
+    decode_attention_workspace,
+    prompt_attention,
+    prompt_state,
+    prompt_workspace,
+    takes_prompts,
+)
+from tiermoe.model.attention.base import (
+    SINK_SCORE_BYTES,
+    SPARSE_TOKENS,
+    Attention,
+    AttentionSizes,
+    attend,
+    scores_at_once,
+    tempered,
+)
+from tiermoe.model.attention.indexer import IndexerSizes
+from tiermoe.model.attention.pool_indexer import PoolIndexerSizes
+from tiermoe.model.cache.kv import LayerShape
+from tiermoe.model.cache.memory import read_rows, write_rows
+from tiermoe.model.linear import Linear
+from tiermoe.model.norms import Norm
+from tiermoe.model.rotary import ApplyRope, is_rotated, rope_halves, rope_pairs, yarn_scale
+from tiermoe.model.step import Step
+from tiermoe.model.weights import Scope
+from tiermoe.types import Workload
+
+PIECE = 1024
+"""Positions whose keys and values are expanded at a time."""
+_FLOAT_BYTES = 4
+_SCORE_BYTES = 14  # without sinks, of a score of torch's own operations: as float32 three times, and masks; measured
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes(AttentionSizes):
+    """The description of a `LatentAttention`."""
+
+    heads: int
+    plain_columns: int  # of a head's query and key that are not rotated
+    rotary_columns: int  # of a head's query, and of the key that all heads share
+    value_columns: int  # of a head
+    latent_columns: int
+    indexer: IndexerSizes | PoolIndexerSizes | None = None  # of sparse attention
+    keeps_index: bool = False  # the layer has an indexer of its own, whose keys the cache holds
+    sinks: bool = False  # logits that join each softmax and have no value (Hunyuan 4)
+
+    @property
+    def shape(self) -> LayerShape:
+        shape = LayerShape(1, self.latent_columns + self.rotary_columns, 0)
+        return self.indexer.kept(shape) if self.indexer is not None and self.keeps_index else shape
+
+    @property
+    def token_columns(self) -> int:
+        return self.heads * (self.plain_columns + self.rotary_columns)
+
+    @property
+    def rotated_columns(self) -> int:
+        return self.rotary_columns
+
+    def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
+        """Keys and values of all heads, and the kernel's workspace, or a few heads' scores; of sequences that are
+        longer than the indexer chooses, what choosing and attending sparsely takes."""
+        if self.indexer is None or load.context <= self.indexer.most:
+            return self._whole_bytes(load, load.context, dtype)
+        return self._whole_bytes(load, self.indexer.most, dtype) + self._sparse_bytes(load, self.indexer)
+
+    def _whole_bytes(self, load: Workload, positions: int, dtype: torch.dtype) -> int:
+        """Bytes where tokens attend to all positions."""
+        tokens = min(load.chunk, positions)
+        keys = self.plain_columns + self.rotary_columns
+        heads = self.heads * (2 * self.plain_columns + self.rotary_columns + 2 * self.value_columns)
+        by_kernel = takes_prompts(dtype, keys, self.value_columns)
+        expanded = (PIECE if by_kernel else positions) * (heads + 2 * self.latent_columns) * load.itemsize
+        if by_kernel:
+            state = prompt_state(tokens, self.heads, self.heads, self.value_columns)
+            return expanded + state + prompt_workspace(load.threads, keys, self.value_columns)
+        masks = tokens * positions * (3 + 4)
+        scores = scores_at_once(self.heads, tokens, positions)
+        share = min(1.0, scores / (self.heads * tokens * positions))
+        widened = 4 * positions * self.heads * (keys + self.value_columns)
+        score_bytes = SINK_SCORE_BYTES if self.sinks else _SCORE_BYTES
+        return expanded + masks + scores * score_bytes + int(widened * share)
+
+    def _sparse_bytes(self, load: Workload, indexer: IndexerSizes | PoolIndexerSizes) -> int:
+        """The indexer's search, and attention to what it finds: the matrices that expand latents and, of some tokens at
+        a time, latents, scores, and expanded queries, all as float32."""
+        width = self.latent_columns + self.rotary_columns
+        expanding = 2 * self.heads * self.latent_columns * (self.plain_columns + self.value_columns)
+        latents = indexer.most * (2 * width + self.latent_columns + 3 * self.heads)
+        queries = self.heads * (2 * width + 2 * self.latent_columns + 2 * self.value_columns)
+        return indexer.nbytes(load) + _FLOAT_BYTES * (expanding + SPARSE_TOKENS * (latents + queries))
+
+    def decode_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
+        columns = self.latent_columns + self.rotary_columns
+        attended = positions if self.indexer is None else min(positions, self.indexer.most)
+        return decode_attention_workspace(
+            tokens, attended, threads, (self.heads, 1, columns, self.latent_columns), hidden, self.latent_columns
+        )
+
+    @property
+    def expanding_bytes(self) -> int:
+        return 2 * self.heads * self.latent_columns * (self.plain_columns + self.value_columns)
+
+
+def latent(
+    w: Scope,
+    config: Any,
+    *,
+    rope: ApplyRope = rope_pairs,
+    narrow_epsilon: float | None = 1e-6,
+    gate: str | None = None,
+    gate_columns: int = 0,
+    sinks: bool = False,
+    indexer: IndexerSizes | PoolIndexerSizes | None = None,
+    keeps_index: bool = False,
+) -> LatentAttention:
+    """The latent attention with the weights of `w` ('self_attn'). Sizes are the config's.
+
+    rope: how it rotates. narrow_epsilon: of the norms of narrow queries and of latents; None: the config's. gate: name
+    of the matrix of the gates of what is attended to, of so many columns. sinks, indexer, keeps_index: of
+    `LatentSizes`."""
+    sizes = LatentSizes(
+        config.num_attention_heads,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+        config.kv_lora_rank,
+        indexer,
+        keeps_index,
+        sinks,
+    )
+    narrow, latents = getattr(config, "q_lora_rank", None), sizes.latent_columns
+    parameters = config.rope_parameters if is_rotated(config) else {}
+    return LatentAttention(
+        sizes=sizes,
+        query=w.linear("q_b_proj" if narrow else "q_proj", sizes.token_columns, narrow or w.hidden),
+        narrow_query=w.linear("q_a_proj", narrow, w.hidden) if narrow else None,
+        query_norm=w.norm("q_a_layernorm", narrow, narrow_epsilon) if narrow else None,
+        compress=w.linear("kv_a_proj_with_mqa", latents + sizes.rotary_columns, w.hidden),
+        latent_norm=w.norm("kv_a_layernorm", latents, narrow_epsilon),
+        expand=w.linear("kv_b_proj", sizes.heads * (sizes.plain_columns + sizes.value_columns), latents),
+        output=w.linear("o_proj", w.hidden, sizes.heads * sizes.value_columns),
+        scale=yarn_scale(parameters, (sizes.plain_columns + sizes.rotary_columns) ** -0.5),
+        apply_rope=rope,
+        gate=None if gate is None else w.linear(gate, gate_columns, w.hidden),
+        sinks=w.tensor("sinks", sizes.heads).float() if sinks else None,
+    )
+
+
+def has_indexer(config: Any, index: int) -> bool:
+    """Whether layer `index` has an indexer of its own; a layer that config.indexer_types calls shared takes the choice
+    of the layer before it."""
+    kinds = getattr(config, "indexer_types", None)
+    return kinds is None or bool(kinds[index] == "full")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention(Attention):
+    """Attention whose cache keeps a latent and a rotary key side by side, as keys.
+
+    Keys and values of all heads are expanded while the layer runs, for the native kernel a piece of the positions at a
+    time. A token whose positions an indexer chose attends to latents as they are: its queries are expanded instead, and
+    its output."""
+
+    sizes: LatentSizes
+    query: Linear  # hidden, or the narrow query → heads * (plain + rotary columns)
+    compress: Linear  # hidden → latent columns, and one rotary key that all heads share
+    latent_norm: Norm
+    expand: Linear  # latent → heads * (plain columns of a key, value columns)
+    output: Linear  # heads * value columns → hidden
+    scale: float  # of the scores
+    apply_rope: ApplyRope
+    narrow_query: Linear | None = None  # hidden → narrow query, with its norm
+    query_norm: Norm | None = None
+    gate: Linear | None = None
+    """hidden → heads (Ling 3.0), or their value columns (Hunyuan 4), by whose sigmoid what they attended to is
+    multiplied."""
+    sinks: Tensor | None = None  # float32 (heads)
+
+    def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
+        """x (T, H), normed → (T, H). Writes the tokens' latents into the step's cache."""
+        sizes = self.sizes
+        narrow = x if self.narrow_query is None or self.query_norm is None else self.query_norm(self.narrow_query(x))
+        query = self.query(narrow).view(x.shape[0], sizes.heads, -1)
+        plain, rotary_query = query[..., : sizes.plain_columns], query[..., sizes.plain_columns :]
+        compressed = self.compress(x)
+        latent = self.latent_norm(compressed[:, : sizes.latent_columns].contiguous())[:, None]
+        rotary_key = self.apply_rope(compressed[:, sizes.latent_columns :][:, None], step.cos, step.sin)
+        query = torch.cat((plain, self.apply_rope(rotary_query, step.cos, step.sin)), dim=-1)
+        query = tempered(query, step.temperatures[0])
+        kept, new = step.cache.keys[layer], torch.cat((latent, rotary_key), dim=-1)
+        attended = x.new_empty((x.shape[0], sizes.heads, sizes.value_columns))
+        for span in step.apart:
+            tokens = slice(span.begin, span.end)
+            write_rows(kept, span.row, new[tokens])
+            rows = read_rows(kept, span.row, None)[0]
+            if step.chosen is None or span.row.end <= step.chosen.shape[1]:
+                attended[tokens] = self._attended(query[tokens], rows)
+            else:
+                attended[tokens] = self._sparsely(query[tokens], rows, step.chosen[tokens])
+        if self.gate is not None:
+            attended = attended * torch.sigmoid(self.gate(x).float()).to(x.dtype).view(len(x), sizes.heads, -1)
+        return self.output(attended.flatten(1))
+
+    @property
+    def by_kernel(self) -> bool:  # type: ignore[override]
+        return self.gate is None
+
+    @property
+    def batch_invariant(self) -> bool:
+        matrices = (self.query, self.compress, self.output, self.narrow_query, self.gate)
+        return all(matrix is None or matrix.batch_invariant for matrix in matrices)
+
+    def decode_kernel(
+        self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
+    ) -> DecodeAttention | None:
+        if self.expand.packed.bias is not None or self.gate is not None or self.sinks is not None:
+            return None
+        key_up, value_up = self._expanding()
+        return decode_attention(
+            native.LatentAttention(
+                query=self.query.packed,
+                latent=self.compress.packed,
+                key_up=key_up,
+                value_up=value_up,
+                output=self.output.packed,
+                norm_before=before.native,
+                norm_after=after.native,
+                norm_latent=self.latent_norm.native,
+                head_columns=self.sizes.plain_columns,
+                value_columns=self.sizes.value_columns,
+                latent_columns=self.sizes.latent_columns,
+                rotary_columns=self.sizes.rotary_columns,
+                scale=self.scale,
+                query_first=None if self.narrow_query is None else self.narrow_query.packed,
+                norm_query=None if self.query_norm is None else self.query_norm.native,
+                interleaved=self.apply_rope is not rope_halves,
+                residual_multiplier=multiplier,
+            )
+        )
+
+    def _expanding(self) -> tuple[PackedMatrix, PackedMatrix]:
+        """The two matrices that make keys and values of latents, at 16 bits: of keys each head's transpose (heads *
+        latent, plain), of values (heads * value, latent)."""
+        packed, heads, latent = self.expand.packed, self.sizes.heads, self.sizes.latent_columns
+        both = packed.encoding.decode(packed.fields, packed.out, packed.in_, torch.bfloat16).view(heads, -1, latent)
+        keys = both[:, : self.sizes.plain_columns].transpose(1, 2).reshape(heads * latent, -1).contiguous()
+        values = both[:, self.sizes.plain_columns :].reshape(-1, latent).contiguous()
+        return _plain(keys), _plain(values)
+
+    def _attended(self, query: Tensor, kept: Tensor) -> Tensor:
+        """query (T, heads, columns) over kept (n, latent + rotary columns), the last T of which are the tokens' own."""
+        if takes_prompts(query.dtype, query.shape[2], self.sizes.value_columns):
+            return self._in_pieces(query, kept)
+        keys = query.new_empty((self.sizes.heads, kept.shape[0], query.shape[2]))
+        values = query.new_empty((self.sizes.heads, kept.shape[0], self.sizes.value_columns))
+        self._expand(kept, keys, values)
+        return attend(query, keys, values, self.scale, None, self.sinks)
+
+    def _in_pieces(self, query: Tensor, kept: Tensor) -> Tensor:
+        """`_attended` by the native kernel, which takes keys and values of all heads for a piece of the positions at a
+        time."""
+        tokens, heads, columns = query.shape
+        keys = scratch.take("expanded keys", (1, heads, PIECE, columns), query.dtype)
+        values = scratch.take("expanded values", (1, heads, PIECE, self.sizes.value_columns), query.dtype)
+        state = scratch.take(
+            "prompt state", (prompt_state(tokens, heads, heads, self.sizes.value_columns),), torch.uint8
+        )
+        slabs, attended = Slabs(keys, values), query
+        for begin in range(0, kept.shape[0], PIECE):
+            rows = kept[begin : begin + PIECE]
+            self._expand(rows, keys[0, :, : len(rows)], values[0, :, : len(rows)])
+            piece = Piece(begin, begin + len(rows), state)
+            attended = prompt_attention(
+                query, slabs, 0, kept.shape[0] - tokens, self.scale, sinks=self.sinks, piece=piece
+            )
+        return attended
+
+    def _sparsely(self, query: Tensor, kept: Tensor, chosen: Tensor) -> Tensor:
+        """query (T, heads, columns) over those of kept (n, latent + rotary columns) that are chosen (T, most) for each
+        token, -1: none."""
+        packed = self.expand.packed
+        expand = packed.encoding.decode(packed.fields, packed.out, packed.in_, torch.float32)
+        expand = expand.view(self.sizes.heads, -1, self.sizes.latent_columns)
+        keys, values = expand[:, : self.sizes.plain_columns], expand[:, self.sizes.plain_columns :]
+        result = query.new_empty((len(query), self.sizes.heads, self.sizes.value_columns))
+        for begin in range(0, len(query), SPARSE_TOKENS):
+            some = slice(begin, begin + SPARSE_TOKENS)
+            wide = query[some].float()
+            plain, rotary = wide[..., : self.sizes.plain_columns], wide[..., self.sizes.plain_columns :]
+            latents = kept[chosen[some].long().clamp_min(0)].float()
+            expanded = torch.cat((torch.matmul(plain.transpose(0, 1), keys).transpose(0, 1), rotary), dim=-1)
+            scores = torch.matmul(expanded, latents.transpose(1, 2)).mul_(self.scale)
+            scores.masked_fill_(chosen[some, None] < 0, float("-inf"))
+            attended = torch.matmul(self._weights(scores), latents[..., : self.sizes.latent_columns])
+            result[some] = torch.matmul(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
+        return result
+
+    def _weights(self, scores: Tensor) -> Tensor:
+        """The softmax of scores (T, heads, n), which sinks join."""
+        if self.sinks is None:
+            return torch.softmax(scores, dim=-1)
+        sinks = self.sinks[:, None].expand(len(scores), -1, 1)
+        return torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+
+    def _expand(self, kept: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Expands kept (n, latent + rotary columns) into keys (heads, n, plain + rotary columns) and values (heads, n,
+        value columns)."""
+        latents, rotaries = kept[:, : self.sizes.latent_columns].contiguous(), kept[:, self.sizes.latent_columns :]
+        both = self.expand(latents).view(latents.shape[0], self.sizes.heads, -1).transpose(0, 1)
+        keys[..., : self.sizes.plain_columns] = both[..., : self.sizes.plain_columns]
+        keys[..., self.sizes.plain_columns :] = rotaries
+        values[:] = both[..., self.sizes.plain_columns :]
+
+
+def _plain(weight: Tensor) -> PackedMatrix:
+    return PackedMatrix(Plain(), {"weight": weight}, *weight.shape)

@@ -1,0 +1,218 @@
+"""Mamba-2 in the place of attention (Granite 4, Nemotron-H; arXiv:2405.21060): a state of fixed size that decays at a
+rate which each token chooses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiermoe.batch import Kind
+from tiermoe.model.attention.base import Attention, AttentionSizes
+from tiermoe.model.attention.convolution import CausalConvolution, causal_convolution
+from tiermoe.model.cache.kv import LayerShape
+from tiermoe.model.cache.recurrent import StateRows, StateShape
+from tiermoe.model.linear import Linear
+from tiermoe.model.norms import RootMeanSquare
+from tiermoe.model.step import Step
+from tiermoe.model.weights import Scope
+from tiermoe.types import Workload
+
+CHUNK = 64
+"""Tokens of `selective_scan` that are computed at once."""
+_WIDE = 4  # a prompt's inputs of the convolution that live at once in float32
+_CHUNK_PAIRS = 5  # a chunk's pairs of tokens that live at once, in float32
+_CHUNK_VALUES = 5  # its values
+
+
+def mamba_lacks(config: Any) -> str:
+    """The parts of a config with layers of Mamba that neither `Mamba` nor `Mamba1` computes; empty: none."""
+    activation = getattr(config, "mamba_hidden_act", None) or config.hidden_act
+    if activation != "silu":
+        return f"{activation} in layers of Mamba"
+    limits = tuple(getattr(config, "time_step_limit", None) or (0.0, math.inf))
+    return "" if limits == (0.0, math.inf) else f"time steps within {limits[0]:g} and {limits[1]:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class MambaSizes(AttentionSizes):
+    """The description of a `Mamba`."""
+
+    heads: int
+    columns: int  # of a head's values
+    groups: int  # of heads that share a key and a query
+    state: int  # columns of a key
+    kept: int  # inputs of the convolution before a token's own
+
+    @property
+    def values(self) -> int:
+        """Columns of all heads' values."""
+        return self.heads * self.columns
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: values of all heads, keys and queries of all groups."""
+        return self.values + 2 * self.groups * self.state
+
+    @property
+    def projected(self) -> int:
+        """Columns that a token is projected to: gates, channels, and a time step of each head."""
+        return self.values + self.channels + self.heads
+
+    @property
+    def shape(self) -> LayerShape:
+        verified = self.channels + self.heads
+        state = StateShape(self.kept, self.channels, self.heads, self.state, self.columns, verified=verified)
+        return LayerShape(0, 0, 0, state=state)
+
+    @property
+    def token_columns(self) -> int:
+        """Half the columns that a token is projected to: they are there twice, queries of attention four times."""
+        return self.projected // 2
+
+    @property
+    def taps_bytes(self) -> int:
+        """Of the convolution's weights in float32."""
+        return 4 * (self.kept + 1) * self.channels
+
+    def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
+        """float32 copies of a chunk's inputs of the convolution and its outputs, and the workspace of a scan."""
+        tokens = min(load.chunk, load.context)
+        copies = 4 * tokens * _WIDE * (self.channels + self.values)
+        pairs = _CHUNK_PAIRS * CHUNK * CHUNK + _CHUNK_VALUES * CHUNK * (self.columns + self.state)
+        return copies + 4 * self.heads * (pairs + 2 * self.state * self.columns)
+
+
+def mamba(w: Scope, sizes: MambaSizes, least_step: float = 0.0) -> Mamba:
+    """The block with the weights of `w`. least_step: of time, in prompts (`Mamba`)."""
+    return Mamba(
+        sizes,
+        w.linear("in_proj", sizes.projected, w.hidden),
+        w.linear("out_proj", w.hidden, sizes.values),
+        causal_convolution(w.at("conv1d"), sizes.channels, sizes.kept + 1),
+        w.tensor("A_log", sizes.heads),
+        w.tensor("dt_bias", sizes.heads),
+        w.tensor("D", sizes.heads),
+        w.tensor("norm.weight", sizes.values),
+        w.epsilon,
+        least_step,
+    )
+
+
+class Mamba(Attention):
+    """Projection, a convolution over a token's last inputs, a scan, a gate and a norm over each group of heads, output
+    projection.
+
+    input: hidden → gates, values, keys, queries and time steps (T, projected). rates (heads): logarithms of the rates
+    by which a head forgets (transformers' `A_log`); time_biases (heads); skips (heads): of a token's own values
+    (transformers' `D`); norm (values). least_step: of time, in prompts: transformers bounds no generated token's."""
+
+    def __init__(
+        self,
+        sizes: MambaSizes,
+        input_: Linear,
+        output: Linear,
+        convolution: CausalConvolution,
+        rates: Tensor,
+        time_biases: Tensor,
+        skips: Tensor,
+        norm: Tensor,
+        epsilon: float,
+        least_step: float = 0.0,
+    ) -> None:
+        self.sizes, self._sizes = sizes, sizes
+        self._input, self._output, self._convolution = input_, output, convolution
+        self._rates, self._biases, self._skips = rates.float().exp(), time_biases.float(), skips.float()[:, None]
+        self._norm = RootMeanSquare(norm.view(sizes.groups, -1), epsilon, by_kernel=False)
+        self._least_step = least_step
+
+    def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
+        """x (T, H), normed → (T, H). Leaves each sequence's state after its tokens in the step's cache."""
+        sizes, rows = self._sizes, step.states
+        assert rows is not None
+        projected = self._input(x)
+        gates, mixed, times = torch.split(projected, [sizes.values, sizes.channels, sizes.heads], dim=1)
+        rows.recurrent.keep(layer, rows, self._replay, mixed, times)
+        scanned = x.new_empty((len(x), sizes.values))
+        for own, found in self._scans(mixed, times, layer, rows):
+            scanned[own] = self._gated(found, gates[own])
+        return self._output(scanned)
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self._input.batch_invariant and self._output.batch_invariant
+
+    def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
+        """As `recurrent_states.Replay`."""
+        mixed, times = torch.split(kept, [self._sizes.channels, self._sizes.heads], dim=1)
+        for _ in self._scans(mixed, times, layer, rows):
+            pass
+
+    def _scans(self, mixed: Tensor, times: Tensor, layer: int, rows: StateRows) -> Iterator[tuple[slice, Tensor]]:
+        """mixed (T, channels) before the convolution, times (T, heads) → of each row its tokens and their outputs,
+        float32 (.., heads, columns). Leaves each sequence's state after its tokens."""
+        mixed = self._convolution(mixed, layer, rows)
+        states = rows.recurrent.states[layer].flatten(0, 1)
+        for row in rows.apart:
+            own = slice(row.begin, row.end)
+            least_step = self._least_step if row.row.kind is Kind.PROMPT else 0.0
+            yield own, self._scanned(mixed[own], times[own], least_step, states[row.before], states[row.after])
+
+    def _scanned(self, mixed: Tensor, times: Tensor, least_step: float, before: Tensor, after: Tensor) -> Tensor:
+        """A row's outputs, float32 (T, heads, columns); the state after them is left in `after`."""
+        sizes, shared = self._sizes, self._sizes.groups * self._sizes.state
+        value, key, query = torch.split(F.silu(mixed).float(), [sizes.values, shared, shared], dim=1)
+        value = value.view(-1, sizes.heads, sizes.columns)
+        key, query = (each.reshape(-1, sizes.groups, sizes.state) for each in (key, query))
+        times = F.softplus(times.float() + self._biases).clamp_min_(least_step)
+        found = selective_scan(query, key, value * times[..., None], times * -self._rates, before, after)
+        return found.addcmul_(value, self._skips)
+
+    def _gated(self, scanned: Tensor, gates: Tensor) -> Tensor:
+        """(T, heads, columns), multiplied with silu of gates (T, values) and normed → (T, values), in the gates'
+        dtype."""
+        gated = scanned.flatten(1) * F.silu(gates.float())
+        return self._norm(gated.view(len(gated), self._sizes.groups, -1)).flatten(1).to(gates.dtype)
+
+
+def selective_scan(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """The recurrence S' = decay S + key (x) value, S'^T query of each head, `CHUNK` tokens at a time: within a chunk
+    all tokens are computed at once (arXiv:2405.21060, section 6), so that the state is read and written once a chunk.
+
+    query, key (T, groups, key columns), each for heads / groups heads; value (T, heads, value columns); decay
+    (T, heads), its logarithm; before, after (heads, key columns, value columns): the states before and after the
+    tokens, which may be the same memory; all float32 → (T, heads, value columns)."""
+    groups = key.shape[1]
+    result = torch.empty_like(value)
+    grouped = [torch.unflatten(each, 1, (groups, -1)) for each in (query, key, value, decay, result)]
+    before, after = (torch.unflatten(each, 0, (groups, -1)) for each in (before, after))
+    for begin in range(0, len(value), CHUNK):
+        *chunk, out = (each[begin : begin + CHUNK].movedim(0, 2) for each in grouped)
+        out.copy_(_chunk(chunk, before, after))
+        before = after
+    return result
+
+
+def _chunk(chunk: Sequence[Tensor], before: Tensor, after: Tensor) -> Tensor:
+    """`selective_scan` of a chunk's query and key (groups, 1, T, key columns), value (groups, heads of each, T, value
+    columns) and decay (groups, heads of each, T). Sums of decays are float64: what is computed of them is their
+    differences, of which float32 leaves few digits where a token has made a head forget."""
+    query, key, value, decay = chunk
+    if decay.shape[2] == 1:
+        torch.mul(before, decay.exp()[..., None], out=after)
+        return query @ after.addcmul_(key.transpose(2, 3), value)
+    gone = decay.double().cumsum(2)  # logarithm of what has decayed since the chunk began
+    tokens = decay.shape[2]
+    later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    pairs = (gone[..., None] - gone[..., None, :]).float().masked_fill_(later, -math.inf).exp_()
+    since = gone.float().exp()[..., None]
+    result = (query @ key.transpose(2, 3) * pairs) @ value + query @ before * since
+    left = (gone[..., -1:] - gone).float().exp()[..., None]
+    torch.mul(before, since[..., -1:, :], out=after)
+    after += key.transpose(2, 3) @ (value * left)
+    return result

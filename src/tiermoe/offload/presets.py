@@ -1,0 +1,193 @@
+"""Presets, which are named compositions: the exact default with its lossy variants, and baselines. `PRESETS` is the
+table, `compose` applies `--set` to a preset, `resolve` makes one ready for a model."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tiermoe.config import Settings
+from tiermoe.errors import ConfigError, ProfileError
+from tiermoe.offload.assembly import precisions
+from tiermoe.offload.composition import Composition, changed, filled, require_settings, unread, with_low_share
+from tiermoe.offload.policies.settings import near
+from tiermoe.offload.profiles import Tables, profile_path, read_profile, tables
+
+_OURS = (
+    Composition(
+        "default",
+        "exact: estimated next uses decide who leaves a layer, the next two's routers who comes if that is faster",
+        "the best exact composition measured, docs/systems.md",
+        prefetch="stacked-gates", speculate="measured", cache="next-use", allotment="by-use",
+        own={"ahead": 2},
+    ),
+    Composition(
+        "frugal",
+        "what ranks behind 80 % of a token's gate weight is used where it is here and not fetched; no prefetch",
+        "HOBBIT's skipping (2024, section 3.2) without its low precision",
+        precision="gate-score", cache="next-use", allotment="by-use",
+        own={"t1": 0.8, "t2": 0.8},
+    ),
+    Composition(
+        "nimble",
+        "an expert that is here stands in for one that is not and scores little better; no prefetch",
+        "Cache-Prior (Skliar and others, 2024)",
+        routing="cached", cache="weighted", allotment="even", profile="nimble", prior=0.25, always=2, untouched=1,
+        own={"weights": (0.25, 0.25, 0.25, 0.25)},
+    ),
+    Composition(
+        "nimble-3bit",
+        "nimble with a weaker prior, on experts that gptq packs at 3 bits: a miss is fewer bytes, and more are here",
+        "Cache-Prior (Skliar and others, 2024); GPTQ (Frantar and others, 2023)",
+        routing="cached", cache="weighted", allotment="even", prior=0.1, always=2, untouched=1,
+        bits=3, quantizer="gptq",
+        own={"weights": (0.25, 0.25, 0.25, 0.25)},
+    ),
+)  # fmt: skip
+"""The exact default, and its lossy variants."""
+
+_BASELINES = (
+    Composition(
+        "io-free", "baseline: every expert in memory", "EdgeMoE, section 5", cache="all"
+    ),
+    Composition(
+        "load-on-demand", "baseline: no expert cache, room for one layer's K (LoD, IO-EXP)",
+        "Fate, section 5; EdgeMoE, section 5", cache="none",
+    ),
+    Composition(
+        "io-qexp", "baseline: load on demand with channel-wise 4 bits", "EdgeMoE, section 5",
+        cache="none", bits=4, quantizer="linear",
+    ),
+    Composition(
+        "sti", "baseline: layer by layer, everything quantised, EdgeMoE's memory", "EdgeMoE, section 5",
+        routing="layer", prefetch="layer", bits=4, dense_bits=4, quantizer="linear",
+    ),
+    Composition(
+        "eap", "baseline: prediction from the one previous block's choices, Fate's cache", "Fate, section 5",
+        prefetch="path", cache="arc", allotment="shallow", profile="fate", own={"path": 1},
+    ),
+    Composition(
+        "lru", "baseline: a plain LRU cache, no prefetch", ""
+    ),
+    Composition(
+        "mixtral-offload", "baseline: LRU with the next layer's gate", "Eliseev and Mazur (2023)",
+        prefetch="next-gate", allotment="even",
+    ),
+)  # fmt: skip
+"""What the papers compare themselves with."""
+
+_PAPERS = {name: f"tiermoe.lab.systems.{name}:PRESET" for name in ("hobbit", "edgemoe", "mobile", "fate", "corm")}
+"""Published systems: their presets are the laboratory's."""
+
+
+class Presets(MutableMapping[str, Composition]):
+    """Preset by name. One that is given as "module:NAME" is imported when it is first asked for."""
+
+    def __init__(self, presets: Mapping[str, Composition | str]) -> None:
+        self._presets = dict(presets)
+
+    def __getitem__(self, name: str) -> Composition:
+        preset = self._presets[name]
+        if isinstance(preset, str):
+            module, _, constant = preset.partition(":")
+            preset = self._presets[name] = getattr(importlib.import_module(module), constant)
+        return preset
+
+    def __setitem__(self, name: str, preset: Composition | str) -> None:
+        self._presets[name] = preset
+
+    def __delitem__(self, name: str) -> None:
+        del self._presets[name]
+
+    def __contains__(self, name: object) -> bool:  # without an import
+        return name in self._presets
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._presets)
+
+    def __len__(self) -> int:
+        return len(self._presets)
+
+
+PRESETS = Presets(
+    {
+        **{preset.name: preset for preset in _OURS},
+        **_PAPERS,
+        **{preset.name: preset for preset in _BASELINES},
+    }
+)
+
+
+def preset_named(name: str) -> Composition:
+    """ConfigError names the near ones where there is none of that name."""
+    if name in PRESETS:
+        return PRESETS[name]
+    raise ConfigError(f"unknown preset '{name}'{near(name, PRESETS)}")
+
+
+def compose(name: str, changes: Mapping[str, Any] | None = None) -> Composition:
+    """A preset with parts and settings replaced. ConfigError for an unknown preset, and as `changed` raises it."""
+    return changed(preset_named(name), changes)
+
+
+OPTIONS = ("bits", "dense_bits", "quantizer")
+"""Options of the engine that a preset may set. The user's values take precedence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A preset made ready for a model."""
+
+    settings: Settings  # of the engine, with the composition's `OPTIONS`
+    composition: Composition
+    tables: Tables  # of the calibration
+    precisions: tuple[int, ...]  # bits that experts are loaded in, highest first
+
+
+def resolve(settings: Settings, store: Path, fingerprint: str, model: str, layers: int) -> Resolved:
+    """Makes the preset of `settings` ready for a model of `layers` MoE layers. store: folder of the model's store, with
+    the profiles. ConfigError for an unknown preset, part or value; ProfileError where a profile is needed and cannot be
+    used."""
+    options = {name: value for name in OPTIONS if (value := getattr(settings, name)) is not None}
+    given = {**options, **settings.set}
+    composition = compose(settings.preset, settings.set)
+    composition = composition.having({name: value for name, value in options.items() if name not in settings.set})
+    profile = None
+    command = f"tiermoe calibrate {model} --text FILE --for {composition.profile}"
+    path = profile_path(store, composition.profile)
+    if composition.needs_profile:
+        profile = read_profile(path, fingerprint, command)
+        composition = filled(composition, profile)
+        asked = given.get("quantizer")
+        if asked is not None and asked != composition.quantizer:
+            raise ProfileError(
+                f"the bitwidths of {settings.preset} were found for {composition.quantizer}, not for {asked}; "
+                f"calibrate with --bitwidth-quantizer {asked}, or leave quantizer out"
+            )
+    elif composition.profile:
+        composition = _refined(composition, given, path, fingerprint, command)
+    require_settings(composition, model)
+    composition = with_low_share(composition, layers)
+    settings = replace(
+        settings,
+        bits=composition.bits or settings.bits_used,
+        dense_bits=composition.dense_bits,
+        quantizer=composition.quantizer,
+    )
+    found = tables(profile)
+    return Resolved(settings, composition, found, precisions(composition, settings.bits_used, found.bits))
+
+
+def _refined(
+    composition: Composition, given: Mapping[str, Any], path: Path, fingerprint: str, command: str
+) -> Composition:
+    """A complete composition with the values that a calibration has found, if there is one, instead of the preset's;
+    given values stay."""
+    if not path.exists():
+        return composition
+    found = read_profile(path, fingerprint, command).settings
+    left = {name: value for name, value in found.items() if name not in given}
+    return changed(composition, {name: value for name, value in left.items() if unread(name, composition) is None})
