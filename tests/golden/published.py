@@ -134,6 +134,10 @@ def _afmoe(config: Config, tensors: Tensors, kinds: list[str]) -> None:
     config["route_norm"] = True
 
 
+def _nemotron_h(config: Config, tensors: Tensors, kinds: list[str]) -> None:
+    config["norm_eps"] = config["layer_norm_epsilon"]
+
+
 def _phimoe(config: Config, tensors: Tensors, kinds: list[str]) -> None:
     config["architectures"] = ["PhiMoEForCausalLM"]
     config.setdefault("original_max_position_embeddings", config["max_position_embeddings"])

@@ -90,8 +90,8 @@ def numbered(model: Any, shift: int) -> None:
                 value.copy_(torch.arange(value.numel()).view(value.shape))
 
 
-def source_of(passes: list[np.ndarray]) -> tuple[str, np.ndarray] | None:
-    """The function of a tensor, and the number of each of its elements; None: they are no parameter's."""
+def source_of(passes: list[np.ndarray]) -> tuple[str, np.ndarray]:
+    """The function of a tensor, and the number of each of its elements."""
     for name, (inverse, _) in FUNCTIONS.items():
         found = np.zeros(passes[0].size, np.int64)
         for at, raw in enumerate(passes):
@@ -103,7 +103,7 @@ def source_of(passes: list[np.ndarray]) -> tuple[str, np.ndarray] | None:
         else:
             if len(np.unique(found)) == found.size:
                 return name, found
-    return None
+    raise AssertionError("values of a tensor are no function of parameters that is known here")
 
 
 def pieces_of(ids: np.ndarray, starts: np.ndarray, names: list[str], sizes: list[int]) -> Iterator[Any]:
@@ -133,6 +133,8 @@ def affine(offsets: np.ndarray) -> tuple[list[int], list[int]]:
         if blocks < 2:
             break
         stride = int(offsets[block] - offsets[0])
+        if stride < 0:
+            break
         table = offsets[: blocks * block].reshape(blocks, block)
         wanted = table[0] + stride * np.arange(blocks)[:, None]
         same = (table == wanted).all(axis=1)
@@ -189,10 +191,11 @@ def header(case: Case) -> Golden:
         if found.type == "I32":
             found.sources = [name for name in state if name not in floats and f".{each.name.split('.')[1]}." in name]
             assert (first.ravel() == np.arange(first.size)).all(), each.name
-        elif (source := source_of([one[each.name] for one in passes])) is not None:
-            found.function, found.sources = source[0], list(pieces_of(source[1], starts, names, sizes))
-        else:
+        elif each.name.startswith("rope_"):
             found.function, found.sources = CONSTANT, [_short(value) for value in first.ravel()]
+        else:
+            source = source_of([one[each.name] for one in passes])
+            found.function, found.sources = source[0], list(pieces_of(source[1], starts, names, sizes))
         tensors[each.name] = found
     entries |= {name: typed(value) for name, value in BY_HAND.get(case.family, {}).items()}
     return Golden(architecture, entries, tensors)
