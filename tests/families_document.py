@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from gguf_files import ARCHITECTURES as WRITTEN
-from gguf_files import called
+from gguf_files import architectures
 from small_families import FAMILIES, LARGER
 from tiermoe.model.families import REFUSED, family_of
 from tiny import CONFIGS, OWN_DECODERS
@@ -40,12 +39,10 @@ has no test here.
 _LLAMA_CPP = """
 ## GGUF files beside llama.cpp
 
-The gguf package has no names for `bailingmoe3`, `deepseek4`, `glm5-next`, `granite_swa`, `hy_v3`, `hy_v4`, `mellum`,
-`minimax-m3` and `qwen4exp`: the tests write them from tables of their own. Of these but `deepseek4` and `hy_v4`, and of
-`deepseek32`, `dots1`, `gemma4`, `glm-dsa` and `phimoe`, files of tiny random models were also written by llama.cpp's
-converter in F32 (llama-cpp-python 0.3.36, 2026-11-26). The converter and the tests write the same tensors, bit for bit,
-and the same entries, but for a base of positions, which GLM-5 Next does not have. The file of `hy_v4` is the tests'
-own, with 10 chosen positions.
+The tests' files have the names, shapes and entries that llama.cpp's converter (llama-cpp-python 0.3.36) wrote of the
+same small models, and its order of elements: `tests/golden`. By hand are the order of columns in `hy_v4` (below), the
+experts of `deepseek4`, which the converter takes in MXFP4 alone, and the scale of temperatures of `mistral4`, which it
+writes of checkpoints in Mistral's own form.
 
 transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest differences from transformers, as
 shares of the largest logit:
@@ -106,7 +103,7 @@ scale (1.243), which no entry has.
 """
 
 
-_ARCHITECTURES = {model_type: called(model_type) for model_type in WRITTEN}
+_ARCHITECTURES = architectures()
 _ARCHITECTURES["granitemoe"] = _ARCHITECTURES["granitemoeshared"]  # without a shared expert
 
 

@@ -1,4 +1,4 @@
-"""Small models that tests have as GGUF files: family and what its small config (`tiny`, `small_families`) is changed by.
+"""Small models that tests have as GGUF files: a family, and changes of its small config (`tiny`, `small_families`).
 
 llama.cpp's converter wrote a header of each (`golden/gguf`): `python tests/golden/remake.py` after a change here."""
 

@@ -106,7 +106,9 @@ def write(
     return _finish(writer, out)
 
 
-def altered(file: Path, out: Path, tensors: Mapping[str, np.ndarray[Any, Any] | None] | None = None, **entries: Any) -> Path:
+def altered(
+    file: Path, out: Path, tensors: Mapping[str, np.ndarray[Any, Any] | None] | None = None, **entries: Any
+) -> Path:
     """A copy of a file with other tensors or entries (see `write`)."""
     reader, given = gguf.GGUFReader(file), tensors or {}
     architecture = reader.fields["general.architecture"].contents()

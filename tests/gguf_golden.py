@@ -56,7 +56,8 @@ def golden(family: str, name: str) -> Golden:
         for part in ("entries", "tensors")
     }
     entries = {
-        key: (row["type"], row["value"]) if isinstance(row, dict) else typed(row) for key, row in parts["entries"].items()
+        key: (row["type"], row["value"]) if isinstance(row, dict) else typed(row)
+        for key, row in parts["entries"].items()
     }
     tensors = {}
     for key, row in parts["tensors"].items():

@@ -59,7 +59,13 @@ def _hy_v4(config: Config, tensors: Tensors, kinds: list[str]) -> None:
     """llama.cpp rotates neighbouring columns and transformers those of both halves, of the same matrices: one of both
     is wrong. Here the columns are in turns, so that llama.cpp computes what transformers does."""
     parts = [(f"hc_pre.hc_{part}_layer.hc_", f"hc_{part}_layer.hc_pre.hc_") for part in ("attn", "mlp")]
-    _renamed(tensors, ("hc_pre.hc_head.", "hc_head."), ("mlp.linear_gate", "mlp.gate_proj"), ("experts.linear_gate", "experts.gate_proj"), *parts)
+    _renamed(
+        tensors,
+        ("hc_pre.hc_head.", "hc_head."),
+        ("mlp.linear_gate", "mlp.gate_proj"),
+        ("experts.linear_gate", "experts.gate_proj"),
+        *parts,
+    )
     rotated = config["qk_rope_head_dim"]
     columns = {
         "q_b_proj.weight": config["qk_nope_head_dim"] + rotated,

@@ -15,6 +15,7 @@ import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ sys.path[:0] = [str(LLAMA_CPP), str(LLAMA_CPP / "gguf-py")]
 import gguf  # noqa: E402
 from conversion import ModelType, get_model_architecture, get_model_class  # noqa: E402
 from conversion.base import LazyTorchTensor  # noqa: E402
-from published import published  # noqa: E402
 
 import gguf_golden  # noqa: E402
 import mtp_models  # noqa: E402
 from gguf_cases import CASES, OTHERS, Case, random_model  # noqa: E402
 from gguf_files import values_of  # noqa: E402
 from gguf_golden import CONSTANT, Golden, Tensor, typed  # noqa: E402
+from published import published  # noqa: E402
 from tiny import write_tokenizer  # noqa: E402
 
 VERSION = "llama-cpp-python 0.3.36"
@@ -60,7 +61,12 @@ def converted(model: Any, folder: Path, case: Case) -> Path:
     save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
     cls = get_model_class(get_model_architecture(config, ModelType.TEXT))
     cls = getattr(cls, "Mistral4Model", cls)
-    changes = {"set_vocab": lambda self: None, "model_arch": cls.model_arch, "no_mtp": not case.head, "_n_nextn": int(case.head)}
+    changes = {
+        "set_vocab": lambda self: None,
+        "model_arch": cls.model_arch,
+        "no_mtp": not case.head,
+        "_n_nextn": int(case.head),
+    }
     if case.family == "deepseek_v4":
         changes["_write_mxfp4_expert_tensor"] = stacked_experts
     with torch.inference_mode():
@@ -111,7 +117,7 @@ def pieces_of(ids: np.ndarray, starts: np.ndarray, names: list[str], sizes: list
     element, sizes, strides)."""
     owner = np.searchsorted(starts, ids, side="right") - 1
     cuts = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(ids)]
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in pairwise(cuts):
         at = int(owner[first])
         offsets = ids[first:last] - starts[at]
         while len(offsets):
