@@ -146,7 +146,9 @@ def test_a_ragged_batch_and_a_forked_prefix(written: Written) -> None:
 def test_names_and_shapes_tell_what_transformers_code_does(written: Written) -> None:
     found = written.blueprint.known
     assert (found is None) == (written.name in LEFT)
-    if found is not None and written.name not in IN_FLOAT32:
+    if written.name in IN_FLOAT32:
+        pytest.xfail("the outline by names has these tensors in bfloat16")
+    if found is not None:
         wanted = replace(written.blueprint, known=None).outline
         assert abs(found.dense_bytes - wanted.dense_bytes) < 1024  # without buffers of rotary embeddings
         assert sorted(found.packable) == sorted(wanted.packable)
