@@ -39,7 +39,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from tiermoe.model.gguf.parameters import config_of
+from tiermoe.model.gguf.checkpoint import config_of
 
 from benchmarks.random_gguf import routing_for
 from benchmarks.recorded_routing import Routing
