@@ -31,8 +31,8 @@ from benchmarks.rounds import parser_of
 from tiermoe.formats.expert_format import PAGE, align
 from tiermoe.formats.neurons import neuron_format, record_place
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.lab.systems.corm import neuron_recall
-from tiermoe.lab.trace.file import Trace, read_trace
+from tiermoe.lab.papers.corm import neuron_recall
+from tiermoe.lab.trace import Trace, read_trace
 from tiermoe.offload.policies.neurons import Records
 from tiermoe.offload.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey, MoeLayer, Part, Segment

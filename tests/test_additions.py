@@ -39,7 +39,7 @@ from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import FIXED, encoding_for, encoding_named
 from tiermoe.kernels.linear import KERNELS, DecodedLinear, linear_for
 from tiermoe.lab.simulate.evictions import hits_of
-from tiermoe.lab.trace.file import Trace
+from tiermoe.lab.trace import Trace
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.families import FAMILIES
 from tiermoe.offload.composition import Composition
