@@ -4,6 +4,7 @@ experts replaced; and what its growing cache takes."""
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from transformers.integrations.heterogeneity.configuration_utils import Ambiguou
 from tiermoe.batch import Batch
 from tiermoe.errors import PromptError
 from tiermoe.model.decoder import require_finite
+from tiermoe.model.hf.cache_argument import cache_name, cache_of
 from tiermoe.model.linear import PackedLinear
 from tiermoe.types import Need, Phase, Workload
 
@@ -136,6 +138,7 @@ class GenericDecoder:
         self._continues, self._numbered = continues, numbered
         self.can_rollback = can_rollback(model.config)
         self._forward = forward
+        self._cache_name = cache_name(inspect.signature(type(model).forward).parameters)
 
     def new_cache(self, slabs: int, context: int, step: int) -> GenericCache:
         """A cache for `slabs` sequences of up to `context` tokens."""
@@ -190,12 +193,12 @@ class GenericDecoder:
 
     def _run(self, slab: int, tokens: tuple[int, ...], cache: GenericCache, every: bool) -> Tensor:
         past = cache.length(slab)
-        named: dict[str, Any] = {"logits_to_keep": 0 if every else 1}
+        named: dict[str, Any] = {self._cache_name: cache.caches[slab], "logits_to_keep": 0 if every else 1}
         if self._numbered:
             named["position_ids"] = torch.arange(past, past + len(tokens), device=self.model.device)[None]
         ids = torch.tensor([tokens], device=self.model.device)
-        output = self._forward(input_ids=ids, past_key_values=cache.caches[slab], use_cache=True, **named)
-        cache.grew(slab, len(tokens), output.past_key_values)
+        output = self._forward(input_ids=ids, use_cache=True, **named)
+        cache.grew(slab, len(tokens), cache_of(output))
         logits: Tensor = output.logits[0]
         return logits if every else logits[-1:]  # Qwen3-Omni's class computes the logits of all tokens
 
@@ -319,7 +322,7 @@ def _cache_after(model: Any, tokens: int) -> list[tuple[int, int | None]] | None
     try:
         with torch.no_grad():
             ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
-            cache = model(input_ids=ids, use_cache=True).past_key_values
+            cache = cache_of(model(input_ids=ids, use_cache=True))
     except (RuntimeError, NotImplementedError):
         return None
     finally:
