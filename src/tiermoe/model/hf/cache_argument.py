@@ -11,8 +11,9 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 
 def cache_name(names: Container[str]) -> str:
-    """The name among those of a function's parameters, or of an output's fields."""
-    return next(name for name in CACHE_NAMES if name in names)
+    """The name among those of a function's parameters, or of an output's fields; the newest where none is there, as of
+    an encoder."""
+    return next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[0])
 
 
 def cache_of(named: Mapping[str, Any]) -> Any:
