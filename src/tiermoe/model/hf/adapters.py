@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.moe import _default_apply_gate
 
 from tiermoe.errors import ModelError
 
@@ -27,6 +26,13 @@ def drop_parameters(module: Any, experts: int) -> None:
         del module._parameters[name]
         # questions about shape and dtype are still answered
         module.__dict__[name] = parameter.detach()
+
+
+def usual_gate(module: Any, features: Tensor) -> Tensor:
+    """The gate that transformers gives experts of its interface that have none of their own."""
+    gate, up = features.chunk(2, dim=-1)
+    gated: Tensor = module.act_fn(gate) * up
+    return gated
 
 
 def _switch(own: Classes) -> dict[str, type[torch.nn.Module]]:
@@ -94,7 +100,7 @@ def _llama4(own: Classes) -> dict[str, type[torch.nn.Module]]:
         routed = self.experts.run_experts(hidden * scores, index, torch.ones_like(scores))
         return self.shared_expert(hidden).add_(routed), logits
 
-    members = {"__init__": __init__, "run_experts": None, "_apply_gate": _default_apply_gate}
+    members = {"__init__": __init__, "run_experts": None, "_apply_gate": usual_gate}
     return {
         experts.__name__: type(experts.__name__, (experts,), members),
         router.__name__: type(router.__name__, (router,), {"forward": choose}),
@@ -125,7 +131,7 @@ def _longcat(own: Classes) -> dict[str, type[torch.nn.Module]]:
             total = total.index_add(0, token, (hidden[token] * weights[token, place, None]).to(hidden.dtype))
         return total
 
-    members = {"__init__": __init__, "forward": forward, "run_experts": None, "_apply_gate": _default_apply_gate}
+    members = {"__init__": __init__, "forward": forward, "run_experts": None, "_apply_gate": usual_gate}
     return {cls.__name__: type(cls.__name__, (cls,), members)}
 
 
@@ -152,7 +158,7 @@ def _jetmoe(own: Classes) -> dict[str, type[torch.nn.Module]]:
         total: Tensor = routed.view(hidden.shape) + self.bias
         return total
 
-    members = {"__init__": __init__, "forward": forward, "run_experts": None, "_apply_gate": _default_apply_gate}
+    members = {"__init__": __init__, "forward": forward, "run_experts": None, "_apply_gate": usual_gate}
     return {cls.__name__: type(cls.__name__, (cls,), members)}
 
 
@@ -176,7 +182,7 @@ def _dbrx(own: Classes) -> dict[str, type[torch.nn.Module]]:
         total: Tensor = self.run_experts(hidden.reshape(-1, self.hidden_size), index, weights)
         return total.view(hidden.shape)
 
-    members = {"__init__": __init__, "forward": forward, "run_experts": None, "_apply_gate": _default_apply_gate}
+    members = {"__init__": __init__, "forward": forward, "run_experts": None, "_apply_gate": usual_gate}
     return {cls.__name__: type(cls.__name__, (cls,), members)}
 
 

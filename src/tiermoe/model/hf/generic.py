@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
-from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from tiermoe.batch import Batch
 from tiermoe.errors import PromptError
@@ -264,10 +263,7 @@ def _positions(config: Any, context: int, chunk: int) -> list[int]:
     layers = int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
     if getattr(config, "is_encoder_decoder", False):
         return [context] * (2 * layers)  # the decoder's own and the cross attention to the prompt
-    windows = [
-        layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else context
-        for layer in DynamicCache(config=config).layers
-    ]
+    windows = [getattr(layer, "sliding_window", context) for layer in DynamicCache(config=config).layers]
     # a window is a view of all that was concatenated: the tokens before it stay until the next ones come
     positions = [min(window - 1 + chunk, context) if window < context else context for window in windows]
     return positions or [context] * layers
@@ -286,7 +282,7 @@ def _widest(config: Any, name: str) -> Any:
     """An entry of a config, the largest of its layers where they differ; None where there is none."""
     try:
         return getattr(config, name, None)
-    except AmbiguousGlobalPerLayerAttributeError:
+    except RuntimeError:  # transformers does not choose among its layers
         return max(getattr(layer, name, None) or 0 for layer in config.per_layer_config)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from transformers.activations import ACT2FN, GELUTanh, ReLUSquaredActivation, SiLUActivation
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tiermoe.errors import ModelError
 from tiermoe.kernels.experts import Activation
@@ -27,6 +27,7 @@ from tiermoe.model.moe import ExpertGate
 
 IMPLEMENTATION = "tiermoe"
 _ROUTERS = ("gate", "router")
+_USUAL = ("_default_apply_gate", "usual_gate")  # of the interface, of our adapters
 _CLAMPED = "GptOssExperts._apply_gate"
 _CLAMPED_HALVES = "MiniMaxM3VLExperts._apply_gate"
 _SILU = (torch.nn.SiLU, SiLUActivation)
@@ -135,17 +136,17 @@ def activation_of(module: Any) -> Activation:
         activation: Activation = module.expert_template[0].act
         return activation
     if module.has_gate:
-        if type(module)._apply_gate is _default_apply_gate:
-            act = module.act_fn
+        name, act = type(module)._apply_gate.__qualname__, getattr(module, "act_fn", None)
+        if name in _USUAL:
             if act is torch.nn.functional.silu or type(act) in _SILU:
                 return silu_gate
             if isinstance(act, GELUTanh) and isinstance(act.act, functools.partial):  # torch's, not its formula
                 return gelu_gate
-        if type(module)._apply_gate.__qualname__ == _CLAMPED:
+        if name == _CLAMPED:
             return ClampedGate(float(module.limit), float(module.alpha))
-        if type(module)._apply_gate.__qualname__ == _CLAMPED_HALVES:
+        if name == _CLAMPED_HALVES:
             return ClampedGate(float(module.swiglu_limit), float(module.swiglu_alpha), halves=True)
-        limit, act = _LIMITED.get(type(module)._apply_gate.__qualname__), getattr(module, "act_fn", None)
+        limit = _LIMITED.get(name)
         if limit is not None and (act is None or type(act) in _SILU):
             return LimitedSilu(float(getattr(module, limit)))
         gate: Activation = module._apply_gate
@@ -157,6 +158,6 @@ def activation_of(module: Any) -> Activation:
 def gate_of(module: Any) -> ExpertGate:
     """The gate of an experts module."""
     elementwise = None
-    if getattr(module, "has_gate", False) and type(module)._apply_gate is _default_apply_gate:
+    if getattr(module, "has_gate", False) and type(module)._apply_gate.__qualname__ in _USUAL:
         elementwise = module.act_fn
     return ExpertGate(module.num_experts, activation_of(module), elementwise, type(module).__name__)
