@@ -150,10 +150,10 @@ REFUSED = {
     "load one by one",
     "ernie4_5_vl_moe": "its checkpoint has the experts for text and for pictures in one list, which tiermoe does not "
     "take apart",
-    "minimax": "transformers 5.23 computes something else for a token that follows others than for the same token "
+    "minimax": "transformers computes something else for a token that follows others than for the same token "
     "inside of a prompt",
     "muse_spark": "it normalises what each expert gives before that is weighted, which no kernel of tiermoe does",
-    "nllb-moe": "transformers 5.23 computes only its first two experts",
+    "nllb-moe": "transformers computes only its first two experts",
     "unlimited_ocr": "which tokens it attends to depends on which were given and which it wrote, and tiermoe's "
     "sequences do not keep them apart",
 }

@@ -2,7 +2,7 @@
 columns are rotated.
 
 The converter writes the published matrices as they are. llama.cpp rotates neighbouring columns of them, as vLLM does;
-transformers 5.23 rotates those of both halves of the same matrices. A file is read as llama.cpp runs it."""
+transformers rotates those of both halves of the same matrices. A file is read as llama.cpp runs it."""
 
 from __future__ import annotations
 
