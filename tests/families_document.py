@@ -9,9 +9,8 @@ from pathlib import Path
 from gguf_files import ARCHITECTURES as WRITTEN
 from gguf_files import called
 from small_families import FAMILIES, LARGER
-from tiermoe.model.families.mtp_heads import HEADS
-from tiermoe.model.families.table import ARCHITECTURES, REFUSED, family_of
-from tiny import CONFIGS
+from tiermoe.model.families import REFUSED, family_of
+from tiny import CONFIGS, OWN_DECODERS
 
 FILE = Path(__file__).parent.parent / "docs" / "families.md"
 
@@ -130,8 +129,8 @@ def document() -> str:
 
 def _row(model_type: str) -> str:
     family = family_of(model_type)
-    decoder = "own" if model_type in ARCHITECTURES else "transformers"
-    forecasts, drafts = ("yes" if has else "no" for has in (family.forecasts, model_type in HEADS))
+    decoder = "own" if model_type in OWN_DECODERS else "transformers"
+    forecasts, drafts = ("yes" if has else "no" for has in (family.forecasts, family.mtp_head is not None))
     files = f"`{_ARCHITECTURES[model_type]}`" if model_type in _ARCHITECTURES else "no"
     return f"| `{model_type}` | {family.name} | {decoder} | {forecasts} | {drafts} | {files} |"
 

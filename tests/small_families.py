@@ -36,11 +36,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "axk2": {**_LATENT, "gated_norm_rank": 8},
     "beam": {"mlp_layer_types": _SPARSE},
     "cohere2_moe": {},
-    "dbrx": {
-        "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256,
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 3, "hidden_size": 64},
-    },
     "dots3_note_text": _LATENT,
     "flint": {"mlp_only_layers": [0]},
     "gemma4_text": {
@@ -52,12 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "unpadded_vocab_size": 128,
     },
     "inkling_text": {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4},
-    "jetmoe": {"kv_channels": 16},
     "laguna": {},
-    "longcat_flash": {
-        **_LATENT, "num_layers": 2, "ffn_hidden_size": 64, "moe_topk": 3, "zero_expert_num": 4,
-        "expert_ffn_hidden_size": 32, "head_dim": 8,
-    },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }  # fmt: skip
 """model_type → config entries. (Those of `tiny.CONFIGS` are tested by `test_parity`; Gemma 4
@@ -130,12 +120,6 @@ LARGER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3_vl_moe": ("qwen3_vl_moe_text", {}, {}),
     "qwen4_exp": ("qwen4_exp_text", {}, {}),
-    "step3p7": (
-        "step3p5", {
-            "mlp_layer_types": _SPARSE, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            "num_sliding_attention_heads": 6, "swiglu_limits": [None, None, 0.1], "share_expert_dim": 32,
-        }, {},
-    ),
 }  # fmt: skip
 """model_type of a model that reads more than text → that of its text part, entries of that and of the other parts'
 configs. That of `qwen3_omni_moe` is the thinker's."""

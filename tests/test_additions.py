@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiermoe
 import tiny
 from additions.batching import serve
 from additions.encoding import Int5
 from additions.eviction import MostRecentlyUsed
+from additions.family import Mine, MineConfig, MineForCausalLM
 from additions.native import INSTRUCTION_SET, ROUTER_FIELD, Changes, change
 from additions.precision import FirstHigh
 from additions.prediction import LikeliestExpert, SameAgain
@@ -38,10 +40,8 @@ from tiermoe.formats.registry import FIXED, encoding_for, encoding_named
 from tiermoe.kernels.linear import KERNELS, DecodedLinear, linear_for
 from tiermoe.lab.simulate.evictions import hits_of
 from tiermoe.lab.trace.file import Trace
-from tiermoe.model.architecture import Architecture
 from tiermoe.model.decoder import Decoder
-from tiermoe.model.families.router_rules import deepseek_v3_router
-from tiermoe.model.families.table import ARCHITECTURES, FAMILIES, Family
+from tiermoe.model.families import FAMILIES
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.policies.precision import PRECISIONS
@@ -204,18 +204,13 @@ def test_a_setting_of_an_addition_is_known_everywhere(tiermoe_: Command, monkeyp
 
 # a model family
 
-SOLAR_OPEN = Family("Solar Open", "solar_open")
-SOLAR_OPEN_LAYERS = Architecture(deepseek_v3_router, shared="shared_experts", correction="gate.e_score_correction_bias")
 
-
-def test_a_family_of_two_table_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = SOLAR_OPEN.model_type
-    for table in (FAMILIES, ARCHITECTURES):  # they have it since
-        monkeypatch.delitem(table, name)
-    monkeypatch.setitem(FAMILIES, name, SOLAR_OPEN)
-    monkeypatch.setitem(ARCHITECTURES, name, SOLAR_OPEN_LAYERS)
-    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16}
-    monkeypatch.setitem(tiny.CONFIGS, name, sizes)
+def test_a_family_with_another_activation_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = Mine.model_type
+    AutoConfig.register(name, MineConfig, exist_ok=True)
+    AutoModelForCausalLM.register(MineConfig, MineForCausalLM, exist_ok=True)
+    monkeypatch.setitem(FAMILIES, name, Mine())
+    monkeypatch.setitem(tiny.CONFIGS, name, {**tiny.CONFIGS["qwen3_moe"], "hidden_act": "relu"})
     directory = tiny.write(tmp_path, name, torch.float32)
     plain = oracle(directory, name, torch.float32)
     ids = tokens(2, 9)

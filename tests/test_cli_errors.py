@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OpenAIPrivacyFilterConfi
 
 import tiermoe
 from commands import Command
-from tiermoe.model.families.table import REFUSED
+from tiermoe.model.families import REFUSED
 from tiny import write, write_tokenizer
 
 RUN = ("--memory", "4GiB", "--max-tokens", "4", "--lanes", "1")

@@ -19,7 +19,7 @@ from tiermoe.batch import Batch, decode, prompt
 from tiermoe.config import settings
 from tiermoe.engine.load import load_blueprint, start
 from tiermoe.errors import ConfigError, ModelError
-from tiermoe.model.families.table import not_computed
+from tiermoe.model.families import not_computed
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
 from tiny import config_of, oracle, write

@@ -25,7 +25,7 @@ from tiermoe.errors import ConfigError, TraceError
 from tiermoe.formats.gguf_file import open_gguf
 from tiermoe.lab.bench.child import CaseFailed
 from tiermoe.lab.trace.file import Trace
-from tiermoe.model.gguf.parameters import open_checkpoint
+from tiermoe.model.gguf.checkpoint import open_checkpoint
 from tiermoe.model.hf.blueprint import inspect_model
 
 _SMALL = {"vocab_size": 4224, "hidden_size": 256, "intermediate_size": 256, "num_experts_per_tok": 3}

@@ -25,10 +25,9 @@ from gguf_files import kinds
 from patience import PATIENCE_S
 from tiermoe.errors import ModelError
 from tiermoe.formats.ggml_types import TYPES, UNREAD
-from tiermoe.formats.gguf_file import open_gguf, read_header
-from tiermoe.model.gguf.config import end_ids
-from tiermoe.model.gguf.parameters import config_of, open_checkpoint
-from tiermoe.model.gguf.shapes import read_whole
+from tiermoe.formats.gguf_file import open_gguf, read_header, read_whole
+from tiermoe.model.families.fields import end_ids
+from tiermoe.model.gguf.checkpoint import config_of, open_checkpoint
 
 
 @pytest.fixture(scope="module")

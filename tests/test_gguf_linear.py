@@ -17,7 +17,7 @@ from parity import close, tokens
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.gguf_file import GgufFile, open_gguf
-from tiermoe.model.gguf.linear_attention import linear_rows
+from tiermoe.model.families.rows import linear_rows
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.packing import own_linears
 

@@ -17,9 +17,8 @@ from gguf_files import kinds
 from gguf_qwen4 import ARCHITECTURE, TABLE
 from parity import tokens
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_file import GgufFile, open_gguf
-from tiermoe.model.gguf.parameters import config_of, open_checkpoint
-from tiermoe.model.gguf.shapes import read_whole
+from tiermoe.formats.gguf_file import GgufFile, open_gguf, read_whole
+from tiermoe.model.gguf.checkpoint import config_of, open_checkpoint
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.stored_weights import EmbeddingOnDisk
 

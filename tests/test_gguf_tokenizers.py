@@ -21,7 +21,7 @@ from tiermoe.engine.detokenize import token_bytes
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile, open_gguf
 from tiermoe.formats.outline import Origin
-from tiermoe.model.gguf.config import end_ids
+from tiermoe.model.families.fields import end_ids
 from tiermoe.model.gguf.tokenizer import PRE_TOKENIZERS, load_tokenizer
 from tiermoe.model.hf.tokenizers import load_tokenizer as load_any
 from tiermoe.model.tokenizer import keep_tokenizer, read_tokenizer

@@ -20,19 +20,18 @@ from tiermoe.batch import Batch, Row, decode, prompt
 from tiermoe.config import settings
 from tiermoe.engine.load import resolve_for
 from tiermoe.engine.needs import expanding_needs
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention import linear as delta
 from tiermoe.model.attention.mamba import CHUNK, selective_scan
 from tiermoe.model.attention.mamba_1 import channelwise_scan
-from tiermoe.model.attention.short_convolution import ConvolutionSizes
+from tiermoe.model.attention.short_convolution import short_convolution
 from tiermoe.model.cache.kv import KVCache
-from tiermoe.model.decoder import attention_sizes
-from tiermoe.model.families.table import ARCHITECTURES, decodes, not_computed
+from tiermoe.model.families import FAMILIES as ALL_FAMILIES
+from tiermoe.model.families import decoder_family, not_computed
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.rotary import Rotary
 from tiermoe.model.step import Step
-from tiermoe.model.weights import ModuleWeights, text_part
+from tiermoe.model.weights import ModuleWeights, Scope, text_part
 
 KIMI = ("kimi_linear", "glm5_next_text", "bailing_hybrid")
 FAMILIES = ["qwen3_next", "qwen3_5_moe_text", *KIMI]
@@ -62,11 +61,10 @@ class Case:
         self.eager: Any = getattr(layer, BLOCKS.get(family, "linear_attn"))
         for name, parameter in self.eager.named_parameters():
             torch.nn.init.normal_(parameter, float(name.endswith("norm.weight")), 0.3)
-        found = attention_sizes(Configs(config, config, False).plain())
-        assert found is not None
-        (self.sizes,) = found
-        weights = FamilyWeights(ARCHITECTURES[family], config, text_part(ModuleWeights(model)), dtype)
-        self.block = self.sizes.block(weights, LAYER)
+        of = ALL_FAMILIES[family]
+        w = Scope(text_part(ModuleWeights(model)), config, dtype, of.norms).at(LAYER)
+        self.block: Any = of.layer(w, Configs(config, config, False).plain(), 0).attention
+        self.sizes = self.block.sizes
         self.x = torch.randn(2, LENGTH + 4, config.hidden_size).to(dtype)
 
     @torch.no_grad()
@@ -239,7 +237,7 @@ def test_what_mamba_does_not_compute_is_left_to_transformers_code(changes: dict[
     written = tiny.config_of(MAMBA, **changes)
     config = Configs(written, written, False).plain()
     assert not_computed(config) == lacking
-    assert decodes(config) == (not lacking)
+    assert (decoder_family(config) is not None) == (not lacking)
 
 
 def test_prompts_have_a_least_time_step_as_transformers_code_has_it(tmp_path: Path) -> None:
@@ -362,9 +360,9 @@ def test_short_convolutions_agree_with_transformers_eager_layer(changes: dict[st
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tiny.make_random(model)
     eager: Any = model.get_submodule(f"{LAYER}.conv")
-    sizes = ConvolutionSizes.of(config)
-    weights = FamilyWeights(ARCHITECTURES["lfm2_moe"], config, ModuleWeights(model), torch.float32)
-    block = sizes.block(weights, LAYER)
+    of = ALL_FAMILIES["lfm2_moe"]
+    block = short_convolution(Scope(ModuleWeights(model), config, torch.float32, of.norms, f"{LAYER}.conv"), config)
+    sizes = block.sizes
     x = torch.randn(2, SHORT, config.hidden_size)
     want = eager(hidden_states=x)
     cache = KVCache([sizes.shape], 2, SHORT, SHORT, torch.float32)

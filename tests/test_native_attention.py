@@ -28,7 +28,7 @@ from tiermoe.kernels.attention import (
     decode_attention,
 )
 from tiermoe.kernels.norm import Norm
-from tiermoe.model.families.table import ARCHITECTURES
+from tiermoe.model.families import FAMILIES as ALL_FAMILIES
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
@@ -168,8 +168,7 @@ class Case:
         changes = {"max_position_embeddings": 1024, **sizes, **changes}
         config = tiny.config_of(family, **changes, attn_implementation="eager")
         model = tiny.auto_class(family).from_config(config, dtype=torch.bfloat16).eval()
-        tempers = ARCHITECTURES[family].temperature
-        self.temperature = None if tempers is None else tempers(config)
+        self.temperature = ALL_FAMILIES[family].temperature(config)
         self.layer: Any = model.model.layers[0]
         for parameter_name, parameter in self.layer.named_parameters():
             one = "norm.weight" in parameter_name and family != "qwen3_next"  # whose norms add it

@@ -25,14 +25,13 @@ from tiermoe.model.attention.grouped import GroupedSizes
 from tiermoe.model.attention.latent import LatentSizes
 from tiermoe.model.attention.linear import LinearSizes
 from tiermoe.model.cache.kv import KVCache, needs
-from tiermoe.model.decoder import Decoder, attention_sizes, decoder_for
-from tiermoe.model.families.table import ARCHITECTURES
+from tiermoe.model.decoder import Decoder, decoder_for, plan_layers
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.weights import ModuleWeights
 from tiermoe.native import _native
 from tiermoe.types import FEW_TOKENS, USUAL, Phase, Use, Workload
-from tiny import CONFIGS, auto_class, config_of, oracle, write
+from tiny import CONFIGS, OWN_DECODERS, auto_class, config_of, oracle, write
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -58,14 +57,14 @@ def model_of(
     config = config_of(kind, **changes)
     model = auto_class(kind).from_config(config, dtype=dtype).eval()
     plain = Configs(config, config, False).plain()
-    sizes = attention_sizes(plain)
+    layers = plan_layers(plain, {name: tuple(each.shape) for name, each in model.state_dict().items()}, dtype)
     decoder = decoder_for(plain, ModuleWeights(model), dtype)
     assert decoder is not None
-    assert sizes is not None
-    return model, decoder, sizes
+    assert layers is not None
+    return model, decoder, [layer.sizes for layer in layers]
 
 
-@pytest.mark.parametrize("kind", sorted(set(ARCHITECTURES) & set(CONFIGS)))
+@pytest.mark.parametrize("kind", sorted(set(OWN_DECODERS) & set(CONFIGS)))
 @pytest.mark.parametrize("window", [None, 8])
 def test_a_cache_needs_what_it_allocates(kind: str, window: int | None) -> None:
     """Of every family with a decoder of ours: windows, latents and recurrent states too."""

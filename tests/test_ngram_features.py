@@ -19,7 +19,7 @@ from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.errors import ModelError
 from tiermoe.model.attention.ngrams import NgramHashes
 from tiermoe.model.decoder import Decoder
-from tiermoe.model.families.table import decodes
+from tiermoe.model.families import decodes
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.hf.generic import GenericDecoder

@@ -15,8 +15,7 @@ import tiermoe
 from parity import ROUNDED, close, logits, put_decoded_experts, tokens
 from patience import until
 from tiermoe.kernels.linear import multiplies_bfloat16
-from tiermoe.model.families.table import ARCHITECTURES
-from tiny import CONFIGS, oracle, write
+from tiny import CONFIGS, OWN_DECODERS, oracle, write
 
 Model = Callable[..., Path]
 FAMILIES = sorted(CONFIGS)
@@ -29,7 +28,7 @@ NARROW = ("deepseek_v3", "gpt_oss", "mixtral", "nemotron_h", "switch_transformer
 GENERIC = [
     (family, dtype, "generic") for family in FAMILIES for dtype in DTYPES if dtype == torch.float32 or family in NARROW
 ]
-OWN = [(family, dtype, "auto") for family in sorted(ARCHITECTURES) for dtype in DTYPES]
+OWN = [(family, dtype, "auto") for family in OWN_DECODERS for dtype in DTYPES]
 PAIRS = sorted([*GENERIC, *OWN], key=lambda pair: (pair[0], str(pair[1])))  # those of one oracle beside each other
 
 
@@ -56,8 +55,8 @@ last_greedy_tokens = functools.lru_cache(maxsize=1)(greedy_tokens)
 
 def reads_ahead(family: str, dtype: torch.dtype, decoder: str) -> bool:
     """Whether a pair prefetches: of each family the decoder that it has by default, in float32. An encoder cannot."""
-    by_default = decoder == "auto" or family not in ARCHITECTURES
-    return family in DECODERS and by_default and dtype == torch.float32
+    by_default = decoder == "auto" or family not in OWN_DECODERS
+    return family in OWN_DECODERS and by_default and dtype == torch.float32
 
 
 def name_of(pair: tuple[str, torch.dtype, str]) -> str:

@@ -26,7 +26,7 @@ from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model import stored_weights as dense_weights
-from tiermoe.model.families.table import FAMILIES
+from tiermoe.model.families import FAMILIES
 from tiermoe.model.hf import generic
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.packing import packable, packed_bytes

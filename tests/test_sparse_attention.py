@@ -16,7 +16,7 @@ from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.model.attention.latent import PIECE
 from tiermoe.model.decoder import decoder_for
-from tiermoe.model.families.table import not_computed
+from tiermoe.model.families import not_computed
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.rotary import rotary_of
 from tiermoe.model.step import Step

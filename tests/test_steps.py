@@ -11,8 +11,7 @@ import torch
 
 from small_engines import NATIVE, OnRoute, alone, engine_of, tokens
 from tiermoe.batch import Batch, Kind, Row, decode, prompt, verify
-from tiermoe.model.families.table import ARCHITECTURES
-from tiny import write
+from tiny import OWN_DECODERS, write
 
 
 def test_tokens_positions_and_slabs_of_rows_of_different_sequences() -> None:
@@ -213,7 +212,7 @@ def test_a_chunk_of_a_prompt_is_never_taken_for_a_generated_token(chunk: int, tm
 def test_every_family_with_an_architecture_decodes_by_it(tmp_path: Path) -> None:
     from tiermoe.model.decoder import Decoder
 
-    for family in sorted(ARCHITECTURES):
+    for family in OWN_DECODERS:
         engine = engine_of(write(tmp_path / family, family, torch.float32), bits=16, dense_bits=16)
         assert isinstance(engine.decoder, Decoder), family
         engine.close()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
+from tiermoe.model.families import FAMILIES
 from tiermoe.model.hf import configuration_deepseek, modeling_deepseek
 
 configuration_deepseek.register()
@@ -305,3 +306,7 @@ def oracle(directory: Path, model_type: str, dtype: torch.dtype) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model.eval()
+
+
+OWN_DECODERS = sorted(name for name, family in FAMILIES.items() if family.decodes)
+"""model_types of the families with a decoder of our own."""

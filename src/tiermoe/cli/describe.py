@@ -25,7 +25,7 @@ from tiermoe.formats.source import label_of
 from tiermoe.formats.store import MTP_FOLDER, Store, open_store, precision_key
 from tiermoe.kernels.linear import cpu_kernels, machine_layout
 from tiermoe.kernels.matrix import matrix_form
-from tiermoe.model.families.table import ARCHITECTURES, FAMILIES, not_computed
+from tiermoe.model.families import FAMILIES, has_decoder, not_computed
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.hub import inspect_without_download
 from tiermoe.model.packing import kind_of, recipe_key
@@ -289,7 +289,7 @@ def _why_transformers(blueprint: Blueprint, asked: str, device: str) -> str:
         return "--decoder generic"
     if device != "cpu":
         return "tiermoe's own decoders compute on a CPU"
-    if blueprint.family.encodes or config.model_type not in ARCHITECTURES:
+    if blueprint.family.encodes or not has_decoder(config.model_type):
         return f"tiermoe has no decoder of its own for {config.model_type}"
     lacking = not_computed(config)
     return f"tiermoe's decoder does not compute this config: {lacking}" if lacking else ""

@@ -34,8 +34,7 @@ def read_ahead(model: str, options: dict[str, Any]) -> GgufFile | None:
     """The headers of a GGUF file, whose dense weights the drive begins to read into the page cache: it has nothing else
     to do while torch is imported. None for another model, and where options ask for weights that are packed. ModelError
     as `check_local` and `open_gguf`: before torch is imported."""
-    from tiermoe.formats.gguf_file import is_gguf, open_gguf
-    from tiermoe.model.gguf.shapes import read_whole
+    from tiermoe.formats.gguf_file import is_gguf, open_gguf, read_whole
     from tiermoe.model.hf.local_models import check_local
 
     path = check_local(model)
@@ -79,7 +78,7 @@ def open_session(
     with starting():
         from tiermoe.cli.describe import loss_of, missing_kernels
         from tiermoe.engine.load import start
-        from tiermoe.model.gguf.parameters import open_checkpoint
+        from tiermoe.model.gguf.checkpoint import open_checkpoint
         from tiermoe.model.hf.blueprint import inspect_model
         from tiermoe.model.hf.hub import resolve_model
         from tiermoe.model.hf.tokenizers import kept_tokenizer, leave_tokenizer, load_tokenizer

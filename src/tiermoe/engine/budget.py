@@ -11,9 +11,9 @@ from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan, in_words, leas
 from tiermoe.engine.needs import (
     PlanInputs,
     formats_of,
+    layers_for,
     longest_request,
     prompt_chunks,
-    sizes_for,
     while_loading,
     while_packing,
     while_running,
@@ -126,13 +126,14 @@ def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> Non
     if settings.kv_bits == 16:
         return
     option = f"kv_bits={settings.kv_bits}"
-    sizes = sizes_for(option, "--kv-bits", "has 16 bits", blueprint, settings, device)
-    if any(isinstance(each, LatentSizes | CompressedSizes) for each in sizes):
+    layers = layers_for(option, "--kv-bits", "has 16 bits", blueprint, settings, device)
+    if any(isinstance(each.sizes, LatentSizes | CompressedSizes) for each in layers):
         raise ConfigError(
             f"{option} does not apply to {blueprint.family.name}: its cache holds latents, which are compressed "
             f"already; leave --kv-bits out"
         )
-    columns = {each.shape.key_columns for each in sizes} | {each.shape.value_columns for each in sizes}
+    shapes = [each.sizes.shape for each in layers]
+    columns = {each.key_columns for each in shapes} | {each.value_columns for each in shapes}
     if settings.kv_bits == 4 and (odd := sorted(each for each in columns if each % COLUMNS_OF_4)):
         raise ConfigError(
             f"{option} takes heads of a multiple of {COLUMNS_OF_4} columns, and {blueprint.family.name} has heads of "
@@ -146,7 +147,7 @@ def _check_kv_memory(blueprint: Blueprint, settings: Settings, use: Use, device:
     if use.kv_memory is None:
         return
     option = f"--kv-memory {format_size(use.kv_memory)}"
-    sizes_for(option, "--kv-memory", "takes its memory by itself", blueprint, settings, device)
+    layers_for(option, "--kv-memory", "takes its memory by itself", blueprint, settings, device)
     context = context_of(blueprint, settings)
     longest = longest_request(blueprint, settings, context, device)
     assert longest is not None

@@ -23,7 +23,7 @@ class Forecaster:
 
     routers: one per MoE layer; a None names no experts by index (Switch) or is a hash of the token (whose prediction is
     another), and nothing is forecast for it. experts: how many each layer has; a router may name more, which compute
-    nothing (LongCat). whole: rank all experts of a layer, not only the chosen ones (percentiles, popularity, traces).
+    nothing. whole: rank all experts of a layer, not only the chosen ones (percentiles, popularity, traces).
 
     A router of transformers' is called with what its block gives it beside the input (MiniMax-M2's correction bias), as
     seen in the model's own last call; before the first one nothing is forecast. It is asked about what the running

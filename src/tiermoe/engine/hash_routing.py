@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tiermoe.model.decoder import Decoder
-from tiermoe.model.families.table import Family
+from tiermoe.model.families.family import Family
 
 
 class TokenTable:

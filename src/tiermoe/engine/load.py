@@ -26,7 +26,7 @@ from tiermoe.formats.quantizers import CALIBRATED, UNCALIBRATED
 from tiermoe.formats.store import Store, joined
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.decoder import Decoder, decoder_for
-from tiermoe.model.families.table import decodes
+from tiermoe.model.families import decoder_family
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import inspect_without_download, resolve_model
 from tiermoe.model.hf.tokenizers import load_tokenizer
@@ -146,7 +146,8 @@ def starts_lean(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
 
 
 def _has_own_decoder(blueprint: Blueprint, settings: Settings) -> bool:
-    return settings.decoder != "generic" and resolve_device(settings.device) == "cpu" and decodes(blueprint.config)
+    on_cpu = settings.decoder != "generic" and resolve_device(settings.device) == "cpu"
+    return on_cpu and decoder_family(blueprint.config) is not None
 
 
 def _prepared(

@@ -17,12 +17,10 @@ from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.store import Store
 from tiermoe.kernels.linear import decoded_bytes, machine_layout, prepared_bytes
 from tiermoe.kernels.matrix import prepared_at_most
-from tiermoe.model.attention.base import AttentionSizes
-from tiermoe.model.attention.latent import LatentSizes
 from tiermoe.model.attention.linear import LinearSizes
 from tiermoe.model.cache import kv as kv_cache
-from tiermoe.model.decoder import attention_sizes
 from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.layer import DecoderLayer
 from tiermoe.model.packing import dense_bytes
 from tiermoe.model.prepare_store import packing_needs
 from tiermoe.model.rotary import table_bytes
@@ -124,12 +122,12 @@ def prompt_chunks(model: PlanInputs, slots: int, slot_bytes: int, spare: int) ->
 def _most_chunks(model: PlanInputs) -> int:
     """How many chunks of a prompt may go through a layer together, whatever they take."""
     composition, settings = model.resolved.composition, model.settings
-    sizes = sizes_of(model.blueprint, settings, model.device)
+    layers = layers_of(model.blueprint, settings, model.device)
     exact = not composition.lossy and composition.unit == "expert" and composition.store == "disk"
-    if sizes is None or not exact or not can_free_pages():
+    if layers is None or not exact or not can_free_pages():
         return 1
     chunks = -(-model.context // settings.chunk)
-    return chunks if settings.batch == 1 else min(chunks, len(sizes))
+    return chunks if settings.batch == 1 else min(chunks, len(layers))
 
 
 def _states_of_chunk(model: PlanInputs, count: int) -> int:
@@ -172,10 +170,10 @@ def decoder_needs(
     blueprint: Blueprint, formats: Sequence[ExpertFormat], settings: Settings, load: Workload, device: str
 ) -> list[Need]:
     """Key/value cache and activations of the decoder that a model gets on a device, for a workload."""
-    sizes = sizes_of(blueprint, settings, device)
+    layers = layers_of(blueprint, settings, device)
     if blueprint.family.encodes:
         load = replace(load, chunk=load.context)  # an encoder reads its prompt at once
-    if sizes is None:
+    if layers is None:
         from tiermoe.model.hf import generic  # late: it imports transformers
 
         text = blueprint.configs.text
@@ -186,8 +184,9 @@ def decoder_needs(
         heads, _, head_dim = generic.attention_shape(text)
         columns = heads * head_dim
     else:
-        needs = kv_cache.needs([each.shape for each in sizes], load) + _attention_needs(blueprint, sizes, load)
-        columns = max(each.token_columns for each in sizes)
+        needs = kv_cache.needs([each.sizes.shape for each in layers], load)
+        needs = needs + _attention_needs(blueprint, layers, load)
+        columns = max(each.sizes.token_columns for each in layers)
     return needs + _layer_needs(blueprint, formats, settings, load, columns)
 
 
@@ -200,55 +199,59 @@ def _grown(blueprint: Blueprint) -> Sequence[LayerCache] | None:
     return generic.measured_cache(blueprint.skeleton, _PROBED)
 
 
-def sizes_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence[AttentionSizes] | None:
-    """Sizes of each layer's attention in our own decoder; None where transformers' code runs."""
+def layers_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence[DecoderLayer] | None:
+    """Layers of our own decoder, of weights without values; None where transformers' code runs."""
     if settings.decoder == "generic" or blueprint.family.encodes or device != "cpu":
         return None
-    return attention_sizes(blueprint.config)
+    return blueprint.planned_layers
 
 
-def sizes_for(
+def layers_for(
     option: str, flag: str, lacking: str, blueprint: Blueprint, settings: Settings, device: str
-) -> Sequence[AttentionSizes]:
-    """`sizes_of`; ConfigError where transformers' code runs, which `option` does not apply to. lacking: why, of that
+) -> Sequence[DecoderLayer]:
+    """`layers_of`; ConfigError where transformers' code runs, which `option` does not apply to. lacking: why, of that
     code's cache. flag: the command's option to leave out."""
-    sizes = sizes_of(blueprint, settings, device)
-    if sizes is None:
+    layers = layers_of(blueprint, settings, device)
+    if layers is None:
         raise ConfigError(
             f"{option} is for tiermoe's own decoders on a CPU, and {blueprint.family.name} runs here by transformers' "
             f"code, whose cache {lacking}; leave {flag} out"
         )
-    return sizes
+    return layers
 
 
 def longest_request(blueprint: Blueprint, settings: Settings, context: int, device: str) -> int | None:
     """Bytes of keys and values of one sequence of the whole context; None where transformers' code runs."""
-    sizes = sizes_of(blueprint, settings, device)
-    if sizes is None:
+    layers = layers_of(blueprint, settings, device)
+    if layers is None:
         return None
-    shapes, item = [each.shape for each in sizes], blueprint.dtype.itemsize
+    shapes, item = [each.sizes.shape for each in layers], blueprint.dtype.itemsize
     return kv_cache.sequence_bytes(shapes, context, context, min(settings.chunk, context), item, settings.kv_bits)
 
 
 def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> list[Need]:
     """Needs of dense weights that a decoder derives from others and keeps: taps of convolutions, and for the native
     kernels latent attention's matrices."""
-    sizes = sizes_of(blueprint, settings, device) or []
+    layers = layers_of(blueprint, settings, device) or []
     by_kernels = blueprint.dtype == torch.bfloat16 and native.available()
-    latents = sum(each.expanding_bytes for each in sizes if by_kernels and isinstance(each, LatentSizes))
-    taps = sum(each.taps_bytes for each in sizes if by_kernels or not isinstance(each, LinearSizes))
+    latents = sum(each.sizes.expanding_bytes for each in layers if by_kernels and each.by_kernel)
+    taps = sum(each.sizes.taps_bytes for each in layers if by_kernels or not isinstance(each.sizes, LinearSizes))
     derived = (("matrices that expand latents", latents), ("convolutions' taps", taps))
     return [Need("dense", nbytes, Phase.RUNNING, what) for what, nbytes in derived if nbytes]
 
 
-def _attention_needs(blueprint: Blueprint, sizes: Sequence[AttentionSizes], load: Workload) -> list[Need]:
+def _attention_needs(blueprint: Blueprint, layers: Sequence[DecoderLayer], load: Workload) -> list[Need]:
     """Needs of one layer's attention, of one sequence after the other, or of few tokens by the native kernel. Each kind
     of layer keeps a workspace of its own."""
     hidden = int(blueprint.config.hidden_size)
     widest = max(hidden, int(getattr(blueprint.config, "q_lora_rank", None) or 0))
+    sizes = [layer.sizes for layer in layers]
     kinds = [[each for each in sizes if type(each) is kind] for kind in {type(each) for each in sizes}]
     many = sum(max(each.prompt_bytes(load, blueprint.dtype) for each in alike) for alike in kinds)
-    few = max(each.decode_bytes(load.tokens, load.context, load.threads, widest) for each in sizes)
+    few = max(
+        each.sizes.decode_bytes(load.tokens, load.context, load.threads, widest) if each.by_kernel else 0
+        for each in layers
+    )
     rotary_columns: dict[int, int] = {}  # by kind of rotary embedding, each of which has a table
     for each in sizes:
         rotary_columns[each.rotary] = max(rotary_columns.get(each.rotary, 0), each.rotated_columns)

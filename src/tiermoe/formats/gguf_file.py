@@ -416,3 +416,15 @@ class _Reader:
 
     def _malformed(self, what: str) -> ModelError:
         return ModelError(f"{self._file} has a malformed GGUF header ({what}); download it again")
+
+
+NGRAM_TABLE = "per_layer_token_embd.weight"
+"""The table of n-grams (Qwen3.8): tens of GB, of which a token needs some rows."""
+
+
+def read_whole(file: GgufFile) -> list[GgufTensor]:
+    """The tensors that loading reads whole, in the order of the file: all but the experts, and the tables of which a
+    token needs rows: of n-grams, and the input embedding unless it is the output layer too."""
+    rows = (NGRAM_TABLE, "token_embd.weight" if "output.weight" in file.tensors else "")
+    found = [tensor for name, tensor in file.tensors.items() if "_exps." not in name and name not in rows]
+    return sorted(found, key=lambda tensor: (file.shards.index(tensor.file), tensor.offset))

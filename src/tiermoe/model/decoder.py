@@ -1,11 +1,11 @@
 """Decoder built from blocks: tokens in, logits out, for prompts and generated tokens alike.
 
 A step is `Decoder.step`; each `Layer` is attention and a feed-forward part with their norms and residuals.
-`decoder_for` builds the decoder of a config from the entry that its family has in `families/table.py`."""
+`decoder_for` builds the decoder of a config by the file of its family in `families/`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,28 +13,18 @@ import torch
 from torch import Tensor
 
 from tiermoe.batch import Batch
-from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.attention.base import AttentionSizes, NoAttention
-from tiermoe.model.attention.compressed import CompressedSizes
-from tiermoe.model.attention.grouped import GroupedSizes, head_columns
-from tiermoe.model.attention.kimi_delta import KimiDeltaSizes
-from tiermoe.model.attention.latent import LatentSizes
-from tiermoe.model.attention.linear import LinearSizes, is_linear
-from tiermoe.model.attention.mamba_1 import mamba_sizes_of
-from tiermoe.model.attention.short_convolution import ConvolutionSizes, is_convolution
 from tiermoe.model.cache.kv import KVCache, LayerShape
-from tiermoe.model.families.gemma4 import SideBySide
-from tiermoe.model.families.table import ARCHITECTURES, activation_of, decodes
-from tiermoe.model.layer import AttentionLayer, DecoderLayer, FeedForwardLayer, Layer
+from tiermoe.model.families import decoder_family
+from tiermoe.model.layer import DecoderLayer, Layer
 from tiermoe.model.linear import Linear
 from tiermoe.model.model_config import reads_mtp_head
-from tiermoe.model.moe import Experts, MoeBlock, feed_forward
-from tiermoe.model.mtp_head import MtpHead
-from tiermoe.model.rotary import Rotary, is_rotated, layer_kinds, parameters_of, rotary_of, unrotated
+from tiermoe.model.moe import Experts, MoeBlock
+from tiermoe.model.mtp_head import MtpHead, mtp_head
+from tiermoe.model.rotary import Rotary
 from tiermoe.model.routers import Router
 from tiermoe.model.step import Step
-from tiermoe.model.streams import CONNECTIONS, StreamLayer, in_streams, streams_of
-from tiermoe.model.weights import Weights, text_part
+from tiermoe.model.streams import in_streams, streams_of
+from tiermoe.model.weights import Scope, ShapesOnly, Weights, text_part
 from tiermoe.types import FEW_TOKENS
 
 
@@ -258,134 +248,51 @@ class Decoder:
         return [block for layer in self.layers[:end] if (block := layer.moe) is not None]
 
 
-# building: sizes from a config, blocks from sizes and weights
+# building
 
 
-def attention_sizes(config: Any) -> list[AttentionSizes] | None:
-    """The description of each layer's attention in the decoder that a model with this config gets; None where it gets
-    none of ours."""
-    architecture = ARCHITECTURES.get(config.model_type)
-    if architecture is None or not decodes(config):
+def plan_layers(config: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> list[DecoderLayer] | None:
+    """The layers of the decoder that a model with this config gets, of weights without values: what a plan counts.
+    shapes: of the weights, by path. None where it gets no decoder of ours."""
+    family = decoder_family(config)
+    if family is None:
         return None
-    return [_sizes_at(architecture, config, index) for index in range(config.num_hidden_layers)]
-
-
-def _sizes_at(architecture: Architecture, config: Any, index: int) -> AttentionSizes:
-    if not architecture.attends(config, index):
-        return NoAttention()
-    if is_linear(config, index):
-        if architecture.mamba:
-            return mamba_sizes_of(architecture, config)
-        return (KimiDeltaSizes if architecture.kimi_delta else LinearSizes).of(config, index)
-    if architecture.latent:
-        return LatentSizes.of(architecture, config, index)
-    if architecture.compressed:
-        return CompressedSizes.of(config, index)
-    if is_convolution(config, index):
-        return ConvolutionSizes.of(config)
-    return GroupedSizes.of(architecture, config, index)
+    w = Scope(text_part(ShapesOnly(shapes, dtype)), config, dtype, family.norms)
+    return [family.layer(w.at(f"model.layers.{at}"), config, at) for at in range(config.num_hidden_layers)]
 
 
 def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int = 16) -> Decoder | None:
     """The decoder of a model with this transformers config; None where the family has none or no block computes a part
     of the config. kv_bits: of keys and values in its caches; latents have 16 alone."""
-    sizes = attention_sizes(config)
-    if sizes is None:
+    family = decoder_family(config)
+    if family is None:
         return None
-    parts = FamilyWeights(ARCHITECTURES[config.model_type], config, text_part(weights), dtype)
-    rotaries = _rotaries(config, dtype)
-    layers = [
-        _layer(f"model.layers.{index}", each, parts, rotaries[each.rotary].columns) for index, each in enumerate(sizes)
-    ]
+    w = Scope(text_part(weights), config, dtype, family.norms)
+    rotaries, layers = family.rotaries(config, dtype), list[DecoderLayer]()
+    for index in range(config.num_hidden_layers):
+        layer = family.layer(w.at(f"model.layers.{index}"), config, index)
+        columns = rotaries[layer.sizes.rotary].columns
+        layers.append(layer.with_kernel(columns) if isinstance(layer, Layer) else layer)
+    shapes = [layer.sizes.shape for layer in layers]
     last = layers.pop() if reads_mtp_head(config) else None
-    table, embedding_scale = _embedding(parts)
-    if parts.architecture.streams:
+    table = w.embedding(family.embedding)
+    if family.in_streams:
         table = in_streams(table, streams_of(config))
-        norm: Callable[[Tensor], Tensor] = CONNECTIONS[parts.architecture.streams].end(parts)
-    else:
-        norm = parts.norm(f"model.{parts.architecture.named('norm')}")
-    head, softcap = parts.linear("lm_head"), getattr(config, "final_logit_softcapping", None)
+    head, softcap = w.linear("lm_head", config.vocab_size, w.hidden), getattr(config, "final_logit_softcapping", None)
+    mtp = None
+    if last is not None:
+        mtp = mtp_head(w.at(f"model.layers.{len(layers)}"), len(layers), cast(Layer, last), table, head, rotaries)
     return Decoder(
         embedding=table,
         layers=layers,
-        shapes=[each.shape for each in sizes],
-        norm=norm,
+        shapes=shapes,
+        norm=family.end(w, config),
         head=head,
         rotaries=rotaries,
         dtype=dtype,
-        embedding_scale=embedding_scale,
-        logits_divisor=parts.scale("logits_scaling"),
+        embedding_scale=family.embedding_scale(config, dtype),
+        logits_divisor=family.logits_divisor(config),
         kv_bits=kv_bits,
         softcap=None if softcap is None else float(softcap),
-        mtp=None if last is None else _mtp_head(parts, len(layers), cast(Layer, last), table, head, rotaries),
+        mtp=mtp,
     )
-
-
-def _mtp_head(
-    weights: FamilyWeights,
-    index: int,
-    layer: Layer,
-    table: Callable[[Tensor], Tensor],
-    output: Linear,
-    rotaries: Sequence[Rotary],
-) -> MtpHead:
-    """The MTP head whose layer lies behind the others', at `index`."""
-    path = f"model.layers.{index}"
-    embedding_norm, hidden_norm, norm = (
-        weights.norm(f"{path}.{name}") for name in ("enorm", "hnorm", "shared_head.norm")
-    )
-    projection = weights.linear(f"{path}.eh_proj")
-    return MtpHead(index, table, embedding_norm, hidden_norm, projection, layer, norm, output, rotaries)
-
-
-def _layer(path: str, sizes: AttentionSizes, weights: FamilyWeights, rotary_columns: int) -> DecoderLayer:
-    of, activation = weights.architecture, activation_of(weights.config)
-    if of.one_part:
-        norm = weights.norm(f"{path}.{of.named('input_layernorm')}")
-        if isinstance(sizes, NoAttention):
-            return FeedForwardLayer(norm, feed_forward(weights, path, activation))
-        return AttentionLayer(norm, sizes.block(weights, path))
-    names = (of.named(name) for name in ("input_layernorm", "post_attention_layernorm"))
-    if of.streams:
-        return StreamLayer.of(weights, path, sizes, activation)
-    attention = sizes.block(weights, path)
-    before, after = (None if of.without_first_norms else weights.norm(f"{path}.{name}") for name in names)
-    attended = weights.norm(f"{path}.{of.norm_attended}") if of.norm_attended else None
-    multiplier, kernel = weights.scale("residual_multiplier"), None
-    if before is not None and after is not None and attended is None:
-        kernel = attention.decode_kernel(before, after, rotary_columns, multiplier)
-    indexer = sizes.indexer_block(weights, path)
-    part = SideBySide.of(weights, path, activation) if of.side_by_side else feed_forward(weights, path, activation)
-    return Layer(before, attention, after, part, multiplier, kernel, indexer, attended)
-
-
-def _embedding(weights: FamilyWeights) -> tuple[Callable[[Tensor], Tensor], float]:
-    """The input embedding without its scale, which in transformers' model may be its own, and the scale."""
-    of = weights.architecture
-    scale = 1.0 if of.embedding_scale is None else of.embedding_scale(weights.config)
-    if of.scaled_embedding:
-        scale = float(torch.tensor(weights.config.hidden_size**0.5).to(weights.dtype))
-    return weights.embedding(f"model.{of.named('embed_tokens')}"), scale * weights.scale("embedding_multiplier")
-
-
-def _rotaries(config: Any, dtype: torch.dtype) -> list[Rotary]:
-    """The rotary embeddings of a config that blocks compute, in the order of `layer_kinds`, and that of the layers
-    without positions."""
-    of = ARCHITECTURES[config.model_type]
-    dtype = torch.float32 if of.rope == "complex" else dtype
-    found = [rotary_of(config, _rotary_columns(config, kind), dtype, kind) for kind in layer_kinds(config)]
-    rotaries = [rotary for rotary in found if rotary is not None]
-    if of.unrotated is not None:
-        rotaries.append(unrotated(rotaries[0].columns, dtype))
-    if of.temperature is not None:
-        rotaries[-1].temperature = of.temperature(config)
-    return rotaries
-
-
-def _rotary_columns(config: Any, kind: str | None) -> int:
-    """Columns of a head that are rotated, in layers of one of `layer_kinds`."""
-    if ARCHITECTURES[config.model_type].latent or ARCHITECTURES[config.model_type].compressed:
-        return int(config.qk_rope_head_dim)
-    own = config if kind is None else config.of_layer(kind)
-    share = parameters_of(config, kind).get("partial_rotary_factor", 1.0) if is_rotated(config) else 1.0
-    return int(head_columns(own) * share)

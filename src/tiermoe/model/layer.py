@@ -9,19 +9,25 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from tiermoe.kernels.attention import DecodeAttention
-from tiermoe.model.attention.base import Attention, PositionIndexer
-from tiermoe.model.families.gemma4 import SideBySide
-from tiermoe.model.moe import DenseBlock, MoeBlock
+from tiermoe.model.attention.base import Attention, AttentionSizes, NoAttention, PositionIndexer
+from tiermoe.model.moe import DenseBlock, FeedForward, MoeBlock
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Step
 
 
 class DecoderLayer(Protocol):
-    """What a decoder asks of its layers. moe: the MoE block, None where there is none. batch_invariant: whether a
+    """What a decoder asks of its layers. moe: the MoE block, None where there is none. sizes: of attention. by_kernel:
+    a native call computes few tokens up to the second norm, where the weights are such. batch_invariant: whether a
     token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
 
     @property
     def moe(self) -> MoeBlock | None: ...
+
+    @property
+    def sizes(self) -> AttentionSizes: ...
+
+    @property
+    def by_kernel(self) -> bool: ...
 
     @property
     def batch_invariant(self) -> bool: ...
@@ -46,7 +52,7 @@ class Layer:
     norm_before: Norm | None  # None: attention takes what comes in (FlexOlmo)
     attention: Attention
     norm_after: Norm | None
-    feed_forward: MoeBlock | DenseBlock | SideBySide
+    feed_forward: FeedForward
     multiplier: float = 1.0  # of what is added to the residual (Granite)
     decode_attention: DecodeAttention | None = None  # up to the second norm in one native call, for few tokens
     indexer: PositionIndexer | None = None  # chooses before what tokens attend to
@@ -72,6 +78,23 @@ class Layer:
         attended = attended if self.norm_attended is None else self.norm_attended(attended)
         x = x + (attended if self.multiplier == 1 else attended * self.multiplier)
         return _normed(self.norm_after, x), x
+
+    @property
+    def sizes(self) -> AttentionSizes:
+        return self.attention.sizes
+
+    @property
+    def by_kernel(self) -> bool:
+        norms = self.norm_before is not None and self.norm_after is not None and self.norm_attended is None
+        return norms and self.attention.by_kernel
+
+    def with_kernel(self, rotary_columns: int) -> Layer:
+        """The layer with the native call for few tokens, if there is one for its weights. rotary_columns: of the angles
+        by which queries and keys are rotated."""
+        if not self.by_kernel or self.norm_before is None or self.norm_after is None:
+            return self
+        kernel = self.attention.decode_kernel(self.norm_before, self.norm_after, rotary_columns, self.multiplier)
+        return replace(self, decode_attention=kernel)
 
     def watched(self, wrap: Callable[[Any], Any]) -> Layer:
         return replace(
@@ -101,6 +124,11 @@ class AttentionLayer:
     attention: Attention
 
     moe: ClassVar[None] = None
+    by_kernel: ClassVar[bool] = False
+
+    @property
+    def sizes(self) -> AttentionSizes:
+        return self.attention.sizes
 
     @property
     def batch_invariant(self) -> bool:
@@ -123,6 +151,9 @@ class FeedForwardLayer:
 
     norm: Norm
     feed_forward: MoeBlock | DenseBlock
+
+    sizes: ClassVar[AttentionSizes] = NoAttention()
+    by_kernel: ClassVar[bool] = False
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         """x (T, H) → (T, H)."""

@@ -18,11 +18,12 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.outline import Outline
 from tiermoe.kernels.experts import Activation as FirstToSecond
 from tiermoe.kernels.gates import gate_named, gelu_tanh, relu_squared
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.by_token import by_token
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
-from tiermoe.model.routers import Router
+from tiermoe.model.routers import Router, RouterRule
+from tiermoe.model.weights import Scope
+from tiermoe.types import MoeLayer, Part
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -92,6 +93,28 @@ class Experts(Protocol):
         ...
 
 
+class FeedForward(Protocol):
+    """Feed-forward part of a `layer.Layer`: a dense block, a MoE block, or both side by side."""
+
+    @property
+    def moe(self) -> MoeBlock | None: ...
+
+    @property
+    def batch_invariant(self) -> bool: ...
+
+    def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
+        """residual + multiplier * the part of x, (T, H) each."""
+        ...
+
+    def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
+        """`add` of each (x, residual), bit for bit; each expert is read once for all of them."""
+        ...
+
+    def watched(self, wrap: Callable[[Any], Any]) -> FeedForward:
+        """The part with wrap(part) in the place of its dense parts."""
+        ...
+
+
 class NoExperts:
     """Experts of a decoder before an engine attaches a MoE layer."""
 
@@ -122,14 +145,6 @@ class DenseBlock:
 
     moe: ClassVar[None] = None
     """Its MoE block: none."""
-
-    @classmethod
-    def of(cls, weights: FamilyWeights, part: str, activation: str, norm: Norm | None = None) -> DenseBlock:
-        """The block at the path `part`, with one of `ACTIVATIONS`, or the family's own gate."""
-        of, act = weights.architecture, ACTIVATIONS[activation]
-        between = of.dense_gate(weights.config) if of.dense_gate else act if of.gateless else _gated(act)
-        first = tuple(weights.linear(f"{part}.{of.named(name)}") for name in of.first_matrices)
-        return cls(first, weights.linear(f"{part}.{of.named('down_proj')}"), between, norm)
 
     def __call__(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         """(T, H) → (T, H). tokens: as of a `MoeBlock`; they change nothing."""
@@ -170,6 +185,7 @@ class MoeBlock:
     latent: tuple[Linear, Linear] | None = None  # hidden → the experts' columns, and back (Nemotron 3)
     table: Tensor | None = None  # int64 (vocabulary, K): the experts of each token, where they follow from it alone
     experts: Experts = field(default_factory=NoExperts)
+    layer: MoeLayer | None = None  # names and shapes of the experts
 
     @property
     def moe(self) -> MoeBlock:
@@ -248,52 +264,114 @@ class MoeBlock:
         return routed if self.norm is None else self.norm(routed)
 
 
-def feed_forward(weights: FamilyWeights, layer: str, activation: str) -> MoeBlock | DenseBlock:
-    """The feed-forward part of the layer at the path `layer`: a MoE block where there is a router. activation: of dense
-    blocks."""
-    of = weights.architecture
-    part = f"{layer}.{of.block}"
-    gate, correction = f"{part}.{of.gate}", f"{part}.{of.correction}"
-    fed = f"{layer}.{of.norm_fed}"
-    norm = weights.norm(fed) if of.norm_fed and weights.has(fed) else None
-    if not weights.has(f"{gate}.weight"):
-        return DenseBlock.of(weights, part, activation, norm)
-    bias = weights.optional_tensor(correction) if of.correction else None
-    router = Router(
-        weights.tensor(f"{gate}.weight"),
-        of.router(weights.config),
-        weights.optional_tensor(f"{gate}.bias"),
-        None if bias is None else bias.flatten(),
+def dense(
+    w: Scope,
+    inner: int,
+    activation: str | Callable[..., Tensor],
+    *,
+    first: Sequence[str] = ("gate_proj", "up_proj"),
+    down: str = "down_proj",
+    fused: bool = False,
+    norm: Norm | None = None,
+) -> DenseBlock:
+    """The dense block with the weights of `w` ('mlp'), of `inner` columns between its matrices. activation: one of
+    `ACTIVATIONS`, or what is between the matrices. first, down: names of the matrices; two first ones are gate and up,
+    one is both (fused), or up alone. norm: of what the block gives."""
+    between = activation if callable(activation) else ACTIVATIONS[activation]
+    if not callable(activation) and (fused or len(first) == 2):
+        between = gated(between)
+    matrices = tuple(w.linear(name, 2 * inner if fused else inner, w.hidden) for name in first)
+    return DenseBlock(matrices, w.linear(down, w.hidden, inner), between, norm)
+
+
+def moe(
+    w: Scope,
+    rule: RouterRule,
+    experts: int,
+    inner: int,
+    *,
+    router: str = "gate",
+    correction: str | None = None,
+    shared: DenseBlock | None = None,
+    shared_gate: str | None = None,
+    latent: tuple[str, str, int] | None = None,
+    table: str | None = None,
+    weighs_input: bool = False,
+    gateless: bool = False,
+    biased: bool = False,
+    norm: Norm | None = None,
+) -> MoeBlock:
+    """The MoE block with the weights of `w` ('mlp'): so many `experts` of `inner` columns between their matrices.
+
+    router: name of the router's matrix; correction: of the bias by which it chooses, if it has one. shared: an expert
+    of every token; shared_gate: name of the matrix of its gate. latent: names of the projections before and after the
+    experts, and the columns that they take. table: name of the table of tokens' experts, of layers that have one.
+    weighs_input, norm: of `MoeBlock`. gateless: experts have no gate. biased: their matrices have biases."""
+    bias = w.tensor(f"{router}.bias", experts) if w.has(f"{router}.bias") else None
+    corrects = correction is not None and w.has(correction)
+    routed = Router(
+        w.tensor(f"{router}.weight", experts, w.hidden),
+        rule,
+        bias,
+        w.flat(correction, experts) if correction is not None and corrects else None,
     )
-    table = weights.optional_tensor(f"{part}.{of.table}") if of.table else None
-    if table is not None:
-        check_table(table, router.weight.shape[0], f"{part}.{of.table}")
-    shared = None
-    if of.shared_beside and weights.has(f"{layer}.{of.shared_beside}"):
-        first, second = (weights.linear(f"{layer}.{of.shared_beside}.{name}_linear") for name in ("input", "output"))
-        shared = DenseBlock((first,), second, _gated(ACTIVATIONS[activation]))
-    elif of.shared and weights.has(f"{part}.{of.shared}"):
-        shared = DenseBlock.of(weights, f"{part}.{of.shared}", activation)
+    named = None
+    if table is not None and w.has(table):
+        named = w.table(table, experts)
+    projections = None
+    if latent is not None:
+        before, after, columns = latent
+        projections = w.linear(before, columns, w.hidden), w.linear(after, w.hidden, columns)
     return MoeBlock(
-        router,
+        routed,
         shared,
-        weights.linear(f"{part}.{of.shared_gate}") if of.shared_gate else None,
-        of.weighs_input,
+        w.linear(shared_gate, 1, w.hidden) if shared_gate is not None else None,
+        weighs_input,
         norm,
-        _latent(weights, part),
-        table,
+        projections,
+        named,
+        layer=moe_layer(w, experts, rule.top_k, inner, latent[2] if latent else w.hidden, gateless, biased),
     )
 
 
-def _latent(weights: FamilyWeights, part: str) -> tuple[Linear, Linear] | None:
-    """The projections before and behind the experts of the block at the path `part`; None where it has none."""
-    before, behind = weights.architecture.latent_experts or ("", "")
-    if not before or not weights.has(f"{part}.{before}.weight"):
-        return None
-    return weights.linear(f"{part}.{before}"), weights.linear(f"{part}.{behind}")
+def moe_or_dense(
+    w: Scope,
+    rule: RouterRule,
+    activation: str | Callable[..., Tensor],
+    *,
+    experts: int,
+    inner: int,
+    dense_inner: int,
+    shared_inner: int = 0,
+    shared: str = "shared_experts",
+    router: str = "gate",
+    correction: str | None = None,
+    norm: Norm | None = None,
+) -> MoeBlock | DenseBlock:
+    """The feed-forward part with the weights of `w`: `moe`, with a shared expert of `shared_inner` columns if the
+    layer has one, or `dense` in a layer without a router."""
+    if not w.has(f"{router}.weight"):
+        return dense(w, dense_inner, activation, norm=norm)
+    beside = dense(w.at(shared), shared_inner, activation) if w.has(shared) else None
+    return moe(w, rule, experts, inner, router=router, correction=correction, shared=beside, norm=norm)
 
 
-def _gated(activation: Activation) -> Callable[..., Tensor]:
+FIRST, UNGATED, SECOND = "gate_up_proj", "up_proj", "down_proj"
+"""The names of a layer's stacked expert matrices in all families; the first has no gate in some."""
+
+
+def moe_layer(
+    w: Scope, experts: int, top_k: int, inner: int, columns: int, gateless: bool = False, biased: bool = False
+) -> MoeLayer:
+    """The experts below `w`: matrices of (2 inner, columns), without a gate (inner, columns), and (columns, inner)."""
+    first = Part(UNGATED, (inner, columns)) if gateless else Part(FIRST, (2 * inner, columns))
+    parts = [first, Part(SECOND, (columns, inner))]
+    if biased:
+        parts = [each for part in parts for each in (part, Part(f"{part.name}_bias", part.shape[:1]))]
+    return MoeLayer(w.path("experts"), experts, top_k, tuple(parts))
+
+
+def gated(activation: Activation) -> Callable[..., Tensor]:
     """Of gate and up, or of both side by side: activation(gate) * up."""
 
     def gate(*features: Tensor) -> Tensor:
@@ -301,15 +379,6 @@ def _gated(activation: Activation) -> Callable[..., Tensor]:
         return activation(gate) * up
 
     return gate
-
-
-def check_table(table: Tensor, experts: int, path: str) -> None:
-    """ModelError where a table of tokens' experts names one that a layer of so many does not have."""
-    least, most = (int(each) for each in torch.aminmax(table))
-    if least < 0 or most >= experts:
-        raise ModelError(
-            f"{path} names experts from {least} to {most}, and the layer has {experts}; download the model again"
-        )
 
 
 def add_to(residual: Tensor, value: Tensor, multiplier: float) -> Tensor:

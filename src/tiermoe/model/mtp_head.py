@@ -24,6 +24,7 @@ from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import Rotary
 from tiermoe.model.step import Step
+from tiermoe.model.weights import Scope
 
 
 class Drafted(NamedTuple):
@@ -104,6 +105,20 @@ class MtpHead:
         step = Step(batch, cache, *self.rotaries, with_states=False)
         both = self.embedding_norm(self.embedding(step.tokens)), self.hidden_norm(hidden)
         return self.layer.attended(self.projection(torch.cat(both, dim=-1)), self.index, step)
+
+
+def mtp_head(
+    w: Scope,
+    index: int,
+    layer: Layer,
+    table: Callable[[Tensor], Tensor],
+    output: Linear,
+    rotaries: Sequence[Rotary],
+) -> MtpHead:
+    """The head with the weights of `w` and the layer after the model's own, at `index`."""
+    embedding_norm, hidden_norm, norm = (w.norm(name) for name in ("enorm", "hnorm", "shared_head.norm"))
+    projection = w.linear("eh_proj", w.hidden, 2 * w.hidden)
+    return MtpHead(index, table, embedding_norm, hidden_norm, projection, layer, norm, output, rotaries)
 
 
 def _before(unread: Unread | None, first: int, like: Tensor) -> Unread:

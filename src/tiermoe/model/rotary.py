@@ -181,5 +181,4 @@ def yarn_scale(parameters: Any, scale: float) -> float:
 
 
 ApplyRope = Callable[[Tensor, Tensor, Tensor], Tensor]
-ROPES: dict[str, ApplyRope] = {"halves": rope_halves, "pairs": rope_pairs, "complex": rope_complex}
-"""Name in `Architecture.rope` → function of x, cos and sin."""
+"""x (T, heads, columns), cos and sin (T, rotary columns) → x, rotated."""

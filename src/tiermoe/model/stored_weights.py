@@ -19,6 +19,7 @@ from tiermoe.formats.store import Store
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.linear import Linear, PlainLinear
 from tiermoe.model.packing import packed_linears, read_own, shared_table
+from tiermoe.model.weights import known_paths
 from tiermoe.offload.mapped import MappedFiles
 from tiermoe.offload.reader import ExtentReader
 from tiermoe.types import Need, Phase
@@ -86,10 +87,7 @@ class StoredWeights:
         self._blueprint, self._outline = blueprint, blueprint.outline
         self._on_disk = embedding_on_disk
         self._shared = shared_table(blueprint, "cpu") if dense is None else None
-        paths = [*self._outline.tensors, *self._outline.tied]
-        self._known = {
-            ".".join(names[:end]) for names in (path.split(".") for path in paths) for end in range(1, len(names) + 1)
-        }
+        self._known = known_paths({**self._outline.tensors, **self._outline.tied})
         self._tensors: dict[str, Tensor] = {}
         self._packed: dict[str, Linear] = {}
         if dense is not None:

@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention.base import Attention, AttentionSizes, PositionIndexer
-from tiermoe.model.attention.linear import LinearSizes
 from tiermoe.model.attention.ngrams import NgramFeatures
 from tiermoe.model.by_token import by_token
 from tiermoe.model.linear import Linear
-from tiermoe.model.moe import DenseBlock, MoeBlock, feed_forward
+from tiermoe.model.moe import DenseBlock, MoeBlock
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Step
+from tiermoe.model.weights import Scope
 
 
 def streams_of(config: Any) -> int:
@@ -44,12 +43,6 @@ class StreamMixer:
     narrow: Linear  # streams * hidden → the rank of the weights
     widen: Linear  # → streams * hidden
 
-    @classmethod
-    def of(cls, weights: FamilyWeights, path: str) -> StreamMixer:
-        """The mixer at a path."""
-        norm = weights.norm(f"{path}.hc_norm", groups=streams_of(weights.config))
-        return cls(norm, *(weights.linear(f"{path}.input_mix_weight_{name}") for name in ("down", "up")))
-
     def __call__(self, x: Tensor) -> Tensor:
         """(T, streams, H) → (T, H)."""
         return self.mixed(self.norm(x))
@@ -66,21 +59,6 @@ class Connection:
 
     mixer: StreamMixer
     inject: Linear  # streams * hidden → streams
-
-    @classmethod
-    def of(cls, weights: FamilyWeights, path: str) -> Connection:
-        """The connection at a path."""
-        return cls(StreamMixer.of(weights, path), weights.linear(f"{path}.block_inject_weight"))
-
-    @classmethod
-    def of_layer(cls, weights: FamilyWeights, path: str) -> tuple[Connection, Connection]:
-        """Those of attention and of the feed-forward part of the layer at a path."""
-        return cls.of(weights, f"{path}.attn_hyper_connection"), cls.of(weights, f"{path}.mlp_hyper_connection")
-
-    @staticmethod
-    def end(weights: FamilyWeights) -> StreamMixer:
-        """What makes one of the streams behind the last layer."""
-        return StreamMixer.of(weights, "model.hyper_connection_mixer")
 
     def __call__(self, x: Tensor) -> Connected:
         """Streams (T, streams, H) → a part's input, the streams' shares of its output, and the streams themselves."""
@@ -102,12 +80,6 @@ class BalancedMixer:
     epsilon: float  # of the streams' norm, which has no weight
     floor: float  # of the weights
     norm: Norm  # of the sum
-
-    @classmethod
-    def of(cls, weights: FamilyWeights) -> BalancedMixer:
-        """The mixer behind the last layer."""
-        weight, bias, scale = (weights.tensor(f"model.hc_head.hc_{name}") for name in ("fn", "base", "scale"))
-        return cls(weight, bias, scale, weights.epsilon, float(weights.config.hc_eps), weights.norm("model.norm"))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, streams, H) → (T, H)."""
@@ -148,36 +120,6 @@ class BalancedConnection:
     batch_invariant: ClassVar[bool] = False
     """Its weights are float32, of which no kernel of few tokens takes products."""
 
-    @classmethod
-    def of(cls, weights: FamilyWeights, path: str, norm: str) -> BalancedConnection:
-        """The connection at a path; norm: the path of the part's norm."""
-        config = weights.config
-        weight, bias, scales = (weights.tensor(f"{path}.{name}") for name in ("fn", "base", "scale"))
-        return cls(
-            weight,
-            bias,
-            scales,
-            weights.epsilon,
-            float(config.hc_eps),
-            getattr(config, "hc_sinkhorn_iters", 0),
-            float(getattr(config, "hc_magnitude", 2)),
-            weights.norm(norm),
-        )
-
-    @classmethod
-    def of_layer(cls, weights: FamilyWeights, path: str) -> tuple[BalancedConnection, BalancedConnection]:
-        """Those of attention and of the feed-forward part of the layer at a path."""
-        return (
-            cls.of(weights, f"{path}.attn_hc", f"{path}.input_layernorm"),
-            cls.of(weights, f"{path}.ffn_hc", f"{path}.post_attention_layernorm"),
-        )
-
-    @staticmethod
-    def end(weights: FamilyWeights) -> BalancedMixer | MeanMixer:
-        """What makes one of the streams behind the last layer."""
-        weighs = weights.has("model.hc_head.hc_fn")
-        return BalancedMixer.of(weights) if weighs else MeanMixer(weights.norm("model.norm"))
-
     def __call__(self, x: Tensor) -> Connected:
         """Streams (T, streams, H) → a part's input, the streams' shares of its output, and their mixtures."""
         streams = x.shape[1]
@@ -214,10 +156,45 @@ def _summed(x: Tensor, logits: Tensor, floor: float) -> Tensor:
     return ((torch.sigmoid(logits) + floor)[..., None] * x).sum(dim=1).to(x.dtype)
 
 
-CONNECTIONS: dict[str, type[Connection] | type[BalancedConnection]] = {
-    "mixed": Connection, "balanced": BalancedConnection,
-}  # fmt: skip
-"""Name in `Architecture.streams` → connections of a layer's parts to its streams."""
+def stream_mixer(w: Scope, config: Any) -> StreamMixer:
+    """The mixer with the weights of `w`."""
+    streams = streams_of(config)
+    wide, rank = streams * w.hidden, config.hc_lowrank
+    return StreamMixer(
+        w.norm("hc_norm", groups=streams),
+        w.linear("input_mix_weight_down", rank, wide),
+        w.linear("input_mix_weight_up", wide, rank),
+    )
+
+
+def connection(w: Scope, config: Any) -> Connection:
+    """The connection with the weights of `w`."""
+    streams = streams_of(config)
+    return Connection(stream_mixer(w, config), w.linear("block_inject_weight", streams, streams * w.hidden))
+
+
+def balanced_mixer(w: Scope, config: Any, norm: Norm) -> BalancedMixer:
+    """The mixer with the weights of `w` ('model.hc_head'). norm: of the sum."""
+    streams = streams_of(config)
+    weight, bias = w.tensor("hc_fn", streams, streams * w.hidden), w.tensor("hc_base", streams)
+    return BalancedMixer(weight, bias, w.tensor("hc_scale", 1), w.epsilon, float(config.hc_eps), norm)
+
+
+def balanced(w: Scope, config: Any, norm: Norm) -> BalancedConnection:
+    """The connection with the weights of `w`; norm: of the part's input. Configs without iterations have no
+    mixtures."""
+    streams, mixes = streams_of(config), hasattr(config, "hc_sinkhorn_iters")
+    rows = (2 + streams * mixes) * streams
+    return BalancedConnection(
+        w.tensor("fn", rows, streams * w.hidden),
+        w.tensor("base", rows),
+        w.tensor("scale", 2 + mixes),
+        w.epsilon,
+        float(config.hc_eps),
+        config.hc_sinkhorn_iters if mixes else 0,
+        float(getattr(config, "hc_magnitude", 2)),
+        norm,
+    )
 
 
 def injected(x: Tensor, output: Tensor, shares: Tensor) -> Tensor:
@@ -242,6 +219,12 @@ class StreamLayer:
     indexer: PositionIndexer | None = None  # chooses before what tokens attend to
     ngrams: NgramFeatures | None = None
 
+    by_kernel: ClassVar[bool] = False
+
+    @property
+    def sizes(self) -> AttentionSizes:
+        return self.attention.sizes
+
     @property
     def batch_invariant(self) -> bool:
         parts = (self.attention, self.feed_forward, self.indexer, self.ngrams)
@@ -250,20 +233,6 @@ class StreamLayer:
     @property
     def moe(self) -> MoeBlock | None:
         return self.feed_forward.moe
-
-    @classmethod
-    def of(cls, weights: FamilyWeights, path: str, sizes: AttentionSizes, activation: str) -> StreamLayer:
-        """The layer at a path. activation: of dense blocks."""
-        ngrams = sizes.ngrams if isinstance(sizes, LinearSizes) else None
-        before_attention, before_feed_forward = CONNECTIONS[weights.architecture.streams].of_layer(weights, path)
-        return cls(
-            before_attention,
-            sizes.block(weights, path),
-            before_feed_forward,
-            feed_forward(weights, path, activation),
-            sizes.indexer_block(weights, path),
-            None if ngrams is None else ngrams.block(weights, path),
-        )
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         """x (T, streams, H) → (T, streams, H)."""

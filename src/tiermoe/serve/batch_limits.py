@@ -11,7 +11,7 @@ from tiermoe.config import MIB, Settings, format_size
 from tiermoe.engine.budget import context_of, plan_memory
 from tiermoe.engine.load import plan_for, plans_for, resolve_for
 from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan
-from tiermoe.engine.needs import longest_request, sizes_for
+from tiermoe.engine.needs import layers_for, longest_request
 from tiermoe.engine.request_loop import use_of
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.model.cache.prefix_disk import PrefixFolder, check_size
@@ -162,7 +162,7 @@ def prefix_folder(root: Path, most: int, blueprint: Blueprint, asked: Settings) 
     before minutes of loading."""
     used = resolve_for(blueprint, asked).settings
     option, device = "--prefix-disk", resolve_device(used.device)
-    sizes = sizes_for(option, option, "has no form on disk", blueprint, used, device)
-    shapes, context = [each.shape for each in sizes], context_of(blueprint, used)
+    layers = layers_for(option, option, "has no form on disk", blueprint, used, device)
+    shapes, context = [each.sizes.shape for each in layers], context_of(blueprint, used)
     check_size(most, shapes, context, min(used.chunk, context), blueprint.dtype.itemsize, used.kv_bits)
     return PrefixFolder(root, most)

@@ -28,7 +28,7 @@ from tiermoe.lab.measure.texts import Feed, SequenceShape
 from tiermoe.lab.measure.times import measure_times
 from tiermoe.lab.systems import corm
 from tiermoe.lab.trace.file import Header, LayerTrace, Little, Pass, Times, TraceWriter
-from tiermoe.model.families.table import family_of
+from tiermoe.model.families import family_of
 from tiermoe.model.prepare_store import Progress
 from tiermoe.offload.policies.routing import require_little
 from tiermoe.types import Ready, Routed

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.kernels.attention import DecodeAttention
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Step
@@ -48,6 +47,7 @@ class Attention(ABC):
     __slots__ = ()
 
     sizes: AttentionSizes
+    by_kernel = True  # `decode_kernel` may have one
 
     @abstractmethod
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
@@ -109,14 +109,6 @@ class AttentionSizes(ABC):
         """Workspace of the native kernel for up to FEW_TOKENS that attend to up to `positions` each."""
         return 0
 
-    @abstractmethod
-    def block(self, weights: FamilyWeights, layer: str) -> Attention:
-        """The block of the layer at the path `layer` ('model.layers.3')."""
-
-    def indexer_block(self, weights: FamilyWeights, layer: str) -> PositionIndexer | None:
-        """What chooses the positions that the layer's tokens attend to; None: nothing does."""
-        return None
-
 
 @dataclass(frozen=True, slots=True)
 class NoAttention(AttentionSizes):
@@ -132,9 +124,6 @@ class NoAttention(AttentionSizes):
 
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
         return 0
-
-    def block(self, weights: FamilyWeights, layer: str) -> NoReturn:
-        raise TypeError(f"{layer} has no attention")
 
 
 def tempered(query: Tensor, temperatures: Tensor | None) -> Tensor:

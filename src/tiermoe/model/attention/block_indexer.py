@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.cache.memory import write_rows
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import rope_halves
 from tiermoe.model.step import Span, Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
 _FLOAT_BYTES = 4
@@ -28,15 +28,6 @@ class BlockIndexerSizes:
     block: int  # positions of a block
     blocks: int  # whole blocks that a token attends to, at the most
 
-    @classmethod
-    def of(cls, config: Any, index: int) -> BlockIndexerSizes | None:
-        """Of layer `index`; None where it has no indexer."""
-        kinds = getattr(config, "layer_types", None)
-        if kinds is None or kinds[index] != "indexed_attention":
-            return None
-        block = config.indexer_compress_ratio
-        return cls(config.indexer_n_heads, config.indexer_head_dim, block, config.indexer_budget // block)
-
     @property
     def most(self) -> int:
         """Positions that a token attends to, at the most: those of its blocks, and those behind the last whole one."""
@@ -49,11 +40,13 @@ class BlockIndexerSizes:
         tokens = load.tokens * (self.heads + 1) * self.columns * (3 * load.itemsize + _FLOAT_BYTES)
         return keys + load.tokens * self.most * _FLOAT_BYTES + tokens
 
-    def block_of(self, weights: FamilyWeights, layer: str) -> BlockIndexer:
-        """The indexer of the layer at the path `layer`."""
-        part = f"{layer}.self_attn.indexer"
-        norms = (weights.norm(f"{part}.{name}_layernorm") for name in "qk")
-        return BlockIndexer(self, weights.linear(f"{part}.index_qk_proj"), *norms)
+
+def block_indexer(w: Scope, config: Any) -> BlockIndexer:
+    """The indexer with the weights of `w` ('self_attn.indexer')."""
+    block, columns = config.indexer_compress_ratio, config.indexer_head_dim
+    sizes = BlockIndexerSizes(config.indexer_n_heads, columns, block, config.indexer_budget // block)
+    project = w.linear("index_qk_proj", (sizes.heads + 1) * columns, w.hidden)
+    return BlockIndexer(sizes, project, w.norm("q_layernorm", columns), w.norm("k_layernorm", columns))
 
 
 @dataclass(frozen=True, slots=True)

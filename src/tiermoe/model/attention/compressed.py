@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention.base import (
     SINK_SCORE_BYTES,
     Attention,
@@ -19,13 +18,21 @@ from tiermoe.model.attention.base import (
     mask_of,
     scores_at_once,
 )
-from tiermoe.model.attention.compressor import Compressor, CompressorSizes, EntryIndexer, EntryIndexerSizes
+from tiermoe.model.attention.compressor import (
+    Compressor,
+    CompressorSizes,
+    EntryIndexer,
+    EntryIndexerSizes,
+    compressor,
+    entry_indexer,
+)
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.cache.memory import read_rows, write_rows
 from tiermoe.model.linear import Linear, PlainLinear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import layer_kinds, rope_last
 from tiermoe.model.step import Span, Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
 _FLOAT_BYTES = 4
@@ -94,23 +101,27 @@ class CompressedSizes(AttentionSizes):
         keys = 2 * attended * self.columns * (load.itemsize + _FLOAT_BYTES)
         return scores_at_once(self.heads, tokens, attended) * SINK_SCORE_BYTES + masks + keys + choosing
 
-    def block(self, weights: FamilyWeights, layer: str) -> CompressedAttention:
-        part = f"{layer}.self_attn"
-        groups = weights.tensor(f"{part}.o_a_proj.weight").view(self.groups, -1, self.token_columns // self.groups)
-        return CompressedAttention(
-            sizes=self,
-            narrow_query=weights.linear(f"{part}.q_a_proj"),
-            narrow_norm=weights.norm(f"{part}.q_a_norm"),
-            query=weights.linear(f"{part}.q_b_proj"),
-            query_norm=weights.norm_without_weight(self.columns),
-            key=weights.linear(f"{part}.kv_proj"),
-            key_norm=weights.norm(f"{part}.kv_norm"),
-            sinks=weights.tensor(f"{part}.sinks").float(),
-            groups=[PlainLinear(each) for each in groups],
-            output=weights.linear(f"{part}.o_b_proj"),
-            compressor=None if self.compressor is None else self.compressor.block(weights, f"{part}.compressor"),
-            indexer=None if self.indexer is None else self.indexer.block(weights, f"{part}.compressor.indexer"),
-        )
+
+def compressed(w: Scope, config: Any, index: int) -> CompressedAttention:
+    """The attention of layer `index` with the weights of `w` ('self_attn')."""
+    sizes, narrow = CompressedSizes.of(config, index), config.q_lora_rank
+    grouped, rank = sizes.token_columns // sizes.groups, config.o_lora_rank
+    groups = w.tensor("o_a_proj.weight", sizes.groups * rank, grouped).view(sizes.groups, rank, grouped)
+    own = w.at("compressor")
+    return CompressedAttention(
+        sizes=sizes,
+        narrow_query=w.linear("q_a_proj", narrow, w.hidden),
+        narrow_norm=w.norm("q_a_norm", narrow),
+        query=w.linear("q_b_proj", sizes.token_columns, narrow),
+        query_norm=w.norm_without_weight(sizes.columns),
+        key=w.linear("kv_proj", sizes.columns, w.hidden),
+        key_norm=w.norm("kv_norm", sizes.columns),
+        sinks=w.tensor("sinks", sizes.heads).float(),
+        groups=[PlainLinear(each) for each in groups],
+        output=w.linear("o_b_proj", w.hidden, sizes.groups * rank),
+        compressor=None if sizes.compressor is None else compressor(own, sizes.compressor),
+        indexer=None if sizes.indexer is None else entry_indexer(own.at("indexer"), sizes.indexer, narrow),
+    )
 
 
 @dataclass(frozen=True, slots=True)

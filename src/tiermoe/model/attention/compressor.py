@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.batch import Row
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention.indexer import best_keys
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.cache.memory import read_rows, write_rows
@@ -18,6 +17,7 @@ from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import Rotary, rope_last
 from tiermoe.model.step import Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
 _FLOAT_BYTES = 4
@@ -49,15 +49,12 @@ class CompressorSizes:
         """Workspace of one step."""
         return (load.tokens + 2 * self.rate) * 2 * self.width * _COPIES * _FLOAT_BYTES
 
-    def block(self, weights: FamilyWeights, path: str) -> Compressor:
-        """The compressor at a path."""
-        return Compressor(
-            self,
-            weights.linear(f"{path}.kv_proj"),
-            weights.linear(f"{path}.gate_proj"),
-            weights.tensor(f"{path}.position_bias"),
-            weights.norm(f"{path}.kv_norm"),
-        )
+
+def compressor(w: Scope, sizes: CompressorSizes) -> Compressor:
+    """The compressor with the weights of `w`."""
+    value, gate = w.linear("kv_proj", sizes.width, w.hidden), w.linear("gate_proj", sizes.width, w.hidden)
+    bias = w.tensor("position_bias", sizes.rate, sizes.width)
+    return Compressor(sizes, value, gate, bias, w.norm("kv_norm", sizes.columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +122,12 @@ class EntryIndexerSizes:
         queries = load.tokens * self.heads * (self.keys.columns * (3 * load.itemsize + _FLOAT_BYTES) + _FLOAT_BYTES)
         return entries * _FLOAT_BYTES * (self.keys.columns + 2 * self.heads + 4) + queries + self.keys.nbytes(load)
 
-    def block(self, weights: FamilyWeights, path: str) -> EntryIndexer:
-        """The indexer at a path."""
-        weigh = weights.linear(f"{path}.scorer.weights_proj")
-        return EntryIndexer(self, self.keys.block(weights, path), weights.linear(f"{path}.q_b_proj"), weigh)
+
+def entry_indexer(w: Scope, sizes: EntryIndexerSizes, narrow: int) -> EntryIndexer:
+    """The indexer with the weights of `w`. narrow: columns of the narrow query."""
+    query = w.linear("q_b_proj", sizes.heads * sizes.keys.columns, narrow)
+    weigh = w.linear("scorer.weights_proj", sizes.heads, w.hidden)
+    return EntryIndexer(sizes, compressor(w, sizes.keys), query, weigh)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.model.cache.recurrent import StateRows
+from tiermoe.model.weights import Scope
 
 
 class CausalConvolution:
@@ -41,6 +42,13 @@ class CausalConvolution:
         if self._bias is not None:
             mixed += self._bias
         return mixed.to(whole.dtype)
+
+
+def causal_convolution(w: Scope, channels: int, taps: int) -> CausalConvolution:
+    """The convolution with the weights of `w`."""
+    return CausalConvolution(
+        w.tensor("weight", channels, 1, taps), w.tensor("bias", channels) if w.has("bias") else None
+    )
 
 
 def convolved(inputs: Tensor, taps: Sequence[Tensor], distance: int = 1) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.cache.memory import read_rows, write_rows
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.rotary import rope_halves
 from tiermoe.model.step import Span, Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
 _SCORES_AT_ONCE = 1 << 22
@@ -31,15 +31,6 @@ class GroupIndexerSizes:
     blocks: int  # that a group attends to, at the most
     local: int  # of them those up to a token's own, whatever their scores
 
-    @classmethod
-    def of(cls, config: Any, index: int) -> GroupIndexerSizes | None:
-        """Of layer `index`; None where it has no indexer."""
-        kinds = getattr(config, "layer_types", None)
-        if kinds is None or kinds[index] != "minimax_m3_sparse":
-            return None
-        block, blocks, local = config.index_block_size, config.index_topk_blocks, config.index_local_blocks
-        return cls(config.index_n_heads, config.index_head_dim, block, blocks, local)
-
     @property
     def most(self) -> int:
         """Positions that a group attends to, at the most."""
@@ -53,20 +44,15 @@ class GroupIndexerSizes:
         tokens = load.tokens * (self.groups + 1) * self.columns * (3 * load.itemsize + _FLOAT_BYTES)
         return keys + scores + tokens + load.tokens * self.groups * self.most * _FLOAT_BYTES
 
-    def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Path in the indexer → shape of its weights."""
-        return {
-            "q_proj.weight": (self.groups * self.columns, hidden),
-            "k_proj.weight": (self.columns, hidden),
-            "q_norm.weight": (self.columns,),
-            "k_norm.weight": (self.columns,),
-        }
 
-    def block_of(self, weights: FamilyWeights, layer: str) -> GroupIndexer:
-        """The indexer of the layer at the path `layer`."""
-        part = f"{layer}.self_attn.indexer"
-        query, key = (weights.linear(f"{part}.{name}_proj") for name in "qk")
-        return GroupIndexer(self, query, key, *(weights.norm(f"{part}.{name}_norm") for name in "qk"))
+def group_indexer(w: Scope, config: Any) -> GroupIndexer:
+    """The indexer with the weights of `w` ('self_attn.indexer')."""
+    groups, columns = config.index_n_heads, config.index_head_dim
+    sizes = GroupIndexerSizes(
+        groups, columns, config.index_block_size, config.index_topk_blocks, config.index_local_blocks
+    )
+    query, key = w.linear("q_proj", groups * columns, w.hidden), w.linear("k_proj", columns, w.hidden)
+    return GroupIndexer(sizes, query, key, w.norm("q_norm", columns), w.norm("k_norm", columns))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from tiermoe.kernels.attention import (
     prompt_workspace,
     takes_prompts,
 )
-from tiermoe.model.architecture import Architecture, FamilyWeights
 from tiermoe.model.attention.base import (
     SINK_SCORE_BYTES,
     SPARSE_TOKENS,
@@ -35,8 +34,9 @@ from tiermoe.model.attention.group_indexer import GroupIndexer, GroupIndexerSize
 from tiermoe.model.cache.kv import KVCache, LayerShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
-from tiermoe.model.rotary import ROPES, ApplyRope, layer_kinds, rope_halves, rotary_at
+from tiermoe.model.rotary import ApplyRope, rope_halves, rotary_at
 from tiermoe.model.step import Span, Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import FEW_TOKENS, Workload
 
 _FLOAT_BYTES = 4
@@ -62,26 +62,6 @@ class GroupedSizes(AttentionSizes):
     gate_apart: bool = False  # the gates are a projection of their own (AFMoE)
     rotary: int = 0
     indexer: BlockIndexerSizes | GroupIndexerSizes | None = None  # of sparse attention
-    by_decode_kernel: bool = True  # whether the native kernel could compute it with its norms and residual
-
-    @classmethod
-    def of(cls, architecture: Architecture, config: Any, index: int) -> GroupedSizes:
-        """Of layer `index`. ModelError for a window below 0."""
-        layer_config, window = config.of_layer(index), _window(architecture, config, index)
-        return cls(
-            layer_config.num_attention_heads,
-            layer_config.num_key_value_heads if architecture.kv_heads is None else architecture.kv_heads(config, index),
-            head_columns(layer_config),
-            int(config.v_head_dim) if architecture.narrow_values else head_columns(layer_config),
-            window=window,
-            chunked=architecture.window == "chunk",
-            sinks=architecture.sinks == "all" or (architecture.sinks == "window" and window is not None),
-            gated=architecture.gated,
-            gate_apart=architecture.gate_apart,
-            rotary=_rotary(architecture, config, index),
-            indexer=BlockIndexerSizes.of(config, index) or GroupIndexerSizes.of(config, index),
-            by_decode_kernel=not (architecture.norm_attended or architecture.streams or architecture.one_part),
-        )
 
     @property
     def shape(self) -> LayerShape:
@@ -117,75 +97,96 @@ class GroupedSizes(AttentionSizes):
         return masks + scores + unrolled + decoded
 
     def decode_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
-        if not self.by_decode_kernel:
-            return 0
         gates = 2 * min(tokens, FEW_TOKENS) * self.heads * self.columns if self.gated else 0
         return gates + decode_attention_workspace(
             tokens, self.window or positions, threads, (self.heads, self.kv_heads, self.columns, self.value_columns),
             hidden, 0,
         )  # fmt: skip
 
-    def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Path in the block → shape of the weights that every `GroupedAttention` has: no biases and norms."""
-        columns = self.heads * self.columns
-        shapes: dict[str, tuple[int, ...]] = {
-            "q_proj.weight": (2 * columns if self.gated else columns, hidden),
-            "k_proj.weight": (self.kv_heads * self.columns, hidden),
-            "v_proj.weight": (self.kv_heads * self.value_columns, hidden),
-            "o_proj.weight": (hidden, self.heads * self.value_columns),
-        }
-        if self.gate_apart:
-            shapes["gate_proj.weight"] = (columns, hidden)
-        if isinstance(self.indexer, GroupIndexerSizes):
-            shapes |= {f"indexer.{name}": shape for name, shape in self.indexer.weight_shapes(hidden).items()}
-        return shapes | ({"sinks": (self.heads,)} if self.sinks else {})
 
-    def indexer_block(self, weights: FamilyWeights, layer: str) -> BlockIndexer | GroupIndexer | None:
-        return None if self.indexer is None else self.indexer.block_of(weights, layer)
+def grouped(
+    w: Scope,
+    config: Any,
+    index: int,
+    *,
+    kv_heads: int | None = None,
+    value_columns: int | None = None,
+    window: int | None = None,
+    chunked: bool = False,
+    rotary: int | None = None,
+    rope: ApplyRope = rope_halves,
+    scale: float | None = None,
+    norms: tuple[str, str] | None = None,
+    plain_norms: bool = False,
+    norm_all_heads: bool = False,
+    norms_rotated: bool = False,
+    norm_values: bool = False,
+    keys_are_values: bool = False,
+    sinks: bool = False,
+    gated: bool = False,
+    gate: str | None = None,
+    output: str = "o_proj",
+    clip: float | None = None,
+    value_scale: float = 1.0,
+    indexer: BlockIndexer | GroupIndexer | None = None,
+) -> GroupedAttention:
+    """The grouped attention of layer `index` with the weights of `w` ('self_attn'). Heads and their columns are the
+    config's, of the layer where layers differ.
 
-    def block(self, weights: FamilyWeights, layer: str) -> GroupedAttention:
-        of, config, part = weights.architecture, weights.config, f"{layer}.{weights.architecture.named('self_attn')}"
-        query_norm, key_norm = (f"{part}.{of.named(name)}" for name in ("q_norm", "k_norm"))
-        normed = weights.has(query_norm)
-        norms = [weights.norm(each) if normed else None for each in (query_norm, key_norm)]
-        if of.plain_norms and config.use_qk_norm and self.window:
-            norms = [weights.norm_without_weight(self.columns)] * 2
-        scale = weights.scale("attention_multiplier") if of.scales else of.attention_scale or self.columns**-0.5
-        clip = getattr(config, "clip_qkv", None)
-        return GroupedAttention(
-            sizes=self,
-            query=weights.linear(f"{part}.q_proj"),
-            key=weights.linear(f"{part}.k_proj"),
-            value=weights.optional_linear(f"{part}.v_proj"),
-            output=weights.linear(f"{part}.{of.named('o_proj')}"),
-            scale=scale,
-            apply_rope=ROPES[of.rope],
-            query_norm=norms[0],
-            key_norm=norms[1],
-            norm_all_heads=of.norm_all_heads,
-            norms_rotated=of.norms_rotated,
-            value_norm=weights.norm_without_weight(self.columns) if of.side_by_side else None,
-            sinks=weights.tensor(f"{part}.sinks").float() if self.sinks else None,
-            clip=None if clip is None else float(clip),
-            gate=weights.linear(f"{part}.gate_proj") if self.gate_apart else None,
-            value_scale=float(getattr(config, of.value_scale) or 1) if of.value_scale else 1.0,
-        )
-
-
-def _rotary(architecture: Architecture, config: Any, index: int) -> int:
-    if architecture.unrotated is not None and architecture.unrotated(config, index):
-        return len(layer_kinds(config))
-    return rotary_at(config, index)
-
-
-def _window(architecture: Architecture, config: Any, index: int) -> int | None:
-    chunked = architecture.window == "chunk"
-    window = getattr(config, "attention_chunk_size" if chunked else "sliding_window", None)
+    kv_heads, value_columns: where they are not the config's. window, chunked, sinks, gated: of `GroupedSizes`. rotary:
+    which of the decoder's rotary embeddings, None: that of the layer's kind. rope: how it rotates. scale: of the
+    scores, None: by the root of a head's columns. norms: names of the norms of queries and keys, which not every layer
+    has; plain_norms: norms without weights. norm_all_heads, norms_rotated, clip, value_scale: of `GroupedAttention`.
+    norm_values: values have a norm without a weight. keys_are_values: no matrix makes values. gate: name of the matrix
+    of the heads' gates. output: of the output projection. indexer: chooses the positions. ModelError for a window below
+    0."""
     if window is not None and window < 0:
         raise ModelError(f"the config says that attention sees {window} tokens; download the model again")
-    kind = "chunked_attention" if chunked else "sliding_attention"
-    slides = architecture.window == "all" or (architecture.window != "none" and config.layer_types[index] == kind)
-    return int(window) if window and slides else None
+    own = config.of_layer(index)
+    heads, columns = own.num_attention_heads, head_columns(own)
+    kv_heads = own.num_key_value_heads if kv_heads is None else kv_heads
+    sizes = GroupedSizes(
+        heads,
+        kv_heads,
+        columns,
+        columns if value_columns is None else value_columns,
+        window=window or None,
+        chunked=chunked,
+        sinks=sinks,
+        gated=gated,
+        gate_apart=gate is not None,
+        rotary=rotary_at(config, index) if rotary is None else rotary,
+        indexer=None if indexer is None else indexer.sizes,
+    )
+    normed = (heads * columns, kv_heads * columns) if norm_all_heads else (columns, columns)
+    query_norm, key_norm = (
+        [w.norm(name, size) for name, size in zip(norms, normed, strict=True)]
+        if norms is not None and w.has(norms[0])
+        else [w.norm_without_weight(columns) if plain_norms else None] * 2
+    )
+    return GroupedAttention(
+        sizes=sizes,
+        query=w.linear("q_proj", heads * columns * (2 if gated else 1), w.hidden),
+        key=w.linear("k_proj", kv_heads * columns, w.hidden),
+        value=None if keys_are_values else w.linear("v_proj", kv_heads * sizes.value_columns, w.hidden),
+        output=w.linear(output, w.hidden, heads * sizes.value_columns),
+        scale=columns**-0.5 if scale is None else scale,
+        apply_rope=rope,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        norm_all_heads=norm_all_heads,
+        norms_rotated=norms_rotated,
+        value_norm=w.norm_without_weight(columns) if norm_values else None,
+        sinks=w.tensor("sinks", heads).float() if sinks else None,
+        clip=clip,
+        gate=None if gate is None else w.linear(gate, heads * columns, w.hidden),
+        value_scale=value_scale,
+    )
+
+
+def window_at(config: Any, index: int) -> int | None:
+    """The window of layer `index` where config.layer_types says that it has one."""
+    return getattr(config, "sliding_window", None) if config.layer_types[index] == "sliding_attention" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.cache.memory import read_rows, write_rows
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import LayerNorm, Norm
-from tiermoe.model.rotary import ROPES, ApplyRope
+from tiermoe.model.rotary import ApplyRope, rope_halves
 from tiermoe.model.step import Span, Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
 _FLOAT_BYTES = 4
@@ -44,37 +44,37 @@ class IndexerSizes:
         """A layer's cache with what its indexer keeps."""
         return replace(shape, index_columns=self.columns)
 
-    def weight_shapes(self, hidden: int, narrow: int) -> dict[str, tuple[int, ...]]:
-        """Path in the indexer → shape of its weights. narrow: columns of the narrow query."""
-        return {
-            "wq_b.weight": (self.heads * self.columns, narrow),
-            "wk.weight": (self.columns, hidden),
-            "k_norm.weight": (self.columns,),
-            "k_norm.bias": (self.columns,),
-            "weights_proj.weight": (self.heads, hidden),
-        }
 
-    def block(self, weights: FamilyWeights, layer: str) -> Indexer:
-        """The indexer of the layer at the path `layer`."""
-        part, of = f"{layer}.self_attn", weights.architecture
-        return Indexer(
-            sizes=self,
-            narrow=weights.linear(f"{part}.q_a_proj"),
-            narrow_norm=weights.norm(f"{part}.q_a_layernorm", of.narrow_epsilon),
-            query=weights.linear(f"{part}.indexer.wq_b"),
-            key=weights.linear(f"{part}.indexer.wk"),
-            key_norm=key_norm(weights, f"{part}.indexer"),
-            weigh=weights.linear(f"{part}.indexer.weights_proj"),
-            apply_rope=ROPES[of.index_rope or "halves"],
-            rotates_last=of.index_rotates_last,
-        )
+def indexer(
+    w: Scope,
+    config: Any,
+    *,
+    rope: ApplyRope = rope_halves,
+    rotates_last: bool = False,
+    narrow_epsilon: float | None = 1e-6,
+    key_epsilon: float | None = 1e-6,
+) -> Indexer:
+    """The indexer of a latent attention with the weights of `w` ('self_attn'). rope: how queries and keys are rotated;
+    rotates_last: their last columns are, not the first. narrow_epsilon, key_epsilon: of the norms of the narrow query
+    and of keys; None: the config's."""
+    sizes, narrow = IndexerSizes.of(config), config.q_lora_rank
+    return Indexer(
+        sizes=sizes,
+        narrow=w.linear("q_a_proj", narrow, w.hidden),
+        narrow_norm=w.norm("q_a_layernorm", narrow, narrow_epsilon),
+        query=w.linear("indexer.wq_b", sizes.heads * sizes.columns, narrow),
+        key=w.linear("indexer.wk", sizes.columns, w.hidden),
+        key_norm=key_norm(w.at("indexer"), sizes.columns, key_epsilon),
+        weigh=w.linear("indexer.weights_proj", sizes.heads, w.hidden),
+        apply_rope=rope,
+        rotates_last=rotates_last,
+    )
 
 
-def key_norm(weights: FamilyWeights, path: str) -> LayerNorm:
-    """The norm of keys of the indexer at a path."""
-    weight, bias = (weights.tensor(f"{path}.k_norm.{name}") for name in ("weight", "bias"))
-    epsilon = weights.architecture.index_epsilon
-    return LayerNorm(weight, bias, weights.epsilon if epsilon is None else epsilon)
+def key_norm(w: Scope, columns: int, epsilon: float | None) -> LayerNorm:
+    """The norm of an indexer's keys. epsilon: None: the config's."""
+    weight, bias = w.tensor("k_norm.weight", columns), w.tensor("k_norm.bias", columns)
+    return LayerNorm(weight, bias, w.epsilon if epsilon is None else epsilon)
 
 
 def best_keys(query: Tensor, weights: Tensor, keys: Tensor, most: int) -> Tensor:

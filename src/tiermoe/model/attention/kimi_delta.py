@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tiermoe.kernels.delta import DeltaSizes
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention.linear import GatedDelta, LinearSizes, Projected
 from tiermoe.model.linear import Linear
 from tiermoe.model.moe import ACTIVATIONS
 from tiermoe.model.norms import RootMeanSquare
+from tiermoe.model.weights import Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class KimiDeltaSizes(LinearSizes):
     and decays: of as many columns as a head has."""
 
     @classmethod
-    def of(cls, config: Any, index: int) -> KimiDeltaSizes:
+    def of(cls, config: Any) -> KimiDeltaSizes:
         """Of each layer of linear attention."""
         heads, columns = config.linear_num_heads, config.linear_head_dim
         return cls(DeltaSizes(heads, heads, columns, columns, config.linear_conv_kernel_dim - 1, by_channel=True))
@@ -34,47 +34,38 @@ class KimiDeltaSizes(LinearSizes):
         """Half the columns that a token is projected to, decays among them."""
         return (self.heads.channels + 2 * self.heads.values) // 2
 
-    def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Path in a layer → shape of the weights."""
-        sizes, columns = self.heads, self.heads.key_columns
-        return {
-            **{f"self_attn.{name}_proj.weight": (sizes.values, hidden) for name in "qkv"},
-            "self_attn.conv1d.weight": (sizes.channels, 1, sizes.kept + 1),
-            "self_attn.forget_gate.f_a_proj.weight": (columns, hidden),
-            "self_attn.forget_gate.f_b_proj.weight": (sizes.values, columns),
-            "self_attn.forget_gate.dt_bias": (sizes.values,),
-            "self_attn.forget_gate.A_log": (1, 1, sizes.heads, 1),
-            "self_attn.b_proj.weight": (sizes.heads, hidden),
-            "self_attn.g_a_proj.weight": (columns, hidden),
-            "self_attn.g_b_proj.weight": (sizes.values, columns),
-            "self_attn.o_norm.weight": (columns,),
-            "self_attn.o_proj.weight": (hidden, sizes.values),
-        }
 
-    def block(self, weights: FamilyWeights, layer: str) -> GatedDelta:
-        part, forget = f"{layer}.self_attn", f"{layer}.self_attn.forget_gate"
-        query, key, value, betas = (weights.linear(f"{part}.{name}_proj") for name in "qkvb")
-        return GatedDelta(
-            self,
-            KimiProjection(
-                (query, key, value), _narrowing(weights, f"{part}.g"), betas, _narrowing(weights, f"{forget}.f")
-            ),
-            weights.linear(f"{part}.o_proj"),
-            weights.tensor(f"{part}.conv1d.weight").to(weights.dtype),  # transformers widens that of GLM-5 Next
-            weights.tensor(f"{forget}.A_log").flatten(),
-            weights.tensor(f"{forget}.dt_bias"),
-            RootMeanSquare(weights.tensor(f"{part}.o_norm.weight"), weights.epsilon),
-            ACTIVATIONS[weights.config.hidden_act],
-            torch.sigmoid,
-            rounded_once=True,
-            least_decay=_least_decay(weights.config),
-        )
+def kimi_delta(w: Scope, config: Any) -> GatedDelta:
+    """The linear attention with the weights of `w` ('self_attn')."""
+    sizes, forget = KimiDeltaSizes.of(config).heads, w.at("forget_gate")
+    columns = sizes.key_columns
+    query, key, value = (w.linear(f"{name}_proj", sizes.values, w.hidden) for name in "qkv")
+    return GatedDelta(
+        KimiDeltaSizes(sizes),
+        KimiProjection(
+            (query, key, value),
+            _narrowing(w, "g", sizes.values, columns),
+            w.linear("b_proj", sizes.heads, w.hidden),
+            _narrowing(forget, "f", sizes.values, columns),
+        ),
+        w.linear("o_proj", w.hidden, sizes.values),
+        # transformers widens that of GLM-5 Next
+        w.tensor("conv1d.weight", sizes.channels, 1, sizes.kept + 1).to(w.dtype),
+        forget.flat("A_log", sizes.heads),
+        forget.tensor("dt_bias", sizes.values),
+        RootMeanSquare(w.tensor("o_norm.weight", columns), w.epsilon),
+        ACTIVATIONS[config.hidden_act],
+        torch.sigmoid,
+        rounded_once=True,
+        least_decay=_least_decay(config),
+    )
 
 
-def _narrowing(weights: FamilyWeights, path: str) -> tuple[Linear, ...]:
+def _narrowing(w: Scope, name: str, values: int, columns: int) -> tuple[Linear, ...]:
     """The matrices that lead to gates or decays: a narrow one before a wide one, or one alone (Ling 3.0)."""
-    names = ("_proj",) if weights.has(f"{path}_proj") else ("_a_proj", "_b_proj")
-    return tuple(weights.linear(f"{path}{name}") for name in names)
+    if w.has(f"{name}_proj"):
+        return (w.linear(f"{name}_proj", values, w.hidden),)
+    return w.linear(f"{name}_a_proj", columns, w.hidden), w.linear(f"{name}_b_proj", values, columns)
 
 
 def _least_decay(config: Any) -> float | None:

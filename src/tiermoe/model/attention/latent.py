@@ -23,7 +23,6 @@ from tiermoe.kernels.attention import (
     prompt_workspace,
     takes_prompts,
 )
-from tiermoe.model.architecture import Architecture, FamilyWeights
 from tiermoe.model.attention.base import (
     SINK_SCORE_BYTES,
     SPARSE_TOKENS,
@@ -33,27 +32,21 @@ from tiermoe.model.attention.base import (
     scores_at_once,
     tempered,
 )
-from tiermoe.model.attention.indexer import Indexer, IndexerSizes
-from tiermoe.model.attention.pool_indexer import PoolIndexer, PoolIndexerSizes
+from tiermoe.model.attention.indexer import IndexerSizes
+from tiermoe.model.attention.pool_indexer import PoolIndexerSizes
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.cache.memory import read_rows, write_rows
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
-from tiermoe.model.rotary import ROPES, ApplyRope, is_rotated, rope_halves, yarn_scale
+from tiermoe.model.rotary import ApplyRope, is_rotated, rope_halves, rope_pairs, yarn_scale
 from tiermoe.model.step import Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
 PIECE = 1024
 """Positions whose keys and values are expanded at a time."""
 _FLOAT_BYTES = 4
 _SCORE_BYTES = 14  # without sinks, of a score of torch's own operations: as float32 three times, and masks; measured
-
-
-def has_indexer(architecture: Architecture, config: Any, index: int) -> bool:
-    """Whether layer `index` has an indexer of its own; a layer that config.indexer_types calls shared takes the choice
-    of the layer before it."""
-    kinds = getattr(config, "indexer_types", None)
-    return architecture.index_rope is not None and (kinds is None or kinds[index] == "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +61,6 @@ class LatentSizes(AttentionSizes):
     indexer: IndexerSizes | PoolIndexerSizes | None = None  # of sparse attention
     keeps_index: bool = False  # the layer has an indexer of its own, whose keys the cache holds
     sinks: bool = False  # logits that join each softmax and have no value (Hunyuan 4)
-    by_decode_kernel: bool = True  # whether the native kernel could compute it with its norms and residual
-
-    @classmethod
-    def of(cls, architecture: Architecture, config: Any, index: int) -> LatentSizes:
-        """Of layer `index`."""
-        indexer: IndexerSizes | PoolIndexerSizes | None = None
-        if architecture.index_rope is not None:
-            indexer = PoolIndexerSizes.of(config) or IndexerSizes.of(config)
-        return cls(
-            config.num_attention_heads,
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-            config.v_head_dim,
-            config.kv_lora_rank,
-            indexer,
-            has_indexer(architecture, config, index),
-            sinks=architecture.latent_sinks,
-            by_decode_kernel=not (architecture.streams or architecture.latent_gate),
-        )
 
     @property
     def shape(self) -> LayerShape:
@@ -135,8 +109,6 @@ class LatentSizes(AttentionSizes):
         return indexer.nbytes(load) + _FLOAT_BYTES * (expanding + SPARSE_TOKENS * (latents + queries))
 
     def decode_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
-        if not self.by_decode_kernel:
-            return 0
         columns = self.latent_columns + self.rotary_columns
         attended = positions if self.indexer is None else min(positions, self.indexer.most)
         return decode_attention_workspace(
@@ -145,53 +117,59 @@ class LatentSizes(AttentionSizes):
 
     @property
     def expanding_bytes(self) -> int:
-        by_kernel = 2 * self.heads * self.latent_columns * (self.plain_columns + self.value_columns)
-        return by_kernel if self.by_decode_kernel else 0
+        return 2 * self.heads * self.latent_columns * (self.plain_columns + self.value_columns)
 
-    def weight_shapes(self, hidden: int, narrow: int | None) -> dict[str, tuple[int, ...]]:
-        """Path in a layer → shape of the weights. narrow: columns of a narrow query; None: there is none."""
-        queries = (self.token_columns, narrow or hidden)
-        first: dict[str, tuple[int, ...]] = {"self_attn.q_proj.weight": queries}
-        if narrow:
-            first = {
-                "self_attn.q_a_proj.weight": (narrow, hidden),
-                "self_attn.q_a_layernorm.weight": (narrow,),
-                "self_attn.q_b_proj.weight": queries,
-            }
-        if isinstance(self.indexer, IndexerSizes) and self.keeps_index and narrow:
-            own = self.indexer.weight_shapes(hidden, narrow)
-            first |= {f"self_attn.indexer.{name}": shape for name, shape in own.items()}
-        return first | {
-            "self_attn.kv_a_proj_with_mqa.weight": (self.latent_columns + self.rotary_columns, hidden),
-            "self_attn.kv_a_layernorm.weight": (self.latent_columns,),
-            "self_attn.kv_b_proj.weight": (self.heads * (self.plain_columns + self.value_columns), self.latent_columns),
-            "self_attn.o_proj.weight": (hidden, self.heads * self.value_columns),
-        }
 
-    def block(self, weights: FamilyWeights, layer: str) -> LatentAttention:
-        of, config, part = weights.architecture, weights.config, f"{layer}.self_attn"
-        narrow = getattr(config, "q_lora_rank", None) is not None
-        asks = of.rope == "pairs" and of.index_rope is None
-        interleaved = getattr(config, "rope_interleave", True) if asks else True
-        rope = config.rope_parameters if is_rotated(config) else {}
-        return LatentAttention(
-            sizes=self,
-            query=weights.linear(f"{part}.q_b_proj" if narrow else f"{part}.q_proj"),
-            narrow_query=weights.linear(f"{part}.q_a_proj") if narrow else None,
-            query_norm=weights.norm(f"{part}.q_a_layernorm", of.narrow_epsilon) if narrow else None,
-            compress=weights.linear(f"{part}.kv_a_proj_with_mqa"),
-            latent_norm=weights.norm(f"{part}.kv_a_layernorm", of.narrow_epsilon),
-            expand=weights.linear(f"{part}.kv_b_proj"),
-            output=weights.linear(f"{part}.o_proj"),
-            scale=yarn_scale(rope, (self.plain_columns + self.rotary_columns) ** -0.5),
-            apply_rope=ROPES[of.rope if interleaved else "halves"],
-            gate=weights.linear(f"{part}.{of.latent_gate}") if of.latent_gate else None,
-            sinks=weights.tensor(f"{part}.sinks").float() if self.sinks else None,
-        )
+def latent(
+    w: Scope,
+    config: Any,
+    *,
+    rope: ApplyRope = rope_pairs,
+    narrow_epsilon: float | None = 1e-6,
+    gate: str | None = None,
+    gate_columns: int = 0,
+    sinks: bool = False,
+    indexer: IndexerSizes | PoolIndexerSizes | None = None,
+    keeps_index: bool = False,
+) -> LatentAttention:
+    """The latent attention with the weights of `w` ('self_attn'). Sizes are the config's.
 
-    def indexer_block(self, weights: FamilyWeights, layer: str) -> Indexer | PoolIndexer | None:
-        """The indexer of the layer at the path `layer`; None where it has none of its own."""
-        return self.indexer.block(weights, layer) if self.indexer is not None and self.keeps_index else None
+    rope: how it rotates. narrow_epsilon: of the norms of narrow queries and of latents; None: the config's. gate: name
+    of the matrix of the gates of what is attended to, of so many columns. sinks, indexer, keeps_index: of
+    `LatentSizes`."""
+    sizes = LatentSizes(
+        config.num_attention_heads,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+        config.kv_lora_rank,
+        indexer,
+        keeps_index,
+        sinks,
+    )
+    narrow, latents = getattr(config, "q_lora_rank", None), sizes.latent_columns
+    parameters = config.rope_parameters if is_rotated(config) else {}
+    return LatentAttention(
+        sizes=sizes,
+        query=w.linear("q_b_proj" if narrow else "q_proj", sizes.token_columns, narrow or w.hidden),
+        narrow_query=w.linear("q_a_proj", narrow, w.hidden) if narrow else None,
+        query_norm=w.norm("q_a_layernorm", narrow, narrow_epsilon) if narrow else None,
+        compress=w.linear("kv_a_proj_with_mqa", latents + sizes.rotary_columns, w.hidden),
+        latent_norm=w.norm("kv_a_layernorm", latents, narrow_epsilon),
+        expand=w.linear("kv_b_proj", sizes.heads * (sizes.plain_columns + sizes.value_columns), latents),
+        output=w.linear("o_proj", w.hidden, sizes.heads * sizes.value_columns),
+        scale=yarn_scale(parameters, (sizes.plain_columns + sizes.rotary_columns) ** -0.5),
+        apply_rope=rope,
+        gate=None if gate is None else w.linear(gate, gate_columns, w.hidden),
+        sinks=w.tensor("sinks", sizes.heads).float() if sinks else None,
+    )
+
+
+def has_indexer(config: Any, index: int) -> bool:
+    """Whether layer `index` has an indexer of its own; a layer that config.indexer_types calls shared takes the choice
+    of the layer before it."""
+    kinds = getattr(config, "indexer_types", None)
+    return kinds is None or bool(kinds[index] == "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +219,10 @@ class LatentAttention(Attention):
         if self.gate is not None:
             attended = attended * torch.sigmoid(self.gate(x).float()).to(x.dtype).view(len(x), sizes.heads, -1)
         return self.output(attended.flatten(1))
+
+    @property
+    def by_kernel(self) -> bool:  # type: ignore[override]
+        return self.gate is None
 
     @property
     def batch_invariant(self) -> bool:

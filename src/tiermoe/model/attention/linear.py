@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.kernels.delta import DeltaGate, DeltaKernel, DeltaSizes
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention.base import Attention, AttentionSizes
 from tiermoe.model.attention.ngrams import NgramSizes
 from tiermoe.model.cache.kv import LayerShape
@@ -22,6 +21,7 @@ from tiermoe.model.linear import Linear
 from tiermoe.model.moe import ACTIVATIONS
 from tiermoe.model.norms import RootMeanSquare
 from tiermoe.model.step import Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
 _UNIT_EPSILON = 1e-6  # of queries' and keys' lengths, whatever the config says (transformers' code)
@@ -63,11 +63,6 @@ class LinearSizes(AttentionSizes):
     heads: DeltaSizes
     ngrams: NgramSizes | None = None  # of the layer's n-gram features
 
-    @classmethod
-    def of(cls, config: Any, index: int) -> LinearSizes:
-        """Of layer `index`."""
-        return cls(delta_sizes(config), NgramSizes.of(config, index))
-
     @property
     def shape(self) -> LayerShape:
         sizes, ngrams = self.heads, self.ngrams
@@ -104,40 +99,32 @@ class LinearSizes(AttentionSizes):
         copies = tokens * (sizes.channels + sizes.values) * (_CONVOLVED * load.itemsize + 4 * _WIDE)
         return ngrams + copies + delta_rule_bytes(sizes)
 
-    def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Path in a layer → shape of the weights, with a matrix for each part of the projection."""
-        sizes = self.heads
-        return {
-            "linear_attn.in_proj_qkv.weight": (sizes.channels, hidden),
-            "linear_attn.in_proj_z.weight": (sizes.values, hidden),
-            "linear_attn.in_proj_b.weight": (sizes.heads, hidden),
-            "linear_attn.in_proj_a.weight": (sizes.heads, hidden),
-            "linear_attn.conv1d.weight": (sizes.channels, 1, sizes.kept + 1),
-            "linear_attn.A_log": (sizes.heads,),
-            "linear_attn.dt_bias": (sizes.heads,),
-            "linear_attn.norm.weight": (sizes.value_columns,),
-            "linear_attn.out_proj.weight": (hidden, sizes.values),
-        }
 
-    def block(self, weights: FamilyWeights, layer: str) -> GatedDelta:
-        """Of Qwen3-Next, or of Qwen3.5, which has a matrix for each part of the projection."""
-        part, config = f"{layer}.linear_attn", weights.config
-        if weights.has(f"{part}.in_proj_qkvz"):
-            wide, narrow = (weights.linear(f"{part}.in_proj_{name}") for name in ("qkvz", "ba"))
-            projection: Projection = JoinedProjection.of(wide, narrow, self.heads)
-        else:
-            projection = SplitProjection(*(weights.linear(f"{part}.in_proj_{name}") for name in ("qkv", "z", "b", "a")))
-        return GatedDelta(
-            self,
-            projection,
-            weights.linear(f"{part}.out_proj"),
-            weights.tensor(f"{part}.conv1d.weight"),
-            weights.tensor(f"{part}.A_log"),
-            weights.tensor(f"{part}.dt_bias"),
-            RootMeanSquare(weights.tensor(f"{part}.norm.weight"), float(config.rms_norm_eps)),
-            ACTIVATIONS[config.hidden_act],
-            torch.sigmoid if getattr(config, "output_gate_type", None) == "sigmoid" else F.silu,
+def gated_delta(w: Scope, config: Any, ngrams: NgramSizes | None = None) -> GatedDelta:
+    """The linear attention with the weights of `w` ('linear_attn'), of Qwen3-Next, or of Qwen3.5, which has a matrix
+    for each part of the projection. ngrams: of the layer's n-gram features."""
+    sizes = delta_sizes(config)
+    if w.has("in_proj_qkvz"):
+        wide = w.linear("in_proj_qkvz", sizes.channels + sizes.values, w.hidden)
+        projection: Projection = JoinedProjection.of(wide, w.linear("in_proj_ba", 2 * sizes.heads, w.hidden), sizes)
+    else:
+        projection = SplitProjection(
+            w.linear("in_proj_qkv", sizes.channels, w.hidden),
+            w.linear("in_proj_z", sizes.values, w.hidden),
+            w.linear("in_proj_b", sizes.heads, w.hidden),
+            w.linear("in_proj_a", sizes.heads, w.hidden),
         )
+    return GatedDelta(
+        LinearSizes(sizes, ngrams),
+        projection,
+        w.linear("out_proj", w.hidden, sizes.values),
+        w.tensor("conv1d.weight", sizes.channels, 1, sizes.kept + 1),
+        w.tensor("A_log", sizes.heads),
+        w.tensor("dt_bias", sizes.heads),
+        RootMeanSquare(w.tensor("norm.weight", sizes.value_columns), float(config.rms_norm_eps)),
+        ACTIVATIONS[config.hidden_act],
+        torch.sigmoid if getattr(config, "output_gate_type", None) == "sigmoid" else F.silu,
+    )
 
 
 class Projection(Protocol):
@@ -241,7 +228,8 @@ class GatedDelta(Attention):
         self._biases = decay_biases.float()
         self._kernel: DeltaKernel | None = None
         gate = _GATES.get((gate_activation, rounded_once))
-        if self._heads.suit(convolution.dtype) and activation is F.silu and gate is not None:
+        values = not convolution.is_meta  # a plan has shapes alone
+        if values and self._heads.suit(convolution.dtype) and activation is F.silu and gate is not None:
             taps = convolution[:, 0].t().contiguous()
             self._kernel = DeltaKernel(
                 self._heads, taps, self._rates, self._biases, norm.weight, norm.epsilon, gate, least_decay

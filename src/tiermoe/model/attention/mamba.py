@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.batch import Kind
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention.base import Attention, AttentionSizes
-from tiermoe.model.attention.convolution import CausalConvolution
+from tiermoe.model.attention.convolution import CausalConvolution, causal_convolution
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.cache.recurrent import StateRows, StateShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import RootMeanSquare
 from tiermoe.model.step import Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
 CHUNK = 64
@@ -48,12 +48,6 @@ class MambaSizes(AttentionSizes):
     groups: int  # of heads that share a key and a query
     state: int  # columns of a key
     kept: int  # inputs of the convolution before a token's own
-
-    @classmethod
-    def of(cls, config: Any, names: Sequence[str]) -> MambaSizes:
-        """names: the config's, in the order of the fields; the last one is of the convolution's taps."""
-        heads, columns, groups, state, taps = (int(getattr(config, name)) for name in names)
-        return cls(heads, columns, groups, state, taps - 1)
 
     @property
     def values(self) -> int:
@@ -93,33 +87,21 @@ class MambaSizes(AttentionSizes):
         pairs = _CHUNK_PAIRS * CHUNK * CHUNK + _CHUNK_VALUES * CHUNK * (self.columns + self.state)
         return copies + 4 * self.heads * (pairs + 2 * self.state * self.columns)
 
-    def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Path in a block → shape of the weights."""
-        return {
-            "in_proj.weight": (self.projected, hidden),
-            "conv1d.weight": (self.channels, 1, self.kept + 1),
-            "conv1d.bias": (self.channels,),
-            "A_log": (self.heads,),
-            "D": (self.heads,),
-            "dt_bias": (self.heads,),
-            "norm.weight": (self.values,),
-            "out_proj.weight": (hidden, self.values),
-        }
 
-    def block(self, weights: FamilyWeights, layer: str) -> Mamba:
-        part, least_step = f"{layer}.{weights.architecture.named('mamba')}", weights.architecture.mamba_least_step
-        return Mamba(
-            self,
-            weights.linear(f"{part}.in_proj"),
-            weights.linear(f"{part}.out_proj"),
-            CausalConvolution(weights.tensor(f"{part}.conv1d.weight"), weights.optional_tensor(f"{part}.conv1d.bias")),
-            weights.tensor(f"{part}.A_log"),
-            weights.tensor(f"{part}.dt_bias"),
-            weights.tensor(f"{part}.D"),
-            weights.tensor(f"{part}.norm.weight"),
-            weights.epsilon,
-            float(getattr(weights.config, least_step)) if least_step else 0.0,
-        )
+def mamba(w: Scope, sizes: MambaSizes, least_step: float = 0.0) -> Mamba:
+    """The block with the weights of `w`. least_step: of time, in prompts (`Mamba`)."""
+    return Mamba(
+        sizes,
+        w.linear("in_proj", sizes.projected, w.hidden),
+        w.linear("out_proj", w.hidden, sizes.values),
+        causal_convolution(w.at("conv1d"), sizes.channels, sizes.kept + 1),
+        w.tensor("A_log", sizes.heads),
+        w.tensor("dt_bias", sizes.heads),
+        w.tensor("D", sizes.heads),
+        w.tensor("norm.weight", sizes.values),
+        w.epsilon,
+        least_step,
+    )
 
 
 class Mamba(Attention):

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe.model.architecture import Architecture, FamilyWeights
 from tiermoe.model.attention.base import Attention, AttentionSizes
-from tiermoe.model.attention.convolution import CausalConvolution
-from tiermoe.model.attention.mamba import MambaSizes
+from tiermoe.model.attention.convolution import CausalConvolution, causal_convolution
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.cache.recurrent import StateRows, StateShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
 CHUNK = 16
@@ -36,13 +34,6 @@ class Mamba1Sizes(AttentionSizes):
     state: int  # columns of a channel's state, of a key and of a query
     kept: int  # inputs of the convolution before a token's own
     rank: int  # columns that a token's time steps are made of
-
-    @classmethod
-    def of(cls, config: Any, names: Sequence[str]) -> Mamba1Sizes:
-        """names: the config's, in the order of the fields; the first one is by how much channels are more than hidden
-        columns, the third one of the convolution's taps."""
-        wider, state, taps, rank = (int(getattr(config, name)) for name in names)
-        return cls(wider * config.hidden_size, state, taps - 1, rank)
 
     @property
     def selected(self) -> int:
@@ -71,43 +62,22 @@ class Mamba1Sizes(AttentionSizes):
         copies = 4 * min(load.chunk, load.context) * _WIDE * self.channels
         return copies + 4 * CHUNK * self.channels * (2 * self.state + _CHUNK_VALUES)
 
-    def weight_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Path in a block → shape of the weights."""
-        return {
-            "in_proj.weight": (2 * self.channels, hidden),
-            "conv1d.weight": (self.channels, 1, self.kept + 1),
-            "conv1d.bias": (self.channels,),
-            "x_proj.weight": (self.selected, self.channels),
-            "dt_layernorm.weight": (self.rank,),
-            "b_layernorm.weight": (self.state,),
-            "c_layernorm.weight": (self.state,),
-            "dt_proj.weight": (self.channels, self.rank),
-            "dt_proj.bias": (self.channels,),
-            "A_log": (self.channels, self.state),
-            "D": (self.channels,),
-            "out_proj.weight": (hidden, self.channels),
-        }
 
-    def block(self, weights: FamilyWeights, layer: str) -> Mamba1:
-        part = f"{layer}.{weights.architecture.named('mamba')}"
-        input_, selection, times, output = (weights.linear(f"{part}.{name}_proj") for name in ("in", "x", "dt", "out"))
-        time_norm, key_norm, query_norm = (weights.norm(f"{part}.{name}_layernorm") for name in ("dt", "b", "c"))
-        return Mamba1(
-            self,
-            input_,
-            CausalConvolution(weights.tensor(f"{part}.conv1d.weight"), weights.optional_tensor(f"{part}.conv1d.bias")),
-            selection,
-            (time_norm, key_norm, query_norm),
-            times,
-            weights.tensor(f"{part}.A_log"),
-            weights.tensor(f"{part}.D"),
-            output,
-        )
-
-
-def mamba_sizes_of(architecture: Architecture, config: Any) -> MambaSizes | Mamba1Sizes:
-    """The description of a config's layers of Mamba, of the kind that the family has."""
-    return (Mamba1Sizes if architecture.mamba_1 else MambaSizes).of(config, architecture.mamba)
+def mamba_1(w: Scope, sizes: Mamba1Sizes) -> Mamba1:
+    """The block with the weights of `w`."""
+    norms = (("dt", sizes.rank), ("b", sizes.state), ("c", sizes.state))
+    time_norm, key_norm, query_norm = (w.norm(f"{name}_layernorm", columns) for name, columns in norms)
+    return Mamba1(
+        sizes,
+        w.linear("in_proj", 2 * sizes.channels, w.hidden),
+        causal_convolution(w.at("conv1d"), sizes.channels, sizes.kept + 1),
+        w.linear("x_proj", sizes.selected, sizes.channels),
+        (time_norm, key_norm, query_norm),
+        w.linear("dt_proj", sizes.channels, sizes.rank),
+        w.tensor("A_log", sizes.channels, sizes.state),
+        w.tensor("D", sizes.channels),
+        w.linear("out_proj", w.hidden, sizes.channels),
+    )
 
 
 class Mamba1(Attention):

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention.convolution import convolved
 from tiermoe.model.cache.recurrent import StateRows
 from tiermoe.model.linear import Linear
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
 _WIDE = 4  # tensors of all streams that live at once as float32
@@ -36,10 +36,8 @@ class NgramSizes:
     kept: int  # inputs of the convolution before a token's own
 
     @classmethod
-    def of(cls, config: Any, index: int) -> NgramSizes | None:
-        """Of layer `index`; None where it has no n-gram features."""
-        if index + 1 not in (getattr(config, "ple_layer_ids", None) or ()):
-            return None
+    def of(cls, config: Any) -> NgramSizes:
+        """Of all layers that have n-gram features."""
         longest = config.ngram_size
         return cls(
             longest,
@@ -55,25 +53,25 @@ class NgramSizes:
         streams = self.streams * self.hidden * (_NARROW * load.itemsize + 4 * _WIDE)
         return (load.tokens + self.kept) * (streams + 2 * self.columns * load.itemsize + 8 * 4 * self.heads)
 
-    def block(self, weights: FamilyWeights, layer: str) -> NgramFeatures:
-        """The block of the layer at the path `layer`."""
-        part = f"{layer}.ple"
-        table = f"{part}.ple_embedding"
-        rows, begins = (weights.tensor(f"{table}.ngram_heads_{name}") for name in ("vocab_sizes", "offsets"))
-        end = weights.config.eos_token_id
-        return NgramFeatures(
-            sizes=self,
-            hashes=NgramHashes(
-                weights.tensor(f"{table}.layer_multipliers"), rows, begins, end[0] if isinstance(end, list) else end
-            ),
-            table=weights.embedding(f"{table}.ngram_embedding"),
-            key=weights.linear(f"{part}.key_proj"),
-            value=weights.linear(f"{part}.value_proj"),
-            norm_key=weights.norm(f"{part}.norm_key", groups=self.streams),
-            norm_stream=weights.norm(f"{part}.norm_query", groups=self.streams),
-            norm_value=weights.norm(f"{part}.norm_conv", groups=self.streams),
-            convolution=weights.tensor(f"{part}.conv1d.weight"),
-        )
+
+def ngrams(w: Scope, config: Any) -> NgramFeatures:
+    """The features with the weights of `w` ('ple')."""
+    sizes, table, end = NgramSizes.of(config), w.at("ple_embedding"), config.eos_token_id
+    wide = sizes.streams * w.hidden
+    rows, begins = (table.tensor(f"ngram_heads_{name}", sizes.heads) for name in ("vocab_sizes", "offsets"))
+    return NgramFeatures(
+        sizes=sizes,
+        hashes=NgramHashes(
+            table.tensor("layer_multipliers", sizes.longest), rows, begins, end[0] if isinstance(end, list) else end
+        ),
+        table=table.embedding("ngram_embedding"),
+        key=w.linear("key_proj", wide, sizes.columns),
+        value=w.linear("value_proj", w.hidden, sizes.columns),
+        norm_key=w.norm("norm_key", groups=sizes.streams),
+        norm_stream=w.norm("norm_query", groups=sizes.streams),
+        norm_value=w.norm("norm_conv", groups=sizes.streams),
+        convolution=w.tensor("conv1d.weight", wide, 1, config.ple_conv_kernel_size),
+    )
 
 
 @dataclass(frozen=True, slots=True)

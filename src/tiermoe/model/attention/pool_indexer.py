@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention.block_indexer import block_positions
 from tiermoe.model.attention.compressor import Compressor, CompressorSizes, EntryIndexer, EntryIndexerSizes
 from tiermoe.model.attention.indexer import key_norm
@@ -17,6 +16,7 @@ from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.linear import Linear, PlainLinear
 from tiermoe.model.norms import Norm
 from tiermoe.model.step import Span, Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
 _POSITION_BYTES = 4
@@ -29,11 +29,9 @@ class PoolIndexerSizes:
     pools: EntryIndexerSizes  # a pool's key is an entry
 
     @classmethod
-    def of(cls, config: Any) -> PoolIndexerSizes | None:
-        """Of all layers that have an indexer; None where it chooses single positions."""
-        pool = getattr(config, "index_kpool", None)
-        if pool is None:
-            return None
+    def of(cls, config: Any) -> PoolIndexerSizes:
+        """Of all layers that have an indexer."""
+        pool = config.index_kpool
         keys = CompressorSizes(pool, config.index_head_dim, overlaps=False)
         return cls(EntryIndexerSizes(config.index_n_heads, config.index_topk // pool, keys))
 
@@ -51,24 +49,28 @@ class PoolIndexerSizes:
         """A layer's cache with what its indexer keeps."""
         return replace(shape, beside=self.pools.keys.shapes)
 
-    def block(self, weights: FamilyWeights, layer: str) -> PoolIndexer:
-        """The indexer of the layer at the path `layer`."""
-        part = f"{layer}.self_attn"
-        own = f"{part}.indexer"
-        keys = Compressor(
-            self.pools.keys,
-            value=weights.linear(f"{own}.wk"),
-            gate=PlainLinear(weights.tensor(f"{own}.index_kpool_compress_gate")),
-            bias=weights.tensor(f"{own}.index_kpool_compress_ape").float(),
-            value_norm=key_norm(weights, own),
-        )
-        query, weigh = weights.linear(f"{own}.wq_b"), weights.linear(f"{own}.weights_proj")
-        return PoolIndexer(
-            sizes=self,
-            narrow=weights.linear(f"{part}.q_a_proj"),
-            narrow_norm=weights.norm(f"{part}.q_a_layernorm", weights.architecture.narrow_epsilon),
-            pools=EntryIndexer(self.pools, keys, query, weigh),
-        )
+
+def pool_indexer(
+    w: Scope, config: Any, *, narrow_epsilon: float | None = 1e-6, key_epsilon: float | None = 1e-6
+) -> PoolIndexer:
+    """The indexer of a latent attention with the weights of `w` ('self_attn'); epsilons as of `indexer`."""
+    sizes, own, narrow = PoolIndexerSizes.of(config), w.at("indexer"), config.q_lora_rank
+    keys = sizes.pools.keys
+    made = Compressor(
+        keys,
+        value=own.linear("wk", keys.width, w.hidden),
+        gate=PlainLinear(own.tensor("index_kpool_compress_gate", keys.width, w.hidden)),
+        bias=own.tensor("index_kpool_compress_ape", keys.rate, keys.width).float(),
+        value_norm=key_norm(own, keys.columns, key_epsilon),
+    )
+    query = own.linear("wq_b", sizes.pools.heads * keys.columns, narrow)
+    weigh = own.linear("weights_proj", sizes.pools.heads, w.hidden)
+    return PoolIndexer(
+        sizes=sizes,
+        narrow=w.linear("q_a_proj", narrow, w.hidden),
+        narrow_norm=w.norm("q_a_layernorm", narrow, narrow_epsilon),
+        pools=EntryIndexer(sizes.pools, made, query, weigh),
+    )
 
 
 @dataclass(frozen=True, slots=True)

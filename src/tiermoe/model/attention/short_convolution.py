@@ -9,20 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiermoe.model.architecture import FamilyWeights
 from tiermoe.model.attention.base import Attention, AttentionSizes
-from tiermoe.model.attention.convolution import CausalConvolution
+from tiermoe.model.attention.convolution import CausalConvolution, causal_convolution
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.cache.recurrent import StateRows, StateShape
 from tiermoe.model.linear import Linear
 from tiermoe.model.step import Step
+from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
-
-
-def is_convolution(config: Any, index: int) -> bool:
-    """Whether layer `index` has a short convolution."""
-    kinds = getattr(config, "layer_types", None)
-    return kinds is not None and kinds[index] == "conv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +25,6 @@ class ConvolutionSizes(AttentionSizes):
 
     channels: int
     kept: int  # inputs before a token's own
-
-    @classmethod
-    def of(cls, config: Any) -> ConvolutionSizes:
-        """Of each layer with a short convolution."""
-        return cls(config.hidden_size, config.conv_L_cache - 1)
 
     @property
     def shape(self) -> LayerShape:
@@ -56,14 +45,16 @@ class ConvolutionSizes(AttentionSizes):
         """Nothing beside what `token_columns` stands for."""
         return 0
 
-    def block(self, weights: FamilyWeights, layer: str) -> ShortConvolution:
-        part = f"{layer}.conv"
-        return ShortConvolution(
-            self,
-            weights.linear(f"{part}.in_proj"),
-            weights.linear(f"{part}.out_proj"),
-            CausalConvolution(weights.tensor(f"{part}.conv.weight"), weights.optional_tensor(f"{part}.conv.bias")),
-        )
+
+def short_convolution(w: Scope, config: Any) -> ShortConvolution:
+    """The convolution with the weights of `w` ('conv')."""
+    sizes = ConvolutionSizes(w.hidden, config.conv_L_cache - 1)
+    return ShortConvolution(
+        sizes,
+        w.linear("in_proj", 3 * w.hidden, w.hidden),
+        w.linear("out_proj", w.hidden, w.hidden),
+        causal_convolution(w.at("conv"), w.hidden, config.conv_L_cache),
+    )
 
 
 class ShortConvolution(Attention):

@@ -6,38 +6,155 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tiermoe.model.architecture import Architecture, FamilyWeights
-from tiermoe.model.moe import DenseBlock, MoeBlock, add_to
+from tiermoe.errors import ModelError
+from tiermoe.formats.gguf_file import GgufFile
+from tiermoe.model.attention.grouped import grouped, window_at
+from tiermoe.model.families.family import Family
+from tiermoe.model.families.fields import (
+    AGAIN,
+    FREQUENCIES,
+    Config,
+    common_fields,
+    dense_layers,
+    divisors,
+    expert_columns,
+    expert_count,
+    shape_of,
+    window_layers,
+)
+from tiermoe.model.families.names import Gguf, block_names
+from tiermoe.model.layer import Layer
+from tiermoe.model.moe import DenseBlock, MoeBlock, add_to, dense, moe_layer
 from tiermoe.model.norms import Norm
 from tiermoe.model.routers import Router, RouterRule
+from tiermoe.model.weights import NormKind, Scope
+
+NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "layer_output_scale": "layer_scalar",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
+"""Tensors of a block → modules or parameters of a layer, beside the usual ones."""
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_UNTURNED = 1e30
+"""What the frequencies of columns that are not rotated are divided by (`generate_extra_tensors`)."""
+_ABSENT = {
+    "embedding_length_per_layer_input": "embeddings of each layer",
+    "attention.shared_kv_layers": "layers that share keys and values",
+}
+"""Entry → what Gemma 4 with experts has not, where it is not 0."""
 
 
-def gemma4_router(config: Any) -> RouterRule:
-    return RouterRule(config.top_k_experts, normalise=True, rounded=False)
+class Gemma4(Family):
+    name, model_type = "Gemma 4", "gemma4_text"
+    gguf = Gguf(
+        ("gemma4",),
+        block_names(norms=("input_layernorm", "pre_feedforward_layernorm")) | NAMES,
+        "experts",
+        apart=(FREQUENCIES,),
+    )
+    normalised = True
+    scales_embedding = True
+    norms = NormKind(late=True)
+
+    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+        part = w.at("self_attn")
+        attention = grouped(
+            part,
+            config,
+            index,
+            window=window_at(config, index),
+            scale=1.0,
+            norms=("q_norm", "k_norm"),
+            norm_values=True,
+            keys_are_values=not part.has("v_proj"),
+        )
+        return Layer(
+            w.norm("input_layernorm"),
+            attention,
+            w.norm("pre_feedforward_layernorm"),
+            side_by_side(w, config),
+            norm_attended=w.norm("post_attention_layernorm"),
+        )
+
+    def lacks(self, config: Any) -> str:
+        if config.hidden_size_per_layer_input:
+            return "embeddings of each layer"
+        if config.num_kv_shared_layers:
+            return "layers that share keys and values"
+        return "attention to later tokens" if config.use_bidirectional_attention == "all" else ""
+
+    def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
+        return float(torch.tensor(config.hidden_size**0.5).to(dtype))
+
+    def config(self, file: GgufFile) -> Config:
+        """ModelError for a file of a model that none with experts is like."""
+        for key, part in _ABSENT.items():
+            if file.count(key, 0):
+                raise ModelError(
+                    f"{file.path} has {part}, which no Gemma 4 with experts has; take the model's safetensors"
+                )
+        if dense := dense_layers(file):
+            raise ModelError(
+                f"{file.path} has layers without experts ({', '.join(map(str, dense))}), which no Gemma 4 with experts "
+                f"has; {AGAIN}"
+            )
+        config, kinds = common_fields(file), window_layers(file)
+        if _FULL not in kinds:
+            raise ModelError(f"{file.path} has no layer without a window, which every Gemma 4 has; {AGAIN}")
+        columns = file.count("attention.key_length", least=1)
+        heads = _kv_heads(file, kinds)
+        return {
+            **config,
+            "model_type": "gemma4_text",
+            "enable_moe_block": True,
+            "num_experts": expert_count(file),
+            "top_k_experts": config["num_experts_per_tok"],
+            "moe_intermediate_size": expert_columns(file),
+            "intermediate_size": shape_of(file, "blk.0.ffn_down.weight", 2)[1],
+            "layer_types": kinds,
+            "sliding_window": file.count("attention.sliding_window", least=1),
+            "head_dim": file.count("attention.key_length_swa", least=1),
+            "global_head_dim": columns,
+            "num_key_value_heads": heads.get(_SLIDING, heads[_FULL]),
+            "num_global_key_value_heads": heads[_FULL],
+            "attention_k_eq_v": f"blk.{kinds.index(_FULL)}.attn_v.weight" not in file.tensors,
+            "rope_parameters": _rope(file, config["rope_parameters"], columns),
+            "final_logit_softcapping": file.decimal("final_logit_softcapping", None),
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+        }
 
 
-def gemma4_lacks(config: Any) -> str:
-    """The parts of a config that the models with experts lack; empty: none."""
-    if config.hidden_size_per_layer_input:
-        return "embeddings of each layer"
-    if config.num_kv_shared_layers:
-        return "layers that share keys and values"
-    return "attention to later tokens" if config.use_bidirectional_attention == "all" else ""
 
-
-GEMMA4 = Architecture(
-    gemma4_router,
-    window="layer",
-    late_norm=True,
-    norm_attended="post_attention_layernorm",
-    names={"post_attention_layernorm": "pre_feedforward_layernorm"},
-    attention_scale=1.0,
-    scaled_embedding=True,
-    side_by_side=True,
-    lacks=gemma4_lacks,
-)
+def side_by_side(w: Scope, config: Any) -> SideBySide:
+    """The feed-forward part of the layer at `w`."""
+    experts = config.num_experts
+    rule = RouterRule(config.top_k_experts, normalise=True, rounded=False)
+    router = Router(
+        w.tensor("router.proj.weight", experts, w.hidden),
+        rule,
+        prepared=NormedInput(w.norm_without_weight(w.hidden), w.tensor("router.scale", w.hidden), w.hidden**-0.5),
+        expert_scale=w.tensor("router.per_expert_scale", experts),
+    )
+    return SideBySide(
+        dense=dense(w.at("mlp"), config.intermediate_size, config.hidden_activation),
+        moe=MoeBlock(router, layer=moe_layer(w, experts, rule.top_k, config.moe_intermediate_size, w.hidden)),
+        norm_dense=w.norm("post_feedforward_layernorm_1"),
+        norm_before_experts=w.norm("pre_feedforward_layernorm_2"),
+        norm_experts=w.norm("post_feedforward_layernorm_2"),
+        norm_sum=w.norm("post_feedforward_layernorm"),
+        scale=w.number("layer_scalar"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +181,6 @@ class SideBySide:
     norm_experts: Norm  # of the experts' output
     norm_sum: Norm  # of both outputs' sum
     scale: float = 1.0  # of the layer's output
-
-    @classmethod
-    def of(cls, weights: FamilyWeights, layer: str, activation: str) -> SideBySide:
-        """The block of the layer at the path `layer`. activation: of the dense block."""
-        hidden = int(weights.config.hidden_size)
-        normed = NormedInput(weights.norm_without_weight(hidden), weights.tensor(f"{layer}.router.scale"), hidden**-0.5)
-        router = Router(
-            weights.tensor(f"{layer}.router.proj.weight"),
-            weights.architecture.router(weights.config),
-            prepared=normed,
-            expert_scale=weights.tensor(f"{layer}.router.per_expert_scale"),
-        )
-        return cls(
-            dense=DenseBlock.of(weights, f"{layer}.{weights.architecture.block}", activation),
-            moe=MoeBlock(router),
-            norm_dense=weights.norm(f"{layer}.post_feedforward_layernorm_1"),
-            norm_before_experts=weights.norm(f"{layer}.pre_feedforward_layernorm_2"),
-            norm_experts=weights.norm(f"{layer}.post_feedforward_layernorm_2"),
-            norm_sum=weights.norm(f"{layer}.post_feedforward_layernorm"),
-            scale=float(weights.tensor(f"{layer}.layer_scalar")),
-        )
 
     @property
     def batch_invariant(self) -> bool:
@@ -115,3 +211,39 @@ class SideBySide:
         dense = self.norm_dense(self.dense(x))
         result = add_to(residual, self.norm_sum(dense + self.norm_experts(routed)), multiplier)
         return result if self.scale == 1 else result * self.scale
+
+
+def _kv_heads(file: GgufFile, kinds: list[str]) -> dict[str, int]:
+    """Kind of layers → heads of keys. ModelError where layers of a kind differ."""
+    found = file.of_model("attention.head_count_kv")
+    each = found if isinstance(found, list) else [found] * len(kinds)
+    counts = {kind: {count for count, own in zip(each, kinds, strict=False) if own == kind} for kind in set(kinds)}
+    only = {kind: next(iter(own)) for kind, own in counts.items() if len(own) == 1}
+    if len(each) < len(kinds) or only.keys() != counts.keys() or any(not isinstance(n, int) for n in only.values()):
+        raise ModelError(f"{file.path} does not say how many heads of keys layers of a kind have ({found}); {AGAIN}")
+    return only
+
+
+def _rope(file: GgufFile, rope: dict[str, Any], columns: int) -> dict[str, dict[str, Any]]:
+    """Of layers with a window the default embedding; of others the share of a head's columns that is rotated."""
+    factors = divisors(file, FREQUENCIES, columns)
+    if factors is None:
+        raise ModelError(f"{file.path} has no tensor {FREQUENCIES}; convert the model again with a current llama.cpp")
+    turned = int((factors == 1).sum())
+    expected = torch.where(torch.arange(len(factors)) < turned, 1.0, torch.tensor(_UNTURNED))
+    if not turned or not torch.equal(factors, expected):
+        raise ModelError(
+            f"{file.path} divides the frequencies of its rotary embedding by {factors.min():g} to {factors.max():g}, "
+            f"and Gemma 4 the first by 1 and all others by {_UNTURNED:g}; {AGAIN}"
+        )
+    whole = file.count("attention.key_length_swa"), columns
+    if rope["rope_type"] != "default" or any(
+        file.count(key, size) != size
+        for key, size in zip(("rope.dimension_count_swa", "rope.dimension_count"), whole, strict=True)
+    ):
+        raise ModelError(f"{file.path} scales its rotary embedding, or rotates parts of heads, and no Gemma 4 does")
+    share = {"rope_type": "proportional", "partial_rotary_factor": turned / len(factors)}
+    return {
+        _FULL: {**share, "rope_theta": rope["rope_theta"]},
+        _SLIDING: {"rope_type": "default", "rope_theta": file.decimal("rope.freq_base_swa")},
+    }

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
-from tiermoe.model.gguf.config import token_id
+from tiermoe.model.families.fields import token_id
 
 _CONTROL, _USER_DEFINED = 3, 4
 """`tokenizer.ggml.token_type`."""

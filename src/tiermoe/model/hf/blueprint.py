@@ -22,9 +22,11 @@ from tiermoe.formats.safetensors import Checkpoint
 from tiermoe.formats.source import TensorSource, label_of
 from tiermoe.formats.store import Precision
 from tiermoe.formats.stores import cache_folder
-from tiermoe.model.families.table import Family, family_of
+from tiermoe.model.decoder import plan_layers
+from tiermoe.model.families import family_of
+from tiermoe.model.families.family import Family
+from tiermoe.model.gguf.checkpoint import open_checkpoint
 from tiermoe.model.gguf.outline import outline_of
-from tiermoe.model.gguf.parameters import open_checkpoint
 from tiermoe.model.hf.configs import (
     Configs,
     check_counts,
@@ -40,6 +42,7 @@ from tiermoe.model.hf.configs import (
     text_tensors,
 )
 from tiermoe.model.hf.local_models import CONFIG, LARGEST_CONFIG
+from tiermoe.model.layer import DecoderLayer
 from tiermoe.model.model_config import NAME as MODEL_CONFIG
 from tiermoe.model.model_config import GenerationConfig, ModelConfig, read_config, write_config
 from tiermoe.platform import process_memory
@@ -47,7 +50,7 @@ from tiermoe.platform.json_files import read_json
 from tiermoe.types import MoeLayer
 
 if TYPE_CHECKING:
-    from tiermoe.model.gguf.experts import GgufExperts
+    from tiermoe.model.gguf.checkpoint import GgufExperts
     from tiermoe.model.hf.conversion import CheckpointExperts
     from tiermoe.model.hf.skeleton import Skeleton
 
@@ -80,6 +83,13 @@ class Blueprint:
     def outline(self) -> Outline:
         """Layers and dense tensors."""
         return self.known or self._built.outline()
+
+    @functools.cached_property
+    def planned_layers(self) -> list[DecoderLayer] | None:
+        """Layers of the decoder that the model gets, of weights without values: what a plan counts. None where it gets
+        none of ours."""
+        shapes = {path: tensor.shape for path, tensor in self.outline.tensors.items()}
+        return plan_layers(self.config, shapes, self.dtype)
 
     @property
     def model_class(self) -> Any:

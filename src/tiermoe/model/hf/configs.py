@@ -15,8 +15,9 @@ from tiermoe.errors import ModelError, reason
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.outline import Origin
 from tiermoe.formats.safetensors import Entries
-from tiermoe.model.families.table import ARCHITECTURES, Family, family_of
-from tiermoe.model.gguf.parameters import architecture_of, compute_dtype, config_of
+from tiermoe.model.families import family_of, has_decoder
+from tiermoe.model.families.family import Family
+from tiermoe.model.gguf.checkpoint import compute_dtype, config_of, family_in
 from tiermoe.model.hf.local_models import CONFIG, read_moe_fields
 from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.rotary import UNSUPPORTED, layer_kinds
@@ -89,7 +90,7 @@ def rope_frequencies(config: Any) -> dict[str, tuple[list[float], float]]:
     """`ModelConfig.rope_frequencies` of transformers' config."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    if config.model_type not in ARCHITECTURES:
+    if not has_decoder(config.model_type):
         return {}
     found = {}
     for layers in layer_kinds(config):
@@ -143,7 +144,7 @@ def gguf_configs(checkpoint: GgufCheckpoint) -> Configs:
     """transformers' configs of the model in a GGUF file. ModelError where the file lacks an entry, or transformers
     refuses what it says."""
     auto_config = _auto_config()
-    fields, whole = config_of(checkpoint.file), architecture_of(checkpoint.file).part_of
+    fields, whole = config_of(checkpoint.file), family_in(checkpoint.file)[1].part_of
     model_type = fields.pop("model_type")
     family_of(model_type)
     check_counts(fields, checkpoint.tensors, checkpoint.directory)

@@ -50,7 +50,6 @@ class CheckpointExperts:
         self._model = model
         shells = shells_of(model)
         self.layers = [_layer_of(name, shell, top_k(_decoder_layer(name))) for name, shell in shells.items()]
-        self._rows_of = [getattr(shell, "expert_rows", {}) for shell in shells.values()]
         self._stacked = [not hasattr(shell, "expert_template") for shell in shells.values()]
         mapping = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -105,11 +104,10 @@ class CheckpointExperts:
 
     def _resolve(self) -> None:
         targets = {
-            target
+            self._target(i, e, part.name)
             for i, layer in enumerate(self.layers)
             for e in self._rows(i)
             for part in layer.parts
-            for target in self._targets(i, e, part)
         }
         known = dict.fromkeys([*self._model.state_dict(), *targets], 1)
         # the converters' order: the position of a key among its pattern's keys is its expert
@@ -140,15 +138,10 @@ class CheckpointExperts:
                 self._check_part(index, part)
 
     def _check_part(self, index: int, part: Part) -> None:
-        """ModelError where the checkpoint has a part of fewer experts than the config asks for (LongCat's has more), or
-        of another shape. A converted part is checked when it is read."""
+        """ModelError for a part of fewer experts than the config asks for, or of another shape. A converted part is
+        checked when it is read."""
         layer, tensors = self.layers[index], self.checkpoint.tensors
         if not self._stacked[index]:
-            return
-        flat = self._flat(index, part)
-        if flat is not None:
-            for key in flat:
-                _require_shape(key, tensors[key].shape, (layer.experts * part.shape[0] // len(flat), *part.shape[1:]))
             return
         target = self._target(index, 0, part.name)
         for pattern, keys in self._sources[target].items():
@@ -167,25 +160,11 @@ class CheckpointExperts:
     def _rows(self, layer: int) -> range:
         return range(1) if self._stacked[layer] else range(self.layers[layer].experts)
 
-    def _targets(self, layer: int, expert: int, part: Part) -> list[str]:
-        """The parameters that hold a part: one, but for experts whose rows lie in flat matrices."""
-        rows = self._rows_of[layer].get(part.name)
-        return [self._target(layer, expert, name) for name in rows or (part.name,)]
-
     def _target(self, layer: int, expert: int, name: str) -> str:
         prefix = self.layers[layer].name
         return f"{prefix}.{name}" if self._stacked[layer] else f"{prefix}.expert_{expert}.{name}"
 
-    def _flat(self, layer: int, part: Part) -> list[str] | None:
-        """The checkpoint keys of the flat matrices whose rows a part consists of."""
-        names = self._rows_of[layer].get(part.name)
-        return [self._sources[self._target(layer, 0, name)][None][0] for name in names] if names else None
-
     def _read_part(self, layer: int, expert: int, part: Part) -> torch.Tensor:
-        flat = self._flat(layer, part)
-        if flat is not None:
-            count = part.shape[0] // len(flat)
-            return torch.cat([self.checkpoint.read_rows(key, expert * count, (expert + 1) * count) for key in flat])
         target = self._target(layer, expert, part.name)
         sources = self._sources[target]
         if None in sources:
@@ -212,8 +191,6 @@ class CheckpointExperts:
     def _sources_of(self, layer: int, part: Part) -> tuple[str, ...]:
         """The keys of a part's rows; empty where the part is more than rows of tensors."""
         experts = range(self.layers[layer].experts)
-        if self._flat(layer, part) is not None:
-            return ()
         sources = self._sources[self._target(layer, 0, part.name)]
         if None in sources:
             if self._stacked[layer]:
@@ -226,8 +203,6 @@ class CheckpointExperts:
         return _each_of([sources[pattern] for pattern in converter.source_patterns if pattern in sources])
 
     def _part_in_place(self, layer: int, expert: int, part: Part, at: int) -> list[Segment] | None:
-        if self._flat(layer, part) is not None:
-            return None
         target = self._target(layer, expert, part.name)
         sources = self._sources[target]
         if None in sources:
@@ -324,8 +299,9 @@ def _each_of(sources: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def _layer_of(name: str, shell: Any, top_k: int) -> MoeLayer:
-    turned = getattr(shell, "transposed_parts", shell.expert_shapes if shell.is_transposed else ())
-    parts = tuple(Part(part, shape, part in turned and len(shape) == 2) for part, shape in shell.expert_shapes.items())
+    parts = tuple(
+        Part(part, shape, bool(shell.is_transposed) and len(shape) == 2) for part, shape in shell.expert_shapes.items()
+    )
     return MoeLayer(name, shell.num_experts, top_k, parts)
 
 

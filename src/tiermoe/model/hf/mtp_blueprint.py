@@ -1,9 +1,9 @@
 """Blueprint of a model with its MTP head: the layer behind the last one that drafts (`model/mtp_head.py`).
 
 A checkpoint has the head as one more layer, `model.layers.N` of a model of N layers, with norms and a projection before
-it and a norm behind it, or by names that `families/mtp_heads` turns into these. So transformers' code for a model of
-N + 1 layers says what its layer is made of, and the head is one more layer of the model, of its plan, and of its expert
-cache where it has experts. It is packed into a folder of its own within the model's store, which stays as it is for
+it and a norm after it, or by names that its family turns into these (`HeadFormat`). So transformers' code for a model
+of N + 1 layers says what its layer is made of, and the head is one more layer of the model, of its plan, and of its
+expert cache if it has experts. It is packed into a folder of its own within the model's store, which stays as it is for
 runs without the head. Embedding and output layer are the model's, whatever copies of them a checkpoint has."""
 
 from __future__ import annotations
@@ -23,30 +23,28 @@ from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.outline import DenseTensor, Outline, read_outline
 from tiermoe.formats.safetensors import Checkpoint
 from tiermoe.formats.store import MTP_FOLDER
-from tiermoe.model.families.mtp_heads import HEADS
-from tiermoe.model.families.table import decodes
+from tiermoe.model.families import FAMILIES, decoder_family
+from tiermoe.model.gguf.checkpoint import mtp_parameters
 from tiermoe.model.gguf.outline import outline_of_head
-from tiermoe.model.gguf.parameters import mtp_parameters
 from tiermoe.model.hf.blueprint import Blueprint, check_outline, chosen_store_root
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.model_config import lengthened, with_mtp_head
 from tiermoe.types import MoeLayer, Segment
 
 if TYPE_CHECKING:
-    from tiermoe.model.gguf.experts import GgufExperts
+    from tiermoe.model.gguf.checkpoint import GgufExperts
     from tiermoe.model.hf.conversion import CheckpointExperts
 
 _INSTEAD = "--draft lookup drafts without one"
 
-
 def with_mtp(blueprint: Blueprint, store: Path | None) -> Blueprint:
     """The model with its MTP head. store: as of `inspect_model`; it keeps the head's outline. ModelError where there is
     no head that tiermoe runs, or where it lacks tensors."""
-    form = HEADS.get(blueprint.family.model_type)
-    if form is None or not decodes(blueprint.config):
+    form = blueprint.family.mtp_head
+    if form is None or decoder_family(blueprint.config) is None:
         raise ModelError(
             f"{blueprint.name} is of the family {blueprint.family.name}, of which tiermoe runs no MTP head; it runs "
-            f"those of {', '.join(HEADS)}; {_INSTEAD}"
+            f"those of {', '.join(name for name, each in FAMILIES.items() if each.mtp_head is not None)}; {_INSTEAD}"
         )
     config = with_mtp_head(blueprint.config, form.kinds)
     whole = checkpoint = blueprint.checkpoint
@@ -77,7 +75,6 @@ def with_mtp(blueprint: Blueprint, store: Path | None) -> Blueprint:
         )
     return replace(blueprint, config=config, checkpoint=whole, known=outline, parts=(blueprint, head))
 
-
 def _both(trunk: Outline, head: Outline, checkpoint: Checkpoint | GgufCheckpoint) -> Outline:
     keys = dict.fromkeys((*trunk.dense_keys, *head.dense_keys))
     return replace(
@@ -90,7 +87,6 @@ def _both(trunk: Outline, head: Outline, checkpoint: Checkpoint | GgufCheckpoint
         dense_keys=tuple(key for key in keys if key in checkpoint),  # by the names that they have with the head
         whole=trunk.whole and head.whole,
     )
-
 
 class MtpBlueprint(Blueprint):
     """An MTP head alone: the last layer of `config`, which is else that of `trunk`."""
@@ -140,7 +136,8 @@ class MtpBlueprint(Blueprint):
     def configs(self) -> Configs:
         assert self.trunk is not None
         config = copy.deepcopy(self.trunk.configs.built)
-        kinds = HEADS[self.family.model_type].kinds
+        assert self.family.mtp_head is not None
+        kinds = self.family.mtp_head.kinds
         for name, value in lengthened(config.to_dict(), kinds).items():
             setattr(config, name, value)
         return Configs(config, config, False)
@@ -157,7 +154,6 @@ class MtpBlueprint(Blueprint):
         beside = beside_layer(self.config)
         layer = {path: each for path, each in self.checkpoint.parameters.items() if path not in beside}
         return GgufCheckpoint(self.checkpoint.file, {**trunk.parameters, **layer})
-
 
 class LaterLayers:
     """The layers of a source of experts (`formats.source.ExpertSource`) from one on."""
@@ -176,10 +172,8 @@ class LaterLayers:
         """Largest memory of `read` beside the result, in bytes."""
         return self._source.reading_bytes()
 
-
 def _prefix(config: Any) -> str:
     return f"model.layers.{config.num_hidden_layers - 1}."
-
 
 def beside_layer(config: Any) -> dict[str, tuple[int, ...]]:
     """Path → shape of a head's tensors beside its layer's."""

@@ -18,7 +18,7 @@ import xxhash
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import MOST_HEADER, HeaderCutError, read_header
 from tiermoe.formats.safetensors import Checkpoint, FileReader, TensorEntry, entries_of
-from tiermoe.model.gguf.frequencies import FREQUENCIES, LONG_FACTORS
+from tiermoe.model.families.fields import FREQUENCIES, LONG_FACTORS
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.repository import Repository, hub_errors
 

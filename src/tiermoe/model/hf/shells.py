@@ -21,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from tiermoe.errors import ModelError
 from tiermoe.kernels.experts import Activation
 from tiermoe.kernels.gates import ClampedGate, LimitedSilu, gelu_gate, relu_squared, silu_gate
-from tiermoe.model.families.table import Family
+from tiermoe.model.families.family import Family
 from tiermoe.model.hf.adapters import ADAPTERS, drop_parameters
 from tiermoe.model.moe import ExpertGate
 
@@ -62,8 +62,11 @@ def experts_left_out(family: Family, config: Any) -> Iterator[None]:
 
 
 def modelling_module(config: Any) -> ModuleType:
-    """The module in which the classes of a (text) config's family are defined."""
-    return importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    """The module in which the classes of a (text) config's family are defined: of its class, or of one that it is
+    derived from."""
+    modules = (cls.__module__ for cls in type(config).__mro__)
+    name = next((name for name in modules if "configuration_" in name), type(config).__module__)
+    return importlib.import_module(name.replace("configuration_", "modeling_"))
 
 
 def classes_of(module: ModuleType) -> dict[str, type[torch.nn.Module]]:

@@ -21,8 +21,8 @@ from tiermoe.formats.outline import DenseTensor, Outline
 from tiermoe.formats.safetensors import Checkpoint, QuantizedTensor
 from tiermoe.formats.source import TensorSource
 from tiermoe.kernels.gates import gate_name, in_halves
-from tiermoe.model.families.table import ARCHITECTURES, Family
-from tiermoe.model.gguf.experts import GgufExperts
+from tiermoe.model.families.family import Family
+from tiermoe.model.gguf.checkpoint import GgufExperts
 from tiermoe.model.hf.configs import text_config
 from tiermoe.model.hf.conversion import CheckpointExperts
 from tiermoe.model.hf.shells import (
@@ -216,9 +216,7 @@ class Skeleton:
 
     def _known_embedding(self) -> bool:
         """Whether decoders of our own compute the input embedding: a table, which they may scale."""
-        own = ARCHITECTURES.get(self._model_type)
-        scaled = own is not None and own.scaled_embedding
-        return scaled or self._plain_embedding()
+        return self._family.scales_embedding or self._plain_embedding()
 
     def _dense_bytes(self, tensors: Mapping[str, DenseTensor]) -> int:
         """Bytes of the parameters and buffers that stay resident at 16 bits, or in float32 (tied ones once)."""
@@ -255,14 +253,13 @@ def top_k(config: Any, layer: int) -> int:
     """Experts that a token uses in decoder layer `layer`; 1 where the config has no entry for it (Switch). ModelError
     where the entry names no number."""
     named = ""
-    for part in (config, getattr(config, "ffn_config", None)):
-        for name in _TOP_K:
-            value = getattr(part, name, None)
-            if isinstance(value, list | tuple):
-                value = value[layer] if layer < len(value) else None
-            if isinstance(value, int):
-                return value
-            named = name if hasattr(part, name) else named
+    for name in _TOP_K:
+        value = getattr(config, name, None)
+        if isinstance(value, list | tuple):
+            value = value[layer] if layer < len(value) else None
+        if isinstance(value, int):
+            return value
+        named = name if hasattr(config, name) else named
     if named:
         raise ModelError(f"the config names no number of experts that a token uses ({named} of layer {layer})")
     return 1

@@ -1,8 +1,10 @@
-"""Linear attention in GGUF files of Qwen3-Next, Qwen3.5 and Qwen3.8 (`Qwen3NextModel` of the converter): the
-config's fields, and the parameters whose rows the converter has put in another order."""
+"""Parameters of linear attention and of Mamba whose rows llama.cpp's converter puts in another order, or changes
+(`Qwen3NextModel`, `Mamba2Model` and `JambaModel` of the converter), and the fields of the config that say their
+sizes."""
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -10,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_checkpoint import Rows
+from tiermoe.formats.gguf_checkpoint import Change, Rows
 from tiermoe.formats.gguf_file import GgufFile, GgufTensor
 from tiermoe.kernels.delta import DeltaSizes
-from tiermoe.model.gguf.shapes import linear_layers
+from tiermoe.model.attention.mamba import MambaSizes
+from tiermoe.model.families.fields import AGAIN, layer_count, linear_layers
 
 _TILED = ("qwen35moe", "qwen4exp")
 """The architectures whose heads of values are in another order (`tiled_rows`)."""
@@ -125,6 +128,22 @@ def _sizes(file: GgufFile) -> DeltaSizes:
     return sizes
 
 
+def positive_rates(_: GgufFile, stem: str, tensor: GgufTensor) -> dict[str, Rows]:
+    """The rates of a layer's decays, by their name in the block, of files that have exp(A_log). None of other
+    tensors."""
+    return _decay_rates(stem, tensor, torch.log)
+
+
+def negative_rates(_: GgufFile, stem: str, tensor: GgufTensor) -> dict[str, Rows]:
+    """`positive_rates`, of files that have -exp(A_log)."""
+    return _decay_rates(stem, tensor, rates)
+
+
+def _decay_rates(stem: str, tensor: GgufTensor, change: Change) -> dict[str, Rows]:
+    found = Rows(tensor, (math.prod(tensor.shape),), change=change)
+    return {"forget_gate.A_log": found} if stem == "ssm_a" else {}
+
+
 # of each row of a parameter, its row in the file; layers share one tensor of each order
 
 
@@ -146,3 +165,68 @@ def grouped_rows(groups: int, parts: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Each of so many groups has all `parts`, of so many rows: of each part, where that of every group lies."""
     rows = torch.arange(groups * sum(parts)).view(groups, -1)
     return tuple(part.flatten() for part in torch.split(rows, list(parts), dim=1))
+
+
+# Mamba
+
+_NAMES = {"ssm_in": "in_proj.weight", "ssm_out": "out_proj.weight", "ssm_dt": "dt_bias"}
+_NAMES_1 = {
+    "ssm_in": "in_proj.weight", "ssm_out": "out_proj.weight", "ssm_x": "x_proj.weight", "ssm_a": "A_log", "ssm_d": "D",
+    "ssm_dt_norm": "dt_layernorm.weight", "ssm_b_norm": "b_layernorm.weight", "ssm_c_norm": "c_layernorm.weight",
+}  # fmt: skip
+_WITH_BIAS = {"ssm_conv1d": "conv1d", "ssm_dt": "dt_proj"}
+_FLAT = {"ssm_a": "A_log", "ssm_d": "D", "ssm_norm": "norm.weight"}
+"""Tensors that have two dimensions where the parameter has one."""
+
+
+def mamba_sizes(file: GgufFile) -> MambaSizes:
+    """Of the file's layers of Mamba-2. ModelError where an entry is missing, and for sizes that do not belong
+    together."""
+    heads, groups = file.count("ssm.time_step_rank", least=1), file.count("ssm.group_count", least=1)
+    inner, state = file.count("ssm.inner_size", least=1), file.count("ssm.state_size", least=1)
+    sizes = MambaSizes(heads, inner // heads, groups, state, file.count("ssm.conv_kernel", least=1) - 1)
+    if inner % heads or heads % groups or sizes.projected > file.longest:
+        raise ModelError(
+            f"{file.path} says that its layers of Mamba-2 have {heads} heads in {groups} groups, {inner} columns and "
+            f"states of {state}, which no tensor has; {AGAIN}"
+        )
+    return sizes
+
+
+def mamba_rows(_: GgufFile, stem: str, tensor: GgufTensor) -> dict[str, Rows]:
+    """The parameter of a layer of Mamba-2 that a tensor holds, by its name in the block; none of other tensors."""
+    if stem == "ssm_conv1d":
+        return _with_bias(stem, tensor)
+    if name := _FLAT.get(stem):
+        return {name: Rows(tensor, (math.prod(tensor.shape),), change=rates if stem == "ssm_a" else None)}
+    name = _NAMES.get(stem)
+    return {name: Rows(tensor, tensor.shape)} if name else {}
+
+
+def mamba_1_rows(_: GgufFile, stem: str, tensor: GgufTensor) -> dict[str, Rows]:
+    """`mamba_rows` of a layer of Mamba-1."""
+    if stem in _WITH_BIAS:
+        return _with_bias(stem, tensor)
+    name = _NAMES_1.get(stem)
+    return {name: Rows(tensor, tensor.shape, change=rates if stem == "ssm_a" else None)} if name else {}
+
+
+def _with_bias(stem: str, tensor: GgufTensor) -> dict[str, Rows]:
+    """A weight or a bias, by its dimensions; the file has no dimensions of size 1."""
+    weight, shape = len(tensor.shape) == 2, tensor.shape
+    if weight and stem == "ssm_conv1d":
+        shape = (shape[0], 1, shape[1])
+    return {f"{_WITH_BIAS[stem]}.{'weight' if weight else 'bias'}": Rows(tensor, shape)}
+
+
+_KINDS = {"ssm_a": "linear_attention", "attn_q.weight": "full_attention", "ffn_gate_inp.weight": "moe"}
+"""A tensor of the layers of one kind → the kind. Those with attention may have experts, too."""
+
+
+def layer_kinds(file: GgufFile) -> list[str]:
+    """`layer_types` of a config: which layers have Mamba, and which attention; of those with neither, which have
+    experts."""
+    layers = range(layer_count(file))
+    return [
+        next((kind for tensor, kind in _KINDS.items() if f"blk.{at}.{tensor}" in file.tensors), "mlp") for at in layers
+    ]

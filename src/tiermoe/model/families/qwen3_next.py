@@ -1,0 +1,79 @@
+"""Qwen3-Next and Qwen3.5: linear attention by the gated delta rule, grouped attention with gated heads in every few
+layers, centred norms, and Qwen2-MoE's feed-forward part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiermoe.errors import ModelError
+from tiermoe.formats.gguf_file import GgufFile
+from tiermoe.model.attention.grouped import GroupedAttention, grouped
+from tiermoe.model.attention.linear import gated_delta, is_linear
+from tiermoe.model.families.family import Family, HeadFormat
+from tiermoe.model.families.fields import (
+    Config,
+    dense_layers,
+    expert_columns,
+    expert_count,
+    in_first_block,
+    partly_rotated_fields,
+)
+from tiermoe.model.families.names import LATE_NORM, Gguf
+from tiermoe.model.families.qwen2_moe import QWEN_NAMES, part_with_gated_expert
+from tiermoe.model.families.rows import linear_config, linear_rows
+from tiermoe.model.layer import Layer
+from tiermoe.model.weights import NormKind, Scope
+
+MTP_NAMES = {
+    "mtp.layers.0.": "",
+    "mtp.fc.": "eh_proj.",
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.norm.": "shared_head.norm.",
+}
+"""Names of an MTP head beside the model's layers (transformers' `MtpModel`, vLLM's `qwen3_next_mtp`)."""
+
+
+class Qwen3Next(Family):
+    name, model_type = "Qwen3-Next", "qwen3_next"
+    plain_router = True
+    norms = NormKind(centred=True)
+    mtp_head = HeadFormat(MTP_NAMES, {"layer_types": "full_attention"})
+
+    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+        linear = is_linear(config, index)
+        return Layer(
+            w.norm("input_layernorm"),
+            gated_delta(w.at("linear_attn"), config) if linear else self.attention(w.at("self_attn"), config, index),
+            w.norm("post_attention_layernorm"),
+            part_with_gated_expert(w.at("mlp"), config, self.renormalises(config)),
+        )
+
+    def attention(self, w: Scope, config: Any, index: int) -> GroupedAttention:
+        return grouped(w, config, index, norms=("q_norm", "k_norm"), gated=True)
+
+
+class Qwen35Moe(Qwen3Next):
+    """Its linear attention has a matrix for each part of the projection."""
+
+    name, model_type = "Qwen3.5-MoE", "qwen3_5_moe_text"
+    gguf = Gguf(("qwen35moe", "qwen3next"), QWEN_NAMES | LATE_NORM, centred=True)
+    gguf_parts = staticmethod(linear_rows)
+    normalised = True
+
+    def config(self, file: GgufFile) -> Config:
+        """Qwen3.5, and Qwen3-Next where all layers have experts."""
+        if dense := dense_layers(file):
+            raise ModelError(
+                f"{file.path} has layers without experts ({', '.join(map(str, dense))}), which no Qwen3-Next or "
+                f"Qwen3.5 that was published has; take the model's safetensors"
+            )
+        return {
+            **partly_rotated_fields(file),
+            **linear_config(file),
+            "model_type": "qwen3_5_moe_text",
+            "num_experts": expert_count(file),
+            "moe_intermediate_size": expert_columns(file),
+            "shared_expert_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
+        }
+
