@@ -19,11 +19,11 @@ Written by `python tests/families_document.py` from the tables that the tests ru
 `tests/test_families.py`. Each family in the first table is compared with transformers' eager experts on a tiny random
 checkpoint: logits, greedy tokens, and prefetching where its routers can be asked.
 
-transformers 5.23 does not have DeepSeekMoE (`deepseek`). tiermoe brings a class of it, made of transformers' Llama and
+transformers does not have DeepSeekMoE (`deepseek`). tiermoe brings a class of it, made of transformers' Llama and
 Qwen2-MoE, and `tests/test_deepseek.py` compares it with the published equations. No code of a checkpoint runs.
 
-Any other causal family of transformers 5.23 whose experts go through its experts interface is found in the same way; it
-has no test here.
+Any other causal family of transformers whose experts go through its experts interface is found in the same way; it has
+no test here. A family that is newer than the transformers beside it is refused in a line that says so.
 
 * decoder: *own* is tiermoe's, on a CPU; *transformers* is transformers' modelling code around tiermoe's experts.
 * prefetch: whether a router can be asked about another layer's input (`--set prefetch=next-gate` and its kin). Presets
