@@ -22,6 +22,7 @@ from tiermoe.batch import Batch, decode, prompt
 from tiermoe.model.gguf.outline import outline_of
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.model_config import ModelConfig
+from tiny import GRANITE_GROUPS
 
 ELSE_ORDERED = ("gpt_oss", "llama4", "llama4 of other layers", "llama4 of 128 experts", "qwen3_next")
 """Models whose matrices are not in the order of transformers' parameters."""
@@ -63,6 +64,11 @@ OTHERWISE: dict[str, set[str]] = {
 """Models → entries in which the file's config is another, without a difference in what is computed."""
 
 
+_WIDENED = ("mlp.expert_bias", "forget_gate.dt_bias", "gate.e_score_correction_bias")
+"""Parameters that transformers keeps in float32 from 5.24 on, in families where older ones do not; a few numbers
+each."""
+
+
 @dataclass
 class Written:
     """A model in a file, loaded once for all that is asked of it."""
@@ -77,6 +83,8 @@ class Written:
 @pytest.fixture(scope="module", params=CASES)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
     name, folder = request.param, tmp_path_factory.mktemp("gguf")
+    if name == "granitemoehybrid" and GRANITE_GROUPS == 1:
+        pytest.skip("the header's model has several groups, which this transformers normalises together")
     model = gguf_files.model_of(name)
     file = gguf_files.write(folder / "model.gguf", model, name, kinds("q8_0", "q5_0", "q4_0"))
     blueprint = inspect_model(file, str(file), folder / "store")
@@ -150,6 +158,8 @@ def test_names_and_shapes_tell_what_transformers_code_does(written: Written) -> 
         pytest.xfail("the outline by names has these tensors in bfloat16")
     if found is not None:
         wanted = replace(written.blueprint, known=None).outline
+        widened = {path: found.tensors[path] for path in wanted.tensors if path.endswith(_WIDENED)}
+        wanted = replace(wanted, tensors={**wanted.tensors, **widened})
         assert abs(found.dense_bytes - wanted.dense_bytes) < 1024  # without buffers of rotary embeddings
         assert sorted(found.packable) == sorted(wanted.packable)
         assert replace(found, dense_bytes=0, packable=()) == replace(wanted, dense_bytes=0, packable=())

@@ -25,7 +25,6 @@ from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiny import oracle
 
 FAMILIES = ("qwen3_moe", "mixtral")
-BUDGET = "720MiB"  # of which one of the models has room beside the router
 WORDS = ("--bits", "16", "--dense-bits", "16", "--context", "64", "--lanes", "1", "--threads", "1", "--device", "cpu")
 PROMPT = "Once upon a time"
 
@@ -37,7 +36,7 @@ def models(tiny_model: Callable[..., Path]) -> dict[str, Path]:
 
 
 @contextmanager
-def serving(*words: object, memory: str = BUDGET) -> Iterator[tuple[psutil.Process, httpx.Client]]:
+def serving(*words: object, memory: str) -> Iterator[tuple[psutil.Process, httpx.Client]]:
     port = free_port()
     named = ["--port", str(port), "--memory", memory, *WORDS]
     command = [sys.executable, "-m", "tiermoe", "serve", *map(str, words), *named]
@@ -70,16 +69,27 @@ def gone(processes: Sequence[psutil.Process]) -> bool:
     return all(not each.is_running() or each.status() == psutil.STATUS_ZOMBIE for each in processes)
 
 
-def test_models_answer_by_turns_as_each_does_alone_within_the_budget(models: dict[str, Path]) -> None:
+def least_budget(tiermoe_: Command, *words: object) -> str:
+    """Of which one of the models has room beside the router: what the command says where it is refused 200 MiB."""
+    cause = tiermoe_("serve", *words, "--memory", "200MiB", "--port", free_port(), *WORDS).cause
+    assert re.search("cannot be served: it needs .* of 200 MiB without the router's", cause)
+    (least,) = re.findall(r"use --memory (\d+MiB) or more", cause)
+    return str(least)
+
+
+def test_models_answer_by_turns_as_each_does_alone_within_the_budget(
+    tiermoe_: Command, models: dict[str, Path]
+) -> None:
     first, second = FAMILIES
     names = {family: directory.name for family, directory in models.items()}
-    with serving(*models.values(), "--alias", f"first={names[first]}") as (process, client):
+    budget = least_budget(tiermoe_, *models.values())
+    with serving(*models.values(), "--alias", f"first={names[first]}", memory=budget) as (process, client):
         with Memory(process.pid) as held:
             for family in FAMILIES:
                 assert ask(client, names[family]) == expected(models[family], family)
             assert ask(client, "first") == expected(models[first], first)
         assert held.samples > 20
-        assert held.resident <= parse_size(BUDGET)
+        assert held.resident <= parse_size(budget)
         stats = {each["name"]: each for each in client.get("/stats").json()["models"]}
         assert [stats[names[family]]["loads"] for family in FAMILIES] == [2, 1]  # one at a time
         assert (
@@ -99,15 +109,11 @@ def test_models_answer_by_turns_as_each_does_alone_within_the_budget(models: dic
 def test_a_folder_of_models_within_the_least_budget_whose_router_is_killed(
     tiermoe_: Command, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """No process outlives it. A budget that holds no model names the one that does."""
+    """No process outlives it."""
     for family, directory in models.items():
         (tmp_path / family).symlink_to(directory)
     (tmp_path / "nothing").mkdir()
-    words = ("serve", "--models-dir", tmp_path, "--memory", "200MiB", "--port", free_port(), *WORDS)
-    cause = tiermoe_(*words).cause
-    assert re.search(f"({'|'.join(FAMILIES)}) cannot be served: it needs ", cause)
-    assert "of 200 MiB without the router's" in cause
-    (least,) = re.findall(r"use --memory (\d+MiB) or more", cause)
+    least = least_budget(tiermoe_, "--models-dir", tmp_path)
     with serving("--models-dir", tmp_path, memory=least) as (process, client):
         listed = client.get("/v1/models").json()["data"]
         assert [each["id"] for each in listed] == sorted(FAMILIES)

@@ -216,10 +216,12 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(template: str, pr
 @pytest.mark.parametrize("template", REFUSING)
 def test_a_template_that_refuses_is_refused(template: str, speaker: Any) -> None:
     speaker.chat_template = template
-    with pytest.raises(Exception) as wanted:  # noqa: PT011
-        speaker.apply_chat_template(MESSAGES, tokenize=False)
-    with pytest.raises(type(wanted.value)):
+    with pytest.raises(Exception) as refused:  # noqa: PT011
         render(template, MESSAGES, speaker.special_tokens_map)
+    if "_hidden" in template and transformers.__version__.startswith("5.22"):  # which takes it
+        return
+    with pytest.raises(type(refused.value)):
+        speaker.apply_chat_template(MESSAGES, tokenize=False)
 
 
 def test_the_default_of_several_templates_is_kept(speaker: Any, tmp_path: Path) -> None:

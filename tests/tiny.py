@@ -36,7 +36,7 @@ _GRANITE = {
 }  # fmt: skip
 
 # as published where transformers (5.22) normalises all groups of Granite 4 together
-_GROUPS = 2 if "group_size" in inspect.signature(GraniteMoeHybridRMSNormGated).parameters else 1
+GRANITE_GROUPS = 2 if "group_size" in inspect.signature(GraniteMoeHybridRMSNormGated).parameters else 1
 
 _SCALES = ("router.scale", "per_expert_scale", "operator_norm.weight", "q_layernorm.weight")
 
@@ -191,7 +191,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {
         **_GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 8,
-        "mamba_d_head": 16, "mamba_n_groups": _GROUPS, "mamba_d_state": 8, "mamba_chunk_size": 4,
+        "mamba_d_head": 16, "mamba_n_groups": GRANITE_GROUPS, "mamba_d_state": 8, "mamba_chunk_size": 4,
     },
     "jamba": {
         "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "num_hidden_layers": 4,
@@ -258,6 +258,9 @@ def write(
     config = config_of(model_type, **changes)
     model = auto_class(model_type).from_config(config, dtype=dtype, experts_implementation="eager")
     make_random(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):  # as published, whatever transformers keeps in float32
+            parameter.data = parameter.data.to(dtype)
     model.save_pretrained(directory, max_shard_size=shard)
     write_tokenizer(directory)
     return directory

@@ -115,6 +115,7 @@ def load_dense(
             f"the checkpoint in {blueprint.directory} lacks {len(missing)} weights, the first is {missing[0]}; "
             f"download it again"
         )
+    _keep_dtypes(model, blueprint)
     blueprint.checkpoint.close()
     _take_from_directory(model, blueprint)
     if packed:
@@ -129,6 +130,14 @@ def load_dense(
         leave_on_disk(model, blueprint)
     _keep_output_whole(model)
     return model.to(device)
+
+
+def _keep_dtypes(model: Any, blueprint: Blueprint) -> None:
+    """Puts parameters into the dtypes of the outline: transformers widens routers from 5.24 on."""
+    for path, parameter in model.named_parameters():
+        kept = blueprint.outline.tensors.get(path)
+        if kept is not None and parameter.is_floating_point() and parameter.dtype != kept.dtype:
+            parameter.data = parameter.data.to(kept.dtype)
 
 
 class OutputLayer(torch.nn.Linear):

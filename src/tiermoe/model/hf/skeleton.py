@@ -108,8 +108,9 @@ class Skeleton:
 
     def _tensors(self, checkpoint: TensorSource) -> dict[str, DenseTensor]:
         """Path → tensor of the state dict. A floating tensor is read in the dtype that transformers' loader leaves it
-        in: DeepSeek-V3 chooses by a bias in float32."""
-        wide = self._kept_wide()
+        in: DeepSeek-V3 chooses by a bias in float32. A router's matrix that the checkpoint has in the model's dtype
+        stays in it where a decoder of our own reads it: it computes in float32, and kernels take no wider matrix."""
+        wide, routers = self._kept_wide(), self._router_matrices()
         found = {}
         for path, tensor in self.model.state_dict().items():
             key = self.experts.direct_key(path)
@@ -119,6 +120,8 @@ class Skeleton:
             if stored is None:
                 found[path] = DenseTensor(None, tuple(tensor.shape), kept, kept)
                 continue
+            if path in routers and (stored.dtype == self._dtype or isinstance(checkpoint, GgufCheckpoint)):
+                kept = self._dtype
             read_as = kept if floating and stored.dtype.is_floating_point else stored.dtype
             found[path] = DenseTensor(key, tuple(tensor.shape), read_as, kept)
         return found
@@ -129,6 +132,12 @@ class Skeleton:
         if self._dtype == torch.float16:
             names |= set(self.model._keep_in_fp32_modules or ())
         return re.compile("|".join(name.replace("*", ".*") for name in sorted(names))) if names else None
+
+    def _router_matrices(self) -> set[str]:
+        """Paths of the routers' matrices that kernels take; none where transformers' code runs the family."""
+        routers = [router for _, router in routers_of(self.model)] if self._family.decodes else []
+        paths = {f"{path}.weight" for path, module in self.model.named_modules() if module in routers}
+        return {path for path in paths if not path.endswith(self._family.wide)}
 
     def _tied(self, tensors: dict[str, DenseTensor]) -> dict[str, str]:
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
