@@ -38,7 +38,9 @@ kernels = Extension(
     define_macros=[("Py_LIMITED_API", "0x030b0000")] if STABLE_ABI else [],
     py_limited_api=STABLE_ABI,
 )
-wanted = os.environ.get(NO_KERNELS) != "0" and sys.platform != "win32"  # the sources are for POSIX
+if sys.platform == "win32":
+    sys.exit("tiermoe needs a POSIX system (Linux, macOS); on Windows install it in WSL")
+wanted = os.environ.get(NO_KERNELS) != "0"
 
 setup(
     ext_modules=[kernels] if wanted else [],

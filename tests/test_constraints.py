@@ -13,8 +13,7 @@ import pytest
 from patience import PATIENCE_S
 from tiermoe.engine.sampling import Sampling
 from tiermoe.serve.grammar import MOST_TEXT
-from tiermoe.serve.openai import sampling_of
-from tiermoe.serve.openai_requests import CompletionRequest
+from tiermoe.serve.openai import CompletionRequest, sampling_of
 from tiermoe.serve.served import Served
 
 GBNF = 'root ::= animal " " [0-9]{2} "/"\nanimal ::= "cat" | "dog"\n'

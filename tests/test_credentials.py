@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import ssl
 import subprocess
@@ -18,11 +17,10 @@ from patience import PATIENCE_S
 from serving import make_certificate, running, wait_until_loaded
 from tiermoe.errors import ConfigError
 from tiermoe.serve.app import create_app
-from tiermoe.serve.credentials import check_certificate, read_keys
+from tiermoe.serve.guards import check_certificate, read_keys
 from tiermoe.serve.served import Served
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
-needs_modes = pytest.mark.skipif(os.name == "nt", reason="Windows has no such bits")
 
 
 def written(path: Path, data: bytes, mode: int = 0o600) -> Path:
@@ -50,7 +48,6 @@ def test_files_without_keys(tmp_path: Path, data: bytes, cause: str) -> None:
         read_keys(written(tmp_path / "keys", data))
 
 
-@needs_modes
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602])
 def test_a_file_that_others_may_read_is_refused(tmp_path: Path, mode: int) -> None:
     file = written(tmp_path / "keys", b"secret\n", mode)

@@ -16,9 +16,9 @@ import pytest
 from serving import KEY, Scripted, running
 from tiermoe.serve.answers import LineStream
 from tiermoe.serve.app import create_app
+from tiermoe.serve.dialects import StreamKind
+from tiermoe.serve.page import StartupApp
 from tiermoe.serve.served import Served
-from tiermoe.serve.startup import StartupApp
-from tiermoe.serve.streams import StreamKind
 from tiermoe.serve.worker import Answers
 
 PROMPT = "once upon a time"
@@ -182,6 +182,8 @@ def test_thoughts_and_calls(served: Served, monkeypatch: pytest.MonkeyPatch) -> 
         ("generate", {"prompt": "a", "raw": True, "system": "b"}, 400, "no system message"),
         ("show", {"model": "other"}, 404, "this server has 'tiny'"),
         ("pull", {}, 404, "Not Found"),
+        ("embed", {"input": "a"}, 400, "has no embeddings"),
+        ("embeddings", {"prompt": "a"}, 400, "has no embeddings"),
     ],
 )
 def test_refusals(http: httpx.Client, path: str, change: dict[str, Any], status: int, why: str) -> None:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from patience import PATIENCE_S
-from tiermoe.serve.startup import StartupApp
+from tiermoe.serve.page import StartupApp
 
 SCRIPTS = re.compile(r"<script>.*?</script>", re.DOTALL)
 LIBRARIES = re.compile(r"<script>\n/\*.*?</script>", re.DOTALL)

@@ -24,8 +24,7 @@ from patience import PATIENCE_S, until
 from serving import KEY, connected, running
 from tiermoe.serve import loaded_models, router
 from tiermoe.serve.guards import Hosts
-from tiermoe.serve.loaded_models import LoadedModels, Model
-from tiermoe.serve.model_process import ModelProcess
+from tiermoe.serve.loaded_models import LoadedModels, Model, ModelProcess
 
 SERVER = Path(__file__).parent / "model_server.py"
 

@@ -681,6 +681,9 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
      "tool_choice", "there are no tools"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens", "no token -1"),
     ("/tokenize", {}, 400, "prompt", "either"),
+    ("/v1/embeddings", {"input": "a"}, 400, None, "has no embeddings"),
+    ("/v1/rerank", {"query": "a", "documents": ["b"]}, 400, None, "no reranking"),
+    ("/rerank", {}, 400, None, "no reranking"),
 ]  # fmt: skip
 
 

@@ -152,7 +152,6 @@ def test_a_second_signal_ends_a_server_that_hangs(
     assert process.stderr.read().endswith("have 3600 seconds to end; another signal ends the server at once\n")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
 def test_signals_at_once_are_one_and_print_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")

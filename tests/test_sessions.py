@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from tiermoe.serve.sessions import GATHERED, HEADER, SessionId, session_of
+from tiermoe.serve.replicas import GATHERED, HEADER, SessionId, session_of
 
 SYSTEM, FIRST, ANSWER, SECOND = "be brief", "who is there", "a king", "and who else"
 CHAT = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": FIRST}]

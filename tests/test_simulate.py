@@ -22,12 +22,12 @@ from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, ProfileError, TiermoeError, TraceError
 from tiermoe.lab.bench.plots import missing_plots
 from tiermoe.lab.cli.simulate import simulate
+from tiermoe.lab.papers import LADDERS
 from tiermoe.lab.simulate import LINKS, all_evictions, compare_evictions, parse_link, spread
 from tiermoe.lab.simulate.costs import expert_bytes, run_bits
 from tiermoe.lab.simulate.evictions import hits_of
 from tiermoe.lab.simulate.link import Move, VirtualClock, VirtualLink
-from tiermoe.lab.systems import LADDERS
-from tiermoe.lab.trace.file import LayerTrace, Little, Pass, Times, Trace, read_trace
+from tiermoe.lab.trace import LayerTrace, Little, Pass, Times, Trace, read_trace
 from tiermoe.metrics import ExpertCounts
 from tiermoe.offload.presets import PRESETS, compose
 from tiermoe.offload.profiles import Profile, to_json

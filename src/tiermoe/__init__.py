@@ -11,7 +11,11 @@ The heavy libraries (torch, transformers) are imported at the first use of a nam
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError("tiermoe needs a POSIX system (Linux, macOS); on Windows install and run it in WSL")
 
 from tiermoe.errors import (
     BudgetError,

@@ -64,8 +64,7 @@ def listen(
 ) -> Listener:
     """Listens before minutes of loading, by the options of `tiermoe serve`. ConfigError where the address cannot be
     bound, or a file has no keys, or no certificate with its key."""
-    from tiermoe.serve.credentials import check_certificate, read_keys
-    from tiermoe.serve.guards import Hosts
+    from tiermoe.serve.guards import Hosts, check_certificate, read_keys
 
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
@@ -105,8 +104,6 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def _unix_socket(path: str) -> socket.socket:
-    if not hasattr(socket, "AF_UNIX"):
-        raise ConfigError(f"this system has no Unix sockets; choose an address instead of --host {path}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(path)

@@ -19,7 +19,7 @@ from tiermoe.config import parse_size, settings
 from tiermoe.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tiermoe.serve.startup import StartupApp
+    from tiermoe.serve.page import StartupApp
 
 PREFIX_DISK_SIZE = "4GiB"
 GRACE_S = 30  # seconds for answers under way when the server ends
@@ -222,7 +222,7 @@ def serve(
             replicas=replicas, grace_s=GRACE_S,
         )  # fmt: skip
         return
-    from tiermoe.serve.startup import StartupApp
+    from tiermoe.serve.page import StartupApp
 
     gate = StartupApp()
     with listener.serving(gate):

@@ -21,8 +21,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.model.hf.local_models import check_local
 
 if TYPE_CHECKING:
-    from tiermoe.serve.loaded_models import Model
-    from tiermoe.serve.model_process import ModelProcess
+    from tiermoe.serve.loaded_models import Model, ModelProcess
 
 _ROUTER_GROWS = 32 * MIB  # bytes of connections and of what answers bring in, beside bodies: 14 MiB with them measured
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)(s|m|h)?")
@@ -221,7 +220,7 @@ def _words(options: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
 
 def _starter(words: Sequence[str], sockets: Path, number: int) -> Callable[[int], ModelProcess]:
     """Makes a model's process, given its bytes: the command `tiermoe serve` on a socket, which is new each time."""
-    from tiermoe.serve.model_process import ModelProcess
+    from tiermoe.serve.loaded_models import ModelProcess
 
     starts = count()
 

@@ -15,6 +15,7 @@ from tiermoe.batch import Batch
 from tiermoe.engine.forecasts import Forecaster
 from tiermoe.engine.observer import Observer
 from tiermoe.errors import ConfigError
+from tiermoe.model.hf.cache_argument import cache_of
 from tiermoe.offload.policies.routing import little
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.types import Ready, Routed
@@ -207,7 +208,7 @@ def _listed(ids: torch.Tensor | None) -> list[int]:
 
 def past_tokens(named: dict[str, Any]) -> int:
     """Tokens that the key/value cache of a forward call holds already."""
-    cache = named.get("past_key_values")
+    cache = cache_of(named)
     return int(cache.get_seq_length()) if cache is not None else 0
 
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiermoe.platform import windows
-
 _SHARE_OF_ALL = 0.5  # of all memory that counts as free where a system does not say
 _NO_LIMIT = 1 << 60  # control groups of version 1 write a number above this where there is no limit
 
@@ -94,13 +92,11 @@ def most_memory(root: Path = Path("/")) -> int:
 
 def total_memory() -> int:
     """Bytes of main memory."""
-    if sys.platform == "win32":
-        return windows.memory(windows.kernel32())[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _system_memory() -> tuple[int, str]:
-    for available in (_linux_available, _macos_available, _windows_available, _posix_available):
+    for available in (_linux_available, _macos_available, _posix_available):
         free = available()
         if free is not None:
             return free, "that the machine has free"
@@ -137,10 +133,6 @@ def vm_stat_available(text: str) -> int | None:
     if size is None or "free" not in pages:
         return None
     return int(size[1]) * sum(pages.get(name, 0) for name in ("free", "inactive", "speculative", "purgeable"))
-
-
-def _windows_available() -> int | None:
-    return windows.memory(windows.kernel32())[0] if sys.platform == "win32" else None
 
 
 def _posix_available() -> int | None:

@@ -15,11 +15,10 @@ import importlib
 import mmap
 import os
 import re
+import resource
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-
-from tiermoe.platform import windows
 
 _MADV_DONTNEED = 4
 _FREE_ADVICE = {"linux": _MADV_DONTNEED, "darwin": 5}.get(sys.platform)
@@ -55,15 +54,11 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+)\s+(\S.*)")
 
 def resident_bytes() -> int:
     """Resident set of the process now, in bytes (its peak where the system tells no more)."""
-    if sys.platform == "win32":
-        return windows.process_memory(windows.kernel32())[0]
     return _status("VmRSS") or _peak_from_rusage()
 
 
 def peak_resident_bytes() -> int:
     """Largest resident set that the process has had, in bytes (VmHWM)."""
-    if sys.platform == "win32":
-        return windows.process_memory(windows.kernel32())[1]
     return _status("VmHWM") or _peak_from_rusage()
 
 
@@ -79,8 +74,6 @@ def _status(field: str) -> int | None:
 
 
 def _peak_from_rusage() -> int:
-    import resource  # not on Windows
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux, bytes on macOS
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -268,11 +261,8 @@ def anonymous_memory(nbytes: int, huge: bool = True) -> mmap.mmap:
     """Fresh zeroed memory that begins at a page, outside malloc; a page becomes resident when it is first written.
     huge: huge pages where the system has them; False: never, and there may be more addresses than the system has
     memory."""
-    if hasattr(mmap, "MAP_ANONYMOUS"):
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = mmap.mmap(-1, nbytes, flags=flags if huge else flags | _MAP_NORESERVE)
-    else:
-        memory = mmap.mmap(-1, nbytes)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, nbytes, flags=flags if huge else flags | _MAP_NORESERVE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         if huge:
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -283,7 +273,7 @@ def anonymous_memory(nbytes: int, huge: bool = True) -> mmap.mmap:
 
 
 def can_free_pages() -> bool:
-    """Whether the system takes parts of `anonymous_memory` back; Windows takes all or nothing."""
+    """Whether the system takes parts of `anonymous_memory` back; others than Linux and macOS are not asked to."""
     return _FREE_ADVICE is not None
 
 

@@ -1,9 +1,10 @@
-"""Answers to an HTTP request, whole or as a stream; cancelled where the client leaves."""
+"""Answers to an HTTP request, whole or as a stream, cancelled if the client leaves; log probabilities of tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -12,15 +13,15 @@ from fastapi import Request as HttpRequest
 from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
-from tiermoe.engine.request import Piece, Request
+from tiermoe.engine.detokenize import token_bytes, token_text
+from tiermoe.engine.request import Piece, Request, TokenLogprob
 from tiermoe.engine.request_loop import TooLongError
 from tiermoe.errors import PromptError, TiermoeError
-from tiermoe.serve.errors import TOO_LONG, Refused
+from tiermoe.serve.dialects import KEEP_ALIVE_S, TOO_LONG, Json, Refused, StreamKind
 from tiermoe.serve.grammar import Compiling
-from tiermoe.serve.streams import KEEP_ALIVE_S, StreamKind
 from tiermoe.serve.worker import Answers, ClosingError, QueueFullError, Worker
 
-ANSWERS: dict[int | str, dict[str, Any]] = {
+ANSWERS: dict[int | str, Json] = {
     200: {"description": "The answer, whole or as a stream", "content": {"text/event-stream": {}}}
 }
 """Documentation of an endpoint that can stream."""
@@ -71,9 +72,9 @@ async def _cancelled_where_gone(http: HttpRequest, answers: Answers) -> None:
 class Growing(Protocol):
     """An answer while it grows, in a dialect whose events have types."""
 
-    def begin(self) -> Iterable[dict[str, Any]]: ...
+    def begin(self) -> Iterable[Json]: ...
 
-    def add(self, piece: Piece) -> Iterable[dict[str, Any]]:
+    def add(self, piece: Piece) -> Iterable[Json]:
         """Events of a piece; that of an error is the last."""
 
 
@@ -85,7 +86,7 @@ async def events_of(growing: Growing, pieces: AsyncIterator[tuple[int, Piece]]) 
             yield _sent(event)
 
 
-def _sent(event: dict[str, Any]) -> dict[str, str]:
+def _sent(event: Json) -> dict[str, str]:
     return {"event": event["type"], "data": json.dumps(event)}
 
 
@@ -109,3 +110,55 @@ class LineStream(Stream):
 
     def __init__(self, answers: Answers, lines: AsyncIterator[bytes], kind: StreamKind) -> None:
         super().__init__(answers, lines, media_type=kind.media_type, ping_message_factory=lambda: kind.waiting(""))
+
+
+# --- log probabilities ---
+
+
+class Logprobs:
+    """Log probabilities in the shape of an endpoint, with tokens as text."""
+
+    def __init__(self, tokenizer: Any, chat: bool) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._bytes: dict[int, bytes] = {}
+        self._text = getincrementaldecoder("utf-8")("replace")
+        self._offset = 0  # characters of the text so far
+
+    def of(self, tokens: Sequence[TokenLogprob]) -> Json | None:
+        """None where the request has none."""
+        if not tokens:
+            return None
+        return {"content": [self._chat_entry(each) for each in tokens]} if self._chat else self._completion(tokens)
+
+    def _chat_entry(self, each: TokenLogprob) -> Json:
+        return self._named(each.token, each.logprob) | {"top_logprobs": [self._named(*pair) for pair in each.top]}
+
+    def _completion(self, tokens: Sequence[TokenLogprob]) -> Json:
+        offsets = []
+        for each in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._text.decode(self._bytes_of(each.token)))
+        return {
+            "tokens": [token_text(self._bytes_of(each.token)) for each in tokens],
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [self._top(each) for each in tokens],
+            "text_offset": offsets,
+        }
+
+    def _top(self, each: TokenLogprob) -> dict[str, float] | None:
+        if each.logprob is None:
+            return None
+        found: dict[str, float] = {}
+        for token, value in each.top:
+            found.setdefault(token_text(self._bytes_of(token)), value)  # of tokens that read alike, the likeliest
+        return found
+
+    def _named(self, token: int, value: float | None) -> Json:
+        data = self._bytes_of(token)
+        return {"token": token_text(data), "logprob": value, "bytes": list(data)}
+
+    def _bytes_of(self, token: int) -> bytes:
+        if token not in self._bytes:
+            self._bytes[token] = token_bytes(self._tokenizer, token)
+        return self._bytes[token]

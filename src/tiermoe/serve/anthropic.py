@@ -14,25 +14,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from tiermoe.engine.request import Piece, Request
 from tiermoe.serve.answers import ANSWERS, Stream, events_of, failure, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, Prepared, prepare
-from tiermoe.serve.constraints import json_constraint
-from tiermoe.serve.errors import Refused
+from tiermoe.serve.dialects import MESSAGES, Json, Refused, anthropic_error
 from tiermoe.serve.fields import CallArguments, Several, StopStrings, Tools, check_fields, text_alone
+from tiermoe.serve.grammar import json_constraint
 from tiermoe.serve.intake import aside
 from tiermoe.serve.served import Served
 from tiermoe.serve.tool_calls import CallPiece
 
-PATH = "/v1/messages"
-Event = dict[str, Any]
-_ERROR_KINDS = {
-    400: "invalid_request_error",
-    405: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
-_EMPTY: dict[str, dict[str, Any]] = {
+_EMPTY: dict[str, Json] = {
     "text": {"text": "", "citations": []},  # not null: the AI SDK refuses that
     "thinking": {"thinking": "", "signature": ""},
 }
@@ -84,7 +73,7 @@ class Message(BaseModel):
     content: str | Several[Block]
 
     @property
-    def plain(self) -> list[dict[str, Any]]:
+    def plain(self) -> list[Json]:
         """The message as chat templates take it: results of tools are messages of their own, before the text."""
         blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
         results = [
@@ -92,7 +81,7 @@ class Message(BaseModel):
             for block in blocks
             if isinstance(block, ResultBlock)
         ]
-        said: dict[str, Any] = {
+        said: Json = {
             "role": self.role,
             "content": "".join(block.text for block in blocks if isinstance(block, TextBlock)),
         }
@@ -115,7 +104,7 @@ class Tool(BaseModel):
     type: Literal["custom"] = "custom"
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: Json
 
 
 class ToolChoice(BaseModel):
@@ -131,7 +120,7 @@ class Thinking(BaseModel):
 
 class OutputFormat(BaseModel):
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: Json = Field(alias="schema")
 
 
 class OutputConfig(BaseModel):
@@ -153,13 +142,13 @@ class CountRequest(BaseModel):
     output_format: OutputFormat | None = None
 
     @property
-    def plain(self) -> list[dict[str, Any]]:
+    def plain(self) -> list[Json]:
         """The conversation as chat templates take it."""
         system = [{"role": "system", "content": text_of(self.system)}] if self.system else []
         return [*system, *(each for message in self.messages for each in message.plain)]
 
     @property
-    def functions(self) -> list[dict[str, Any]]:
+    def functions(self) -> list[Json]:
         """The tools as chat templates take them."""
         return [
             {"type": "function", "function": {**_described(tool), "parameters": tool.input_schema}}
@@ -190,7 +179,7 @@ class CountRequest(BaseModel):
         return form.schema_ if form else None
 
     @property
-    def variables(self) -> dict[str, Any]:
+    def variables(self) -> Json:
         """Variables of the template; none where the request does not say whether to think."""
         return {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
 
@@ -210,7 +199,7 @@ class MessagesRequest(CountRequest):
     top_k: int | None = Field(None, ge=0)
 
 
-def _described(tool: Tool) -> dict[str, Any]:
+def _described(tool: Tool) -> Json:
     return {"name": tool.name} | ({"description": tool.description} if tool.description else {})
 
 
@@ -227,7 +216,7 @@ class GrowingMessage:
         self._reader = reader
         self._prompt = prompt
         self._made = self._cached = 0
-        self.message: dict[str, Any] = {
+        self.message: Json = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
@@ -241,13 +230,13 @@ class GrowingMessage:
         }
         self._open: str | None = None  # the kind of the block under way
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self) -> Iterator[Json]:
         yield {"type": "message_start", "message": self.message}
 
-    def add(self, piece: Piece) -> Iterator[Event]:
+    def add(self, piece: Piece) -> Iterator[Json]:
         """Events of a piece; after the last piece the message is whole."""
         if piece.error is not None:
-            yield error_body(failure(piece.error))
+            yield anthropic_error(failure(piece.error))
             return
         self._made += len(piece.tokens)
         self._cached = piece.cached
@@ -270,13 +259,13 @@ class GrowingMessage:
         yield {"type": "message_delta", "delta": end, "usage": self._usage()}
         yield {"type": "message_stop"}
 
-    def _text(self, kind: str, text: str) -> Iterator[Event]:
+    def _text(self, kind: str, text: str) -> Iterator[Json]:
         if self._open != kind:
             yield from self._begin(kind, _EMPTY[kind])
         self.message["content"][-1][kind] += text
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _call(self, piece: CallPiece) -> Iterator[Event]:
+    def _call(self, piece: CallPiece) -> Iterator[Json]:
         call = piece.call
         if piece.kind == "begin":
             named = {"id": f"toolu_{call.id.removeprefix('call_')}", "name": call.name}
@@ -287,7 +276,7 @@ class GrowingMessage:
             self.message["content"][-1]["input"] = call.values
             yield from self._close()
 
-    def _begin(self, kind: str, empty: dict[str, Any]) -> Iterator[Event]:
+    def _begin(self, kind: str, empty: Json) -> Iterator[Json]:
         """Begins a block; the open one ends."""
         yield from self._close()
         self._open = kind
@@ -295,18 +284,18 @@ class GrowingMessage:
         self.message["content"].append(block)
         yield self._at("content_block_start", content_block=dict(block))
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self) -> Iterator[Json]:
         if self._open is not None:
             yield self._at("content_block_stop")
         self._open = None
 
-    def _delta(self, delta: dict[str, Any]) -> Event:
+    def _delta(self, delta: Json) -> Json:
         return self._at("content_block_delta", delta=delta)
 
-    def _at(self, kind: str, **more: Any) -> Event:
+    def _at(self, kind: str, **more: Any) -> Json:
         return {"type": kind, "index": len(self.message["content"]) - 1, **more}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Json:
         return {
             "input_tokens": self._prompt - self._cached,
             "cache_read_input_tokens": self._cached,
@@ -320,17 +309,11 @@ class GrowingMessage:
         }
 
 
-def error_body(error: Refused) -> dict[str, Any]:
-    """An error in Anthropic's shape."""
-    message = f"{error.param}: {error}" if error.param and error.param not in str(error) else str(error)
-    return {"type": "error", "error": {"type": _ERROR_KINDS.get(error.status, "api_error"), "message": message}}
-
-
 def routes(app: FastAPI, served: Served) -> None:
     """Adds the endpoints."""
 
-    @app.post(PATH, response_model=None, responses=ANSWERS)
-    async def messages(asked: MessagesRequest, http: HttpRequest) -> Response | dict[str, Any]:
+    @app.post(MESSAGES, response_model=None, responses=ANSWERS)
+    async def messages(asked: MessagesRequest, http: HttpRequest) -> Response | Json:
         prepared = await _prepared(served, asked)
         answers = await submitted(served.worker, [_request(served, asked, prepared)], prepared.grammar)
         growing = GrowingMessage(served.name, prepared.reader(), len(prepared.ids))
@@ -339,7 +322,7 @@ def routes(app: FastAPI, served: Served) -> None:
         await whole(http, answers, lambda _, piece: list(growing.add(piece)))
         return growing.message
 
-    @app.post(f"{PATH}/count_tokens")
+    @app.post(f"{MESSAGES}/count_tokens")
     async def count_tokens(asked: CountRequest) -> dict[str, int]:
         return {"input_tokens": len((await _prepared(served, asked)).ids)}
 

@@ -16,12 +16,13 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from tiermoe.serve import anthropic, llama_server, ollama, ollama_api, openai, responses
-from tiermoe.serve.errors import RETRY_S, Refused
-from tiermoe.serve.fields import Several, TokenIds, from_json
+from tiermoe.engine.engine import Engine
+from tiermoe.serve import anthropic, llama_server, ollama, openai, responses
+from tiermoe.serve.dialects import OLLAMA, Json, Refused, error_body, from_json, retry_after
+from tiermoe.serve.fields import Several, TokenIds
 from tiermoe.serve.guards import Guard, Hosts
 from tiermoe.serve.intake import Intake, aside
-from tiermoe.serve.openai_requests import Message
+from tiermoe.serve.openai import Message
 from tiermoe.serve.page import page
 from tiermoe.serve.served import Served
 from tiermoe.serve.worker import STALLED_S
@@ -69,7 +70,7 @@ def create_app(
         counts.refused += 1
 
     app.router.route_class = _Route
-    app.add_middleware(Guard, keys=keys, hosts=hosts, body=_error_body, intake=Intake(served.context, refused))
+    app.add_middleware(Guard, keys=keys, hosts=hosts, body=error_body, intake=Intake(served.context, refused))
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     _add_error_handlers(app)
@@ -110,8 +111,7 @@ class _Bounded(HttpRequest):
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Refused)
     async def refused(request: HttpRequest, error: Refused) -> JSONResponse:
-        headers = {"Retry-After": str(RETRY_S)} if error.status == 503 else None
-        return JSONResponse(_error_body(request.url.path, error), error.status, headers)
+        return JSONResponse(error_body(request.url.path, error), error.status, retry_after(error))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: HttpRequest, error: RequestValidationError) -> JSONResponse:
@@ -130,7 +130,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(StarletteHTTPException)
     async def http(request: HttpRequest, error: HTTPException) -> JSONResponse:
-        body = _error_body(request.url.path, Refused(error.status_code, str(error.detail)))
+        body = error_body(request.url.path, Refused(error.status_code, str(error.detail)))
         return JSONResponse(body, error.status_code, error.headers)
 
 
@@ -162,7 +162,7 @@ def _add_routes(app: FastAPI, served: Served) -> None:
         return Response(served.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/stats")
-    async def stats() -> dict[str, Any]:
+    async def stats() -> Json:
         loop = served.worker.loop
         rows = {"rows": loop.rows, "running": loop.scheduler.running, "waiting": len(loop.scheduler.waiting)}
         disk = {"prefix_disk": asdict(loop.disk.counts)} if loop.disk is not None else {}
@@ -170,21 +170,21 @@ def _add_routes(app: FastAPI, served: Served) -> None:
         return {**served.engine.stats(), **rows, **asdict(loop.counts), **disk, **budgets}
 
     @app.get("/experts")
-    def experts() -> dict[str, Any]:
+    def experts() -> Json:
         return experts_of(served.engine)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> Json:
         ends = {"first_id": served.name, "last_id": served.name, "has_more": False}
         return {"object": "list", "data": [model], **ends}
 
     @app.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
+    async def one_model(name: str) -> Json:
         served.check_model(name)
         return model
 
     @app.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(asked: TokenizeRequest) -> Json:
         if (asked.prompt is None) == (asked.messages is None):
             raise Refused(400, "name either prompt or messages", "prompt")
         if asked.messages is not None:
@@ -200,17 +200,14 @@ def _add_routes(app: FastAPI, served: Served) -> None:
         served.check_ids(asked.tokens, "tokens")
         return {"prompt": await aside(served.tokenizer.decode, asked.tokens)}
 
+    async def lacking() -> None:
+        raise Refused(400, "this server has no embeddings and no reranking: its models write text")
 
-def _error_body(path: str, error: Refused) -> dict[str, Any]:
-    """An error in the shape of the dialect that the path speaks."""
-    if path.startswith(anthropic.PATH):
-        return anthropic.error_body(error)
-    if path.startswith(ollama_api.PATHS):
-        return ollama_api.error_body(error)
-    return openai.error_body(error)
+    for path in ("/v1/embeddings", f"{OLLAMA}embed", f"{OLLAMA}embeddings", "/v1/rerank", "/rerank"):
+        app.add_api_route(path, lacking, methods=["POST"], include_in_schema=False)
 
 
-def experts_of(engine: Any) -> dict[str, Any]:
+def experts_of(engine: Engine) -> Json:
     """Where the experts of each MoE layer are, as lists by expert. Callable while the engine runs.
 
     `bits`: in memory (0: none). `arriving`: bits that are being read or wait for it (0: none). `uses`: tokens served
@@ -218,7 +215,7 @@ def experts_of(engine: Any) -> dict[str, Any]:
     computes a layer and counts none."""
     cache, precisions = engine.loader.cache, sorted(engine.precisions, reverse=True)
 
-    def highest(layer: int, expert: int, there: Any) -> int:
+    def highest(layer: int, expert: int, there: Callable[[ExpertKey], object]) -> int:
         return next((bits for bits in precisions if there(ExpertKey(layer, expert, bits))), 0)
 
     layers = []
@@ -227,7 +224,7 @@ def experts_of(engine: Any) -> dict[str, Any]:
         layers.append(
             {
                 "bits": [highest(index, expert, lambda key: cache.slot(key) is not None) for expert in experts],
-                "arriving": [highest(index, expert, cache.in_flight) for expert in experts],
+                "arriving": [highest(index, expert, lambda key: key in cache.in_flight) for expert in experts],
                 "uses": list(uses),
             }
         )

@@ -12,9 +12,8 @@ from tiermoe.engine.sampling import Grammar, Sampling
 from tiermoe.engine.thought_budget import Thinking, ThoughtBudget
 from tiermoe.errors import ConfigError
 from tiermoe.serve import harmony
-from tiermoe.serve.constraints import Constraint
-from tiermoe.serve.errors import Refused
-from tiermoe.serve.grammar import Compiling
+from tiermoe.serve.dialects import Json, Refused
+from tiermoe.serve.grammar import Compiling, Constraint
 from tiermoe.serve.served import Served, continued
 from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks, unfinished
 from tiermoe.serve.tool_calls import CallPiece, CallReader
@@ -25,8 +24,8 @@ from tiermoe.serve.tool_formats import Format, format_of, types_of
 class Chat:
     """A conversation that wants an answer."""
 
-    messages: Sequence[dict[str, Any]]  # as chat templates take them
-    tools: Sequence[dict[str, Any]] = ()  # as OpenAI has them
+    messages: Sequence[Json]  # as chat templates take them
+    tools: Sequence[Json] = ()  # as OpenAI has them
     choice: str = "auto"  # 'none', 'auto', 'required' or the name of the function that must be called
     constraint: Constraint | None = None  # what the answer must be; None: any text
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the template, like `enable_thinking`
@@ -162,14 +161,14 @@ def _budget(
     return lambda: ThoughtBudget(most, ids, thinking())
 
 
-def _format(served: Served, tools: Sequence[dict[str, Any]]) -> Format:
+def _format(served: Served, tools: Sequence[Json]) -> Format:
     form = format_of(served.template)
     if form is None:
         raise Refused(400, f"{served.name} has no chat template with tools in a format that this server reads", "tools")
     return form
 
 
-def _in_channels(served: Served, chat: Chat, tools: Sequence[dict[str, Any]]) -> Prepared:
+def _in_channels(served: Served, chat: Chat, tools: Sequence[Json]) -> Prepared:
     messages = [harmony.message_of(message) for message in chat.messages]
     begun = chat.continued
     ids = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.variables, chat.new_turn)
@@ -186,7 +185,7 @@ def _in_channels(served: Served, chat: Chat, tools: Sequence[dict[str, Any]]) ->
     return Prepared(ids, lambda: AnswerReader(channels=channels()), grammar, budget, special=True)
 
 
-def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _named(chat: Chat, tools: Sequence[Json]) -> list[Json]:
     """The functions that may be called. Refused where the one that must be called is none of the tools."""
     named = [tool["function"] for tool in tools if chat.choice in ("auto", "required", tool["function"]["name"])]
     if chat.forced and not tools:
@@ -196,9 +195,7 @@ def _named(chat: Chat, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return named
 
 
-def _grammar(
-    served: Served, chat: Chat, form: Format | None, tools: Sequence[dict[str, Any]], inside: bool
-) -> Compiling | None:
+def _grammar(served: Served, chat: Chat, form: Format | None, tools: Sequence[Json], inside: bool) -> Compiling | None:
     """Grammar of the answer: one call, what the constraint says, or either where tools may be called as well; behind a
     thought where the prompt has opened one. None: the answer is free."""
     named = _named(chat, tools)

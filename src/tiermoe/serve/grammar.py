@@ -1,9 +1,9 @@
-"""Grammars that answers must follow (JSON, a regular expression, a call of a tool), compiled by llguidance.
+"""Grammars that answers must follow (JSON, a regular expression, a call of a tool): the fields of a request that ask
+for one, and their compiler over llguidance.
 
 A grammar is compiled beside the batch and the event loop, after a trial in a process of its own (`grammar_trial.py`);
 one beyond the limits here is refused. Applying it to an answer's tokens (`engine.sampling.Grammar`) has llguidance's
-limits.
-"""
+limits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from tiermoe.engine.sampling import Grammar, own_words
 from tiermoe.errors import ConfigError
-from tiermoe.serve.errors import Refused
+from tiermoe.serve.dialects import Json, Refused, from_json
 
 MOST_TEXT = 128 << 10
 """Characters of a grammar; a step may take time in proportion."""
@@ -35,7 +38,7 @@ MOST_MEMORY = 64 << 20
 MOST_WAITING = 16
 """Grammars that are compiled, or wait for that."""
 # a state has 1 to 2 KB; llguidance allows 250,000
-_LIMITS: dict[str, Any] = {"max_lexer_states": 20_000, "verbose_errors": False}
+_LIMITS: Json = {"max_lexer_states": 20_000, "verbose_errors": False}
 _STARVED_S = 60  # on a machine that gives a trial no time, or has no limits of processor time
 _KNOWN = 256  # outcomes of trials that are remembered
 _BETWEEN = r"\n? {0,16}"  # a model may not go on with blanks for ever
@@ -172,7 +175,7 @@ def _tried(rules: str, special: list[str]) -> str:
     return fault or own_words(found)
 
 
-def _run_trial(asked: dict[str, Any]) -> tuple[Any, str]:
+def _run_trial(asked: Json) -> tuple[Any, str]:
     """(result, what is wrong) of `grammar_trial.py`; nothing is wrong where the second is empty. Refused where the
     machine is too busy."""
     command = [sys.executable, "-P", str(Path(__file__).with_name("grammar_trial.py"))]
@@ -186,7 +189,7 @@ def _run_trial(asked: dict[str, Any]) -> tuple[Any, str]:
         return json.loads(ended.stdout), ""
     if ended.returncode > 0:
         return None, f"compiling it fails: {ended.stderr.strip().rpartition(chr(10))[2]}"
-    if sys.platform != "win32" and ended.returncode == -signal.SIGXCPU:
+    if ended.returncode == -signal.SIGXCPU:
         return None, f"compiling it takes more than {MOST_SECONDS} s of processor time"
     return None, f"compiling it needs more than {MOST_MEMORY >> 20} MiB"
 
@@ -198,3 +201,122 @@ def _check_length(text: str) -> None:
 
 def _unfollowed(why: str) -> ConfigError:
     return ConfigError(f"the JSON schema or grammar cannot be followed: {why}")
+
+
+# --- fields of a request ---
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must be."""
+
+    field: str  # of the request
+    term: str = "grammar"  # in a grammar's rules; the rule `grammar` is the grammar below
+    grammar: str = ""  # in llama.cpp's GBNF, or llguidance's Lark
+
+
+def json_constraint(schema: Mapping[str, Any] | None, field: str = "response_format") -> Constraint | None:
+    """JSON of a schema; None without one."""
+    return None if schema is None else Constraint(field, json_rule(schema))
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    schema_: Json = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: Json | None = Field(None, alias="schema")  # llama-server's, of a json_object
+
+    @property
+    def schema_of_answer(self) -> Mapping[str, Any] | None:
+        """Schema of the JSON that is asked for; None: any text. Refused where none is named and one is needed."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return self.schema_ or {"type": "object"}
+        if self.json_schema is None:
+            raise Refused(400, "a response_format of type json_schema needs json_schema", "response_format")
+        return self.json_schema.schema_
+
+
+_Choices = Annotated[list[str], Field(max_length=1024, fail_fast=True)]
+
+
+class StructuredOutputs(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    json_: Json | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: _Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class ConstraintFields(BaseModel):
+    """What the answer must be; at most one field says it. Empty values ask for nothing."""
+
+    response_format: ResponseFormat | None = None
+    json_schema: Json | None = None
+    guided_json: Json | str | None = None
+    regex: str | None = None
+    guided_regex: str | None = None
+    guided_choice: _Choices | None = None
+    grammar: str | None = None
+    guided_grammar: str | None = None
+    ebnf: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the answer must be; None: any text. Refused where two fields say it, or a schema is no JSON."""
+        schema = None if self.response_format is None else self.response_format.schema_of_answer
+        found = [json_constraint(schema)]
+        named = {name: getattr(self, name) for name in _READ if name in ConstraintFields.model_fields}
+        if self.structured_outputs is not None:
+            outputs = self.structured_outputs.model_dump(by_alias=True)
+            named |= {f"structured_outputs.{name}": value for name, value in outputs.items()}
+        found += [_READ[name.rpartition(".")[2]](value, name) for name, value in named.items() if value]
+        said = [each for each in found if each is not None]
+        if len(said) > 1:
+            first, second = said[0].field, said[1].field
+            raise Refused(400, f"{first} and {second} both say what the answer must be; send one of them", second)
+        return said[0] if said else None
+
+
+def _from_schema(schema: Mapping[str, Any] | str, field: str) -> Constraint | None:
+    if isinstance(schema, str):
+        try:
+            schema = from_json(schema)
+        except ValueError as error:
+            raise Refused(400, f"{field} is no JSON: {error}", field) from error
+        if not isinstance(schema, dict):
+            raise Refused(400, f"{field} is no JSON schema: a schema is an object", field)
+    return json_constraint(schema, field)
+
+
+def _from_regex(regex: str, field: str) -> Constraint:
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        raise Refused(400, f"{field} ends with a lone backslash", field)
+    return Constraint(field, regex_rule(regex))
+
+
+def _from_choices(choices: Sequence[str], field: str) -> Constraint:
+    return Constraint(field, choice_rule(choices))
+
+
+def _from_grammar(grammar: str, field: str) -> Constraint:
+    return Constraint(field, grammar=grammar)
+
+
+_READ: dict[str, Callable[[Any, str], Constraint | None]] = {
+    **dict.fromkeys(("json_schema", "guided_json", "json"), _from_schema),
+    **dict.fromkeys(("regex", "guided_regex"), _from_regex),
+    **dict.fromkeys(("guided_choice", "choice"), _from_choices),
+    **dict.fromkeys(("grammar", "guided_grammar", "ebnf"), _from_grammar),
+    "json_object": lambda _, field: json_constraint({"type": "object"}, field),
+}
+"""Field, or a field of structured_outputs → how its value is read."""

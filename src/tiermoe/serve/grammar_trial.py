@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,7 @@ class Bytes:
 
 
 def limit(seconds: int, memory: int) -> None:
-    """Limits the process to `seconds` of processor time and `memory` bytes more than it has now. Windows has no such
-    limits."""
-    if sys.platform == "win32":
-        return
-    import resource
-
+    """Limits the process to `seconds` of processor time and `memory` bytes more than it has now."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # whose first signal says why
     if sys.platform == "linux":
         most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory

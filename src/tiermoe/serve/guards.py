@@ -1,4 +1,5 @@
-"""Guards in front of all routes: the name of the host, the key, and the size of the body."""
+"""Guards in front of all routes (the name of the host, the key, the size of the body), and what they are given: API
+keys in a file, and the TLS certificate of the server."""
 
 from __future__ import annotations
 
@@ -6,14 +7,17 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
+import os
+import ssl
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tiermoe.serve.errors import RETRY_S, Refused
+from tiermoe.errors import ConfigError
+from tiermoe.serve.dialects import Json, Refused, retry_after
 from tiermoe.serve.intake import Intake, Share, too_large
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -63,7 +67,7 @@ class Guard:
         app: ASGIApp,
         keys: Sequence[str],
         hosts: Hosts | None,
-        body: Callable[[str, Refused], dict[str, Any]],
+        body: Callable[[str, Refused], Json],
         intake: Intake,
     ) -> None:
         self._app = app
@@ -113,7 +117,7 @@ class Guard:
     async def _refuse(self, error: Refused, scope: Scope, incoming: _Incoming, send: Send) -> None:
         """Answers with an error and reads on for a while: a connection that is closed with an unread body is reset, and
         the client never sees the answer."""
-        headers = {"Connection": "close"} | ({"Retry-After": str(RETRY_S)} if error.status == 503 else {})
+        headers = {"Connection": "close", **retry_after(error)}
         answer = JSONResponse(self._body(scope["path"], error), error.status, headers)
         await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
         await send({"type": "http.response.body", "body": answer.body, "more_body": True})
@@ -169,3 +173,59 @@ def _again(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
+
+
+# --- files of keys and certificates ---
+
+
+_OTHERS = 0o077  # bits of a mode that let others than the owner at a file
+
+
+def read_keys(path: Path) -> list[str]:
+    """The API keys of a file: one a line, without empty lines and those that begin with '#'.
+
+    ConfigError where it cannot be read, others than its owner may read or write it, or it has no key, or one that no
+    HTTP header can have."""
+    try:
+        with path.open("rb") as file:
+            mode, data = os.fstat(file.fileno()).st_mode & 0o777, file.read()
+    except OSError as error:
+        raise ConfigError(f"cannot read the API keys in {path}: {error.strerror}") from error
+    if mode & _OTHERS:
+        raise ConfigError(f"others may read or write the API keys in {path} (mode {mode:o}); chmod 600 {path}")
+    keys = list[str]()
+    for number, line in enumerate(data.splitlines(), 1):
+        key = line.strip()
+        if not key or key.startswith(b"#"):
+            continue
+        if not all(33 <= byte <= 126 for byte in key):
+            raise ConfigError(f"line {number} of {path} is no API key: visible ASCII characters alone, without blanks")
+        keys.append(key.decode())
+    if not keys:
+        raise ConfigError(f"{path} has no API key; write one a line, or leave --api-key-file out")
+    return keys
+
+
+def check_certificate(certfile: Path, keyfile: Path | None) -> None:
+    """ConfigError where the files are no certificate chain and its private key, in PEM and without a passphrase.
+    keyfile: None where the certificate's file has the key too."""
+    for what, path in (("certificate", certfile), ("private key", keyfile)):
+        if path is None:
+            continue
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from error
+    private = keyfile or certfile
+
+    def no_passphrase() -> str:
+        raise ConfigError(f"the private key {private} has a passphrase; openssl pkey -in {private} -out KEY removes it")
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, no_passphrase)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"the private key {private} is not that of the certificate {certfile}") from error
+        named = f"{certfile} and {keyfile} are" if keyfile is not None else f"{certfile} is"
+        where = "--ssl-certfile takes a certificate, --ssl-keyfile its private key"
+        raise ConfigError(f"{named} no certificate with its private key in PEM; {where}") from error

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiermoe.engine.detokenize import overlap
+from tiermoe.serve.dialects import Json
 from tiermoe.serve.grammar import json_rule
 from tiermoe.serve.tool_calls import CallPiece, JsonObject, ToolCall
 
@@ -35,7 +36,7 @@ def speaks(template: str | None) -> bool:
     return CHANNEL in (template or "")
 
 
-def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
+def message_of(message: Mapping[str, Any]) -> Json:
     """A message as such templates take it, of which transformers calls the thought `thinking`: beside calls a thought
     or a text, not both."""
     thought, text = message.get("reasoning_content"), message.get("content")
@@ -44,7 +45,7 @@ def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "reasoning_content": f"{thought}\n{text}", "content": ""}
 
 
-def tool_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+def tool_of(tool: Mapping[str, Any]) -> Json:
     """A tool as such templates take it, with a description."""
     return {**tool, "function": {"description": "", **tool["function"]}}
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from tiermoe.serve.errors import Refused
+from tiermoe.serve.dialects import Refused
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -3,18 +3,16 @@ are those of its `tools/server/README.md`."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI
 
 from tiermoe.engine.request import Piece, RequestState
 from tiermoe.engine.sampling import Sampling
-from tiermoe.serve.errors import Refused
+from tiermoe.serve.dialects import Json, Refused
 from tiermoe.serve.served import Served
 from tiermoe.version import VERSION
 
 
-def timings_of(piece: Piece) -> dict[str, Any]:
+def timings_of(piece: Piece) -> Json:
     """`timings` of an answer up to a piece."""
     spent = piece.timings
     drafts = {"draft_n": spent.drafted, "draft_n_accepted": spent.accepted} if spent.drafted else {}
@@ -41,7 +39,7 @@ def routes(app: FastAPI, served: Served) -> None:
     loop = served.worker.loop
 
     @app.get("/props")
-    async def props() -> dict[str, Any]:
+    async def props() -> Json:
         tokenizer = served.tokenizer
         return {
             "default_generation_settings": {"n_ctx": served.context, "params": _params(served.sampling, -1)},
@@ -56,16 +54,16 @@ def routes(app: FastAPI, served: Served) -> None:
         }
 
     @app.get("/slots")
-    async def slots(fail_on_no_slot: str = "") -> list[dict[str, Any]]:
+    async def slots(fail_on_no_slot: str = "") -> list[Json]:
         at_work = loop.scheduler.at_work()
         if fail_on_no_slot and len(at_work) >= loop.rows:
             raise Refused(503, f"all {loop.rows} slots are at work; ask again later", kind="unavailable_error")
         return [_slot(index, at_work.get(index), served.context) for index in range(loop.rows)]
 
 
-def _slot(index: int, row: RequestState | None, context: int) -> dict[str, Any]:
+def _slot(index: int, row: RequestState | None, context: int) -> Json:
     """What a row of the batch does, without its texts."""
-    slot: dict[str, Any] = {"id": index, "id_task": -1, "n_ctx": context, "is_processing": row is not None}
+    slot: Json = {"id": index, "id_task": -1, "n_ctx": context, "is_processing": row is not None}
     if row is None:
         return slot
     request, decoded, read = row.request, len(row.answer), row.read
@@ -82,7 +80,7 @@ def _slot(index: int, row: RequestState | None, context: int) -> dict[str, Any]:
     }
 
 
-def _params(sampling: Sampling, most: int) -> dict[str, Any]:
+def _params(sampling: Sampling, most: int) -> Json:
     """Sampling under llama-server's names. most: tokens of an answer; -1: as many as the context has."""
     names = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
     penalty = sampling.repetition_penalty

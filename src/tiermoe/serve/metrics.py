@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tiermoe.engine.engine import Engine
 from tiermoe.engine.request import Piece
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.model.cache.prefix_disk import PrefixDisk
+from tiermoe.serve.dialects import Json
 from tiermoe.serve.worker import Times
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -20,7 +21,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 class PrometheusMetrics:
     """Counters of a server, its request loop and its engine."""
 
-    def __init__(self, engine: Any, loop: RequestLoop) -> None:
+    def __init__(self, engine: Engine, loop: RequestLoop) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_State(engine, loop))
         self._finished = Counter(
@@ -54,12 +55,13 @@ class PrometheusMetrics:
 class _State(Collector):
     """Counters of the loop and the engine, read at each scrape."""
 
-    def __init__(self, engine: Any, loop: RequestLoop) -> None:
+    def __init__(self, engine: Engine, loop: RequestLoop) -> None:
         self._engine = engine
         self._loop = loop
 
     def collect(self) -> Iterator[Metric]:
-        loop, stats = self._loop, self._engine.stats()
+        loop = self._loop
+        stats: Json = self._engine.stats()
         scheduler, reserved = loop.scheduler, loop.scheduler.prefixes.reserved
         planned = self._engine.plan.kv_cache
         usage = min(1.0, reserved / planned) if planned else 0.0  # whole pages are set aside
@@ -96,7 +98,7 @@ class _State(Collector):
             yield CounterMetricFamily(f"tiermoe:{name}", text, value)
 
 
-def _of_gpu(stats: dict[str, Any]) -> list[tuple[str, str, int]]:
+def _of_gpu(stats: Json) -> list[tuple[str, str, int]]:
     """Counters of experts that are copied to a GPU."""
     if "bytes_copied" not in stats:
         return []

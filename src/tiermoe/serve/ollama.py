@@ -17,32 +17,41 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tiermoe.engine.request import Piece, Request
 from tiermoe.serve import harmony
-from tiermoe.serve.answers import LineStream, failure, submitted, whole
+from tiermoe.serve.answers import LineStream, Logprobs, failure, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, ParsedChunk, Prepared, grammar_of, prepare
-from tiermoe.serve.constraints import Constraint, json_constraint
-from tiermoe.serve.errors import Refused
+from tiermoe.serve.dialects import (
+    LATEST,
+    OLLAMA,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    OLLAMA_LINES,
+    OLLAMA_VERSION,
+    Json,
+    Refused,
+    ollama_error,
+    ollama_lines,
+    ollama_reply,
+)
 from tiermoe.serve.fields import (
     CallArguments,
+    SamplerFields,
     Several,
     StopFields,
     Tools,
     check_fields,
     thinking_variables,
 )
+from tiermoe.serve.grammar import Constraint, json_constraint
 from tiermoe.serve.intake import aside
-from tiermoe.serve.logprobs import Logprobs
-from tiermoe.serve.ollama_api import CHAT, GENERATE, LATEST, LINES, PATHS, VERSION, error_body, reply
-from tiermoe.serve.openai_requests import Function
-from tiermoe.serve.samplers import SamplerFields
+from tiermoe.serve.openai import Function
 from tiermoe.serve.served import Served
-from tiermoe.serve.streams import lines
 from tiermoe.serve.thoughts import thinks
 from tiermoe.serve.tool_calls import ToolCall
 from tiermoe.serve.tool_formats import format_of
 
 _FOR_EVER = "9999-12-31T23:59:59Z"
-_LINES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer, whole or as a stream", "content": {LINES: {}}}
+_LINES: dict[int | str, Json] = {
+    200: {"description": "The answer, whole or as a stream", "content": {OLLAMA_LINES: {}}}
 }
 
 
@@ -54,7 +63,7 @@ class RunOptions(SamplerFields, StopFields):
     num_predict: int | None = Field(None, ge=-2)
     num_ctx: int | None = Field(None, ge=1)
 
-    def named(self, most: int) -> dict[str, Any]:
+    def named(self, most: int) -> Json:
         values = super().named(most)
         if values.get("seed") == -1:  # any
             del values["seed"]
@@ -68,7 +77,7 @@ class Asked(BaseModel):
 
     model: str = ""
     stream: bool | None = None  # None: yes
-    format: Literal["", "json"] | dict[str, Any] | None = None
+    format: Literal["", "json"] | Json | None = None
     options: RunOptions = Field(default_factory=lambda: RunOptions.model_validate({}))
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
@@ -87,7 +96,7 @@ class Asked(BaseModel):
         return json_constraint(self.format if isinstance(self.format, dict) else None, "format")
 
     @property
-    def variables(self) -> dict[str, Any]:
+    def variables(self) -> Json:
         """Variables of the template."""
         think = self.think
         return {"enable_thinking": think} if isinstance(think, bool) else thinking_variables(think)
@@ -106,7 +115,7 @@ class GenerateRequest(Asked):
     raw: bool = False
 
     @property
-    def plain(self) -> list[dict[str, Any]]:
+    def plain(self) -> list[Json]:
         """The conversation as chat templates take it."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.prompt}]
@@ -138,9 +147,9 @@ class Message(BaseModel):
             raise ValueError("this server reads text alone, no images")
 
     @property
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> Json:
         """The message as chat templates take it."""
-        plain: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        plain: Json = {"role": self.role, "content": self.content or ""}
         if self.tool_calls:
             plain["tool_calls"] = [{"type": "function", **call.model_dump()} for call in self.tool_calls]
         more = {"reasoning_content": self.thinking, "name": self.tool_name, "tool_call_id": self.tool_call_id}
@@ -177,10 +186,10 @@ class GrowingReply:
         self._prompt = prompt
         self._began = time.perf_counter_ns()
         self._calls = 0
-        self._said: list[tuple[ParsedChunk, list[Any]]] = []
-        self._end: dict[str, Any] = {}
+        self._said: list[tuple[ParsedChunk, list[Json]]] = []
+        self._end: Json = {}
 
-    def add(self, piece: Piece) -> Iterator[dict[str, Any]]:
+    def add(self, piece: Piece) -> Iterator[Json]:
         """Objects of a piece."""
         parsed = self._reader.add(piece)
         logprobs = (self._logprobs.of(piece.logprobs) or {"content": []})["content"]
@@ -204,20 +213,20 @@ class GrowingReply:
         }
         yield self._object(ParsedChunk(), []) | self._end
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Json:
         self._calls = 0
         read = [parsed for parsed, _ in self._said]
         text, thought = "".join(each.text for each in read), "".join(each.thought for each in read)
         said = ParsedChunk(thought, text, [piece for each in read for piece in each.calls])
         return self._object(said, [each for _, logprobs in self._said for each in logprobs]) | self._end
 
-    def _object(self, said: ParsedChunk, logprobs: list[Any]) -> dict[str, Any]:
-        found = reply(self._model, self._chat, said.text, said.thought)
+    def _object(self, said: ParsedChunk, logprobs: list[Json]) -> Json:
+        found = ollama_reply(self._model, self._chat, said.text, said.thought)
         if said.calls:
             found["message"]["tool_calls"] = [self._call(each.call) for each in said.calls]
         return found | ({"logprobs": logprobs} if logprobs else {})
 
-    def _call(self, call: ToolCall) -> dict[str, Any]:
+    def _call(self, call: ToolCall) -> Json:
         self._calls += 1
         return {"id": call.id, "function": {"index": self._calls - 1, "name": call.name, "arguments": call.values}}
 
@@ -225,8 +234,8 @@ class GrowingReply:
 def routes(app: FastAPI, served: Served) -> None:
     """Adds the endpoints."""
 
-    @app.post(CHAT, response_model=None, responses=_LINES)
-    async def chat(asked: ChatRequest, http: HttpRequest) -> Response | dict[str, Any]:
+    @app.post(OLLAMA_CHAT, response_model=None, responses=_LINES)
+    async def chat(asked: ChatRequest, http: HttpRequest) -> Response | Json:
         _check(served, asked)
         if not asked.messages:
             return _loaded(served, {"message": {"role": "assistant", "content": ""}})
@@ -235,32 +244,32 @@ def routes(app: FastAPI, served: Served) -> None:
         wanted = Chat(messages, tools, constraint=asked.constraint, variables=asked.variables)
         return await _answer(http, served, asked, await aside(prepare, served, wanted))
 
-    @app.post(GENERATE, response_model=None, responses=_LINES)
-    async def generate(asked: GenerateRequest, http: HttpRequest) -> Response | dict[str, Any]:
+    @app.post(OLLAMA_GENERATE, response_model=None, responses=_LINES)
+    async def generate(asked: GenerateRequest, http: HttpRequest) -> Response | Json:
         _check(served, asked)
         if not asked.prompt:
             return _loaded(served, {"response": ""})
         return await _answer(http, served, asked, await aside(_prepared, served, asked))
 
-    @app.get(f"{PATHS}tags")
-    async def tags() -> dict[str, Any]:
+    @app.get(f"{OLLAMA}tags")
+    async def tags() -> Json:
         return {"models": [_model(served)]}
 
-    @app.get(f"{PATHS}ps")
-    async def running() -> dict[str, Any]:
+    @app.get(f"{OLLAMA}ps")
+    async def running() -> Json:
         plan = served.engine.plan
         on_gpu = getattr(plan, "gpu_total", 0)
         memory = {"size": plan.total + on_gpu, "size_vram": on_gpu}
         return {"models": [_model(served) | memory | {"expires_at": _FOR_EVER, "context_length": served.context}]}
 
-    @app.post(f"{PATHS}show")
-    async def show(asked: ShowRequest) -> dict[str, Any]:
+    @app.post(f"{OLLAMA}show")
+    async def show(asked: ShowRequest) -> Json:
         check_model(served, asked.model or asked.name)
         return _shown(served)
 
-    @app.get(f"{PATHS}version")
+    @app.get(f"{OLLAMA}version")
     async def version() -> dict[str, str]:
-        return {"version": VERSION}
+        return {"version": OLLAMA_VERSION}
 
 
 def _check(served: Served, asked: Asked) -> None:
@@ -290,7 +299,7 @@ def _thinks(served: Served) -> bool:
     return thinks(served.template) or harmony.speaks(served.template)
 
 
-def _loaded(served: Served, said: dict[str, Any]) -> dict[str, Any]:
+def _loaded(served: Served, said: Json) -> Json:
     """The answer to a request without a prompt, by which clients have a model loaded."""
     created = datetime.now(UTC).isoformat()
     return {"model": served.name, "created_at": created, **said, "done": True, "done_reason": "load"}
@@ -304,13 +313,13 @@ def _prepared(served: Served, asked: GenerateRequest) -> Prepared:
     return Prepared(served.text_ids(asked.prompt), grammar=grammar_of(served, asked.constraint))
 
 
-async def _answer(http: HttpRequest, served: Served, asked: Asked, prepared: Prepared) -> Response | dict[str, Any]:
+async def _answer(http: HttpRequest, served: Served, asked: Asked, prepared: Prepared) -> Response | Json:
     request = _request(served, asked, prepared)
     chat, count = isinstance(asked, ChatRequest), len(prepared.ids)
     growing = GrowingReply(served.name, chat, prepared.reader(), Logprobs(served.tokenizer, chat=True), count)
     answers = await submitted(served.worker, [request], prepared.grammar)
     if asked.stream is not False:
-        return LineStream(answers, _stream(growing, answers), lines(served.name, chat))
+        return LineStream(answers, _stream(growing, answers), ollama_lines(served.name, chat))
     await whole(http, answers, lambda _, piece: list(growing.add(piece)))
     return growing.whole()
 
@@ -325,20 +334,20 @@ def _request(served: Served, asked: Asked, prepared: Prepared) -> Request:
 async def _stream(growing: GrowingReply, pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[bytes]:
     async for _, piece in pieces:
         if piece.error is not None:
-            yield _line(error_body(failure(piece.error)))
+            yield _line(ollama_error(failure(piece.error)))
             return
         for each in growing.add(piece):
             yield _line(each)
 
 
-def _line(said: dict[str, Any]) -> bytes:
+def _line(said: Json) -> bytes:
     return json.dumps(said).encode() + b"\n"
 
 
 # --- the model ---
 
 
-def _model(served: Served) -> dict[str, Any]:
+def _model(served: Served) -> Json:
     """The model in a list."""
     engine = served.engine
     plan = engine.plan
@@ -357,7 +366,7 @@ def _created(served: Served) -> str:
     return datetime.fromtimestamp(served.created, UTC).isoformat()
 
 
-def _details(served: Served) -> dict[str, Any]:
+def _details(served: Served) -> Json:
     """What clients show of a model; what they must not miss and this server does not know is empty."""
     family, plan = served.engine.config.model_type, served.engine.plan
     return {
@@ -370,7 +379,7 @@ def _details(served: Served) -> dict[str, Any]:
     }
 
 
-def _shown(served: Served) -> dict[str, Any]:
+def _shown(served: Served) -> Json:
     """What `/api/show` says: capabilities, the context, and sampling of a request that names none."""
     config, sampling, template = served.engine.config, served.sampling, served.template
     family = config.model_type

@@ -1,5 +1,4 @@
-"""OpenAI's dialect: `/v1/chat/completions` and `/v1/completions`. Answers whole and as streams, and routes; the bodies
-of requests are `openai_requests`."""
+"""OpenAI's dialect: `/v1/chat/completions` and `/v1/completions`, whole and as streams."""
 
 from __future__ import annotations
 
@@ -8,32 +7,198 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import ConfigError
-from tiermoe.serve.answers import ANSWERS, Stream, failure, submitted, whole
+from tiermoe.serve.answers import ANSWERS, Logprobs, Stream, failure, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, Prepared, grammar_of, prepare
-from tiermoe.serve.errors import Refused
-from tiermoe.serve.fields import check_fields
+from tiermoe.serve.dialects import Json, Refused, openai_error
+from tiermoe.serve.fields import (
+    CallArguments,
+    Options,
+    SamplerFields,
+    Several,
+    StopFields,
+    TextPart,
+    TokenIds,
+    Tools,
+    check_fields,
+    thinking_variables,
+)
+from tiermoe.serve.grammar import ConstraintFields
 from tiermoe.serve.intake import aside
 from tiermoe.serve.llama_server import timings_of
-from tiermoe.serve.logprobs import Logprobs
-from tiermoe.serve.openai_requests import ChatRequest, Common, CompletionRequest
 from tiermoe.serve.served import Served
 from tiermoe.serve.tool_calls import CallPiece, ToolCall
 
+# --- requests ---
+
+
+_BUDGETS = AliasChoices("reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget")
+"""Names of a budget of thoughts: llama-server's, its older one, vLLM's."""
+_MESSAGE_FIELDS = ("tool_call_id", "name", "reasoning_content")
+"""Optional fields of a message that chat templates get."""
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Common(SamplerFields, ConstraintFields, StopFields):
+    """Fields of both endpoints. Unknown fields are kept for `check_fields`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    timings_per_token: bool = False
+    n: int | None = Field(None, ge=1, le=128)
+    max_tokens: int | None = Field(None, ge=1)
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: CallArguments = {}
+
+
+class CalledTool(BaseModel):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    parameters: Json | None = None
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedFunctions(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: Tools[NamedTool]
+
+
+class AllowedTools(BaseModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Several[TextPart] | None = None
+    tool_calls: Several[CalledTool] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+    @property
+    def plain(self) -> Json:
+        """The message as chat templates take it."""
+        plain: Json = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.tool_calls:
+            plain["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        return plain | {name: value for name in _MESSAGE_FIELDS if (value := getattr(self, name))}
+
+
+class ChatRequest(Common):
+    messages: Several[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Tools[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Options[Any] | None = None
+    reasoning_effort: str | None = None
+    reasoning_budget_tokens: int | None = Field(None, ge=-1, validation_alias=_BUDGETS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_progress: bool | None = None
+
+    @property
+    def new_turn(self) -> bool:
+        """`Chat.new_turn`. Refused where its fields contradict each other or the messages."""
+        begins, goes_on = self.add_generation_prompt, self.continue_final_message
+        last = self.messages[-1].role == "assistant"
+        if goes_on and begins:
+            raise Refused(400, "continue_final_message excludes add_generation_prompt", "continue_final_message")
+        if goes_on and not last:
+            needed = "continue_final_message needs an assistant's message at the end"
+            raise Refused(400, needed, "continue_final_message")
+        if begins is False and not (last and goes_on is not False):
+            raise Refused(400, "add_generation_prompt of false needs a message to continue", "add_generation_prompt")
+        return bool(begins) or goes_on is False
+
+    @property
+    def choice(self) -> str:
+        """`Chat.choice`."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return choice.function.name
+        return choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice or "auto"
+
+    @property
+    def functions(self) -> list[Json]:
+        """The tools that may be called."""
+        tools = self.tools or []
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed = {each.function.name for each in self.tool_choice.allowed_tools.tools}
+            tools = [tool for tool in tools if tool.function.name in allowed]
+        return [tool.model_dump(exclude_none=True) for tool in tools]
+
+    @property
+    def variables(self) -> Json:
+        """Variables of the template."""
+        return thinking_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
+
+    @property
+    def thought_tokens(self) -> int | None:
+        """`Chat.thought_tokens`."""
+        return None if self.reasoning_budget_tokens == -1 else self.reasoning_budget_tokens
+
+
+class CompletionRequest(Common):
+    prompt: str | Several[str] | TokenIds | Several[TokenIds]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    max_tokens: int | None = Field(None, ge=0)
+
+
+# --- answers ---
+
+
 COMPLETION_TOKENS = 16
 """Tokens of a completion that names no `max_tokens`, as OpenAI has it; a chat's answer may take the whole context."""
-
-
-def error_body(error: Refused) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
-    return {"error": {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}}
 
 
 @dataclass(slots=True)
@@ -45,13 +210,13 @@ class Shape:
     chat: bool
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def whole(self, choices: list[Json], **more: Any) -> Json:
         return self._object(choices, "chat.completion" if self.chat else "text_completion") | more
 
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
+    def chunk(self, choices: list[Json], **more: Any) -> str:
         return json.dumps(self._object(choices, "chat.completion.chunk" if self.chat else "text_completion") | more)
 
-    def _object(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    def _object(self, choices: list[Json], kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
@@ -59,7 +224,7 @@ def shape_of(model: str, chat: bool) -> Shape:
     return Shape(("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex, model, chat)
 
 
-def usage_of(prompt: int, pieces: Sequence[Piece], readings: Iterable[ChoiceReader]) -> dict[str, Any]:
+def usage_of(prompt: int, pieces: Sequence[Piece], readings: Iterable[ChoiceReader]) -> Json:
     """Usage of all choices. prompt: tokens of the prompts."""
     made = sum(len(piece.tokens) for piece in pieces)
     cached = max((piece.cached for piece in pieces), default=0)
@@ -81,7 +246,7 @@ class ChoiceReader:
     echo: str = ""  # text of the prompt, where it comes before the answer's
     calls: list[ToolCall] = field(default_factory=list)  # so far
 
-    def add(self, piece: Piece) -> tuple[dict[str, Any], str | None]:
+    def add(self, piece: Piece) -> tuple[Json, str | None]:
         """reasoning_content, content and tool_calls of a piece, where it has any, and the reason of the end."""
         parsed = self.reader.add(piece)
         calls = [self._delta(each) for each in parsed.calls if each.kind != "end"]
@@ -89,18 +254,18 @@ class ChoiceReader:
         parts = {"reasoning_content": parsed.thought, "content": text, "tool_calls": calls}
         return {name: part for name, part in parts.items() if part}, parsed.finish
 
-    def _delta(self, piece: CallPiece) -> dict[str, Any]:
+    def _delta(self, piece: CallPiece) -> Json:
         if piece.kind == "arguments":
             return {"index": len(self.calls) - 1, "function": {"arguments": piece.arguments}}
         self.calls.append(piece.call)
         return {"index": len(self.calls) - 1, **_call(piece.call.id, piece.call.name)}
 
 
-def _call(number: str, name: str, arguments: str = "") -> dict[str, Any]:
+def _call(number: str, name: str, arguments: str = "") -> Json:
     return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def choice(index: int, chat: bool, pieces: Sequence[Piece], reading: ChoiceReader) -> dict[str, Any]:
+def choice(index: int, chat: bool, pieces: Sequence[Piece], reading: ChoiceReader) -> Json:
     """A whole choice."""
     read = [reading.add(piece) for piece in pieces]
     text, thought = ("".join(said.get(name, "") for said, _ in read) for name in ("content", "reasoning_content"))
@@ -109,7 +274,7 @@ def choice(index: int, chat: bool, pieces: Sequence[Piece], reading: ChoiceReade
     if not chat:
         return {"index": index, "text": text} | end
     calls = [_call(call.id, call.name, call.arguments) for call in reading.calls]
-    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+    message: Json = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
     if thought:
         message["reasoning_content"] = thought
     if calls:
@@ -128,9 +293,9 @@ async def stream(
     calls as they come; the reason of each end with its timings; usage; `[DONE]`."""
     began, pieces = time.perf_counter(), list[Piece]()
     include_usage = asked.stream_options is not None and asked.stream_options.include_usage
-    usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    usage: Json = {"usage": None} if include_usage else {}
 
-    def chunk(index: int, said: dict[str, Any], logprobs: Any = None, finish: str | None = None, **more: Any) -> str:
+    def chunk(index: int, said: Json, logprobs: Json | None = None, finish: str | None = None, **more: Any) -> str:
         choices = [{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}]
         return shape.chunk(choices, **usage, **more)
 
@@ -145,11 +310,11 @@ async def stream(
             continue
         pieces.append(piece)
         if piece.error is not None:
-            yield json.dumps(error_body(failure(piece.error)))
+            yield json.dumps(openai_error(failure(piece.error)))
             return
         logprobs = readings[index].logprobs.of((*piece.prompt, *piece.logprobs))
         said, finish = readings[index].add(piece)
-        timings: dict[str, Any] = {"timings": timings_of(piece)}
+        timings: Json = {"timings": timings_of(piece)}
         if said or logprobs:
             part = {"delta": said} if shape.chat else {"text": said.get("content", "")}
             yield chunk(index, part, logprobs, **(timings if asked.timings_per_token else {}))
@@ -160,7 +325,7 @@ async def stream(
     yield "[DONE]"
 
 
-def _timings(pieces: Sequence[Piece], answers: int) -> dict[str, Any]:
+def _timings(pieces: Sequence[Piece], answers: int) -> Json:
     """`timings` behind all pieces, where there is one answer: those of several are of each by itself."""
     return {"timings": timings_of(pieces[-1])} if answers == 1 else {}
 
@@ -183,7 +348,7 @@ def routes(app: FastAPI, served: Served) -> None:
     """Adds the endpoints."""
 
     @app.post("/v1/chat/completions", response_model=None, responses=ANSWERS)
-    async def chat(asked: ChatRequest, http: HttpRequest) -> Response | dict[str, Any]:
+    async def chat(asked: ChatRequest, http: HttpRequest) -> Response | Json:
         check_fields(asked)
         served.check_model(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
@@ -200,7 +365,7 @@ def routes(app: FastAPI, served: Served) -> None:
         return await _answer(http, served, asked, [prepared], logprobs)
 
     @app.post("/v1/completions", response_model=None, responses=ANSWERS)
-    async def complete(asked: CompletionRequest, http: HttpRequest) -> Response | dict[str, Any]:
+    async def complete(asked: CompletionRequest, http: HttpRequest) -> Response | Json:
         check_fields(asked)
         served.check_model(asked.model)
         if asked.max_tokens == 0 and not asked.echo:
@@ -213,7 +378,7 @@ def routes(app: FastAPI, served: Served) -> None:
 
 async def _answer(
     http: HttpRequest, served: Served, asked: Common, prompts: Sequence[Prepared], logprobs: int | None
-) -> Response | dict[str, Any]:
+) -> Response | Json:
     chat = isinstance(asked, ChatRequest)
     requests, readings = await aside(_requests, served, asked, prompts, logprobs)
     if asked.logit_bias is not None:

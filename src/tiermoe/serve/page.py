@@ -1,4 +1,4 @@
-"""Page at `/`: chat, and a view of the experts. One document, which connects to its own server alone."""
+"""What a server shows without a model: the page at `/` (chat, and a view of the experts), and how far loading is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import re
 from functools import cache
 from importlib.resources import files
 
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tiermoe.serve.dialects import RETRY_S, Json, Refused, error_body
 
 _STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
 _SCRIPT = re.compile(r'<script src="([^"]+)"></script>')
@@ -52,3 +55,35 @@ def page() -> HTMLResponse:
         "Cache-Control": "no-cache",
     }
     return HTMLResponse(_html(), headers=headers)
+
+
+# --- while the model is loaded ---
+
+
+class StartupApp:
+    """ASGI app in front of the server's own `app`, which is None until the model is loaded.
+
+    Until then it shows the page and answers everything else with status 503, `/health` with the progress of loading."""
+
+    def __init__(self) -> None:
+        self.app: ASGIApp | None = None
+        self._progress: Json | None = None
+
+    def report(self, what: str, done: int, total: int) -> None:
+        """Records the progress of loading."""
+        self._progress = {"what": what, "done": done, "total": total}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._loading(scope["path"])(scope, receive, send)
+
+    def _loading(self, path: str) -> Response:
+        if path == "/":
+            return page()
+        body: Json = {"status": "loading", "progress": self._progress}
+        if path != "/health":
+            message = "the model is being loaded; /health says how far it is"
+            body = error_body(path, Refused(503, message, kind="overloaded_error"))
+        return JSONResponse(body, 503, {"Retry-After": str(RETRY_S)})

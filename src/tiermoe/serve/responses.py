@@ -1,30 +1,239 @@
-"""OpenAI's newer dialect, `/v1/responses`: items out, whole and as a stream. Nothing is kept."""
+"""OpenAI's newer dialect, `/v1/responses`: items in, items out, whole and as a stream. Nothing is kept."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.sampling import Sampling
-from tiermoe.serve.answers import ANSWERS, Stream, events_of, submitted, whole
+from tiermoe.serve.answers import ANSWERS, Logprobs, Stream, events_of, submitted, whole
 from tiermoe.serve.chats import AnswerReader, Chat, Prepared, prepare
-from tiermoe.serve.constraints import json_constraint
-from tiermoe.serve.fields import check_fields
+from tiermoe.serve.dialects import Json, Refused
+from tiermoe.serve.fields import CallArguments, Options, Several, TextPart, Tools, check_fields, thinking_variables
+from tiermoe.serve.grammar import json_constraint
 from tiermoe.serve.intake import aside
-from tiermoe.serve.logprobs import Logprobs
-from tiermoe.serve.responses_requests import ResponsesRequest
 from tiermoe.serve.served import Served
 from tiermoe.serve.tool_calls import CallPiece
 
-Event = dict[str, Any]
+# --- requests ---
+
+
+class MessageItem(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Several[TextPart]
+
+
+class CallItem(BaseModel):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: CallArguments
+
+
+class OutputItem(BaseModel):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Several[TextPart]
+
+
+class ReasoningText(BaseModel):
+    text: str
+
+
+class ReasoningItem(BaseModel):
+    type: Literal["reasoning"]
+    content: Several[ReasoningText] | None = None
+
+
+class Format(BaseModel):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema_: Json | None = Field(None, alias="schema")
+
+
+class TextOptions(BaseModel):
+    format: Format | None = None
+
+
+class Reasoning(BaseModel):
+    effort: str | None = None
+
+
+class NamedFunction(BaseModel):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(BaseModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Tools[NamedFunction]
+
+
+class FunctionTool(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: Json | None = None
+
+
+class OtherTool(BaseModel):
+    """A tool of a kind that only its maker can run; the model does not get it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+def _kind(value: Any, default: str | None = None) -> str | None:
+    """The type of an item or a tool, before it is checked and after."""
+    kind: str | None = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+    return kind
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        lambda value: _kind(value, "message"),
+        custom_error_type="item_kind",
+        custom_error_message="this server reads items of type message, function_call, function_call_output and "
+        "reasoning; it keeps none, so that a client that sends an item_reference must be set to store: false",
+    ),
+]
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+    Discriminator(lambda value: "function" if _kind(value) == "function" else "other"),
+]
+
+
+class ResponsesRequest(BaseModel):
+    """Fields of the endpoint. Unknown fields are kept for `check_fields`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = ""
+    input: str | Several[Item] = Field(min_length=1)
+    instructions: str | None = None
+    stream: bool = False
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    include: Several[str] | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    tools: Tools[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools = "auto"
+    parallel_tool_calls: bool | None = None
+    metadata: Options[JsonValue] | None = None
+
+    @property
+    def functions(self) -> list[Json]:
+        """The tools that can be called, as chat templates take them."""
+        tools = [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+        if isinstance(self.tool_choice, AllowedTools):
+            allowed = {each.name for each in self.tool_choice.tools}
+            tools = [tool for tool in tools if tool.name in allowed]
+        return [
+            {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})} for tool in tools
+        ]
+
+    @property
+    def choice(self) -> str:
+        """`Chat.choice`."""
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            return choice
+        return choice.name if isinstance(choice, NamedFunction) else choice.mode
+
+    @property
+    def parallel(self) -> bool:
+        """`Chat.parallel`."""
+        return self.parallel_tool_calls is not False
+
+    @property
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        """Schema of JSON that the answer must be; None: any text. Refused where none is named and one is needed."""
+        form = self.text.format if self.text else None
+        if form is None or form.type == "text":
+            return None
+        if form.type == "json_schema" and form.schema_ is None:
+            raise Refused(400, "a text.format of type json_schema needs schema", "text")
+        return form.schema_ or {"type": "object"}
+
+    @property
+    def logprobs(self) -> int | None:
+        """`Request.logprobs`."""
+        wanted = self.top_logprobs or "message.output_text.logprobs" in (self.include or ())
+        return (self.top_logprobs or 0) if wanted else None
+
+    @property
+    def variables(self) -> Json:
+        """Variables of the template."""
+        return thinking_variables(self.reasoning.effort if self.reasoning else None)
+
+    @property
+    def messages(self) -> list[Json]:
+        """As chat templates take them."""
+        said = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*said, {"role": "user", "content": self.input}]
+        return [*said, *_messages(self.input)]
+
+
+def _messages(items: Sequence[Item]) -> list[Json]:
+    """A turn of the assistant is several items: thoughts, text and calls."""
+    messages: list[Json] = []
+    turn: Json | None = None
+    for item in items:
+        if isinstance(item, OutputItem):
+            turn = None
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            turn = None
+            role = "system" if item.role == "developer" else item.role
+            messages.append({"role": role, "content": _text(item.content)})
+        else:
+            if turn is None or (isinstance(item, ReasoningItem) and turn.keys() - {"role", "reasoning_content"}):
+                turn = {"role": "assistant", "content": ""}
+                messages.append(turn)
+            _add(turn, item)
+    return messages
+
+
+def _add(turn: Json, item: MessageItem | CallItem | ReasoningItem) -> None:
+    if isinstance(item, ReasoningItem):
+        turn["reasoning_content"] = "".join(part.text for part in item.content or ())
+    elif isinstance(item, MessageItem):
+        turn["content"] += _text(item.content)
+    else:
+        function = {"name": item.name, "arguments": item.arguments}
+        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+
+
+def _text(content: str | Several[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+# --- answers ---
+
+
 _TEXT_KINDS = {"reasoning": "reasoning_text", "message": "output_text"}
 """Kind of item → kind of its text."""
 _UNUSED = {
@@ -40,20 +249,20 @@ class GrowingResponse:
 
     response: without output yet. prompt: tokens of the prompt."""
 
-    def __init__(self, response: dict[str, Any], reader: AnswerReader, logprobs: Logprobs, prompt: int) -> None:
+    def __init__(self, response: Json, reader: AnswerReader, logprobs: Logprobs, prompt: int) -> None:
         self.response = response
         self._reader = reader
         self._logprobs = logprobs
         self._prompt = prompt
         self._made = self._cached = 0
         self._numbers = count()
-        self._open: dict[str, Any] | None = None  # the item that text goes to
+        self._open: Json | None = None  # the item that text goes to
 
-    def begin(self) -> Iterator[Event]:
+    def begin(self) -> Iterator[Json]:
         yield self._whole("created")
         yield self._whole("in_progress")
 
-    def add(self, piece: Piece) -> Iterator[Event]:
+    def add(self, piece: Piece) -> Iterator[Json]:
         """Events of a piece; after the last piece the response is whole."""
         self._made += len(piece.tokens)
         self._cached = piece.cached
@@ -73,7 +282,7 @@ class GrowingResponse:
         if parsed.finish is not None:
             yield from self._end(parsed.finish)
 
-    def _end(self, finish: str) -> Iterator[Event]:
+    def _end(self, finish: str) -> Iterator[Json]:
         whole = finish != "length"
         yield from self._close("completed" if whole else "incomplete")
         if whole:
@@ -83,7 +292,7 @@ class GrowingResponse:
         self.response["usage"] = self._usage()
         yield self._whole("completed" if whole else "incomplete")
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Json:
         return {
             "input_tokens": self._prompt,
             "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
@@ -92,12 +301,12 @@ class GrowingResponse:
             "total_tokens": self._prompt + self._made,
         }
 
-    def _text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
+    def _text(self, kind: str, text: str, logprobs: list[Json]) -> Iterator[Json]:
         """Adds text to the open item, or to a new one where that is of another kind."""
         if self._open is None or self._open["type"] != kind:
             yield from self._close("completed")
-            part: dict[str, Any] = {"type": _TEXT_KINDS[kind], "text": ""}
-            item: dict[str, Any] = {"id": _id("rs" if kind == "reasoning" else "msg"), "type": kind}
+            part: Json = {"type": _TEXT_KINDS[kind], "text": ""}
+            item: Json = {"id": _id("rs" if kind == "reasoning" else "msg"), "type": kind}
             if kind == "message":
                 part |= {"annotations": [], "logprobs": []}
                 item["role"] = "assistant"
@@ -109,13 +318,13 @@ class GrowingResponse:
             item["content"].append(part)
         part = self._open["content"][0]
         part["text"] += text
-        more: dict[str, Any] = {}
+        more: Json = {}
         if kind == "message":
             part["logprobs"] += logprobs
             more["logprobs"] = logprobs
         yield self._of_item(f"{_TEXT_KINDS[kind]}.delta", content_index=0, delta=text, **more)
 
-    def _call(self, piece: CallPiece) -> Iterator[Event]:
+    def _call(self, piece: CallPiece) -> Iterator[Json]:
         call = piece.call
         if piece.kind == "begin":
             yield from self._close("completed")
@@ -129,7 +338,7 @@ class GrowingResponse:
             yield self._of_item("function_call_arguments.done", name=call.name, arguments=call.arguments)
             yield self._done()
 
-    def _close(self, status: str) -> Iterator[Event]:
+    def _close(self, status: str) -> Iterator[Json]:
         """Ends the open item."""
         if self._open is None:
             return
@@ -141,25 +350,25 @@ class GrowingResponse:
         item["status"] = status
         yield self._done()
 
-    def _begun(self, item: dict[str, Any]) -> Event:
+    def _begun(self, item: Json) -> Json:
         self.response["output"].append(item)
         at = len(self.response["output"]) - 1
         return self._event(
             "output_item.added", output_index=at, item={**item, "content": []} if "content" in item else item
         )
 
-    def _done(self) -> Event:
+    def _done(self) -> Json:
         output = self.response["output"]
         return self._event("output_item.done", output_index=len(output) - 1, item=output[-1])
 
-    def _of_item(self, kind: str, **more: Any) -> Event:
+    def _of_item(self, kind: str, **more: Any) -> Json:
         output = self.response["output"]
         return self._event(kind, item_id=output[-1]["id"], output_index=len(output) - 1, **more)
 
-    def _whole(self, kind: str) -> Event:
+    def _whole(self, kind: str) -> Json:
         return self._event(kind, response=self.response)
 
-    def _event(self, kind: str, **more: Any) -> Event:
+    def _event(self, kind: str, **more: Any) -> Json:
         return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **more}
 
 
@@ -171,7 +380,7 @@ def routes(app: FastAPI, served: Served) -> None:
     """Adds the endpoint."""
 
     @app.post("/v1/responses", response_model=None, responses=ANSWERS)
-    async def responses(asked: ResponsesRequest, http: HttpRequest) -> Response | dict[str, Any]:
+    async def responses(asked: ResponsesRequest, http: HttpRequest) -> Response | Json:
         check_fields(asked)
         served.check_model(asked.model)
         constraint = json_constraint(asked.answer_schema)
@@ -200,7 +409,7 @@ def _request(served: Served, asked: ResponsesRequest, prepared: Prepared) -> Req
     return prepared.request(sampling, (), logprobs=asked.logprobs)
 
 
-def _response(served: Served, asked: ResponsesRequest, sampling: Sampling) -> dict[str, Any]:
+def _response(served: Served, asked: ResponsesRequest, sampling: Sampling) -> Json:
     """A response without items yet. It repeats the fields of the request, as OpenAI's does, and has all that Open
     Responses requires (openresponses.org)."""
     fields = asked.model_dump(

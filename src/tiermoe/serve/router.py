@@ -31,15 +31,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tiermoe.errors import reason
 from tiermoe.platform.process_memory import peak_resident_bytes, resident_bytes
-from tiermoe.serve import ollama_api
-from tiermoe.serve.errors import RETRY_S, Refused
-from tiermoe.serve.fields import from_json
+from tiermoe.serve.dialects import (
+    EVENTS,
+    KEEP_ALIVE_S,
+    OLLAMA,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    OLLAMA_VERSION,
+    Json,
+    Refused,
+    StreamKind,
+    error_body,
+    from_json,
+    ollama_lines,
+    retry_after,
+)
 from tiermoe.serve.guards import Guard, Hosts
 from tiermoe.serve.intake import Intake
-from tiermoe.serve.loaded_models import LoadedModels, Model
-from tiermoe.serve.model_process import ModelProcess
+from tiermoe.serve.loaded_models import LoadedModels, Model, ModelProcess
 from tiermoe.serve.page import page
-from tiermoe.serve.streams import EVENTS, KEEP_ALIVE_S, StreamKind, lines
 
 _HEALTH_S = 10  # for a process to say how it is
 _STREAM = {"cache-control": "no-store", "x-accel-buffering": "no"}  # headers, beside the type
@@ -58,7 +68,7 @@ def create_router(
     """The app over models. context: most tokens of a request to any of them. keys, hosts, origins: as of
     `create_app`."""
     router = Router(loaded)
-    guard = Middleware(Guard, keys=keys, hosts=hosts, body=_error_body, intake=Intake(context, router.count_refusal))
+    guard = Middleware(Guard, keys=keys, hosts=hosts, body=error_body, intake=Intake(context, router.count_refusal))
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return Starlette(
         routes=[
@@ -68,9 +78,9 @@ def create_router(
             Route("/stats", router.stats),
             Route("/v1/models", router.models),
             Route("/v1/models/{name:path}", router.one_model),
-            Route(f"{ollama_api.PATHS}tags", router.ollama_models),
-            Route(f"{ollama_api.PATHS}ps", router.ollama_models),
-            Route(f"{ollama_api.PATHS}version", router.ollama_version),
+            Route(f"{OLLAMA}tags", router.ollama_models),
+            Route(f"{OLLAMA}ps", router.ollama_models),
+            Route(f"{OLLAMA}version", router.ollama_version),
             Route("/{path:path}", router.other, methods=["GET", "POST"]),
         ],
         middleware=[*([cors] if origins else []), guard],
@@ -146,7 +156,7 @@ class Router:
         return JSONResponse({"models": [{"name": name, "model": name, **facts} for name in names]})
 
     async def ollama_version(self, request: Request) -> Response:
-        return JSONResponse({"version": ollama_api.VERSION})
+        return JSONResponse({"version": OLLAMA_VERSION})
 
     async def other(self, request: Request) -> ASGIApp:
         """Passes a request on: with a body to the model that it names, once that is loaded."""
@@ -177,7 +187,7 @@ class Router:
             raise Refused(503, f"{model.name} is not loaded; a request for an answer loads it", kind="server_error")
         return _Passed(self._loaded, model, _request(request, b""), None)
 
-    def _facts(self, model: Model) -> dict[str, Any]:
+    def _facts(self, model: Model) -> Json:
         """A model as `/v1/models` lists it, with llama-server's `status` and `aliases`."""
         error = model.problem or model.error
         status = {"value": model.status} | ({"failed": True, "error": error} if error else {})
@@ -231,7 +241,7 @@ class _Passed:
                 raise
             if self._kind is None:
                 return  # the connection is closed within the body: nothing else says that it is not whole
-            body = json.dumps(_error_body(self._asked["url"].path, error)).encode()
+            body = json.dumps(error_body(self._asked["url"].path, error)).encode()
             await send({"type": "http.response.body", "body": self._kind.error(body)})
         finally:
             if begun:
@@ -274,12 +284,12 @@ class _Passed:
 
 def _kind(path: str, stream: Any, model: str) -> StreamKind | None:
     """The stream that a request asks for; None: a whole answer. stream: its field."""
-    if path in (ollama_api.CHAT, ollama_api.GENERATE):
-        return None if stream is False else lines(model, path == ollama_api.CHAT)
+    if path in (OLLAMA_CHAT, OLLAMA_GENERATE):
+        return None if stream is False else ollama_lines(model, path == OLLAMA_CHAT)
     return EVENTS if path.startswith("/v1/") and stream is True else None
 
 
-def _request(request: Request, body: bytes) -> dict[str, Any]:
+def _request(request: Request, body: bytes) -> Json:
     """Arguments of httpx for a request to a model's process."""
     headers = [(name, value) for name, value in request.headers.items() if name not in _NOT_ASKED]
     url = httpx.URL(path=request.url.path, query=request.url.query.encode())
@@ -292,11 +302,11 @@ async def _until_left(receive: Receive) -> None:
         pass
 
 
-async def _health(process: ModelProcess | None) -> dict[str, Any]:
+async def _health(process: ModelProcess | None) -> Json:
     """What a model's process says of its health; empty where it says nothing."""
     assert process is not None
     with contextlib.suppress(httpx.TransportError):
-        found: dict[str, Any] = (await process.client.get("/health", timeout=_HEALTH_S)).json()
+        found: Json = (await process.client.get("/health", timeout=_HEALTH_S)).json()
         return found
     return {}
 
@@ -304,18 +314,9 @@ async def _health(process: ModelProcess | None) -> dict[str, Any]:
 # --- errors ---
 
 
-def _error_body(path: str, error: Refused) -> dict[str, Any]:
-    """An error in which the clients of all dialects find theirs."""
-    if path.startswith(ollama_api.PATHS):
-        return ollama_api.error_body(error)
-    found = {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}
-    return {"type": "error", "error": found}
-
-
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    headers = {"Retry-After": str(RETRY_S)} if error.status == 503 else None
-    return JSONResponse(_error_body(request.url.path, error), error.status, headers)
+    return JSONResponse(error_body(request.url.path, error), error.status, retry_after(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

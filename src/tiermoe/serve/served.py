@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from tiermoe.engine.engine import Engine
 from tiermoe.engine.expectation import OtherBudget, other_budgets
 from tiermoe.engine.numerics import numerics
 from tiermoe.engine.request_loop import RequestLoop
@@ -17,7 +18,7 @@ from tiermoe.engine.sampling import Sampling, end_tokens
 from tiermoe.engine.speculation import Speculation
 from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.cache.prefix_disk import PrefixDisk, PrefixFolder, first_name
-from tiermoe.serve.errors import TOO_LONG, Refused
+from tiermoe.serve.dialects import TOO_LONG, Json, Refused
 from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.intake import hold_tokens, longest_text
 from tiermoe.serve.metrics import PrometheusMetrics
@@ -32,7 +33,7 @@ class Served:
     tokenizer: Any
     worker: Worker
     metrics: PrometheusMetrics
-    engine: Any
+    engine: Engine
     sampling: Sampling  # of a request that names none
     created: int  # seconds since the epoch
     grammars: Grammars
@@ -89,8 +90,8 @@ class Served:
 
     def chat_ids(
         self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] = (),
+        messages: Sequence[Json],
+        tools: Sequence[Json] = (),
         variables: Mapping[str, Any] | None = None,
         new_turn: bool = False,
     ) -> list[int]:
@@ -110,7 +111,7 @@ class Served:
         own = inspect.signature(render).parameters
         known = {name: value for name, value in (variables or {}).items() if name in template and name not in own}
 
-        def rendered(turns: Sequence[dict[str, Any]]) -> str:
+        def rendered(turns: Sequence[Json]) -> str:
             ending = {"add_generation_prompt": goes_on is None, "continue_final_message": goes_on or False}
             text: str = render(turns, tools=list(tools) or None, tokenize=False, **ending, **known)
             return text
@@ -147,7 +148,7 @@ def continued(messages: Sequence[Mapping[str, Any]]) -> str | None:
     return "content" if messages[-1]["content"] or not messages[-1].get("reasoning_content") else "reasoning_content"
 
 
-def system_first(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def system_first(messages: Sequence[Json]) -> list[Json]:
     """A conversation with at most one system message, at its beginning: the first ones become one, later ones the
     user's. Agents send several, and some in the middle."""
     first = list(takewhile(_is_system, messages))
@@ -160,19 +161,19 @@ def _is_system(message: Mapping[str, Any]) -> bool:
     return bool(message["role"] == "system")
 
 
-def prefix_disk(engine: Any, folder: PrefixFolder, warn: Callable[[str], None]) -> Callable[[KVCache], PrefixDisk]:
+def prefix_disk(engine: Engine, folder: PrefixFolder, warn: Callable[[str], None]) -> Callable[[KVCache], PrefixDisk]:
     """Makes a `PrefixDisk` from an engine's KV cache."""
     facts = json.dumps(numerics(engine), sort_keys=True).encode()
     return lambda cache: PrefixDisk(cache, folder, first_name(facts), warn)
 
 
 def served_of(
-    engine: Any,
+    engine: Engine,
     tokenizer: Any,
     name: str,
     sampling: Sampling,
     most_waiting: int,
-    disk: Callable[[Any], PrefixDisk] | None = None,
+    disk: Callable[[KVCache], PrefixDisk] | None = None,
     speculation: Speculation | None = None,
 ) -> Served:
     """Starts the loop of a loaded engine, in a thread.

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tiermoe.engine.detokenize import overlap
-from tiermoe.serve.fields import from_json, readable_object
+from tiermoe.serve.dialects import Json, from_json
+from tiermoe.serve.fields import readable_object
 from tiermoe.serve.tool_formats import Format, Tags, Types, json_text
 
 
@@ -27,7 +28,7 @@ class ToolCall:
     whole: bool = False  # True once it has ended, unless its arguments were not complete
 
     @property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> Json:
         """The arguments as an object, without what was cut off; empty where they are no object."""
         return readable_object(self.arguments)
 

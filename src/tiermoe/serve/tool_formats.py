@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tiermoe.serve.dialects import Json
 from tiermoe.serve.grammar import json_rule
 
 Types = Mapping[str, Mapping[str, Any]]
@@ -63,7 +64,7 @@ def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {key: value if isinstance(value, dict) else {} for key, value in items}
 
 
-def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+def _definitions(schema: Mapping[str, Any]) -> Json:
     """Definitions that references in a schema point to: they count from the outermost schema."""
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 

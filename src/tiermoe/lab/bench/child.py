@@ -24,7 +24,6 @@ from tiermoe.errors import TiermoeError
 from tiermoe.lab.bench.run_peer import BEGAN
 from tiermoe.platform.file_io import drop_cached
 
-_SIGKILL = 9  # which Windows has no name for
 _REMOVING_TRIES, _REMOVING_WAIT_S = 50, 0.1  # the kernel may take a moment to let a cgroup's last process go
 
 
@@ -91,20 +90,17 @@ def _communicate(words: Sequence[str], timeout: float) -> tuple[int, str, str]:
     finally:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                if hasattr(os, "killpg"):
-                    os.killpg(process.pid, signal.SIGKILL)
-                else:
-                    process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     return process.returncode, out, err
 
 
 def _failure(code: int, err: str, kills: int, limit: int | None) -> CaseFailed:
-    if limit is not None and (kills or code == -_SIGKILL):
+    if limit is not None and (kills or code == -signal.SIGKILL):
         return CaseFailed(f"killed: needs more than {format_size(limit)}", killed=True)
     if code < 0:
-        said = "; 9 is often the system out of memory" if code == -_SIGKILL else ""
-        return CaseFailed(f"its process was ended by signal {-code}{said}", killed=code == -_SIGKILL)
+        said = "; 9 is often the system out of memory" if code == -signal.SIGKILL else ""
+        return CaseFailed(f"its process was ended by signal {-code}{said}", killed=code == -signal.SIGKILL)
     lines = [line.strip() for line in err.splitlines() if line.strip()]
     return CaseFailed(lines[-1].removeprefix("tiermoe: ") if lines else f"its process ended with status {code}")
 
