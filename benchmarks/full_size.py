@@ -39,7 +39,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from tiermoe.model.gguf.parameters import config_of
 
 from benchmarks.random_gguf import routing_for
 from benchmarks.recorded_routing import Routing
@@ -53,6 +52,7 @@ from tiermoe.lab.bench.engines import Common, LlamaCpp
 from tiermoe.lab.bench.summary import number, spread
 from tiermoe.lab.simulate.costs import run_bits
 from tiermoe.lab.simulate.evictions import hits_of
+from tiermoe.model.gguf.checkpoint import config_of
 from tiermoe.offload.presets import PRESETS
 from tiermoe.platform.machine import processors
 
