@@ -6,7 +6,7 @@
 # make env     the virtual environment alone; brought up to date when pyproject.toml changes
 #
 # PYTHON=...   the interpreter (3.11 or newer) that makes the environment
-# TORCH=...    what pip installs as torch, like TORCH=torch==2.13.0; delete .venv first to change it
+# TORCH=...    what pip installs as torch, like TORCH=torch==2.15.0; without it an allowed one that is there stays
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help

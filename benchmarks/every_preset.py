@@ -28,8 +28,8 @@ from tiermoe.lab.measure.calibrate import Calibration, prepare
 from tiermoe.lab.measure.compare import presets_asked
 from tiermoe.lab.measure.profiles import FailedProfile, make_profiles
 from tiermoe.lab.measure.texts import SequenceShape
-from tiermoe.lab.systems.corm import bits_by_usage
-from tiermoe.lab.systems.routings import frequencies, routings
+from tiermoe.lab.papers.corm import bits_by_usage
+from tiermoe.lab.papers.statistics import frequencies, routings
 from tiermoe.offload.policies.prediction import count_paths, paths_to_json
 from tiermoe.offload.presets import PRESETS
 from tiermoe.offload.profiles import Profile, profile_path, to_json

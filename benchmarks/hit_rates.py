@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.rounds import parser_of
 from tiermoe.config import CacheSize
 from tiermoe.lab.simulate import ReplaySettings, replay, spread
-from tiermoe.lab.trace.file import Trace, read_trace
+from tiermoe.lab.trace import Trace, read_trace
 from tiermoe.metrics import ExpertCounts
 from tiermoe.offload.presets import compose
 

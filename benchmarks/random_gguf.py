@@ -31,7 +31,7 @@ from gguf.quants import dequantize
 from benchmarks.random_model import TOKENIZER, Config, Drawing, Spec, config_of, model_parser, specs
 from benchmarks.recorded_routing import AMPLITUDE, RECALL, Routing, routing_of
 from tiermoe.errors import ConfigError, TiermoeError
-from tiermoe.lab.trace.file import read_trace
+from tiermoe.lab.trace import read_trace
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiermoe.errors import TraceError
-from tiermoe.lab.trace.file import LayerTrace, Pass, Trace
+from tiermoe.lab.trace import LayerTrace, Pass, Trace
 
 Floats = npt.NDArray[np.float32]
 

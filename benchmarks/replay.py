@@ -30,7 +30,7 @@ from tiermoe.lab.measure.record import DISTANCES, Recorder, header_of
 from tiermoe.lab.measure.texts import Feed, SequenceShape, cut_sequences
 from tiermoe.lab.measure.times import Lap, Stopwatch, times_of
 from tiermoe.lab.simulate import ReplaySettings, Result, replay
-from tiermoe.lab.trace.file import Header, Pass, Times, Trace
+from tiermoe.lab.trace import Header, Pass, Times, Trace
 from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.profiles import profile_path, read_profile

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from tiermoe import native
 from tiermoe.lab.bench.cases import alternating
 from tiermoe.lab.bench.summary import describe_machine, number, spread
 
@@ -67,7 +68,9 @@ def _module() -> str:
 
 def parser_of(text: str | None, rounds: int | None = None, **options: Any) -> argparse.ArgumentParser:
     """The parser of the running module, with its text as help. rounds: the default of `--rounds`; None: no such option.
-    options: as `ArgumentParser` takes them."""
+    options: as `ArgumentParser` takes them. A line on standard error where kernels are missing."""
+    if not native.available():
+        say("note: without kernels, torch computes, slowly: 'pip install -e .' builds them in a checkout")
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(f"python -m {_module()}", description=text, formatter_class=layout, **options)
     if rounds is not None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tiermoe.engine import service
 from tiermoe.errors import LoadError
-from tiermoe.offload import tiers
 from tiermoe.offload.slots import DeviceSlots
 from tiermoe.types import ExpertKey
 
@@ -198,6 +198,6 @@ class FakeGpu:
 
 
 def put_on(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`assemble` for a GPU gives the tiers of this one."""
-    monkeypatch.setattr(tiers, "CudaCopier", lambda device: gpu)
-    monkeypatch.setattr(tiers, "DeviceSlots", lambda count, nbytes, device: DeviceSlots(count, nbytes, "cpu"))
+    """`tiers_of` for a GPU gives the tiers of this one."""
+    monkeypatch.setattr(service, "CudaCopier", lambda device: gpu)
+    monkeypatch.setattr(service, "DeviceSlots", lambda count, nbytes, device: DeviceSlots(count, nbytes, "cpu"))

@@ -98,10 +98,6 @@ class FakeLink:
         self.background = [load for load in self.background if load.key != key]
         return len(self.background) < before
 
-    def is_idle(self) -> bool:
-        taken = [*self.running, *(finished.load for finished in self.finished)]
-        return not (self.urgent or self.speculative or any(not load.background for load in taken))
-
     def roll_back(self) -> None:
         for loads in (self.urgent, self.speculative, self.background, self.running, self.finished):
             loads.clear()

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from gguf_files import ARCHITECTURES as WRITTEN
-from gguf_files import called
+from gguf_files import architectures
 from small_families import FAMILIES, LARGER
 from tiermoe.model.families import REFUSED, family_of
 from tiny import CONFIGS, OWN_DECODERS
@@ -20,11 +19,11 @@ Written by `python tests/families_document.py` from the tables that the tests ru
 `tests/test_families.py`. Each family in the first table is compared with transformers' eager experts on a tiny random
 checkpoint: logits, greedy tokens, and prefetching where its routers can be asked.
 
-transformers 5.23 does not have DeepSeekMoE (`deepseek`). tiermoe brings a class of it, made of transformers' Llama and
+transformers does not have DeepSeekMoE (`deepseek`). tiermoe brings a class of it, made of transformers' Llama and
 Qwen2-MoE, and `tests/test_deepseek.py` compares it with the published equations. No code of a checkpoint runs.
 
-Any other causal family of transformers 5.23 whose experts go through its experts interface is found in the same way; it
-has no test here.
+Any other causal family of transformers whose experts go through its experts interface is found in the same way; it has
+no test here. A family that is newer than the transformers beside it is refused in a line that says so.
 
 * decoder: *own* is tiermoe's, on a CPU; *transformers* is transformers' modelling code around tiermoe's experts.
 * prefetch: whether a router can be asked about another layer's input (`--set prefetch=next-gate` and its kin). Presets
@@ -40,8 +39,13 @@ has no test here.
 _LLAMA_CPP = """
 ## GGUF files beside llama.cpp
 
-Files of tiny random models were compared with those of llama.cpp's converter (llama-cpp-python 0.3.36, 2026-11-26), and
-logits with llama.cpp's. `notebook/2026-11-26-gguf-beside-llama-cpp.md` has the figures. The programs differ here:
+The tests' files have the names, shapes and entries that llama.cpp's converter (llama-cpp-python 0.3.36) wrote of the
+same small models, and its order of elements: `tests/golden`. By hand are the order of columns in `hy_v4` (below), the
+experts of `deepseek4`, which the converter takes in MXFP4 alone, and the scale of temperatures of `mistral4`, which it
+writes of checkpoints in Mistral's own form.
+
+Logits were compared with llama.cpp's of such files: `notebook/2026-11-26-gguf-beside-llama-cpp.md` has the figures. The
+programs differ here:
 
 * Hunyuan 4: llama.cpp rotates neighbouring columns of a head, transformers 5.23 those of both halves, of the same
   matrices. tiermoe reads a GGUF file as llama.cpp does, and safetensors as transformers does.
@@ -60,7 +64,7 @@ logits with llama.cpp's. `notebook/2026-11-26-gguf-beside-llama-cpp.md` has the 
 """
 
 
-_ARCHITECTURES = {model_type: called(model_type) for model_type in WRITTEN}
+_ARCHITECTURES = architectures()
 _ARCHITECTURES["granitemoe"] = _ARCHITECTURES["granitemoeshared"]  # without a shared expert
 
 

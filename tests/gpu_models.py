@@ -15,9 +15,10 @@ from fake_gpu import FakeGpu, put_on
 from tiermoe.engine import budget, load, loading, needs, reading, service
 from tiermoe.engine.budget import plan_memory
 from tiermoe.engine.memory_plan import MemoryPlan
+from tiermoe.engine.service import tiers_of
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model import prepare_store
-from tiermoe.offload import slots, tiers
+from tiermoe.offload import slots
 from tiny import write
 
 FAMILY = "qwen3_moe"
@@ -49,11 +50,11 @@ def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
             return replace(plan, host_pools=tuple(replace(pool, slots=host_slots) for pool in plan.pools))
 
         def on_the_gpu(sizes, filler, lanes, bytes_of, device, pinned):
-            return tiers.assemble(sizes, filler, lanes, bytes_of, "cuda", pinned)
+            return tiers_of(sizes, filler, lanes, bytes_of, "cuda", pinned)
 
         monkeypatch.setattr(load, "plan_memory", planned)
-        monkeypatch.setattr(service, "assemble_tiers", on_the_gpu)
-        monkeypatch.setattr(tiers, "peak_memory", lambda device: 0)
+        monkeypatch.setattr(service, "tiers_of", on_the_gpu)
+        monkeypatch.setattr(service, "peak_memory", lambda device: 0)
         put_on(gpu, monkeypatch)
         for name in ("pin_memory", "unpin_memory"):
             monkeypatch.setattr(slots, name, lambda tensor: None)

@@ -41,7 +41,7 @@ class Rig:
         host = self.link.host
         with host._changed:
             host._unpin_copied()
-        assert not host._caches[4]._in_flight
+        assert not host._caches[4].in_flight
         assert not host._caches[4]._pins
 
 

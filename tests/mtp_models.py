@@ -80,6 +80,16 @@ class _Alone(torch.nn.Module):
         return output[0] if isinstance(output, tuple) else output
 
 
+def attach_head(whole: Any) -> Any:
+    """Puts a random head's modules into the last layer of a model, under their names in a checkpoint; the head."""
+    head, last = head_of(whole), whole.model.layers[-1]
+    last.shared_head = torch.nn.Module()
+    for part, called in BESIDE.items():
+        parent, _, child = called.rpartition(".")
+        last.get_submodule(parent).add_module(child, getattr(head, part))
+    return head
+
+
 def _add_head(directory: Path, head: Any, layer: int, published: dict[str, str]) -> None:
     file = directory / "model.safetensors"
     tensors, prefix = load_file(file), f"model.layers.{layer}"
@@ -87,11 +97,24 @@ def _add_head(directory: Path, head: Any, layer: int, published: dict[str, str])
     tensors = {_published(name, f"{prefix}.", published): tensor for name, tensor in tensors.items()}
     save_file(tensors, file, {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    config["num_hidden_layers"] = layer
+    _without_last(config)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def publish_head(family: str, config: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Takes the last layer of a saved model for a head's, by its published names."""
+    _without_last(config)
+    config["num_nextn_predict_layers"] = 1
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        tensors[_published(name, prefix, PUBLISHED.get(family, {}))] = tensors.pop(name)
+
+
+def _without_last(config: dict[str, Any]) -> None:
+    config["num_hidden_layers"] -= 1
     for name in ("layer_types", "mlp_layer_types", "indexer_types"):
         if kinds := config.get(name):
-            config[name] = kinds[:layer]
-    (directory / "config.json").write_text(json.dumps(config))
+            config[name] = kinds[:-1]
 
 
 def _published(name: str, prefix: str, published: dict[str, str]) -> str:

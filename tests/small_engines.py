@@ -50,5 +50,5 @@ class OnRoute(Observer):
 def finish(model: Any) -> None:
     """Waits until all that was submitted has arrived, prefetches too: as if the link were fast enough."""
     controller = model.tiermoe.loader
-    while not controller.link.is_idle():
+    while controller.cache.in_flight:
         controller.record(controller.link.wait())

@@ -8,7 +8,7 @@ from typing import Any
 
 from tiermoe.config import CacheSize
 from tiermoe.lab.simulate import ReplaySettings, Result, replay
-from tiermoe.lab.trace.file import Header, LayerTrace, Pass, Times, Trace, TraceWriter
+from tiermoe.lab.trace import Header, LayerTrace, Pass, Times, Trace, TraceWriter
 from tiermoe.offload.presets import compose
 
 EVERYTHING = frozenset({"weights", "forecasts", "counts", "little", "neurons", "tokens"})

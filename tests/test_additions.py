@@ -40,7 +40,7 @@ from tiermoe.formats.registry import encoding_for, encoding_named
 from tiermoe.kernels.gates import GATES, gate_named, slow_gate
 from tiermoe.kernels.linear import linear_for
 from tiermoe.lab.simulate.evictions import hits_of
-from tiermoe.lab.trace.file import Trace
+from tiermoe.lab.trace import Trace
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.families import FAMILIES
 from tiermoe.offload.composition import Composition

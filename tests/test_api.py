@@ -78,6 +78,23 @@ def test_ways_to_generate_equal_the_plain_model(in_float32: Path, options: dict[
     assert torch.equal(results[0], results[1])
 
 
+def test_generate_goes_on_with_the_cache_that_it_gave_back(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = ours
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+    first = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), **options)
+    whole = model.generate(first.sequences, **options)
+    lengths, step = [], model.tiermoe.step
+
+    def counted(batch: Any, *rest: Any, **named: Any) -> Any:
+        lengths.append(len(batch.rows[0].tokens))
+        return step(batch, *rest, **named)
+
+    monkeypatch.setattr(model.tiermoe, "step", counted)
+    again = model.generate(first.sequences, past_key_values=first.past_key_values, **options)
+    assert torch.equal(again.sequences, whole.sequences)
+    assert lengths == [1, 1, 1, 1]  # the last token was given back uncomputed
+
+
 def test_pipeline(ours: Any) -> None:
     from transformers import pipeline
 
@@ -93,7 +110,7 @@ def test_iterator_streamer(ours: Any) -> None:
 
     model, tokenizer = ours
     inputs = tokenizer("Once upon a time", return_tensors="pt")
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=PATIENCE_S)
     options = {**inputs, "max_new_tokens": 10, "do_sample": False}
     thread = threading.Thread(target=model.generate, kwargs={**options, "streamer": streamer})
     thread.start()

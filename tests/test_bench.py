@@ -46,7 +46,7 @@ from tiermoe.lab.bench.report import html_report
 from tiermoe.lab.bench.session import Journal, Step, measure, writable
 from tiermoe.lab.bench.summary import describe_machine, number, summarise
 from tiermoe.lab.simulate import compare_evictions
-from tiermoe.lab.trace.file import Pass, Trace
+from tiermoe.lab.trace import Pass, Trace
 from tiermoe.model.hf.blueprint import Blueprint
 from tiny import write
 

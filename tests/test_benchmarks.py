@@ -16,21 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmark_commands import Printed, benchmark_runner, command_of
-from benchmarks import attention, first_run, kernels
-from benchmarks.controller import POLICIES
+from benchmarks import first_run, kernels, rounds
 from benchmarks.first_run import FIGURES, measure, ours, summary
 from benchmarks.kernels import Turns
 from benchmarks.llamacpp import Peer, convert
 from benchmarks.load import broken_rules, drift, hostile_broken
 from benchmarks.load_clients import Tally
-from benchmarks.neuron_reads import Layout, bundled, by_activity, positions, spans
 from benchmarks.perplexity import load_eager, logits_of, perplexity, token_ids, windows
 from benchmarks.rounds import ratios, timed
-from small_traces import decode, layer, trace_of
 from tests import tiny
 from tiermoe import native
 from tiermoe.lab.bench.child import CaseFailed
-from tiny import write
 
 
 @given(st.integers(2, 200), st.integers(2, 40), st.data())
@@ -154,6 +150,17 @@ def test_every_command_says_how_it_is_called(
     assert f"python -m {module}" in out
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_a_checkout_that_was_not_built_is_told_of(
+    built: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(native, "available", lambda: built)
+    rounds.parser_of("what it measures")
+    told = capsys.readouterr().err
+    assert ("without kernels" in told) == (not built)
+    assert len(told.splitlines()) == (not built)
+
+
 def test_calls_alternate_after_one_that_does_not_count() -> None:
     order: list[str] = []
     found = timed({name: lambda name=name: order.append(name) for name in "ab"}, 2, lambda: order.append("-"))
@@ -199,32 +206,6 @@ def test_kernels_prints_types(run_: Printed, monkeypatch: pytest.MonkeyPatch) ->
     assert all(positive(row["gb_s"]) for row in rest)
 
 
-@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
-def test_attention_prints_every_way(run_: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "SHAPES", {"small": kernels.Shape(128, 64, 2, 4, 2, 32, 320)})
-    monkeypatch.setattr(attention, "CHUNK", 8)
-    isa = native.instruction_sets()[0]
-    words = {"shapes": "small", "depths": "40", "threads": "1", "megabytes": 1, "rounds": 2, "turns": "4"}
-    found, err = run_("benchmarks.attention", *(f"--{name}={value}" for name, value in words.items()))
-    read, *rest = found["small"]
-    assert read["way"] == kernels.READ
-    whats = ("one token", "a chunk", "4 given tokens", "4 verified tokens")
-    ways = [f"{what}, {bits} bits, {isa}" for bits in (16, 8, 4) for what in whats]
-    assert [row["way"] for row in rest] == [*ways[:4], "a chunk, torch", *ways[4:]]
-    assert all(positive(row.get("gb_s") or row["gflop_s"]) and row["depth"] == 40 for row in rest)
-    assert "small, 40, a chunk, torch" in err
-
-
-def test_controller_prints_every_policy(run_: Printed) -> None:
-    found, _ = run_("benchmarks.controller", "--layers=3", "--experts=8", "--top-k=2", "--tokens=5", "--rounds=2")
-    assert [(each["cache"], each["policy"]) for each in found["rows"]] == [
-        (cache, policy) for cache in ("resident", "misses") for policy in POLICIES
-    ]
-    for each in found["rows"]:
-        assert positive(each["us_a_layer"])
-        assert (each["hit_rate"] == 1) == (each["cache"] == "resident")
-
-
 def test_packing_prints_its_speed_and_memory(tmp_path: Path, run_: Printed) -> None:
     model = tiny.write(tmp_path / "model", "qwen3_moe", torch.bfloat16)
     words = ["--layers", "1", "--dense-bits", "4", "--rounds", "1", "--workers", "2", "--out", tmp_path]
@@ -246,53 +227,6 @@ def test_a_run_and_its_replay_stand_side_by_side(shipped: Path, run_: Printed) -
     assert all(ratio > 0 for ratio in found["replay_to_run"].values())
     assert found["start"] >= 0
     assert "points" in err
-
-
-PAGE = 4096
-
-
-def test_neurons_in_the_order_of_their_activity() -> None:
-    """Of four neurons 2 is active three times, 0 twice, 3 once; 1 never."""
-    passes = [decode(layer([0], neurons={0: active})) for active in (0b0101, 0b0101, 0b1100)]
-    order = by_activity(trace_of(passes, top_k=1), 4)
-    assert order == {(0, 0): [2, 0, 3, 1]}
-    assert positions(0b1101, order[0, 0], 4) == 0b0111
-    assert positions(0b1101, None, 4) == 0b1101
-
-
-def test_bundles_are_read_whole() -> None:
-    assert bundled(0b1000_0001, 8, 3) == 0b101
-    assert bundled(0b0011_1000, 8, 3) == 0b010
-    alone = Layout("checkpoint", {}, 1, PAGE // 2, 0)
-    assert spans(alone, (0, 0), 0b1000_0001, PAGE, 8) == [(PAGE, 2 * PAGE), (4 * PAGE, 5 * PAGE)]
-    together = Layout("checkpoint", {}, 2, PAGE, 0)
-    assert spans(together, (0, 0), 0b1000_0001, PAGE, 8) == [(PAGE, 2 * PAGE), (4 * PAGE, 5 * PAGE)]
-    through = Layout("checkpoint", {}, 1, PAGE // 2, 2 * PAGE + PAGE)
-    assert spans(through, (0, 0), 0b1000_0001, PAGE, 8) == [(PAGE, 5 * PAGE)]
-    ideal = Layout("ideal", {}, 1, PAGE // 2, 0)
-    assert spans(ideal, (0, 0), 0b1000_0001, PAGE, 8) == [(PAGE, 2 * PAGE)]
-
-
-def test_each_kind_alone_and_all_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = write(tmp_path / "tiny", "qwen3_moe", torch.bfloat16)
-    text = tmp_path / "text.txt"
-    text.write_text("Once upon a time there was a small model that spoke in single letters. " * 4)
-    words = (model, "--text", text, "--tokens", 64, "--window", 16)
-    run = benchmark_runner(monkeypatch, capsys)
-    found, shown = run("benchmarks.dense_kinds", *words)
-    assert found["weights"] == {"q_proj": 3 * 4096, "o_proj": 3 * 4096, "lm_head": 8192}  # others are too small
-    kl = {row["recipe"]: row["kl"][0] for row in found["rows"]}
-    assert kl["all at 16"] == 0
-    for kind in ("q_proj", "o_proj", "lm_head"):
-        assert 0 < kl[f"{kind} at 8"] < kl[f"{kind} at 6"] < kl[f"{kind} at 4"] < kl["all at 4"]
-    for bits in (6, 8):
-        assert kl["all at 8"] < kl[f"4, lm_head {bits}"] < kl["all at 4"]
-    assert "all at 4" in shown
-    packed, _ = run("benchmarks.dense_kinds", *words, "--experts", 4)
-    assert packed["perplexity_16bit"] == found["perplexity_16bit"]
-    assert packed["rows"][0]["kl"][0] > 0
 
 
 ENDED = {"exit": 0, "oom_kills": 0}

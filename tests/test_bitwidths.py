@@ -27,7 +27,7 @@ from tiermoe.lab.measure.bitwidths import find_bitwidths
 from tiermoe.lab.measure.importance import BitsMeter, Journal, ModelSource, by_ray, check_room, places_of
 from tiermoe.lab.measure.pairs import read_pairs
 from tiermoe.lab.measure.tasks import Perplexity, Rouge2
-from tiermoe.lab.systems.edgemoe import Loss, accept, bounds, lowered, search
+from tiermoe.lab.papers.edgemoe import RelativeLoss, accept, bounds, lowered, search
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload.profiles import Profile, profile_path, to_json
 from tiny import oracle, write
@@ -126,9 +126,9 @@ class Judged:
         self.tables: list[dict[tuple[int, int], int]] = []
         self._loss, self._times, self._error = loss, times, error
 
-    def __call__(self, table: Mapping[tuple[int, int], int]) -> Loss:
+    def __call__(self, table: Mapping[tuple[int, int], int]) -> RelativeLoss:
         self.tables.append(dict(table))
-        return Loss(self._times * self._loss.exact(table), self._error)
+        return RelativeLoss(self._times * self._loss.exact(table), self._error)
 
 
 def test_what_holds_on_other_text_is_taken_as_it_is() -> None:

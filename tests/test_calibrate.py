@@ -7,11 +7,10 @@ import pytest
 from small_traces import decode, layer, prompt, trace_of
 from tiermoe.config import CacheSize
 from tiermoe.errors import TraceError
-from tiermoe.lab.papers.prediction import recall_table
-from tiermoe.lab.systems import corm, fate, hobbit, hobbit_weights
-from tiermoe.lab.systems.hobbit_weights import WEIGHTS, MissPenalties
-from tiermoe.lab.systems.routings import frequencies, halves, routings
-from tiermoe.lab.trace.file import Little, Pass, Times, Trace
+from tiermoe.lab.papers import corm, fate, hobbit, statistics
+from tiermoe.lab.papers.hobbit import WEIGHTS, MissPenalties
+from tiermoe.lab.papers.statistics import frequencies, halves, recall_table, routings
+from tiermoe.lab.trace import Little, Pass, Times, Trace
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.prediction import count_paths
 from tiermoe.offload.presets import PRESETS
@@ -79,7 +78,7 @@ def test_weights_are_judged_on_the_sequences_between() -> None:
 
 
 def test_a_long_trace_is_cut_off_for_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hobbit_weights, "MOST_DEMANDS", 3)
+    monkeypatch.setattr(hobbit, "MOST_DEMANDS", 3)
     found, composition = _two_pools()
     assert MissPenalties(found, composition, 4, HALF).demands == 4
 
@@ -121,7 +120,7 @@ def test_windows_are_a_layers_time_by_an_experts(bandwidth: float, expected: lis
     nothing is read."""
     times = Times(0.04, {4: 0.005}, 0.0, {4: 0.0})
     found = trace_of([], 8, 2, 800_000, times, layers=4)
-    assert fate.windows(found, 4, bandwidth) == expected
+    assert statistics.windows(found, 4, bandwidth) == expected
 
 
 def test_each_layer_has_its_own_window() -> None:
@@ -130,12 +129,12 @@ def test_each_layer_has_its_own_window() -> None:
     found = trace_of([], 8, 4, times=times, layers=4)
     found.header.top_k[:2] = [1, 2]
     found.header.expert_bytes[4] = [800_000, 800_000, 400_000, 200_000]
-    assert fate.windows(found, 4, 1e8) == [1, 5, 15, 0]
+    assert statistics.windows(found, 4, 1e8) == [1, 5, 15, 0]
 
 
 def test_window_needs_times() -> None:
     with pytest.raises(TraceError, match="no computing times"):
-        fate.windows(trace_of([], layers=1), 4, 1e8)
+        statistics.windows(trace_of([], layers=1), 4, 1e8)
 
 
 @pytest.mark.parametrize(

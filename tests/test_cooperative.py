@@ -19,9 +19,8 @@ from parity import tokens
 from patience import within
 from small_engines import OnRoute
 from tiermoe.engine import budget, service
-from tiermoe.engine.cooperative import CpuHelper
-from tiermoe.engine.moe_layer import ExpertSource, MoELayer
-from tiermoe.engine.units import unit_of
+from tiermoe.engine.moe import MoELayer
+from tiermoe.engine.units import CpuHelper, LayerKernels, unit_of
 from tiermoe.errors import ConfigError, LoadError
 from tiermoe.kernels import linear as kernels
 from tiermoe.kernels.experts import one_by_one
@@ -74,7 +73,7 @@ class Layer:
         )  # fmt: skip
         views = lambda key, slot: slot  # noqa: E731
         kernels = {4: Kernel(self._kernel)}
-        source = ExpertSource(kernels, views, self._on_cpu)  # type: ignore[arg-type]
+        source = LayerKernels(kernels, views, self._on_cpu)  # type: ignore[arg-type]
         self.experts = MoELayer(0, 3, source, current)  # type: ignore[arg-type]
 
     def _run(self, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:

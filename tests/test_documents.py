@@ -99,3 +99,17 @@ def bytes_read(summary: str) -> int:
     found = re.search(r", (\S+ \S+) read", summary)
     assert found is not None
     return 0 if found[1] == "0 B" else parse_size(found[1])
+
+
+def test_the_names_that_are_imported_of_transformers_are_listed() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    section = page.partition("## What is relied on in transformers")[2].partition("\n## ")[0]
+    imported = [
+        alias.name
+        for file in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "transformers"
+        for alias in node.names
+    ]
+    assert len(imported) > 20
+    assert [name for name in imported if f"`{name}" not in section] == []

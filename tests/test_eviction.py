@@ -562,7 +562,7 @@ def test_bookkeeping_never_leaks(
     cache = one_pool(slots, watched)
     pins: list[ExpertKey] = []
     for step, who in script:
-        here, coming = cache.slot(who) is not None, cache.in_flight(who)
+        here, coming = cache.slot(who) is not None, who in cache.in_flight
         if step == "load" and not here and not coming:
             cache.reserve(who)
         elif step == "arrive" and coming:

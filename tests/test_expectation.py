@@ -23,7 +23,7 @@ from tiermoe.engine import machine_rates as measured
 from tiermoe.engine.expectation import RECORDINGS, LayerWork, Range, Work, expect, hit_rates
 from tiermoe.engine.load import resolve_for
 from tiermoe.lab.simulate import ReplaySettings, replay
-from tiermoe.lab.trace.file import Times
+from tiermoe.lab.trace import Times
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload.computers import COMPUTERS, DRIVES, Rates
 from tiermoe.offload.presets import compose

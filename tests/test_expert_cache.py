@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from fake_link import lru_of, pools
 from tiermoe.offload.cache import ExpertCache
-from tiermoe.offload.policies.allotment import Pool, Share, by_use
+from tiermoe.offload.policies.allotment import Pool, Share, by_use, most_used_slots
 from tiermoe.offload.policies.eviction import EVICTIONS, Clock, EvictionContext
-from tiermoe.offload.slot_pools import most_used_slots
 from tiermoe.types import Demand, ExpertKey
 
 
@@ -110,7 +109,7 @@ def test_a_lent_slot_is_its_residents_until_it_is_taken() -> None:
     assert [cache.slot(key) for key in (first, second)] == [0, 1]
     assert cache.reserve(third) is None, "what is lent is no victim again"
     cache.cancel(ahead[1])
-    assert not cache.in_flight(ahead[1])
+    assert ahead[1] not in cache.in_flight
     cache.commit(ahead[2])
     assert [cache.slot(key) for key in (first, second)] == [0, None]
     assert cache.arrived(ahead[2]) == 1
@@ -325,7 +324,7 @@ def test_copies_that_share_bytes_never_take_more(parts: list[Pool], script: list
     pinned: list[ExpertKey] = []
     for step, layer, expert, bits in script:
         key = ExpertKey(layer, expert, bits)
-        absent = cache.slot(key) is None and not cache.in_flight(key)
+        absent = cache.slot(key) is None and key not in cache.in_flight
         if step in ("load", "abandon") and absent and not begun:
             slot = cache.reserve(key)
             if slot is None:

@@ -126,6 +126,7 @@ def test_the_cache_takes_what_the_model_says_of_itself(model_type: str) -> None:
 
 # configs that have a decoder of ours, and the text part of a larger model
 
+_CHUNKED = ["chunked_attention", "full_attention", "chunked_attention"]
 _ALONE = "a layer that shares what an indexer chose, behind none that has it"
 
 
@@ -149,7 +150,7 @@ _ALONE = "a layer that shares what an indexer chose, behind none that has it"
         ("hunyuan_v1_moe", {"rope_parameters": _GROWING}, "silu, rotary embedding 'dynamic'"),
         ("llama4_text", {"num_experts_per_tok": 2}, "several experts a token"),
         ("llama4_text", {"layer_types": ["full_attention"] * 3}, "positions without chunks, or chunks without them"),
-        ("llama4_text", {"attention_chunk_size": None}, "chunks of no size"),
+        ("llama4_text", {"attention_chunk_size": None, "layer_types": _CHUNKED}, "chunks of no size"),
     ],
 )
 def test_what_no_block_computes_is_named(model_type: str, changes: dict[str, Any], lacking: str) -> None:

@@ -11,14 +11,13 @@ import torch
 from transformers import DynamicCache
 
 import tiermoe
-from native_experts import checkpoint, expert_format, expert_views, tokens
+from native_experts import Block, checkpoint, expert_format, expert_views, tokens
 from small_engines import OnRoute, logits_of_steps
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.engine.expert_sums import Choices, FewSums, NativeSums, TorchSums
 from tiermoe.kernels.experts import FusedExperts, combine_many, expert_kernel, weighted_sum
 from tiermoe.kernels.gates import gate_named
-from tiermoe.kernels.moe_block import MoeBlock
 from tiermoe.kernels.norm import norm
 from tiermoe.kernels.router import Router, choose, logits_of
 
@@ -87,7 +86,7 @@ def test_sums_in_lists_native_and_torchs_agree_bit_for_bit(tokens_of_first: int)
 @pytest.mark.parametrize("count", [2, 5, 12])
 def test_a_block_of_several_tokens_is_each_token_s_block(count: int, kernel: FusedExperts) -> None:
     router, x, residual = tokens(5, 128, 3), tokens(count, 128)[:, None], tokens(count, 128, 2)[:, None]
-    block, chooser = MoeBlock(kernel.native, 5), Router(router, 2, normalise=True)
+    block, chooser = Block(kernel, 5), Router(router, 2, normalise=True)
     got, alone = torch.empty_like(x), torch.empty_like(x)
     views = [expert_views(128, 64, seed) for seed in range(5)]  # alive as long as the block
     for expert in range(4):
@@ -182,7 +181,7 @@ def test_few_tokens_are_computed_as_many_are(model: Any, monkeypatch: pytest.Mon
     model.tiermoe.observe(OnRoute(lambda *_: None))  # a block whose experts have all come would be one call
     with torch.no_grad():
         few = model(ids).logits
-        monkeypatch.setattr("tiermoe.engine.moe_layer.FEW_TOKENS", 1)
+        monkeypatch.setattr("tiermoe.engine.moe.FEW_TOKENS", 1)
         monkeypatch.setattr("tiermoe.engine.expert_sums.FEW_TOKENS", 1)
         many = model(ids).logits
     model.tiermoe.observe(None)

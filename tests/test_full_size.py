@@ -24,7 +24,7 @@ from small_traces import decode, layer, prompt, trace_of, write_trace
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.formats.gguf_file import open_gguf
 from tiermoe.lab.bench.child import CaseFailed
-from tiermoe.lab.trace.file import Trace
+from tiermoe.lab.trace import Trace
 from tiermoe.model.gguf.checkpoint import open_checkpoint
 from tiermoe.model.hf.blueprint import inspect_model
 

@@ -12,7 +12,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 import gguf_files
 import tiny
 from gguf_engines import engine_of, logits_of
-from gguf_linear import linear_metadata
 from parity import close, tokens
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
@@ -28,7 +27,9 @@ KEYS, HEADS, KEY, VALUE = 2, 6, 16, 32
 def joined(out: Path, whole: torch.Tensor) -> GgufFile:
     """A file with one matrix of linear attention as older converters have it."""
     writer = gguf.GGUFWriter(out, "qwen3next")
-    linear_metadata(writer, CONFIG.to_dict())
+    for key, value in {"conv_kernel": 4, "state_size": KEY, "group_count": KEYS, "time_step_rank": HEADS}.items():
+        writer.add_uint32(f"qwen3next.ssm.{key}", value)
+    writer.add_ssm_inner_size(HEADS * VALUE)
     writer.add_tensor("blk.0.ssm_in.weight", whole.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -57,15 +58,9 @@ def test_a_matrix_of_other_heads_is_refused(tmp_path: Path) -> None:
 
 def test_heads_in_another_order_within_a_block_stay_in_their_type(tmp_path: Path) -> None:
     """A block of 256 columns holds two heads of values, in another order than transformers'."""
-    changes = {
-        **dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 256),
-        "linear_num_value_heads": 6,
-        "linear_value_head_dim": 128,
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-    }
-    model = gguf_files.model_of("qwen3_5_moe_text", **changes)
-    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_5_moe_text", gguf_files.kinds("q4_k", dense="q6_k"))
+    name = "qwen3_5_moe of wide heads"
+    model = gguf_files.model_of(name)
+    file = gguf_files.write(tmp_path / "m.gguf", model, name, gguf_files.kinds("q4_k", dense="q6_k"))
     ids = tokens(1, 40)[0].tolist()
     with torch.no_grad():
         wanted = model(torch.tensor([ids])).logits[0]

@@ -50,18 +50,12 @@ def test_products(dtype: torch.dtype) -> None:
     assert (found - wanted).abs().max() <= (1e-6 if dtype == torch.float32 else 4e-3) * wanted.abs().max()
 
 
-CHANGES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": WIDE,
-    "deepseek_v3": {"kv_lora_rank": 64, "qk_nope_head_dim": 64, "v_head_dim": 64},  # rows of whole blocks in each head
-    "qwen3_next": {},
-}
-
-
-@pytest.fixture(scope="module", params=CHANGES)
+@pytest.fixture(scope="module", params=["qwen3_moe, wide", "deepseek_v3 of 64 columns", "qwen3_next"])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    family, folder = request.param, tmp_path_factory.mktemp("nvfp4")
-    model = gguf_files.model_of(family, **CHANGES[family])
-    return gguf_files.write(folder / "model.gguf", model, family, kinds("nvfp4")), model
+    """Of the second model each head has rows of whole blocks."""
+    model = gguf_files.model_of(request.param)
+    file = tmp_path_factory.mktemp("nvfp4") / "model.gguf"
+    return gguf_files.write(file, model, request.param, kinds("nvfp4")), model
 
 
 def test_logits_and_tokens_are_those_of_the_dequantised_weights(written: tuple[Path, Any], tmp_path: Path) -> None:
@@ -96,10 +90,8 @@ def test_other_bits_are_packed_from_it(written: tuple[Path, Any], tmp_path: Path
 
 
 def test_a_matrix_of_two_types_is_packed(tmp_path: Path) -> None:
-    model = gguf_files.model_of("qwen3_moe", **WIDE)
-    file = gguf_files.write(
-        tmp_path / "m.gguf", model, "qwen3_moe", lambda name: "q8_0" if "ffn_up_exps" in name else "nvfp4"
-    )
+    model = gguf_files.model_of(WIDE)
+    file = gguf_files.write(tmp_path / "m.gguf", model, WIDE, lambda name: "q8_0" if "ffn_up_exps" in name else "nvfp4")
     with pytest.raises(ModelError, match=r"as NVFP4 and Q8_0, which kernels .* do not take in place; --bits 4 packs"):
         engine_of(file, store=tmp_path / "store")
     ids = tokens(1, 30)[0].tolist()
@@ -109,11 +101,27 @@ def test_a_matrix_of_two_types_is_packed(tmp_path: Path) -> None:
 
 
 def test_factors_that_are_not_one_for_each_expert(tmp_path: Path, tiermoe_: Command) -> None:
-    model = gguf_files.model_of("qwen3_moe", **WIDE)
-    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe", kinds("nvfp4"))
+    model = gguf_files.model_of(WIDE)
+    file = gguf_files.write(tmp_path / "m.gguf", model, WIDE, kinds("nvfp4"))
     content, name = bytearray(file.read_bytes()), b"blk.0.ffn_up_exps.scale"
     at = content.index(name) + len(name) + 4  # behind the number of dimensions
     content[at : at + 8] = struct.pack("<Q", 3)
     file.write_bytes(content)
     failed = tiermoe_("run", file, "Once")
     assert "blk.0.ffn_up_exps.scale is F32 of shape (3,), not F32 of (8,); convert the model again" in failed.cause
+
+
+def test_experts_of_gemma_4_have_their_scales_in_their_factors(tmp_path: Path) -> None:
+    """llama.cpp's converter multiplies an expert's scale into the factor of its last matrix."""
+    name = "gemma4 of 64 columns"
+    model = gguf_files.model_of(name)
+    folded = {f"blk.{layer}.ffn_down_exps.scale": None for layer in (0, 2)}  # the writer gives the second no factors
+    file = gguf_files.write(tmp_path / "model.gguf", model, name, kinds("nvfp4", "nvfp4", "q8_0"), tensors=folded)
+    for layer in (0, 2):
+        torch.nn.init.ones_(model.model.layers[layer].router.per_expert_scale)
+    ids = tokens(1, 20)[0].tolist()
+    wanted = eager(model, ids)
+    engine = engine_of(file, store=tmp_path / "store")
+    found = logits_of(engine, ids)
+    engine.close()
+    assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()

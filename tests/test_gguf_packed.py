@@ -24,14 +24,14 @@ from tiermoe.formats.registry import encoding_for
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.hf.blueprint import inspect_model
 
-SMALL = {"hidden_size": 64, "moe_intermediate_size": 64}
+NARROW = "qwen3_moe, narrow"
 """Rows and columns that 3 and 2 bits take."""
 
 
-def write(folder: Path, **changes: Any) -> tuple[Path, Any]:
+def write(folder: Path, name: str = NARROW) -> tuple[Path, Any]:
     """A file with experts in Q4_0 and other layers in Q8_0, and transformers' eager model with its weights."""
-    model = gguf_files.model_of("qwen3_moe", **SMALL, **changes)
-    file = gguf_files.write(folder / "m.gguf", model, "qwen3_moe", kinds("q4_0", dense="q8_0"))
+    model = gguf_files.model_of(name)
+    file = gguf_files.write(folder / "m.gguf", model, name, kinds("q4_0", dense="q8_0"))
     return file, model
 
 
@@ -83,7 +83,7 @@ class Interrupted(Exception):
 
 
 def test_an_interrupted_packing_goes_on_and_a_later_run_packs_nothing(tmp_path: Path) -> None:
-    file, _ = write(tmp_path, num_hidden_layers=2)
+    file, _ = write(tmp_path, f"{NARROW}, of 2 layers")
     store, seen = tmp_path / "store", list[int]()
 
     def started(progress: Any) -> None:
@@ -131,9 +131,9 @@ def test_the_plan_says_what_packing_takes(tmp_path: Path, tiermoe_: Command, mon
 
 
 def test_presets_on_a_file(tmp_path: Path, shipped: Path, tiermoe_: Command) -> None:
-    model = gguf_files.model_of("qwen3_moe", vocab_size=4096, **SMALL)
+    model = gguf_files.model_of(f"{NARROW}, of 4096 tokens")
     file = gguf_files.write(
-        tmp_path / "m.gguf", model, "qwen3_moe", kinds("q8_0"), vocabulary=shipped / "tokenizer.json"
+        tmp_path / "m.gguf", model, f"{NARROW}, of 4096 tokens", kinds("q8_0"), vocabulary=shipped / "tokenizer.json"
     )
     common = (file, "--store", tmp_path / "store")
     run = ("run", *common, "the", "--max-tokens", "4", "--memory", "4GiB", "--cache", "50%", "--json")

@@ -19,7 +19,7 @@ from tiermoe.formats.expert_format import PAGE
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.packing import own_linears
 
-WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+WIDE = "qwen3_moe, wide"
 """Rows of whole blocks of every type."""
 
 
@@ -56,8 +56,8 @@ MIXTURES = {
 def test_types_are_mixed_within_an_expert_and_between_layers(
     dtype: torch.dtype, mixture: Kinds, tmp_path: Path
 ) -> None:
-    model = gguf_files.model_of("qwen3_moe", **WIDE)
-    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe", mixture)
+    model = gguf_files.model_of(WIDE)
+    file = gguf_files.write(tmp_path / "m.gguf", model, WIDE, mixture)
     engine = engine_of(file, dtype, store=tmp_path / "store")
     ids = tokens(1, 40)[0].tolist()
     found, wanted = logits_of(engine, ids), eager(model, ids)
@@ -100,8 +100,8 @@ def test_a_small_cache_changes_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["q8_0", "mxfp4"])
 def test_matrices_lie_in_slots_as_in_the_pages_of_the_file(kind: str, tmp_path: Path) -> None:
-    model = gguf_files.model_of("qwen3_moe", **WIDE)
-    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe", kinds(kind))
+    model = gguf_files.model_of(WIDE)
+    file = gguf_files.write(tmp_path / "m.gguf", model, WIDE, kinds(kind))
     blueprint = inspect_model(file, str(file), tmp_path / "store")
     assert blueprint.own_experts is not None
     extents = [extent for layer in blueprint.own_experts.layers for extent in layer.extents]
@@ -138,9 +138,10 @@ def test_the_disk_holds_no_second_copy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("decoder", ["auto", "generic"])
 def test_transformers_protocol(decoder: str, tied: bool, tmp_path: Path, shipped: Path) -> None:
-    model = gguf_files.model_of("qwen3_moe", vocab_size=4096, tie_word_embeddings=tied)
+    name = "qwen3_moe of 4096 tokens" + ", tied" * tied
+    model = gguf_files.model_of(name)
     file = gguf_files.write(
-        tmp_path / "m.gguf", model, "qwen3_moe", kinds("f32", dense="q8_0"), vocabulary=shipped / "tokenizer.json"
+        tmp_path / "m.gguf", model, name, kinds("f32", dense="q8_0"), vocabulary=shipped / "tokenizer.json"
     )
     loaded, tokenizer = tiermoe.load(file, memory="4GiB", decoder=decoder, store=tmp_path / "store", threads=1)
     ids = tokens(1, 20)
@@ -153,8 +154,8 @@ def test_transformers_protocol(decoder: str, tied: bool, tmp_path: Path, shipped
 
 
 def test_bits_that_are_asked_for_are_packed(tmp_path: Path) -> None:
-    model = gguf_files.model_of("qwen3_moe", hidden_size=64, moe_intermediate_size=64)
-    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe", kinds("q8_0"))
+    model = gguf_files.model_of("qwen3_moe, narrow")
+    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe, narrow", kinds("q8_0"))
     engine = engine_of(file, torch.float32, store=tmp_path / "store", bits=8, dense_bits=16)
     ids = tokens(1, 20)[0].tolist()
     found, wanted = logits_of(engine, ids), eager(model, ids)
@@ -199,10 +200,9 @@ def test_experts_in_one_dtype_are_computed_in_it(kind: str, dtype: torch.dtype, 
 
 
 def test_commands(tmp_path: Path, shipped: Path, tiermoe_: Command) -> None:
-    model = gguf_files.model_of("qwen3_moe", vocab_size=4096)
-    file = gguf_files.write(
-        tmp_path / "m.gguf", model, "qwen3_moe", kinds("q8_0", "q4_0"), vocabulary=shipped / "tokenizer.json"
-    )
+    name, vocabulary = "qwen3_moe of 4096 tokens", shipped / "tokenizer.json"
+    model = gguf_files.model_of(name)
+    file = gguf_files.write(tmp_path / "m.gguf", model, name, kinds("q8_0", "q4_0"), vocabulary=vocabulary)
     common = ("--memory", "4GiB", "--store", tmp_path / "store")
     for _ in range(2):
         done = tiermoe_("run", file, "the", "--max-tokens", "4", *common)

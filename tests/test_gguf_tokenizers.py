@@ -231,9 +231,9 @@ def test_tokens_of_gemma_4s_vocabulary_have_their_own_bytes(letters: Path, tmp_p
 
 
 def test_a_model_s_tokenizer_is_its_file_s(tmp_path: Path, shipped: Path) -> None:
-    model = gguf_files.model_of("qwen3_moe", vocab_size=4096)
+    model = gguf_files.model_of("qwen3_moe of 4096 tokens")
     file = gguf_files.write(
-        tmp_path / "m.gguf", model, "qwen3_moe", kinds("q8_0"), vocabulary=shipped / "tokenizer.json"
+        tmp_path / "m.gguf", model, "qwen3_moe of 4096 tokens", kinds("q8_0"), vocabulary=shipped / "tokenizer.json"
     )
     mine, theirs = load_any(file), load_any(shipped)
     for text in TEXTS:

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from fake_gpu import BYTES, FakeDisk, FakeGpu, content, put_on
 from gpu_rig import EXPERTS, LAYERS, Rig, key, load, walk
 from patience import PATIENCE_S, until, within
+from tiermoe.engine.service import tiers_of
 from tiermoe.errors import BudgetError, LoadError
 from tiermoe.offload import slots
 from tiermoe.offload.slots import DeviceSlots
-from tiermoe.offload.tiers import assemble
 from tiermoe.types import Demand
 
 
@@ -69,7 +69,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_main_memory_has_slots_of_each_precision_s_size(pinned: list[int]) -> None:
     disk, runs = FakeDisk(), [((8, 4), 3, 2 * BYTES), ((2,), 2, BYTES)]
-    made = assemble([(4, 2 * BYTES, False), (1, BYTES, False)], disk, 1, lambda key: BYTES, "cuda", runs)
+    made = tiers_of([(4, 2 * BYTES, False), (1, BYTES, False)], disk, 1, lambda key: BYTES, "cuda", runs)
     assert pinned == [3 * 2 * BYTES, 2 * BYTES]
     assert [len(made.slots.buffer(slot)) for slot in range(5)] == [2 * BYTES] * 4 + [BYTES]
     made.link.close()
@@ -79,7 +79,7 @@ def test_main_memory_has_slots_of_each_precision_s_size(pinned: list[int]) -> No
 def test_slots_that_cannot_be_pinned_give_the_others_back(pinned: list[int]) -> None:
     runs = [((4,), 3, 2 * BYTES), ((2,), 9, BYTES)]
     with pytest.raises(BudgetError, match="refused"):
-        assemble([(4, 2 * BYTES, False)], FakeDisk(), 1, lambda key: BYTES, "cuda", runs)
+        tiers_of([(4, 2 * BYTES, False)], FakeDisk(), 1, lambda key: BYTES, "cuda", runs)
     assert not pinned
 
 
@@ -115,12 +115,11 @@ def test_poll_leaves_copies_under_way(rig: Callable[..., Rig]) -> None:
     one.link.submit(load(0, 0))
     until(lambda: one.gpu.asked)
     assert one.link.poll() is None
-    assert not one.link.is_idle()
     one.gpu.release()
     one.gpu.wait(one.gpu.asked[0])
     polled = until(one.link.poll)
     assert polled.load.key == key(0, 0)
-    assert one.link.is_idle()
+    assert one.link.poll() is None
 
 
 def test_a_failed_read_comes_back_and_the_link_goes_on(rig: Callable[..., Rig]) -> None:
@@ -165,7 +164,7 @@ def test_recall_and_urgent_first(rig: Callable[..., Rig]) -> None:
     one.disk.gate.set()
     assert {within(one.link.wait).load.slot for _ in range(3)} == {0, 1, 3}
     assert one.disk.order == [key(0, 0), key(0, 3), key(0, 1)]
-    assert one.link.is_idle()
+    assert one.link.poll() is None
 
 
 def test_speculative_copies_run_one_by_one(rig: Callable[..., Rig]) -> None:
@@ -204,7 +203,7 @@ def test_an_interrupted_run_is_rolled_back(rig: Callable[..., Rig]) -> None:
     made.controller.prefetch([key(1, 5), key(1, 6)])
     made.link.roll_back()
     made.controller.roll_back()
-    assert made.link.is_idle()
+    assert not made.controller.cache.in_flight
     for layer in range(3):
         made.layer(layer, [0, 2, 3, 4, 5])
 

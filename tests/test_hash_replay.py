@@ -17,7 +17,7 @@ from tiermoe.errors import TraceError
 from tiermoe.lab.measure.record import Recorder, header_of
 from tiermoe.lab.simulate import ReplaySettings, replay
 from tiermoe.lab.simulate.steps import hash_tables
-from tiermoe.lab.trace.file import Pass, Trace, read_trace
+from tiermoe.lab.trace import Pass, Trace, read_trace
 from tiermoe.offload.presets import compose
 from tiny import write
 

@@ -22,7 +22,7 @@ from commands import Command, Outcome
 from tiermoe.errors import ConfigError, StoreError, TraceError
 from tiermoe.formats.store import open_store
 from tiermoe.formats.stores import cache_folder
-from tiermoe.lab.trace.file import read_trace
+from tiermoe.lab.trace import read_trace
 
 Alteration = Callable[[Path], object]
 

@@ -19,8 +19,9 @@ from parity import logits, tokens
 from tiermoe.config import Settings
 from tiermoe.engine import reading
 from tiermoe.engine.load import load_resolved, resolve_for
-from tiermoe.engine.memory_plan import MemoryPlan, SlotPool, total
+from tiermoe.engine.memory_plan import MemoryPlan, PlannedSlots, total
 from tiermoe.engine.reading import Packed, open_reading, reading_for
+from tiermoe.engine.service import Tiers, mapped_tiers
 from tiermoe.errors import LoadError
 from tiermoe.formats.expert_format import expert_format, format_from_names
 from tiermoe.formats.store import open_store
@@ -29,7 +30,6 @@ from tiermoe.offload import mapped
 from tiermoe.offload.mapped import MappedFiles, populate
 from tiermoe.offload.presets import Resolved, compose
 from tiermoe.offload.profiles import Tables
-from tiermoe.offload.tiers import Tiers, assemble_mapped
 from tiermoe.platform.process_memory import resident_bytes
 from tiermoe.types import ExpertKey, Extent, Load, MoeLayer, Need, Part, Phase, Segment
 
@@ -44,7 +44,7 @@ def key(expert: int) -> ExpertKey:
 def tiers_over(extents: list[Extent], lanes: int = 2) -> Tiers:
     files = MappedFiles()
     files.add([extents[0].segments[0].file])
-    return assemble_mapped(files, EXPERTS, lambda key: extents[key.expert], lambda _: FORM, lanes)
+    return mapped_tiers(files, EXPERTS, lambda key: extents[key.expert], lambda _: FORM, lanes)
 
 
 def load(tiers: Tiers, expert: int, slot: int) -> Exception | None:
@@ -172,7 +172,8 @@ def test_reading_ahead_makes_pages_resident(tmp_path: Path) -> None:
 def plan_of(slots: int = EXPERTS) -> MemoryPlan:
     return MemoryPlan(
         1 << 30, "--memory", (), slot_bytes=SIZE,
-        slots=slots, all_slots=EXPERTS, layer_slots=2, token_slots=2, context=64, pools=(SlotPool((4,), slots, SIZE),),
+        slots=slots, all_slots=EXPERTS, layer_slots=2, token_slots=2, context=64,
+        pools=(PlannedSlots((4,), slots, SIZE),),
     )  # fmt: skip
 
 

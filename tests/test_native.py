@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import tiermoe
-from native_experts import checkpoint, expert_format, expert_views, packed, tokens
+from native_experts import Block, checkpoint, expert_format, expert_views, packed, tokens
 from small_engines import OnRoute, logits_of_steps
 from tiermoe import native
 from tiermoe.formats.encoding import Encoding
@@ -24,7 +24,6 @@ from tiermoe.kernels.experts import FusedExperts, UnfusedExperts, expert_kernel,
 from tiermoe.kernels.gates import gate_named
 from tiermoe.kernels.linear import linear
 from tiermoe.kernels.matrix import matrix_form
-from tiermoe.kernels.moe_block import MoeBlock
 from tiermoe.kernels.router import Router, choose, logits_of
 
 pytestmark = [
@@ -148,7 +147,7 @@ def test_a_block_in_one_call_is_its_separate_calls_and_waits_for_all_its_experts
     order = chosen[0].argsort().tolist()
     outputs = list(kernel.forward_one(x[0], [views[chosen[0, at]] for at in order]))
     want = residual + weighted_sum(outputs, weights[0].to(dtype), order)
-    block, got = MoeBlock(kernel.native, 5), torch.empty_like(x)
+    block, got = Block(kernel, 5), torch.empty_like(x)
     for expert in chosen[0].tolist():
         assert not block(Router(router, 3, normalise=True, dtype=dtype), x, residual, got)
         block.place(expert, kernel.packed(views[expert]))

@@ -6,6 +6,7 @@ import ctypes
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -220,3 +221,9 @@ def test_every_quant_is_named_in_each_sets_table() -> None:
         assert [coding for coding, *_ in named] == list(native.CODINGS)
         sizes = {coding: (int(columns), int(bytes_), int(group)) for coding, _, columns, bytes_, group in named}
         assert {name: tuple(rest) for name, *rest in native._native.quants()} == sizes
+
+
+def test_the_grids_are_those_of_the_gguf_package() -> None:
+    script = [sys.executable, str(Path(__file__).parents[1] / "tools" / "gguf_grids.py")]
+    written = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    assert written == (SOURCES / "gguf_grids.c").read_text()

@@ -7,6 +7,7 @@ import torch
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Config, DeepseekV4Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 
+from native_experts import Block
 from tiermoe import native
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat
@@ -24,7 +25,6 @@ from tiermoe.kernels.experts import (
     weighted_sum,
 )
 from tiermoe.kernels.gates import gate_named
-from tiermoe.kernels.moe_block import MoeBlock
 from tiermoe.kernels.router import Router, Scoring, route
 from tiermoe.types import MoeLayer, Part
 
@@ -166,7 +166,7 @@ def test_a_block_in_one_call_is_its_separate_calls(bits: int, gate: str, scoring
     bias = random(EXPERTS, seed=4) if scoring == Scoring.CHOSEN else None
     correction = None if bias is not None else random(EXPERTS, seed=4).float()
     router = Router(random(EXPERTS, HIDDEN, seed=7) * 0.1, K, scoring, bias=bias, correction=correction, scale=1.5)
-    block = MoeBlock(kernel.native, EXPERTS)
+    block = Block(kernel, EXPERTS)
     for tokens in (1, 4):
         x, residual = random(tokens, 1, HIDDEN, seed=8), random(tokens, 1, HIDDEN, seed=9)
         got, in_parts = torch.empty_like(x), torch.empty_like(x)

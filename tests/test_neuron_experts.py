@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import tiny
 from measures import relative_error
 from neuron_sources import EXPERTS, HIDDEN, NEURONS, GatedExperts, gated_store
-from tiermoe.engine.moe_layer import ExpertSource, MoELayer
-from tiermoe.engine.neuron_experts import NeuronCounts, NeuronExpert, neuron_views
+from tiermoe.engine.moe import MoELayer
+from tiermoe.engine.units import LayerKernels, NeuronCounts, NeuronExpert, neuron_views
 from tiermoe.errors import LoadError, ModelError
 from tiermoe.formats.neurons import record_place
 from tiermoe.formats.pack import pack_experts
@@ -266,7 +266,7 @@ def layer_on(unit: Unit) -> MoELayer:
     def views_of(key: ExpertKey, slot: int):
         return neuron_views(unit.form(key), unit.slots.buffer(slot))
 
-    source = ExpertSource({4: unit.experts[4, 1]}, views_of, expect=unit.filler.expect)
+    source = LayerKernels({4: unit.experts[4, 1]}, views_of, expect=unit.filler.expect)
     return MoELayer(1, EXPERTS, source, _Pass(unit))
 
 

@@ -15,7 +15,7 @@ from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError
 from tiermoe.lab.simulate import ReplaySettings, replay
 from tiermoe.lab.simulate.replay import BeladyHits
-from tiermoe.lab.trace.file import LayerTrace, Little, Pass, Trace
+from tiermoe.lab.trace import LayerTrace, Little, Pass, Trace
 from tiermoe.offload.composition import Composition, changed, declarations, unread
 from tiermoe.offload.policies.prefetch_trial import STRETCH
 from tiermoe.offload.policies.settings import declared

@@ -12,13 +12,12 @@ from commands import Command
 from small_traces import TIMES, decode, layer, prompt, trace_of, write_trace
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, TraceError
-from tiermoe.lab.papers import PAPERS, Row, Runs
+from tiermoe.lab.papers import PAPERS, Row
 from tiermoe.lab.papers import statistics as counted
-from tiermoe.lab.papers.figure import Counted, Loss, Measure, Ratio, Replayed
+from tiermoe.lab.papers.figure import Counted, Loss, Measure, Place, Ratio, Replayed, Runs, Side
 from tiermoe.lab.papers.mobile import OFFLOADING, RTX_4080, Estimated, at
-from tiermoe.lab.papers.runs import Place, Side
 from tiermoe.lab.simulate import ReplaySettings, machine_of, parse_link, replay, spread
-from tiermoe.lab.trace.file import Little, Trace
+from tiermoe.lab.trace import Little, Trace
 from tiermoe.offload.presets import compose
 
 ROWS = [(paper.name, figure.name, row) for paper in PAPERS.values() for figure in paper.figures for row in figure.rows]

@@ -105,9 +105,11 @@ def test_left_padding(pair: Any) -> None:
 
 
 def test_one_token(pair: Any) -> None:
+    """Each a call of its own: of one token alone a router may decide a near tie otherwise."""
     family, _, ours, plain = pair
-    ids = tokens(1, 1)
-    assert close(logits(ours, family, ids), logits(plain, family, ids))
+    each = [tokens(1, 1, seed=seed) for seed in (1, 2, 3)]
+    mine, theirs = (torch.cat([logits(model, family, ids) for ids in each]) for model in (ours, plain))
+    assert close(mine, theirs)
 
 
 def test_greedy_tokens(pair: Any) -> None:

@@ -17,8 +17,8 @@ from tiermoe.engine.load import load_blueprint
 from tiermoe.engine.observer import Observer
 from tiermoe.lab.measure.record import Recorder
 from tiermoe.lab.measure.texts import Feed
-from tiermoe.lab.systems.routings import frequencies, routings
-from tiermoe.lab.trace.file import Header, Trace
+from tiermoe.lab.papers.statistics import frequencies, routings
+from tiermoe.lab.trace import Header, Trace
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.offload.policies.eviction import EVICTIONS, EvictionContext
@@ -86,14 +86,14 @@ class Watching(Observer):
         self.found["three of a token"] += routed.phase == "decode" and len(routed.experts[0]) == 3
 
     def on_ready(self, layer: int, ready: Ready) -> None:
-        self.found["computed while others come"] += not self._engine.link.is_idle()
+        self.found["computed while others come"] += bool(self._engine.loader.cache.in_flight)
         self.found["experts of no token"] += ready.expert not in self._tokens
         self.found["low in decode"] += self._engine.context.phase == "decode" and ready.bits == 2
         self.found["low in prefill"] += self._engine.context.phase == "prefill" and ready.bits == 2
 
     def on_computed(self, layer: int) -> None:
         controller = self._engine.loader
-        while not controller.link.is_idle():
+        while controller.cache.in_flight:
             controller.record(controller.link.wait())
 
 

@@ -126,7 +126,7 @@ def test_a_preset_that_stands_elsewhere_is_imported_when_it_is_asked_for() -> No
         "import sys; from tiermoe.offload.presets import PRESETS\n"
         "def lab(): return [name for name in sys.modules if name.startswith('tiermoe.lab')]\n"
         "assert 'corm' in PRESETS and PRESETS['default'].name == 'default'; print(lab())\n"
-        "PRESETS['mine'] = 'tiermoe.lab.systems.corm:PRESET'; assert PRESETS['mine'].name == 'corm'; print(bool(lab()))"
+        "PRESETS['mine'] = 'tiermoe.lab.papers.corm:PRESET'; assert PRESETS['mine'].name == 'corm'; print(bool(lab()))"
     )
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert printed.stdout.split() == ["[]", "True"]

@@ -13,21 +13,13 @@ import torch
 import gguf_files
 import tiny
 from fake_hub import FakeHub, Run, commands_with, serving
-from gguf_llama4 import LLAMA3
 from tiermoe.config import format_size
 
 GGUF, SHARDED, WHOLE, TORN = "someone/moe-GGUF", "someone/sharded-GGUF", "someone/moe", "someone/torn-GGUF"
 SCALED = "someone/scaled-GGUF"
 TOKENIZER = Path(__file__).parents[1] / "models/stories-7m/tokenizer.json"
-WIDE = {
-    "vocab_size": 4096,
-    "hidden_size": 512,
-    "moe_intermediate_size": 512,
-    "num_experts": 64,
-    "head_dim": 64,
-    "num_hidden_layers": 2,
-}
-"""100 M weights: files of different types differ by more than an interpreter's memory does."""
+WIDE = "qwen3_moe of 100 M weights"
+"""Files of different types differ by more than an interpreter's memory does."""
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +28,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     many, sharded, whole, torn, scaled = (root / name for name in ("many", "sharded", "whole", "torn", "scaled"))
     for folder in (many, sharded, torn, scaled):
         folder.mkdir()
-    model = gguf_files.model_of("qwen3_moe", **WIDE)
+    model = gguf_files.model_of(WIDE)
     for name, kind in (("Q8_0", "q8_0"), ("Q4_0", "q4_0"), ("Q2_K", "q2_k")):
-        gguf_files.write(many / f"moe-{name}.gguf", model, "qwen3_moe", gguf_files.kinds(kind), vocabulary=TOKENIZER)
+        gguf_files.write(many / f"moe-{name}.gguf", model, WIDE, gguf_files.kinds(kind), vocabulary=TOKENIZER)
     (many / "mmproj-F16.gguf").write_bytes(bytes(100))
     (many / "README.md").write_text("many files")
-    small = gguf_files.model_of("qwen3_moe", hidden_size=64)
+    small = gguf_files.model_of("qwen3_moe")
     gguf_files.write(sharded / "moe-Q8_0.gguf", small, "qwen3_moe", gguf_files.kinds("q8_0"), shards=8)
     tiny.write(whole, "qwen3_moe", torch.bfloat16)
     (whole / "moe-Q8_0.gguf").write_bytes(b"GGUF")
     (torn / "moe-torn.gguf").write_bytes((many / "moe-Q2_K.gguf").read_bytes()[:1000])
-    large = gguf_files.model_of("llama4_text", vocab_size=8192, hidden_size=512, rope_parameters=LLAMA3)
-    gguf_files.write(scaled / "llama4-Q8_0.gguf", large, "llama4_text", gguf_files.kinds("q8_0"))
+    large = gguf_files.model_of("llama4 of 8192 tokens")
+    gguf_files.write(scaled / "llama4-Q8_0.gguf", large, "llama4 of 8192 tokens", gguf_files.kinds("q8_0"))
     return {GGUF: many, SHARDED: sharded, WHOLE: whole, TORN: torn, SCALED: scaled}
 
 

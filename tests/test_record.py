@@ -27,7 +27,7 @@ from tiermoe.lab.measure.profiles import FailedProfile, MadeProfile, make_profil
 from tiermoe.lab.measure.record import Recorder, expert_bytes, header_of
 from tiermoe.lab.measure.texts import SequenceShape, cut_sequences
 from tiermoe.lab.simulate import ReplaySettings, replay
-from tiermoe.lab.trace.file import Header, Pass, Times, Trace, TraceWriter, read_trace
+from tiermoe.lab.trace import Header, Pass, Times, Trace, TraceWriter, read_trace
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload.composition import filled
 from tiermoe.offload.policies.precision import Fixed, PrecisionContext

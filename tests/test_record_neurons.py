@@ -17,9 +17,9 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.neurons import record_place
 from tiermoe.formats.store import open_store
 from tiermoe.lab.measure.record import Recorder
+from tiermoe.lab.papers import corm
 from tiermoe.lab.simulate.costs import RECALL, Costs, NeuronLoads
-from tiermoe.lab.systems import corm
-from tiermoe.lab.trace.file import Times, read_trace
+from tiermoe.lab.trace import Times, read_trace
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.profiles import Profile, to_json
 from tiermoe.types import ExpertKey

@@ -18,9 +18,9 @@ from tiermoe.engine.load import load_blueprint
 from tiermoe.engine.observer import Observer
 from tiermoe.lab.measure.record import Recorder, header_of
 from tiermoe.lab.measure.texts import Feed
+from tiermoe.lab.papers.statistics import frequencies, routings
 from tiermoe.lab.simulate import BeladyHits, ReplaySettings, Result, replay
-from tiermoe.lab.systems.routings import frequencies, routings
-from tiermoe.lab.trace.file import LayerTrace, Little, Pass, Times, Trace
+from tiermoe.lab.trace import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.tokenizers import load_tokenizer
@@ -125,7 +125,7 @@ class Run:
     def land(self) -> None:
         """Lets what is read ahead come."""
         controller = self._engine.loader
-        while not controller.link.is_idle():
+        while controller.cache.in_flight:
             controller.record(controller.link.wait())
 
     def _nothing(self) -> list[LayerTrace]:

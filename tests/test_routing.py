@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tiermoe.engine.forward_context import keep_little
 from tiermoe.errors import ConfigError
-from tiermoe.lab.systems.routings import baseline_uniform, recall
+from tiermoe.lab.papers.statistics import baseline_uniform, recall
 from tiermoe.offload.policies.routing import as_predicted, is_confident, little, require_little, speedup
 
 

@@ -14,7 +14,7 @@ import tiermoe
 from fake_link import FakeLink, Said
 from patience import until
 from tiermoe import native
-from tiermoe.engine.history import History
+from tiermoe.engine.service import History
 from tiermoe.formats.store import Source, Store
 from tiermoe.offload.assembly import ModelShape, PrecisionSlots, assemble
 from tiermoe.offload.policies.prefetch_trial import PAIRS

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.engine.dry import Breakers, Dry
-from tiermoe.engine.sampling import Sampler, Sampling
-from tiermoe.engine.truncation import nucleus, typical, within_sigma, without_top_choices
+from tiermoe.engine.sampling import Sampler, Sampling, nucleus, typical, within_sigma, without_top_choices
 from tiermoe.errors import ConfigError
 
 LOGITS = torch.tensor([2.0, 1.5, 0.5, -1.0, -4.0, -torch.inf])

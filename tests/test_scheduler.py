@@ -9,7 +9,7 @@ from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.offload.assembly import PrecisionSlots, assemble
 from tiermoe.offload.presets import PRESETS, compose
 from tiermoe.offload.profiles import Tables
-from tiermoe.types import ExpertKey, Routed
+from tiermoe.types import Demand, ExpertKey, Routed
 
 
 def test_hobbit_loads_high_low_or_nothing_on_a_miss() -> None:
@@ -191,7 +191,7 @@ def test_corm_loads_everything_where_its_prefetch_was_not_issued() -> None:
     scheduler, link = scheduler_with("lru", slots=9, **CORM)
     link.poll = lambda: None  # type: ignore[method-assign]
     scheduler.begin_pass(1, Said(), "decode")
-    scheduler.loader.load(ExpertKey(0, 3, 4))  # of a request that has ended with an error
+    scheduler.loader.run_layer(0, [Demand(3, 1, 4)])  # of a request that has ended with an error
     run(scheduler, 1, [], [], Said({2: [(2, 0.7), (3, 0.3)]}))
     assert keys(link, urgent=False) == []
     assert {one.expert for one in run(scheduler, 2, [2, 0], [0.5, 0.5])} == {0, 2}

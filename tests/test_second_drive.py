@@ -417,9 +417,8 @@ def test_threads_of_python_share_reads_too(
 
 def test_a_gguf_file_and_its_copy(tmp_path: Path, bandwidth: Callable[[float], None]) -> None:
     bandwidth(FAST)
-    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
-    model = gguf_files.model_of("qwen3_moe", **wide)
-    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe", kinds("q4_k"))
+    model = gguf_files.model_of("qwen3_moe, wide")
+    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe, wide", kinds("q4_k"))
     (tmp_path / "also").mkdir()
     shutil.copy(file, tmp_path / "also")
     ids, found = IDS[0].tolist(), []

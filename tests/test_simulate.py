@@ -22,12 +22,12 @@ from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, ProfileError, TiermoeError, TraceError
 from tiermoe.lab.bench.plots import missing_plots
 from tiermoe.lab.cli.simulate import simulate
+from tiermoe.lab.papers import LADDERS
 from tiermoe.lab.simulate import LINKS, all_evictions, compare_evictions, parse_link, spread
 from tiermoe.lab.simulate.costs import expert_bytes, run_bits
 from tiermoe.lab.simulate.evictions import hits_of
 from tiermoe.lab.simulate.link import Move, VirtualClock, VirtualLink
-from tiermoe.lab.systems import LADDERS
-from tiermoe.lab.trace.file import LayerTrace, Little, Pass, Times, Trace, read_trace
+from tiermoe.lab.trace import LayerTrace, Little, Pass, Times, Trace, read_trace
 from tiermoe.metrics import ExpertCounts
 from tiermoe.offload.presets import PRESETS, compose
 from tiermoe.offload.profiles import Profile, to_json
@@ -55,7 +55,7 @@ def test_transfers_share_the_bandwidth() -> None:
     assert link_.wait().load == load(1)
     assert clock.now == pytest.approx(2.0)  # 50 bytes came until 1.5, 50 more alone
     assert (link_.wait_s, link_.busy_s, link_.bytes_read) == (pytest.approx(1.5), pytest.approx(2.0), 200)
-    assert link_.is_idle()
+    assert link_.poll() is None
 
 
 def test_latency_is_paid_by_each_transfer_and_shares_nothing() -> None:
@@ -123,19 +123,18 @@ def test_recall_takes_what_has_not_begun() -> None:
         link_.submit(load_)
     assert link_.recall() == [load(1, urgent=False)]
     assert [link_.wait().load.slot for _ in range(2)] == [0, 2]
-    assert link_.is_idle()
+    assert link_.poll() is None
 
 
 def test_polling_moves_no_clock() -> None:
     clock, link_ = link()
     link_.submit(load(0))
     assert link_.poll() is None
-    assert not link_.is_idle()
     clock.compute(1.0)
     finished = link_.poll()
     assert finished is not None
     assert finished.load == load(0)
-    assert (clock.now, link_.wait_s, link_.is_idle()) == (1.0, 0.0, True)
+    assert (clock.now, link_.wait_s, link_.poll()) == (1.0, 0.0, None)
 
 
 def test_what_a_link_does_until_now_is_told() -> None:

@@ -23,7 +23,7 @@ from tiermoe.lab.simulate import LINKS, MACHINES, NamedLink, machine_of
 from tiermoe.lab.simulate.costs import computed_times
 from tiermoe.lab.simulate.link import HostTier, Move, VirtualClock, VirtualLink
 from tiermoe.lab.simulate.machines import Processor
-from tiermoe.lab.trace.file import Trace
+from tiermoe.lab.trace import Trace
 from tiermoe.offload.loader import ExpertLoader
 from tiermoe.offload.second_level import SecondLevelCache
 from tiermoe.types import Demand

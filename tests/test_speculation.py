@@ -19,12 +19,12 @@ from serving import Letters, WrappedEngine
 from small_engines import NATIVE, alone, engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, prompt, verify
-from tiermoe.engine.draft_model import DraftModel, check_vocabulary
+from tiermoe.engine.drafts import DraftModel, check_vocabulary
 from tiermoe.engine.prompt_lookup import LONGEST, MATCH, Lookup, PromptLookup
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
-from tiermoe.engine.speculation import LOSS, MOST, Place, Speculation
+from tiermoe.engine.speculation import LOSS, MOST, CachedSequence, Speculation
 from tiermoe.engine.thought_budget import ThoughtBudget
 from tiermoe.errors import LoadError, ModelError
 from tiny import oracle, write
@@ -111,7 +111,7 @@ class Informed:
         self._drawn = random.Random(seed)
 
     def draft(
-        self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int, place: Place | None = None
+        self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int, place: CachedSequence | None = None
     ) -> list[int]:
         drawn = self._drawn
         known = self._answers[tuple(prompt)][len(answer) :][: drawn.randint(0, most)]

@@ -95,6 +95,23 @@ def test_a_store_of_another_cpu_layout(tiermoe_: Command, tiny: Path, store: Pat
     assert tiermoe_(*run_with(store, tiny)).code == 0
 
 
+@pytest.mark.parametrize("part", ["layers", "dense"])
+def test_a_store_of_a_model_that_another_transformers_describes(
+    part: str, tiermoe_: Command, tiny: Path, store: Path
+) -> None:
+    def rename(table: dict[str, Any]) -> None:
+        if part == "layers":
+            table["layers"][0]["name"] += ".inner"
+        else:
+            dense = next(iter(table["dense"].values()))["layers"]
+            dense["model.layers.0.self_attn.q_proj.linear"] = dense.pop("model.layers.0.self_attn.q_proj")
+
+    edit_json(store / "store.json", rename)
+    cause = tiermoe_(*run_with(store, tiny)).cause
+    assert f"the store in {store} does not describe the layers of" in cause
+    assert "--force" in cause
+
+
 def test_a_store_that_is_damaged(tiermoe_: Command, tiny: Path, store: Path, tmp_path: Path) -> None:
     file = next(store.glob("*layer001*"))
     with open(file, "r+b") as handle:

@@ -11,7 +11,7 @@ import torch
 import tiermoe
 import tiny
 from tiermoe.lab.measure.times import Lap, Stopwatch, measure_times, times_of
-from tiermoe.lab.trace.file import Times
+from tiermoe.lab.trace import Times
 
 
 def test_times_by_hand() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from small_traces import decode, layer, trace_of, write_trace
 from tiermoe.errors import TraceError
 from tiermoe.lab.simulate.costs import Costs, copied_bytes, slot_sizes
-from tiermoe.lab.trace.file import Header, LayerTrace, Little, Pass, Times, Trace, TraceWriter, read_trace
+from tiermoe.lab.trace import Header, LayerTrace, Little, Pass, Times, Trace, TraceWriter, read_trace
 from tiermoe.types import ExpertKey
 
 WEIGHT = st.floats(0, 1, allow_nan=False)

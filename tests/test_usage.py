@@ -18,7 +18,7 @@ import tiermoe
 from commands import Command
 from fake_link import Said, scheduler_with
 from tiermoe.engine.expectation import other_budgets
-from tiermoe.engine.memory_plan import MemoryPlan, SlotPool
+from tiermoe.engine.memory_plan import MemoryPlan, PlannedSlots
 from tiermoe.metrics import ExpertCounts, PhaseMetrics
 from tiermoe.offload.run_record import RunRecord, read_record, write_record
 from tiermoe.offload.usage import WATCHED, WINDOW, Reuse, SizeCurve, Uses, merged, missed, most_used, shares_of
@@ -169,7 +169,7 @@ def test_a_run_that_was_short_or_missed_nothing_says_nothing() -> None:
     assert lossy.size_curve(6, decode) is None
 
 
-PLAN = MemoryPlan(1000, "asked for", (), 10, 4, 8, 2, 4, 64, pools=(SlotPool((4,), 4, 10),))
+PLAN = MemoryPlan(1000, "asked for", (), 10, 4, 8, 2, 4, 64, pools=(PlannedSlots((4,), 4, 10),))
 
 
 def test_other_budgets_rise_and_hold_a_token_s_experts() -> None:

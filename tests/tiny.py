@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 
 from tiermoe.model.families import FAMILIES
 from tiermoe.model.hf import configuration_deepseek, modeling_deepseek
@@ -32,6 +34,9 @@ _GRANITE = {
     "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "shared_intermediate_size": 48,
     "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
 }  # fmt: skip
+
+# as published where transformers (5.22) normalises all groups of Granite 4 together
+_GROUPS = 2 if "group_size" in inspect.signature(GraniteMoeHybridRMSNormGated).parameters else 1
 
 _SCALES = ("router.scale", "per_expert_scale", "operator_norm.weight", "q_layernorm.weight")
 
@@ -186,7 +191,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {
         **_GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 8,
-        "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 4,
+        "mamba_d_head": 16, "mamba_n_groups": _GROUPS, "mamba_d_state": 8, "mamba_chunk_size": 4,
     },
     "jamba": {
         "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "num_hidden_layers": 4,

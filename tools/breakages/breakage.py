@@ -69,7 +69,8 @@ class Breakage:
         ids: list[str] = []
         for test in self.tests:
             file, _, name = test.partition("::") if "/" in test else ("", "", test)
-            found = [path for path in _test_names(root).get(name, ()) if file in ("", path)]
+            function = name.partition("[")[0]  # without parameters
+            found = [path for path in _test_names(root).get(function, ()) if file in ("", path)]
             if not found:
                 raise ValueError(f"{self.name}: no test {test}")
             ids += [f"{path}::{name}" if name else path for path in found]

@@ -14,6 +14,7 @@ from tiermoe.engine.forward_context import given_tokens, past_tokens
 from tiermoe.engine.steps import is_finite, not_finite
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.families.family import Family
+from tiermoe.model.hf.cache_argument import cache_of
 from tiermoe.model.hf.experts import shells_of
 from tiermoe.model.hf.face import Face, SlabCache, face_base, takes_own_cache
 from tiermoe.model.hf.generic import pieces
@@ -74,7 +75,7 @@ class Front:
     def _by_transformers(self, model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         given = {**dict(zip(self._parameters, arguments, strict=False)), **named}
         ids, rows, length = given_tokens((), given)
-        cache = given.get("past_key_values")
+        cache = cache_of(given)
         if ids is not None and cache is not None:
             ends = pieces(past_tokens(given), length, self._engine.settings.chunk, self._family.continues)
             if len(ends) > 1:

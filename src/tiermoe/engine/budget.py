@@ -10,7 +10,7 @@ import torch
 
 from tiermoe import native
 from tiermoe.config import KIB, MIB, CacheSize, Settings, format_size
-from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan, in_words, least_room, slot_pools, total
+from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan, in_words, least_room, planned_slots, total
 from tiermoe.engine.needs import (
     PlanInputs,
     formats_of,
@@ -192,7 +192,7 @@ def _divided(base: MemoryPlan, wanted: int, model: PlanInputs, sizes: Mapping[in
     if room < least:
         _refuse(base, model, wanted, least)
     _check_phases(base)
-    pools = slot_pools(room, model.resolved, sizes, base.all_slots, whole_slots)
+    pools = planned_slots(room, model.resolved, sizes, base.all_slots, whole_slots)
     slots = sum(pool.slots for pool in pools)
     if model.resolved.composition.cache == "all" and slots < base.all_slots:
         raise BudgetError(
@@ -280,12 +280,12 @@ def divided_with_gpu(
     least = least_room(empty, resolved, sizes, whole_slots=True)
     if room < least:
         raise _gpu_too_small(empty, wanted, least)
-    pools = slot_pools(room, resolved, sizes, base.all_slots, whole_slots=True)
+    pools = planned_slots(room, resolved, sizes, base.all_slots, whole_slots=True)
     plan = replace(empty, slots=sum(pool.slots for pool in pools), pools=pools)
-    holds_all = pools == slot_pools(_EVERYTHING, resolved, sizes, base.all_slots, whole_slots=True)
+    holds_all = pools == planned_slots(_EVERYTHING, resolved, sizes, base.all_slots, whole_slots=True)
     host_room = 0 if holds_all else plan.budget - plan.fixed  # a thread reads into a pinned slot in any case
     lanes = most_lanes(resolved.settings)
-    plan = replace(plan, host_pools=slot_pools(host_room, resolved, sizes, base.all_slots, True, lanes))
+    plan = replace(plan, host_pools=planned_slots(host_room, resolved, sizes, base.all_slots, True, lanes))
     if plan.total > plan.budget:
         raise BudgetError(
             f"{format_size(plan.budget)} of main memory are too little: interpreter {format_size(plan.interpreter)}, "

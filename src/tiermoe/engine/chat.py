@@ -11,6 +11,7 @@ from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
 from tiermoe.engine.speculation import Speculation
 from tiermoe.errors import PromptError
+from tiermoe.model.tokenizer import Tokenizer
 
 
 class Conversation:
@@ -22,7 +23,9 @@ class Conversation:
     system: the system prompt, "" for none; it may change between replies. Without a chat template the text begins with
     it. speculation: as in `RequestLoop`."""
 
-    def __init__(self, model: Any, tokenizer: Any, system: str = "", speculation: Speculation | None = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer, system: str = "", speculation: Speculation | None = None
+    ) -> None:
         self.system = system
         self._speculation = speculation
         self._model = model

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+
+from tiermoe.model.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"  # what a tokenizer gives for the first bytes of a character
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -20,7 +21,7 @@ class Detokenizer:
 
     stops: strings that end the answer. special: special tokens are part of the text."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), special: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), special: bool = False) -> None:
         self.stopped_by: str | None = None  # the stop string that has come
         self._decode = tokenizer.decode
         self._skips = not special
@@ -70,15 +71,15 @@ def overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def token_bytes(tokenizer: Any, token: int) -> bytes:
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
     """Bytes that a token adds to a text, with the blank before a word; a part of a character gives its own bytes."""
     once, twice = (tokenizer.decode([token] * count, clean_up_tokenization_spaces=False) for count in (1, 2))
     text: str = twice[len(once) :]  # a text of sentencepiece tokens begins without its first blank
     if _UNFINISHED in text:
-        piece: str = tokenizer.convert_ids_to_tokens(token)
+        piece = tokenizer.convert_ids_to_tokens(token) or ""
         if byte := _BYTE_TOKEN.fullmatch(piece):
             return bytes.fromhex(byte[1])
-        if all(letter in _BYTES for letter in piece):
+        if piece and all(letter in _BYTES for letter in piece):
             return bytes(_BYTES[letter] for letter in piece)
     return text.encode()
 

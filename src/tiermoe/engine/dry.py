@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
 from tiermoe.engine.detokenize import token_bytes
+from tiermoe.model.tokenizer import Tokenizer
 
 _LONGEST_REST = 20  # tokens of a breaker behind its first one that are compared, as in llama.cpp
 _HARDEST = 1e8  # a larger penalty, divided by the smallest temperature, would overflow
@@ -21,7 +21,7 @@ class Breakers:
     """Strings that no repetition goes over, as tokens: a token that contains a string, or one that ends with the
     beginning of a string and is followed by the tokens of its rest. Tokens are looked at as they come."""
 
-    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
+    def __init__(self, strings: Sequence[str], tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._strings = [string.encode() for string in strings if string]
         self._beginning: dict[bytes, list[bytes]] = defaultdict(list)  # proper beginning → strings that have it
@@ -53,6 +53,7 @@ class Breakers:
         return found
 
     def _find_rests(self, token: int) -> list[list[int]]:
+        assert self._tokenizer is not None
         text = token_bytes(self._tokenizer, token)
         found: list[list[int]] = [[]] if any(string in text for string in self._strings) else []
         for length in range(1, len(text) + 1):

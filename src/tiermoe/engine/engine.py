@@ -22,7 +22,7 @@ from tiermoe.engine.fallback import ConfidentDecoding
 from tiermoe.engine.forecasts import Forecaster
 from tiermoe.engine.forward_context import ForwardContext
 from tiermoe.engine.memory_plan import MemoryPlan
-from tiermoe.engine.moe_layer import MoELayer, closed_error
+from tiermoe.engine.moe import MoELayer, closed_error, forget
 from tiermoe.engine.observer import Observer, Undo, time_kernels
 from tiermoe.engine.service import ExpertService
 from tiermoe.engine.steps import AnyDecoder, gathered, is_finite, not_finite, passes_of
@@ -251,25 +251,8 @@ class Engine:
         """Runs a batch and returns the logits (rows, vocabulary) of each row's last token, or of every token of all
         rows (T, vocabulary). Prompts run in chunks. Threads wait for each other. ModelError where logits are not
         finite, which names the layer that they come from; TiermoeError after `close`."""
-        return self._step(batch, cache, every, self.decoder.step)
-
-    @property
-    def gives_hidden_states(self) -> bool:
-        """Whether `hidden_states` can be called: the decoder is our own."""
-        return isinstance(self.decoder, Decoder)
-
-    @torch.no_grad()
-    def hidden_states(self, batch: Batch, cache: Any) -> torch.Tensor:
-        """`step`, which returns the hidden states (T, H) of every token, behind the last norm, in place of logits."""
-        assert isinstance(self.decoder, Decoder)
-        run = self.decoder.hidden_states
-        return self._step(batch, cache, True, lambda each, cache, every: run(each, cache))
-
-    def _step(
-        self, batch: Batch, cache: Any, every: bool, run: Callable[[Batch, Any, bool], torch.Tensor]
-    ) -> torch.Tensor:
         self.check_open()
-        context = self.context
+        context, run = self.context, self.decoder.step
         with context.lock:
             context.start()
             passes = passes_of(batch, self.decoder, self.settings.chunk, self.plan.prompt_chunks)
@@ -368,7 +351,7 @@ class Engine:
         if self.scheduler.settles:
             self.loader.listen(lambda key, slot: layers[key.layer].place(key.expert, key.bits, slot))
         else:
-            self.loader.cache.on_leave = lambda key: layers[key.layer].remove(key.expert)
+            self.loader.cache.on_leave = forget(layers)
 
     def _not_finite(self, passes: Sequence[Batch], cache: Any) -> ModelError:
         """The error for logits that are not: a second run says which layer they come from."""

@@ -33,6 +33,7 @@ from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.moe import named_gates
 from tiermoe.model.prepare_store import Progress
+from tiermoe.model.tokenizer import Tokenizer
 from tiermoe.platform.json_files import read_json
 from tiermoe.types import MoeLayer, Routed
 
@@ -92,7 +93,7 @@ def calibration_text(blueprint: Blueprint, name: str, content: str) -> Text:
     return Text(name, torch.tensor(spread(start, ids, window - len(start), min(TOKENS, have) // window)))
 
 
-def beginning(tokenizer: Any) -> list[int]:
+def beginning(tokenizer: Tokenizer) -> list[int]:
     """The beginning-of-sequence token where the tokenizer sets one before a text: some models are lost without it."""
     first = list(tokenizer.encode("")[:1])
     return first if first and first[0] == tokenizer.bos_token_id else []

@@ -56,8 +56,13 @@ class Forecaster:
         ]
 
     def at(self, hidden: torch.Tensor | None) -> None:
-        """Another layer runs, on `hidden` (T, H); None: a pass begins."""
-        self._hidden = None if hidden is None else self._given(hidden)
+        """Another layer runs, on `hidden` (T, H), which its router was given if nobody has said otherwise
+        (`router_input`); None: a pass begins."""
+        asked, self._asked = self._asked, ()
+        if hidden is not None and asked:
+            rows = [each if each.ndim == 2 else each.reshape(-1, each.shape[-1]) for each in asked]
+            hidden = rows[0] if len(rows) == 1 else torch.cat(rows)
+        self._hidden = hidden
         self._ranked.clear()
         self._counted.clear()
 
@@ -123,15 +128,6 @@ class Forecaster:
     def router_input(self, parts: Sequence[torch.Tensor]) -> None:
         """A router of our own is given each of the parts of a step, (T, H)."""
         self._asked = parts
-
-    def _given(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the router of the layer that runs was given, (T, H): `hidden`, its experts' input, where nobody has
-        said."""
-        asked, self._asked = self._asked, ()
-        if not asked:
-            return hidden
-        rows = [each if each.ndim == 2 else each.reshape(-1, each.shape[-1]) for each in asked]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def close(self) -> None:
         """Takes its hooks off the model's routers."""

@@ -15,6 +15,7 @@ from tiermoe.batch import Batch
 from tiermoe.engine.forecasts import Forecaster
 from tiermoe.engine.observer import Observer
 from tiermoe.errors import ConfigError
+from tiermoe.model.hf.cache_argument import cache_of
 from tiermoe.offload.policies.routing import little
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.types import Ready, Routed
@@ -69,10 +70,10 @@ class ForwardContext:
         self._interrupted = False
 
     @property
-    def decides_by_layer(self) -> bool:
-        """Whether a layer asks the scheduler even where all of its experts are resident: policies read the router's
-        weights, or only some of the chosen experts run."""
-        return self.needs_weights or self.proceed or self.unsure is not None
+    def asks_for_no_weights(self) -> bool:
+        """Whether a layer all of whose experts are resident asks nobody: no policy reads the router's weights, and all
+        of the chosen experts run."""
+        return not (self.needs_weights or self.proceed or self.unsure is not None)
 
     def begin(self, batch: Batch) -> None:
         """A pass over a batch begins."""
@@ -207,7 +208,7 @@ def _listed(ids: torch.Tensor | None) -> list[int]:
 
 def past_tokens(named: dict[str, Any]) -> int:
     """Tokens that the key/value cache of a forward call holds already."""
-    cache = named.get("past_key_values")
+    cache = cache_of(named)
     return int(cache.get_seq_length()) if cache is not None else 0
 
 

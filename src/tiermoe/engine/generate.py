@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tiermoe.engine.detokenize import Detokenizer
-from tiermoe.engine.engine import engine_of, transformers_model
+from tiermoe.engine.engine import Engine, engine_of, transformers_model
 from tiermoe.engine.expectation import OtherBudget
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
@@ -18,6 +18,7 @@ from tiermoe.engine.sampling import Sampling
 from tiermoe.engine.speculation import Speculation
 from tiermoe.errors import ModelError, PromptError, reason
 from tiermoe.metrics import Metrics, PhaseMetrics, named
+from tiermoe.model.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +61,7 @@ class Report(Metrics):
         return self.decode_tok_s / self.bound_tok_s if self.bound_tok_s else 0.0
 
 
-def encode_prompt(tokenizer: Any, prompt: str, raw: bool = False) -> torch.Tensor:
+def encode_prompt(tokenizer: Tokenizer, prompt: str, raw: bool = False) -> torch.Tensor:
     """Token ids (1, n) of a prompt: as a user's message in the model's chat template where it has one, unless `raw`.
     PromptError where the prompt is empty."""
     if not prompt.strip():
@@ -70,7 +71,7 @@ def encode_prompt(tokenizer: Any, prompt: str, raw: bool = False) -> torch.Tenso
     return _encoded(prompt, "tokenizer", "choose another model", lambda: tokenizer.encode(prompt))
 
 
-def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
+def encode_chat(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> torch.Tensor:
     """Token ids (1, n) of a conversation in the model's chat template, ready for the assistant's turn. PromptError
     where the template refuses it."""
     return _encoded(
@@ -117,7 +118,7 @@ def check_length(prompt_tokens: int, max_tokens: int, longest: int | None, reser
 
 def generate(
     model: Any,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     input_ids: torch.Tensor,
     sampling: Sampling,
     on_text: Callable[[str], None] = lambda _: None,
@@ -188,7 +189,7 @@ def generate(
 class _Answer:
     """The answer so far. It is a streamer for transformers' `generate()`, too."""
 
-    def __init__(self, engine: Any, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, on_text: Callable[[str], None]) -> None:
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
         self.first: PhaseMetrics | None = None  # costs until the first token

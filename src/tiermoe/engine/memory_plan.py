@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from tiermoe.config import format_size
 from tiermoe.offload.assembly import divide as divide_slots
+from tiermoe.offload.policies.allotment import slot_numbers
 from tiermoe.offload.presets import Resolved
-from tiermoe.offload.slot_pools import slot_numbers
 from tiermoe.types import Need, Phase
 
 
 @dataclass(frozen=True, slots=True)
-class SlotPool:
+class PlannedSlots:
     """Slots of one size."""
 
     bits: tuple[int, ...]  # precisions that share the slots
@@ -51,8 +51,8 @@ class MemoryPlan:
     packers: int = 1  # how many pieces are packed at a time
     idle_activations: int = 0  # bytes in `activations` that stay in the process between passes; 0: all is given back
     types: str = ""  # what experts lie in where they are used as published, else empty
-    pools: tuple[SlotPool, ...] = ()  # of the expert cache: one for each precision with slots of its own
-    host_pools: tuple[SlotPool, ...] = ()  # pinned slots in main memory that a GPU's slots are filled from
+    pools: tuple[PlannedSlots, ...] = ()  # of the expert cache: one for each precision with slots of its own
+    host_pools: tuple[PlannedSlots, ...] = ()  # pinned slots in main memory that a GPU's slots are filled from
     warnings: list[str] = field(default_factory=list, init=False)
 
     @property
@@ -169,7 +169,7 @@ class MemoryPlan:
             return f"resident; where the store is mapped {format_size(self.unless_mapped)} of embedding stay on disk"
         return "always resident"
 
-    def _share(self, pools: Sequence[SlotPool]) -> str:
+    def _share(self, pools: Sequence[PlannedSlots]) -> str:
         if len(pools) > 1:
             return ", ".join(f"{pool.slots} at {' or '.join(map(str, pool.bits))} bits" for pool in pools)
         slots = sum(pool.slots for pool in pools)
@@ -234,29 +234,29 @@ class GpuMemoryPlan(MemoryPlan):
         ]
 
 
-def slot_pools(
+def planned_slots(
     room: int,
     resolved: Resolved,
     sizes: Mapping[int, int],
     all_slots: int,
     whole_slots: bool,
     least: int = 1,
-) -> tuple[SlotPool, ...]:
+) -> tuple[PlannedSlots, ...]:
     """The slots that fit `room` bytes, and `least` of each pool whatever they take. sizes: precision → bytes of a
     slot. whole_slots: as of `divide`."""
     table = resolved.tables.bits.values()
     shares = divide_slots(room, resolved.composition, sizes, table, all_slots, least, whole_slots)
-    return tuple(SlotPool(bits, slots, max(sizes[value] for value in bits), own) for bits, slots, own in shares)
+    return tuple(PlannedSlots(bits, slots, max(sizes[value] for value in bits), own) for bits, slots, own in shares)
 
 
 def least_room(plan: MemoryPlan, resolved: Resolved, sizes: Mapping[int, int], whole_slots: bool) -> int:
     """Bytes of expert cache below which nothing runs: the experts that a token uses in a layer, and a slot of each
     pool. whole_slots: as of `divide`."""
-    one_each = slot_pools(0, resolved, sizes, plan.all_slots, whole_slots)
+    one_each = planned_slots(0, resolved, sizes, plan.all_slots, whole_slots)
     return max(plan.layer_slots * plan.slot_bytes, pool_bytes(one_each))
 
 
-def pool_bytes(pools: Iterable[SlotPool]) -> int:
+def pool_bytes(pools: Iterable[PlannedSlots]) -> int:
     return sum(pool.slots * pool.slot_bytes for pool in pools)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiermoe.engine.speculation import LEAST, MOST, Chances, Place, Speculation
+from tiermoe.engine.speculation import LEAST, MOST, CachedSequence, Chances, Speculation
 
 MATCH = 3  # tokens that must be the same: fewer are followed by anything
 _CHANCES = (0.35, 0.6, 0.8, 0.9)  # of a guess behind a match of 3 or 4 tokens, 5 to 7, 8 to 15, more
@@ -92,7 +92,7 @@ class LookupDrafter:
         self._withheld = False  # it was worth verifying, and was not
 
     def draft(
-        self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int, place: Place | None = None
+        self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int, place: CachedSequence | None = None
     ) -> list[int]:
         lookup, speculation = self._lookup, self._speculation
         if not len(lookup):

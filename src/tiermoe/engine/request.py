@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from tiermoe.batch import Kind, Row, prompt, verify
@@ -17,6 +15,7 @@ from tiermoe.engine.speculation import Drafter
 from tiermoe.engine.thought_budget import ThoughtBudget
 from tiermoe.model.cache.prefix import SlabContents
 from tiermoe.model.cache.prefix_disk import StoredPrefix
+from tiermoe.model.tokenizer import Tokenizer
 
 AHEAD = 256
 """Tokens of an answer that memory is reserved for at a time."""
@@ -34,13 +33,7 @@ class Request:
     budget: ThoughtBudget | None = None  # of its thoughts
     prompt_logprobs: bool = False  # log probabilities of the prompt's tokens too; then all of it is read
     special: bool = False  # special tokens are part of the text
-    embeds: bool = False  # the answer is an embedding of the prompt
     progress: bool = False  # a piece for each chunk of the prompt, too
-
-    @property
-    def reads_all(self) -> bool:
-        """Whether every token of the prompt has to run: each one adds to the answer."""
-        return self.prompt_logprobs or self.embeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +71,6 @@ class Piece:
     stopped_by: str | None = None  # the stop string that ended the answer
     prompt: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens, in the first piece, where they are asked for
     timings: Timings = Timings()
-    embedding: tuple[float, ...] = ()  # of the prompt, in the last piece, where it is asked for
     read: int | None = None  # `RequestState.read` of its prompt; None: the piece is of the answer
 
 
@@ -106,7 +98,7 @@ class RequestState:
     (`replaying`) in the steps in which it ran, so that no bit changes. number: the request's, in the loop. penalty:
     the model's repetition penalty."""
 
-    def __init__(self, number: int, request: Request, tokenizer: Any, penalty: float | None) -> None:
+    def __init__(self, number: int, request: Request, tokenizer: Tokenizer, penalty: float | None) -> None:
         self.number = number
         self.request = request
         self.sampler = Sampler(request.sampling, penalty, tokenizer)
@@ -124,7 +116,6 @@ class RequestState:
         self.drafted = self.accepted = 0  # draft tokens that were verified, and those that were right
         self.began_at = self.first_at = time.perf_counter()  # when its prompt and its answer began
         self.scores: list[TokenLogprob] = []  # of the prompt's tokens, until they are emitted
-        self.states: Tensor | None = None  # sum (H) of the hidden states of the prompt's tokens, for an embedding
 
     @property
     def replaying(self) -> bool:
@@ -155,7 +146,7 @@ class RequestState:
     def runs_alone(self) -> bool:
         """Whether its next step has no other rows."""
         generated = self.replaying and self.before.part_at(self.length)[0].source is Kind.DECODE
-        return self.stored is not None or self.request.reads_all or generated
+        return self.stored is not None or self.request.prompt_logprobs or generated
 
     def wanted(self, context: int) -> int:
         """Tokens to reserve memory for: those that there are, and some of an answer. context: most of a request."""
@@ -197,13 +188,10 @@ class RequestState:
 
     def has_read(self, row: Row, logits: Tensor) -> None:
         """Records that `next_prompt` has run. logits (n, vocabulary): of its last token, or of all where they are
-        scored; hidden states (n, H) of all for an embedding."""
+        scored."""
         self.under_way = 0
         if self.scored:
             self._score(logits)
-        if self.request.embeds:
-            states = logits.sum(0, dtype=torch.float64)
-            self.states = states if self.states is None else self.states + states
         self.contents.add(row.tokens, Kind.PROMPT if row.kind is Kind.PROMPT else Kind.DECODE)
         self._crop_replayed(row.first)
 
@@ -219,7 +207,7 @@ class RequestState:
     def preempt(self, saved: StoredPrefix | None) -> None:
         """Takes the freed slab from the request; its emitted text is kept. saved: what of the slab is on disk."""
         if not self.replaying:
-            self.scores, self.states = [], None
+            self.scores = []
         elif self.length > len(self.before.tokens):
             self.before = self.contents
         if saved is not None and (self.saved is None or saved.length > self.saved.length):
@@ -266,13 +254,6 @@ class RequestState:
             self.number, text, (token,), logprobs, finish, cached=self.cached, stopped_by=self.text.stopped_by,
             prompt=scored, timings=timings,
         )  # fmt: skip
-
-    def embed(self) -> Piece:
-        """The answer that is an embedding: the mean of the hidden states of the prompt's tokens, of length 1."""
-        assert self.states is not None
-        values = torch.nn.functional.normalize(self.states, dim=0).tolist()
-        timings = Timings(len(self.request.ids), time.perf_counter() - self.began_at)
-        return Piece(self.number, finish="stop", timings=timings, embedding=tuple(values))
 
     def _score(self, logits: Tensor) -> None:
         """Scores the prompt's tokens behind the slab's, from the logits (n, vocabulary) of the tokens before them. The

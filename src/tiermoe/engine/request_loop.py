@@ -10,20 +10,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from tiermoe.batch import Batch, Kind, Row
+from tiermoe.engine.engine import Engine
 from tiermoe.engine.request import Counts, Piece, Request, RequestState
 from tiermoe.engine.request_scheduler import LayeredPrompt, Limits, Prompt, RequestScheduler
 from tiermoe.engine.sampling import end_tokens
-from tiermoe.engine.speculation import MOST, DraftRequest, Place, Speculation
+from tiermoe.engine.speculation import MOST, CachedSequence, DraftRequest, Speculation
 from tiermoe.engine.steps import verifies_drafts
 from tiermoe.errors import LoadError, PromptError
 from tiermoe.metrics import PhaseMetrics
 from tiermoe.model.cache.prefix import PrefixCache
 from tiermoe.model.cache.prefix_disk import PrefixDisk
+from tiermoe.model.decoder import Decoder
+from tiermoe.model.tokenizer import Tokenizer
 from tiermoe.types import FEW_TOKENS, Use
 
 SCORED_LOGITS_BYTES = 128 << 20
@@ -53,8 +56,8 @@ class RequestLoop:
 
     def __init__(
         self,
-        engine: Any,
-        tokenizer: Any,
+        engine: Engine,
+        tokenizer: Tokenizer,
         rows: int = 1,
         ends: set[int] | None = None,
         disk: Callable[[Any], PrefixDisk] | None = None,
@@ -87,7 +90,7 @@ class RequestLoop:
             scored=use_of(self._vocabulary, engine.settings.chunk).scored,
             verified=verified,
             together=together,
-            layers=len(engine.decoder.layers) if together > 1 else 0,
+            layers=len(cast(Decoder, engine.decoder).layers) if together > 1 else 0,
             # lossy rules look at all that runs at once, and transformers' code runs row by row
             joins=missing and not engine.lossy and engine.decoder.rows_together,
         )
@@ -168,22 +171,17 @@ class RequestLoop:
         guess: bool = True,
     ) -> None:
         """Runs one step: a decode or verify row of each answer, and a row of each prompt. A prompt whose tokens are all
-        scored or embedded is the only row. pieces: takes the new pieces."""
+        scored is the only row. pieces: takes the new pieces."""
         began = time.perf_counter()
         speculation = self._speculation if answering and not prompts else None
         guesses = self._guesses(answering, speculation) if speculation is not None and guess else [[]] * len(answering)
         guessed = sum(map(len, guesses))
         rows = (*map(RequestState.next_answer, answering, guesses), *(part for _, part in prompts))
-        embeds = any(row.request.embeds for row, _ in prompts)
-        every = guessed > 0 or any(row.scored or row.request.embeds for row, _ in prompts)
+        every = guessed > 0 or any(row.scored for row, _ in prompts)
         batch = Batch(rows, ragged=len(rows) > 1)
         before = self._engine.snapshot() if self._timed and batch.phase == "decode" else None
         try:
-            logits: Tensor
-            if embeds:
-                logits = self._engine.hidden_states(batch, self._cache)
-            else:
-                logits = self._engine.step(batch, self._cache, every)
+            logits: Tensor = self._engine.step(batch, self._cache, every)
         except Exception as error:
             if guessed:  # an answer does not fail by what was guessed of it
                 self._run(answering, prompts, pieces, guess=False)
@@ -233,7 +231,7 @@ class RequestLoop:
         left = request.sampling.max_tokens - len(row.answer)
         room = min(row.room - 1, self.context - 2) - length
         most = max(0, min(MOST, FEW_TOKENS // rows - 1, left - 1, room, self._limits.chunk - 1))
-        place = Place(self._cache, row.slab, length)
+        place = CachedSequence(self._cache, row.slab, length)
         return DraftRequest(row.drafter, request.ids, row.answer, most, rows, place)
 
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:
@@ -264,11 +262,7 @@ class RequestLoop:
         if row.is_read:
             self.counts.cached_tokens += row.cached
             self.counts.prompt_tokens += row.length - row.cached
-            if row.request.embeds:
-                self.scheduler.finish(row)
-                pieces.append(row.embed())
-            else:
-                self._choose(row, logits[-1], pieces)
+            self._choose(row, logits[-1], pieces)
 
     def _choose(self, row: RequestState, logits: Tensor, pieces: list[Piece]) -> bool:
         """Adds the next token of an answer; a finished request leaves its slab to the prefix cache. Returns whether it

@@ -1,44 +1,49 @@
-"""The experts of one loaded model on their way: the store they lie in, the slots they come to, the link between, and
-the scheduler that decides what comes."""
+"""The experts of one loaded model on their way: the store they lie in, the slots they come to, the link between, the
+scheduler that decides what comes, and what earlier runs have found."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from tiermoe.engine.budget import shape_of
-from tiermoe.engine.history import History
 from tiermoe.engine.memory_plan import MemoryPlan
-from tiermoe.engine.moe_layer import ExpertSource
 from tiermoe.engine.reading import Reading
-from tiermoe.engine.units import unit_of
+from tiermoe.engine.units import LayerKernels, unit_of
 from tiermoe.formats.expert_format import ExpertFormat, Layout
 from tiermoe.formats.store import Store, precision_key
 from tiermoe.formats.stores import hold
 from tiermoe.kernels.experts import Views
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.moe import ExpertGate
+from tiermoe.native import available
 from tiermoe.offload.assembly import PrecisionSlots, assemble
-from tiermoe.offload.cuda import resolve_device
-from tiermoe.offload.disk import SlotFiller
-from tiermoe.offload.mapped import MappedFiles
+from tiermoe.offload.cuda import CudaCopier, peak_memory, resolve_device
+from tiermoe.offload.disk import DiskLink, NativeDiskLink, SlotFiller
+from tiermoe.offload.gpu import GpuLink
+from tiermoe.offload.link import MeteredLink
+from tiermoe.offload.mapped import MappedFiles, MappedReader, MappedSlots
 from tiermoe.offload.policies.prediction import HashTable
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial, promising
 from tiermoe.offload.presets import Resolved
 from tiermoe.offload.probe import DriveProbe
 from tiermoe.offload.reader import ExtentReader, HeldReader
+from tiermoe.offload.run_record import RunRecord, read_record, record_path, write_record
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.offload.second_drive import TwoDrives
-from tiermoe.offload.tiers import Tiers, assemble_mapped
-from tiermoe.offload.tiers import assemble as assemble_tiers
+from tiermoe.offload.slots import DeviceSlots, FilledSlots, HostSlots, SlotRuns, Slots
+from tiermoe.offload.usage import SizeCurve, Uses, merged
 from tiermoe.platform.machine import processors
 from tiermoe.platform.process_memory import free_pages
 from tiermoe.types import ExpertKey, Extent
 
+_CASES = 16  # circumstances of which it is kept whether prefetching paid, the newest
 _LONG_ENOUGH = 0.25  # seconds of reading that say more than the probe
 
 
@@ -83,7 +88,7 @@ class ExpertService:
         """Seconds in which the computing thread waited for experts, or parts of them."""
         return self.link.counters().wait_s + self.unit.wait_s
 
-    def experts(self, index: int, gate: ExpertGate) -> ExpertSource:
+    def experts(self, index: int, gate: ExpertGate) -> LayerKernels:
         """What computes the experts of MoE layer `index`."""
         formats = {bits: packed.formats[index] for bits, packed in self.packed.items()}
         return self.unit.experts(index, gate, formats, self._views_of)
@@ -125,8 +130,8 @@ class ExpertService:
 
     def _tiers(self, files: MappedFiles | None) -> Tiers:
         if files is not None:
-            return assemble_mapped(files, self.plan.slots, self._extent_of, self._format_of, self.drive.lanes)
-        return assemble_tiers(
+            return mapped_tiers(files, self.plan.slots, self._extent_of, self._format_of, self.drive.lanes)
+        return tiers_of(
             [(pool.addresses, pool.slot_bytes, bool(pool.sizes)) for pool in self.plan.pools],
             self._filler(),
             self.drive.lanes,
@@ -212,3 +217,121 @@ class PackedExperts:
         self.of = [store.expert_formats(key, index) for index in range(len(layers))]
         self.formats = [forms[0] for forms in self.of]
         self.layouts = [[known.setdefault(form.slot, form.slot) for form in forms] for forms in self.of]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The slots that kernels compute from, and the link that fills them. `stats`: a GPU's own counters."""
+
+    slots: Slots
+    link: MeteredLink
+    stats: Callable[[], dict[str, int | str]] = dict
+
+
+def tiers_of(
+    sizes: Sequence[tuple[int, int, bool]],
+    filler: SlotFiller,
+    lanes: int,
+    bytes_of: Callable[[ExpertKey], int],
+    device: str = "cpu",
+    pinned: Sequence[tuple[Sequence[int], int, int]] = (),
+) -> Tiers:
+    """Disk → slots in main memory, filled by `lanes` threads. sizes: (count, bytes, whether they share fewer bytes) of
+    each run of equal slots, numbered one run after the other. bytes_of: bytes of an expert in its slot. For a GPU: disk
+    → pinned slots → slots on the GPU; pinned: (the bits of the experts that lie there, count, bytes) of each run.
+    BudgetError where memory is refused."""
+    if device == "cpu":
+        slots = SlotRuns([HostSlots(count, nbytes, shared=shared) for count, nbytes, shared in sizes if count])
+        return Tiers(slots, _disk_link(filler, slots, lanes))
+    on_device = SlotRuns([DeviceSlots(count, nbytes, device) for count, nbytes, _ in sizes if count])
+    link = GpuLink(filler, _pinned(pinned), on_device, bytes_of, CudaCopier(device), lanes)
+    return Tiers(on_device, link, lambda: _gpu_stats(device, link))
+
+
+def _disk_link(filler: SlotFiller, slots: FilledSlots, threads: int) -> DiskLink | NativeDiskLink:
+    """Native threads where there are kernels and the filler reads whole experts as they are stored."""
+    reader = filler.reader
+    if filler.reads_as_stored and available() and isinstance(reader, ExtentReader):
+        return NativeDiskLink(reader, slots, filler.extent_of, filler.format_of, threads)
+    return DiskLink(filler, slots, threads)
+
+
+def _pinned(runs: Sequence[tuple[Sequence[int], int, int]]) -> dict[int, HostSlots]:
+    """Bits → the slots of experts at so many. BudgetError where one run is refused; the others are given back."""
+    slots: dict[int, HostSlots] = {}
+    with contextlib.ExitStack() as undo:
+        for bits, count, nbytes in runs:
+            run = HostSlots(count, nbytes, pin=True)
+            undo.callback(run.close)
+            slots |= dict.fromkeys(bits, run)
+        undo.pop_all()
+    return slots
+
+
+def mapped_tiers(
+    files: MappedFiles,
+    count: int,
+    extent_of: Callable[[ExpertKey], Extent],
+    format_of: Callable[[ExpertKey], ExpertFormat],
+    lanes: int,
+) -> Tiers:
+    """`count` slots that are extents of `files`; `lanes` threads bring them in and verify them."""
+    slots = MappedSlots(count, files, extent_of)
+    if available():
+        return Tiers(slots, NativeDiskLink(ExtentReader(keep=True), slots, extent_of, format_of, lanes, mapped=True))
+    return Tiers(slots, DiskLink(SlotFiller(MappedReader(), extent_of, format_of), slots, lanes))
+
+
+def _gpu_stats(device: str, link: GpuLink) -> dict[str, int | str]:
+    return {
+        "device": device,
+        "peak_gpu_memory_bytes": peak_memory(device),
+        "bytes_copied": link.bytes_copied,
+        "host_hits": link.host.hits,
+        "host_misses": link.host.misses,
+    }
+
+
+class History:
+    """The record of the precision `key` in a store. circumstances: in which prefetching is measured, as text."""
+
+    def __init__(self, store: Store, key: str, circumstances: str) -> None:
+        self._path = record_path(store.root, f"{key}-mtp" if store.drafting else key)
+        self._fingerprint = store.source.fingerprint
+        self._experts = [layer.experts for layer in store.layers]
+        self._circumstances = circumstances
+        self._record = self._read()
+        self._curve: SizeCurve | None = None
+
+    @property
+    def uses(self) -> Sequence[Sequence[float]]:
+        """Of each layer's experts in earlier runs; empty where nothing is known."""
+        return self._record.uses
+
+    def trial(self, promises: Callable[[float], bool]) -> PrefetchTrial:
+        """A trial of prefetching that begins with what earlier runs have found; promises: as there."""
+        return PrefetchTrial(self._record.prefetching.get(self._circumstances), promises)
+
+    def record(self, curve: SizeCurve) -> None:
+        """What this run says of other sizes of the cache, by now."""
+        self._curve = curve
+
+    def keep(self, owner: object, scheduler: Scheduler) -> Callable[[], object]:
+        """Writes down what `scheduler` has seen when `owner` ends, or the interpreter does, or the result is called:
+        once."""
+        return weakref.finalize(owner, self._write, scheduler.uses, scheduler.trial)
+
+    def _read(self) -> RunRecord:
+        return read_record(self._path, self._fingerprint, self._experts)
+
+    def _write(self, uses: Uses, trial: PrefetchTrial | None) -> None:
+        if not any(map(any, uses.counts)):
+            return
+        record = self._read()  # another process may have written meanwhile
+        record.uses = merged(record.uses, uses.counts)
+        if trial is not None and trial.pays is not None:
+            record.prefetching.pop(self._circumstances, None)
+            record.prefetching[self._circumstances] = trial.pays
+            record.prefetching = dict(list(record.prefetching.items())[-_CASES:])
+        record.curve = self._curve or record.curve
+        write_record(self._path, self._fingerprint, record)

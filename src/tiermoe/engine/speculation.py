@@ -33,8 +33,8 @@ LOSS = 0.01
 _CREDIT = 8.0  # tokens' time: most that may be lost beyond that, of what guesses won; one begins with half of it
 
 
-class Place(NamedTuple):
-    """Where a sequence lies, all of it but its last token."""
+class CachedSequence(NamedTuple):
+    """A sequence in the KV cache, all of it but its last token."""
 
     cache: Any  # the KV cache
     slab: int
@@ -45,10 +45,10 @@ class Drafter(Protocol):
     """Guesses at the next tokens of one sequence."""
 
     def draft(
-        self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int, place: Place | None = None
+        self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int, place: CachedSequence | None = None
     ) -> list[int]:
         """Guesses at what follows prompt and answer that are worth verifying, at most `most`, often none. rows: answers
-        in the step. place: where the model that verifies has the sequence, for drafters that look there. The sequence
+        in the step. place: the sequence in the model that verifies, for drafters that look there. The sequence
         goes on from call to call."""
 
 
@@ -60,7 +60,7 @@ class DraftRequest(NamedTuple):
     answer: Sequence[int]
     most: int
     rows: int
-    place: Place
+    place: CachedSequence
 
 
 def draft_alone(asked: Sequence[DraftRequest]) -> list[list[int]]:

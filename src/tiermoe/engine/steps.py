@@ -74,6 +74,8 @@ def passes_of(batch: Batch, decoder: AnyDecoder, chunk: int, together: int = 1) 
     prompt, `together` chunks go through a layer before the next layer. Where a decoder takes one row at a time, or
     cannot verify several tokens in a step with the bits that each has alone, rows or tokens run one after the other."""
     rows = batch.rows
+    if len(rows) == 1 and rows[0].kind is Kind.DECODE:
+        return [batch]
     if any(row.kind is Kind.VERIFY for row in rows) or len(rows) > 1:
         verified_at_once = min(FEW_TOKENS, chunk) if decoder.can_verify_draft else 1
         fits = not batch.verifies or len(batch.tokens) <= verified_at_once

@@ -25,17 +25,21 @@ class Scratch(threading.local):
 
     def address(self, name: str, nbytes: int) -> int:
         """The address of the name's buffer, grown where it is too small: for code that needs no tensor."""
-        return self._buffer(name, nbytes).data_ptr()
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = self._grown(name, nbytes)
+        return buffer.data_ptr()
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor; grown where the name's buffer is too small."""
         nbytes = math.prod(shape) * dtype.itemsize
-        return self._buffer(name, nbytes)[:nbytes].view(dtype).view(shape)
-
-    def _buffer(self, name: str, nbytes: int) -> torch.Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < nbytes:
-            buffer = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
+            buffer = self._grown(name, nbytes)
+        return buffer[:nbytes].view(dtype).view(shape)
+
+    def _grown(self, name: str, nbytes: int) -> torch.Tensor:
+        buffer = self._buffers[name] = torch.empty(nbytes, dtype=torch.uint8)
         return buffer
 
 

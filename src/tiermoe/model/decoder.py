@@ -167,17 +167,6 @@ class Decoder:
     def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:
         """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
         (sequences, vocabulary) of each sequence's last token, or of every token (T, vocabulary)."""
-        return self.finish(self._run(batch, cache), every)
-
-    @torch.no_grad()
-    def hidden_states(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Runs a batch as `step` does, and returns the hidden states (T, H) of every token, behind the last norm."""
-        passing = self._run(batch, cache)
-        self._end(passing)
-        return torch.cat([self._norm(x) for x in passing.xs])
-
-    def _run(self, batch: Batch, cache: KVCache) -> Passing:
-        """A batch behind the last layer."""
         passing = self.begin(batch, cache)
         if len(passing.parts) > 1:
             self.advance(passing, len(self.layers))
@@ -186,7 +175,7 @@ class Decoder:
             for index, layer in enumerate(self.layers):
                 x = layer(x, index, step)
             passing.xs = [x]
-        return passing
+        return self.finish(passing, every)
 
     def begin(self, batch: Batch, cache: KVCache) -> Passing:
         """Begins a step: the layers and `finish` follow. Steps of other sequences may run between two `advance`."""
@@ -206,19 +195,9 @@ class Decoder:
         passing.xs, passing.layer = xs, end
 
     def finish(self, passing: Passing, every: bool = False) -> Tensor:
-        """Ends a step: the logits as `step` returns them."""
-        self._end(passing)
+        """Ends a step: the logits as `step` returns them. An MTP head reads its tokens."""
         ends = passing.batch.ends
-        logits = [
-            self._logits(x, part, every)
-            for x, part in zip(passing.xs, passing.parts, strict=True)
-            if every or part.rows[-1].end == ends[part.rows[-1].slab]
-        ]
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
-
-    def _end(self, passing: Passing) -> None:
-        """Ends the writes of a step; an MTP head reads its tokens."""
-        for slab, end in passing.batch.ends.items():
+        for slab, end in ends.items():
             passing.cache.end_write(slab, end)
         if self.mtp is not None:
             parts, xs = passing.parts, passing.xs
@@ -226,6 +205,12 @@ class Decoder:
                 parts, xs = [passing.batch], [torch.cat(xs)]
             for part, x in zip(parts, xs, strict=True):
                 self.mtp.read(part, self._norm(x), passing.cache)
+        logits = [
+            self._logits(x, part, every)
+            for x, part in zip(passing.xs, passing.parts, strict=True)
+            if every or part.rows[-1].end == ends[part.rows[-1].slab]
+        ]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _embedded(self, step: Step) -> Tensor:
         x = self._embedding(step.tokens)

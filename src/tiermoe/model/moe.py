@@ -178,6 +178,10 @@ class MoeBlock:
     table: Tensor | None = None  # int64 (vocabulary, K): the experts of each token, where they follow from it alone
     experts: Experts = field(default_factory=NoExperts)
     layer: MoeLayer | None = None  # names and shapes of the experts
+    fused: bool = field(init=False)  # one native call can route tokens by the router and compute their experts
+
+    def __post_init__(self) -> None:
+        self.fused = not self.weighs_input and self.latent is None and self.table is None
 
     @property
     def moe(self) -> MoeBlock:
@@ -198,7 +202,7 @@ class MoeBlock:
 
     def __call__(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
         """(T, H) → (T, H), valid until the next call. tokens: ids int64 (T), which a block with a table needs."""
-        result = self.experts.block(self.router, x, None) if self._fused else None
+        result = self.experts.block(self.router, x, None) if self.fused else None
         if result is None:
             ((weights, index),) = self._routed([x], None if tokens is None else [tokens])
             result = self.experts(*self._given(x, index, weights))
@@ -214,7 +218,7 @@ class MoeBlock:
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * the block of x, (T, H) each."""
-        if self._fused and self.shared is None and self.norm is None and multiplier == 1:
+        if self.fused and self.shared is None and self.norm is None and multiplier == 1:
             result = self.experts.block(self.router, x, residual)
             if result is not None:
                 return result
@@ -224,11 +228,6 @@ class MoeBlock:
         """`add` of each (x, residual), bit for bit; each expert is read once for all of them."""
         results = self.forward_ragged([x for x, _ in parts])
         return [add_to(residual, result, multiplier) for (_, residual), result in zip(parts, results, strict=True)]
-
-    @property
-    def _fused(self) -> bool:
-        """Whether one native call can route tokens by the router and compute their experts."""
-        return not self.weighs_input and self.latent is None and self.table is None
 
     def _routed(self, xs: Sequence[Tensor], tokens: Sequence[Tensor] | None) -> list[tuple[Tensor, Tensor]]:
         """Each part's weights and experts, (T, K) each."""

@@ -39,7 +39,7 @@ from tiermoe.types import ExpertKey
 _KEPT_AT_6 = ("lm_head",)
 """Kinds of layers that 4 bits leave at 6, or at 8 where 6 bits do not take the shape and for a GPU, which has no kernel
 for them. Of what packing all dense layers to 4 bits costs, the output layer is 60 %; at 6 bits it loses a hundredth
-of that (`python -m benchmarks.dense_kinds`)."""
+of that."""
 
 
 def packable(blueprint: Blueprint) -> dict[str, tuple[str, ...]]:

@@ -117,11 +117,25 @@ def _source(blueprint: Blueprint) -> Source:
 def _checked(store: Store, blueprint: Blueprint) -> Store:
     check_fingerprint(store.root, store.source.fingerprint, blueprint.checkpoint.fingerprint())
     if store.layers != blueprint.layers or store.dtype != blueprint.dtype:
-        raise StoreError(
-            f"the store in {store.root} does not describe the layers of {blueprint.name} as this transformers does; "
-            f"{pack_anew(store.root)}"
-        )
+        raise _described_otherwise(store, blueprint)
     return store
+
+
+def _check_dense_layers(store: Store, key: str, blueprint: Blueprint) -> None:
+    """StoreError where the model has not all of the dense layers packed under `key`: another transformers may call them
+    otherwise."""
+    tensors = blueprint.outline.tensors
+    for name, packed in store.dense[key]["layers"].items():
+        weight = tensors.get(f"{name}.weight")
+        if weight is None or weight.shape != tuple(packed["shape"]):
+            raise _described_otherwise(store, blueprint)
+
+
+def _described_otherwise(store: Store, blueprint: Blueprint) -> StoreError:
+    return StoreError(
+        f"the store in {store.root} does not describe the layers of {blueprint.name} as this transformers does; "
+        f"{pack_anew(store.root)}"
+    )
 
 
 def ensure_packed(
@@ -163,6 +177,7 @@ def ensure_packed(
                 pack_dense(store, blueprint, dense_bits, layout, report, workers, progress)
         else:
             check_machine(store.root, store.dense[dense]["machine"], layout)
+            _check_dense_layers(store, dense, blueprint)
             check_dense_file(store, dense)
 
 

@@ -35,7 +35,8 @@ class Step:
     rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's dtype; cos, sin: the first
     ones. temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row the
     places of its recurrent states; None in a cache without them, or for a layer without (with_states). chosen:
-    positions that an indexer chose (`choose`)."""
+    positions that an indexer chose (`choose`). native: of each rotary embedding the step for the attention kernel of up
+    to FEW_TOKENS; empty where no kernel runs, or groups of heads attend to positions of their own."""
 
     def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary, with_states: bool = True) -> None:
         self.cache = cache
@@ -61,26 +62,21 @@ class Step:
             None if rotary.temperature is None else rotary.temperature(self.positions) for rotary in rotaries
         ]
         self.chosen: Tensor | None = None
-        self._native: list[NativeStep] = []
+        self.native: list[NativeStep] = []
         if len(batch.tokens) <= FEW_TOKENS and available() and cache.dtype == torch.bfloat16:
             given = None
             if batch.phase == "prefill":
                 given = torch.tensor([row.kind is Kind.PROMPT for row in batch.rows for _ in row.tokens])
-            self._native = [
+            self.native = [
                 NativeStep(self.slabs, self.positions, cos.bfloat16(), sin.bfloat16(), None, None, factors, given)
                 for (cos, sin), factors in zip(self.angles, self.temperatures, strict=True)
             ]
+        self._native = self.native
         recurrent = cache.recurrent
         self.states: StateRows | None = None
         if recurrent is not None and with_states:
             places = [recurrent.begin(row.slab, row.first, row.end) for row in batch.rows]
             self.states = StateRows(recurrent, [(row, *of) for row, of in zip(batch.rows, places, strict=True)])
-
-    @property
-    def native(self) -> list[NativeStep]:
-        """Of each rotary embedding the step for the attention kernel of up to FEW_TOKENS; empty where no kernel runs,
-        or groups of heads attend to positions of their own."""
-        return [] if self.chosen is not None and self.chosen.dim() == 3 else self._native
 
     def choose(self, chosen: Tensor | None) -> None:
         """The next layers' tokens attend to these positions of their sequences alone: int32 (T, most), ascending, and
@@ -89,6 +85,7 @@ class Step:
         if changed and (chosen is None or chosen.dim() == 2):
             self._native = [each.choosing(chosen) for each in self._native]
         self.chosen = chosen
+        self.native = self._native if chosen is None or chosen.dim() == 2 else []
 
     def compute_apart(self, compute: Callable[[Tensor], Computed], x: Tensor) -> Computed:
         """compute(x), x (T, ...), each of `apart` by itself."""

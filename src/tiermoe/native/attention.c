@@ -140,22 +140,6 @@ const char *attention_misfit(const Attention *layer, const Step *step, const Sla
     return step->chosen ? chosen_misfit(layer, step) : NULL;
 }
 
-Positions slab_positions(const Slabs *slabs, size_t slab, size_t kv_head) {
-    const size_t row = (slab * slabs->kv_heads + kv_head) * slabs->room;
-    return (Positions){
-        .keys = (const char *)slabs->keys + row * slabs->key_columns * slabs->bits / 8,
-        .values = slabs->values ? (const char *)slabs->values + row * slabs->value_columns * slabs->bits / 8 : NULL,
-        .key_scales = slabs->key_scales ? slabs->key_scales + row : NULL,
-        .value_scales = slabs->value_scales ? slabs->value_scales + row : NULL,
-        .bits = slabs->bits,
-        .key_columns = slabs->key_columns,
-        .value_columns = slabs->value_columns,
-        .key_stride = slabs->key_columns,
-        .value_stride = slabs->value_columns,
-        .room = slabs->room,
-    };
-}
-
 /* Floats of a token that a projection wants to know, at the most. */
 static size_t most_prepared(const Attention *layer) {
     const Projection *all[] = {&layer->query, &layer->key, &layer->value, &layer->output, &layer->query_first, &layer->key_up};

@@ -5,11 +5,9 @@
 #ifndef TIERMOE_ATTENTION_H
 #define TIERMOE_ATTENTION_H
 
-#include "attention_tiles.h"
 #include "matrix.h"
 #include "norm.h"
-
-enum { MOST_HEAD_COLUMNS = 256 };
+#include "slabs.h"
 
 /* Grouped attention computes a prompt's tokens from this position on by blocks of queries (prompt_attention.h), which takes
  * less than half the time where there are many positions. The others are computed one by one: so before it a token has the
@@ -64,23 +62,8 @@ typedef struct {
 /* Fills in `spread`. */
 void step_measure(Step *step);
 
-/* The key/value cache of a layer: keys (slabs, kv_heads, room, key_columns), values (slabs, kv_heads, room, value_columns);
- * of latent attention keys (slabs, 1, room, latent_columns + rotary_columns) and no values. Position p lies in row p, or in
- * row p % room of a ring. Keys and values are bfloat16, or codes of 8 or 4 bits with a scale for each row (kv_codes.h):
- * key_scales and value_scales (slabs, kv_heads, room). */
-typedef struct {
-    void *keys, *values;
-    bf16 *key_scales, *value_scales; /* NULL: bfloat16 */
-    size_t bits;                     /* of a column: 16, or 8 or 4 of codes */
-    size_t slabs, kv_heads, room, key_columns, value_columns;
-    int ring;
-} Slabs;
-
 /* NULL where the layer can do the step with these slabs, else what does not fit. */
 const char *attention_misfit(const Attention *layer, const Step *step, const Slabs *slabs);
-
-/* Keys and values of a sequence's head, for the kernels of attention_tiles.h. */
-Positions slab_positions(const Slabs *slabs, size_t slab, size_t kv_head);
 
 /* Bytes of workspace. */
 size_t attention_workspace(const Attention *layer, const Step *step, const Slabs *slabs, size_t threads);

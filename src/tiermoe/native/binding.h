@@ -20,6 +20,9 @@ int take_struct(PyObject *bytes, void *taken);
 #define STRUCT(variable) take_struct, &(Taken){&(variable), sizeof(variable)}
 
 /* Functions of the module; each table ends with a line of NULL and is listed in module.c. */
-extern PyMethodDef attention_methods[], block_methods[], expert_methods[], packing_methods[];
+extern PyMethodDef attention_methods[], expert_methods[], packing_methods[];
+
+/* The type `MoeBlock` (block_binding.c), or NULL with an exception. */
+PyObject *moe_block_type(void);
 
 #endif

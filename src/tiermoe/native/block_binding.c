@@ -1,71 +1,112 @@
-/* The Python face of moe_block.h. */
+/* The Python face of moe_block.h: the type `MoeBlock`, a layer's table of experts and the call that runs over it. */
+#include <stdlib.h>
+
 #include "binding.h"
 #include "moe_block.h"
 
-/* Gives a block its experts, `table`; ValueError where there are more or fewer than its router's. */
-static int take_block(const Py_buffer *table, MoeBlock *block) {
-    block->experts = table->buf;
-    if ((size_t)table->len == block->router.experts * sizeof(Expert)) return 1;
-    PyErr_Format(PyExc_ValueError, "%zd bytes are not a table of %zu experts", table->len, block->router.experts);
+typedef struct {
+    PyObject_HEAD
+    size_t count;    /* of experts */
+    Expert absent;   /* without addresses */
+    Expert *experts; /* `absent` where one is not here */
+    MoeBlock block;  /* the router of the running call, over `experts` */
+    const bf16 *x;
+    size_t tokens, threads, row; /* row: of the results, the next free one */
+    void *workspace;             /* NULL until it is given */
+} Block;
+
+static PyObject *block_new(PyTypeObject *type, PyObject *args, PyObject *named) {
+    Py_ssize_t count;
+    Expert absent;
+    if (named && PyDict_Size(named)) return PyErr_Format(PyExc_TypeError, "MoeBlock takes no names");
+    if (!PyArg_ParseTuple(args, "O&n", STRUCT(absent), &count)) return NULL;
+    if (count < 1) return PyErr_Format(PyExc_ValueError, "a block has experts, not %zd", count);
+    Block *block = (Block *)PyType_GenericAlloc(type, 0);
+    if (!block) return NULL;
+    block->absent = absent, block->count = (size_t)count;
+    block->experts = malloc(block->count * sizeof absent);
+    if (!block->experts) {
+        Py_DECREF(block);
+        return PyErr_NoMemory();
+    }
+    for (size_t e = 0; e < block->count; e++) block->experts[e] = absent;
+    block->block.experts = block->experts;
+    return (PyObject *)block;
+}
+
+static void block_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    free(((Block *)self)->experts);
+    PyObject_Free(self);
+    Py_DECREF(type);
+}
+
+/* Whether the block has such an expert; else an exception is set. */
+static int has(const Block *block, long long expert) {
+    if (expert >= 0 && (size_t)expert < block->count) return 1;
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "there is no expert %lld", expert);
     return 0;
 }
 
-static PyObject *block_workspace(PyObject *self, PyObject *args) {
-    Py_ssize_t tokens;
-    Py_buffer table;
-    unsigned threads;
-    size_t needed = 0;
-    MoeBlock packed;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "O&y*nI", STRUCT(packed.router), &table, &tokens, &threads)) return NULL;
-    if (take_block(&table, &packed)) needed = moe_block_workspace(&packed, (size_t)tokens, threads);
-    PyBuffer_Release(&table);
-    return needed ? PyLong_FromSize_t(needed) : NULL;
+static PyObject *block_place(PyObject *self, PyObject *args) {
+    Block *block = (Block *)self;
+    long long expert;
+    Expert packed;
+    if (!PyArg_ParseTuple(args, "LO&", &expert, STRUCT(packed)) || !has(block, expert)) return NULL;
+    block->experts[expert] = packed;
+    Py_RETURN_NONE;
 }
 
-/* What the parts of a block's computation share: the block, its tokens and where they compute. */
-typedef struct {
-    MoeBlock block;
-    const bf16 *x;
-    size_t tokens;
-    void *workspace;
-    size_t threads;
-} BlockCall;
-
-static PyObject *block_call(PyObject *self, PyObject *args) {
-    Py_ssize_t tokens;
-    Py_buffer table;
-    Address x, workspace;
-    unsigned threads;
-    BlockCall call;
-    (void)self;
-    memset(&call, 0, sizeof call);
-    if (!PyArg_ParseTuple(args, "O&y*KnKI", STRUCT(call.block.router), &table, &x, &tokens, &workspace, &threads)) return NULL;
-    const int fits = take_block(&table, &call.block);
-    PyBuffer_Release(&table);
-    if (!fits) return NULL;
-    call.x = at(x), call.tokens = (size_t)tokens, call.workspace = at(workspace), call.threads = threads;
-    return PyBytes_FromStringAndSize((const char *)&call, sizeof call);
+static PyObject *block_remove(PyObject *self, PyObject *number) {
+    Block *block = (Block *)self;
+    const long long expert = PyLong_AsLongLong(number);
+    if (!has(block, expert)) return NULL;
+    block->experts[expert] = block->absent;
+    Py_RETURN_NONE;
 }
 
-static PyObject *block(PyObject *self, PyObject *args) {
-    Address residual, out;
+static PyObject *block_begin(PyObject *self, PyObject *args) {
+    Block *block = (Block *)self;
+    Py_ssize_t tokens;
+    Address x;
+    unsigned threads;
+    Router router;
+    if (!PyArg_ParseTuple(args, "O&KnI", STRUCT(router), &x, &tokens, &threads)) return NULL;
+    if (router.experts != block->count)
+        return PyErr_Format(PyExc_ValueError, "a router of %zu experts, a block of %zu", (size_t)router.experts, block->count);
+    block->block.router = router, block->x = at(x), block->tokens = (size_t)tokens, block->threads = threads;
+    block->workspace = NULL, block->row = 0;
+    return PyLong_FromSize_t(moe_block_workspace(&block->block, block->tokens, block->threads));
+}
+
+/* Whether a call has begun and has its workspace; else an exception is set. */
+static int runs(const Block *block) {
+    if (!block->workspace) PyErr_SetString(PyExc_ValueError, "no call has begun");
+    return block->workspace != NULL;
+}
+
+static PyObject *block_run(PyObject *self, PyObject *args) {
+    Block *block = (Block *)self;
+    Address workspace, residual, out;
     size_t computed;
-    BlockCall call;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "O&KK", STRUCT(call), &residual, &out)) return NULL;
+    if (!PyArg_ParseTuple(args, "KKK", &workspace, &residual, &out)) return NULL;
+    block->workspace = at(workspace);
+    if (!runs(block)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    computed = moe_block_run(&call.block, call.x, at(residual), call.tokens, call.workspace, at(out), call.threads);
+    computed = moe_block_run(&block->block, block->x, at(residual), block->tokens, block->workspace, at(out), block->threads);
     Py_END_ALLOW_THREADS
     return PyLong_FromSize_t(computed);
 }
 
 /* Each token's experts, as a list of lists. */
-static PyObject *chosen_lists(const BlockCall *call) {
-    const int64_t *chosen = moe_block_chosen(&call->block, call->tokens, call->workspace, call->threads);
-    const size_t k = call->block.router.k;
-    PyObject *lists = PyList_New((Py_ssize_t)call->tokens);
-    for (size_t t = 0; lists && t < call->tokens; t++) {
+static PyObject *block_chosen(PyObject *self, PyObject *none) {
+    const Block *block = (Block *)self;
+    (void)none;
+    if (!runs(block)) return NULL;
+    const int64_t *chosen = moe_block_chosen(&block->block, block->tokens, block->workspace, block->threads);
+    const size_t k = block->block.router.k;
+    PyObject *lists = PyList_New((Py_ssize_t)block->tokens);
+    for (size_t t = 0; lists && t < block->tokens; t++) {
         PyObject *row = PyList_New((Py_ssize_t)k);
         for (size_t i = 0; row && i < k; i++) {
             PyObject *expert = PyLong_FromLongLong(chosen[t * k + i]);
@@ -83,71 +124,75 @@ static PyObject *chosen_lists(const BlockCall *call) {
 }
 
 static PyObject *block_route(PyObject *self, PyObject *args) {
-    BlockCall call;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "O&", STRUCT(call))) return NULL;
+    Block *block = (Block *)self;
+    Address workspace;
+    if (!PyArg_ParseTuple(args, "K", &workspace)) return NULL;
+    block->workspace = at(workspace);
+    if (!runs(block)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    moe_block_route(&call.block, call.x, call.tokens, call.workspace, call.threads);
+    moe_block_route(&block->block, block->x, block->tokens, block->workspace, block->threads);
     Py_END_ALLOW_THREADS
-    return chosen_lists(&call);
-}
-
-static PyObject *block_chosen(PyObject *self, PyObject *args) {
-    BlockCall call;
-    (void)self;
-    return PyArg_ParseTuple(args, "O&", STRUCT(call)) ? chosen_lists(&call) : NULL;
+    return block_chosen(self, NULL);
 }
 
 static PyObject *block_routed(PyObject *self, PyObject *args) {
-    Address chosen, weights;
-    BlockCall call;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "O&KK", STRUCT(call), &chosen, &weights)) return NULL;
-    moe_block_routed(&call.block, at(chosen), at(weights), call.tokens, call.workspace, call.threads);
+    Block *block = (Block *)self;
+    Address workspace, chosen, weights;
+    if (!PyArg_ParseTuple(args, "KKK", &workspace, &chosen, &weights)) return NULL;
+    block->workspace = at(workspace);
+    if (!runs(block)) return NULL;
+    moe_block_routed(&block->block, at(chosen), at(weights), block->tokens, block->workspace, block->threads);
     Py_RETURN_NONE;
 }
 
-static PyObject *block_experts(PyObject *self, PyObject *args) {
-    Py_ssize_t row;
-    PyObject *list;
-    size_t next;
-    BlockCall call;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "O&O!n", STRUCT(call), &PyList_Type, &list, &row))
-        return NULL;
+static PyObject *block_compute(PyObject *self, PyObject *list) {
+    Block *block = (Block *)self;
+    if (!runs(block)) return NULL;
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "experts are a list");
     const Py_ssize_t count = PyList_Size(list);
     int64_t experts[count ? count : 1];
     for (Py_ssize_t i = 0; i < count; i++) {
         experts[i] = PyLong_AsLongLong(PyList_GetItem(list, i));
-        if (experts[i] >= 0 && (size_t)experts[i] < call.block.router.experts) continue;
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "there is no expert %lld", (long long)experts[i]);
+        if (!has(block, experts[i])) return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    next = moe_block_experts(&call.block, call.x, call.tokens, call.workspace, call.threads, experts, (size_t)count, (size_t)row);
-    Py_END_ALLOW_THREADS
-    return PyLong_FromSize_t(next);
-}
-
-static PyObject *block_sum(PyObject *self, PyObject *args) {
-    Address residual, out;
-    BlockCall call;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "O&KK", STRUCT(call), &residual, &out)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    moe_block_sum(&call.block, at(residual), call.tokens, call.workspace, call.threads, at(out));
+    block->row = moe_block_experts(&block->block, block->x, block->tokens, block->workspace, block->threads, experts,
+                                   (size_t)count, block->row);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
-PyMethodDef block_methods[] = {
-    {"block_workspace", block_workspace, METH_VARARGS, "block_workspace(router, experts, tokens, threads) -> bytes that block needs"},
-    {"block_call", block_call, METH_VARARGS,
-     "block_call(router, experts, x, tokens, workspace, threads) -> bytes of a BlockCall, valid as long as all of these live"},
-    {"block_route", block_route, METH_VARARGS, "block_route(call) -> what each token chooses, in ascending order"},
-    {"block_chosen", block_chosen, METH_VARARGS, "block_chosen(call) -> what each token chose last, as block_route"},
-    {"block_routed", block_routed, METH_VARARGS, "block_routed(call, chosen, weights): a choice that is known"},
-    {"block_experts", block_experts, METH_VARARGS, "block_experts(call, which, row) -> the next call's row, 0 at first"},
-    {"block_sum", block_sum, METH_VARARGS, "block_sum(call, residual, out)"},
-    {"block", block, METH_VARARGS, "block(call, residual, out) -> how many experts computed, 0 where a chosen one is not here"},
+static PyObject *block_total(PyObject *self, PyObject *args) {
+    Block *block = (Block *)self;
+    Address residual, out;
+    if (!PyArg_ParseTuple(args, "KK", &residual, &out) || !runs(block)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    moe_block_sum(&block->block, at(residual), block->tokens, block->workspace, block->threads, at(out));
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"place", block_place, METH_VARARGS, "place(expert, packed): the expert is here"},
+    {"remove", block_remove, METH_O, "remove(expert): the expert is absent"},
+    {"begin", block_begin, METH_VARARGS, "begin(router, x, tokens, threads) -> bytes of workspace that the call needs"},
+    {"run", block_run, METH_VARARGS, "run(workspace, residual, out) -> how many experts computed, 0 where a chosen one is absent"},
+    {"route", block_route, METH_VARARGS, "route(workspace) -> what each token chooses, in ascending order"},
+    {"routed", block_routed, METH_VARARGS, "routed(workspace, chosen, weights): a choice that is known"},
+    {"chosen", block_chosen, METH_NOARGS, "chosen() -> what each token has chosen, as route"},
+    {"compute", block_compute, METH_O, "compute(experts): some of the chosen ones, which are here"},
+    {"total", block_total, METH_VARARGS, "total(residual, out): what run writes, of the experts that have computed"},
     {NULL, NULL, 0, NULL},
 };
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "A MoE block for few tokens; see _native.pyi."},
+    {Py_tp_new, block_new},
+    {Py_tp_dealloc, block_dealloc},
+    {Py_tp_methods, methods},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {"tiermoe.native._native.MoeBlock", sizeof(Block), 0, Py_TPFLAGS_DEFAULT, slots};
+
+PyObject *moe_block_type(void) { return PyType_FromSpec(&spec); }

@@ -1,5 +1,5 @@
-/* The grids of gguf_grids.h, as GGML has them in ggml-common.h (MIT licence). tests/test_native_gguf.py compares every entry
- * with the gguf package's. */
+/* The grids of gguf_grids.h. Written by tools/gguf_grids.py from the tables of the gguf package, those of GGML
+ * (ggml-common.h, MIT licence): change that, not this. */
 #include "gguf_grids.h"
 
 const uint64_t IQ1_GRID[2048] = {

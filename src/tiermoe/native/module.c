@@ -13,7 +13,7 @@
 #include "route.h"
 #include "trellis.h"
 
-static PyMethodDef *const METHODS[] = {attention_methods, block_methods, expert_methods, packing_methods};
+static PyMethodDef *const METHODS[] = {attention_methods, expert_methods, packing_methods};
 
 /* Checks of what is packed: 0 with a ValueError where no kernel takes the values. */
 static int check_matrix(void *packed) {
@@ -234,5 +234,8 @@ PyMODINIT_FUNC PyInit__native(void) {
     PyObject *threads = module ? io_threads_type() : NULL;
     if (!threads || PyModule_AddObjectRef(module, "IOThreads", threads)) Py_CLEAR(module);
     Py_XDECREF(threads);
+    PyObject *block = module ? moe_block_type() : NULL;
+    if (!block || PyModule_AddObjectRef(module, "MoeBlock", block)) Py_CLEAR(module);
+    Py_XDECREF(block);
     return module;
 }

@@ -1,6 +1,5 @@
 #include "prompt_attention.h"
 
-#include "attention_tiles.h"
 #include "kernels.h"
 #include "kv_codes.h"
 #include "team.h"

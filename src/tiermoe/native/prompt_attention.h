@@ -4,7 +4,7 @@
 #ifndef TIERMOE_PROMPT_ATTENTION_H
 #define TIERMOE_PROMPT_ATTENTION_H
 
-#include "attention.h"
+#include "slabs.h"
 
 typedef struct {
     const bf16 *query; /* (tokens, heads, key_columns of the slabs): in position */

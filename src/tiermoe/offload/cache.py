@@ -16,13 +16,12 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from tiermoe.offload.policies.allotment import Pool
+from tiermoe.offload.policies.allotment import Pool, SlotPool, SlotShares, slot_numbers
 from tiermoe.offload.policies.eviction import Eviction
-from tiermoe.offload.slot_pools import SlotPool, SlotShares, slot_numbers
 from tiermoe.types import Demand, ExpertKey
 
 SHARE_EVERY = 16
@@ -79,8 +78,8 @@ class ExpertCache:
         self._room = self._unborrowed = room
         self._precisions = sorted(precisions, reverse=True)
         self._serving = {bits: self._that_serve(bits, exact_bits) for bits in range(17)}
-        self._resident: dict[ExpertKey, int] = {}
-        self._in_flight: dict[ExpertKey, int] = {}
+        self.resident: dict[ExpertKey, int] = {}  # keys that have come, and their slots; readers may look
+        self.in_flight: dict[ExpertKey, int] = {}  # keys that are loaded, and their slots; readers may look
         self._pins: dict[ExpertKey, int] = {}
         self._uncommitted: dict[ExpertKey, ExpertKey | None] = {}  # in flight → who leaves for it, if somebody must
         self._leaving: set[ExpertKey] = set()
@@ -103,31 +102,44 @@ class ExpertCache:
                 self._shares.update(dict.fromkeys(pools[run.pools[0].number].bits or self._precisions, shares))
 
     def __len__(self) -> int:
-        return len(self._resident)
+        return len(self.resident)
 
     def slot(self, key: ExpertKey) -> int | None:
         """The slot of a resident key, None where it is absent or in flight."""
-        return self._resident.get(key)
-
-    def in_flight(self, key: ExpertKey) -> bool:
-        return key in self._in_flight
+        return self.resident.get(key)
 
     def find(self, layer: int, expert: int, bits: int) -> ExpertKey | None:
         """The resident copy of the highest precision that serves `bits`; None where there is none."""
         for precision in self._serving[bits]:
             key = ExpertKey(layer, expert, precision)
-            if key in self._resident:
+            if key in self.resident:
                 return key
         return None
 
     def arriving(self, layer: int, expert: int, bits: int) -> ExpertKey | None:
         """The copy in flight of the highest precision that serves `bits`; None where there is none."""
-        if self._in_flight:
+        if self.in_flight:
             for precision in self._serving[bits]:
                 key = ExpertKey(layer, expert, precision)
-                if key in self._in_flight:
+                if key in self.in_flight:
                     return key
         return None
+
+    def copies(self, layer: int, demands: Sequence[Demand]) -> list[tuple[ExpertKey | None, bool]]:
+        """Of each demand of a layer the copy that `find` gives, else the one that `arriving` gives; and whether it is
+        resident."""
+        found: list[tuple[ExpertKey | None, bool]] = []
+        for expert, _, bits in demands:
+            copy, resident = None, False
+            for precision in self._serving[bits]:
+                key = ExpertKey(layer, expert, precision)
+                if key in self.resident:
+                    copy, resident = key, True
+                    break
+                if copy is None and key in self.in_flight:
+                    copy = key
+            found.append((copy, resident))
+        return found
 
     def pool(self, key: ExpertKey) -> int:
         """The number of the pool that the key belongs to."""
@@ -156,15 +168,11 @@ class ExpertCache:
         """Keeps a predicted key until `release_layer` of its layer."""
         self.protected.add(key)
 
-    @property
-    def awaits_layers(self) -> bool:
-        """Whether the end of a layer changes anything."""
-        return bool(self.protected) or self._unborrowed < self._room
-
     def release_layer(self, layer: int) -> int:
         """Layer `layer` has run: what was predicted for it, and for layers before it, is protected no longer, and its
         pool has its own slots again. Returns how many keys have left for that."""
-        self.protected = {key for key in self.protected if key.layer > layer}
+        if self.protected:
+            self.protected = {key for key in self.protected if key.layer > layer}
         if self._unborrowed == self._room:
             return 0
         before = self.evictions
@@ -179,23 +187,27 @@ class ExpertCache:
                 self._pay_back(pool)
         return self.evictions - before
 
-    def reserve(self, key: ExpertKey) -> int | None:
-        """A slot for an absent key, which is in flight from now on; a victim is evicted where no slot is free. None
-        where every slot is pinned, in flight or reserved speculatively."""
-        if key in self._resident or key in self._in_flight:
+    def reserve(self, key: ExpertKey, pins: int = 0) -> int | None:
+        """A slot for an absent key, which is in flight from now on, and pinned so often; a victim is evicted if no slot
+        is free. None if every slot is pinned, in flight or reserved speculatively."""
+        if key in self.resident or key in self.in_flight:
             raise ValueError(f"{key} already has a slot")
-        pool, size = self._pool_of[key.layer, key.bits], self.size(key)
+        pool, size = self._pool_of[key.layer, key.bits], 1 if self._sizes is None else self._sizes[key.bits]
         before = len(pool.free)
         slot = None
-        if self._make_room(pool, key, size):
-            slot = pool.take(size)
-            if len(pool.free) >= before:
-                self._shrink(slot, size)
-        for other in pool.free[before:]:
-            self._shrink(other, 0)
+        if pool.spare >= size or self._make_room(pool, key, size):
+            slot = pool.free.pop()
+            pool.spare -= size
+            if self.on_shrink is not None and len(pool.free) >= before:
+                self.on_shrink(slot, size)
+        if self.on_shrink is not None:
+            for other in pool.free[before:]:
+                self.on_shrink(other, 0)
         if slot is None:
             return None
-        self._in_flight[key] = slot
+        self.in_flight[key] = slot
+        if pins:
+            self._pins[key] = pins
         pool.eviction.admitted(key)
         return slot
 
@@ -203,7 +215,7 @@ class ExpertCache:
         """As `reserve`, but never in place of a protected key, nobody leaves before `commit`, and then one key at most,
         whose bytes and the spare ones are enough. One of `commit` and `cancel` is called before the next key is looked
         for: a load that has begun has changed the slot's bytes."""
-        if key in self._resident or key in self._in_flight:
+        if key in self.resident or key in self.in_flight:
             raise ValueError(f"{key} already has a slot")
         pool, size = self._pool_of[key.layer, key.bits], self.size(key)
         victim = None
@@ -214,12 +226,12 @@ class ExpertCache:
             victim = self._victim(pool, key, self.protected, size - pool.spare)
             if victim is None:
                 return None
-            slot = self._resident[victim]
+            slot = self.resident[victim]
             pool.spare -= max(size - self.size(victim), 0)
             if self.on_leave is not None:
                 self.on_leave(victim)
             self._leaving.add(victim)
-        self._in_flight[key] = slot
+        self.in_flight[key] = slot
         self._uncommitted[key] = victim
         return slot
 
@@ -230,7 +242,9 @@ class ExpertCache:
         pool, victim = self._pool_of[key.layer, key.bits], self._uncommitted.pop(key)
         if victim is not None:
             pool.eviction.victim(key, {victim}.__contains__)  # policies learn from being asked: again, at the end
-            slot = self._evict(pool, victim)
+            self._vacate(pool, victim)
+            slot = pool.free.pop()  # into which the load writes
+            pool.spare -= self.size(victim)
             self._leaving.discard(victim)
             if self.size(victim) > self.size(key):
                 self._shrink(slot, self.size(key))
@@ -240,7 +254,7 @@ class ExpertCache:
     def cancel(self, key: ExpertKey) -> None:
         """The load behind a speculative reservation will not begin: all is as before."""
         pool = self._pool_of[key.layer, key.bits]
-        slot, victim = self._in_flight.pop(key), self._uncommitted.pop(key)
+        slot, victim = self.in_flight.pop(key), self._uncommitted.pop(key)
         if victim is None:
             pool.put_back(slot, self.size(key))
             if pool.borrowed and pool.spare >= pool.unit:
@@ -284,20 +298,27 @@ class ExpertCache:
 
     def arrived(self, key: ExpertKey) -> int:
         """A key in flight is resident now; returns its slot."""
-        slot = self._in_flight.pop(key)
-        self._resident[key] = slot
+        slot = self.in_flight.pop(key)
+        self.resident[key] = slot
         return slot
 
     def abandon(self, key: ExpertKey) -> None:
         """A key in flight will not arrive: its slot is free again."""
-        pool, slot = self._pool_of[key.layer, key.bits], self._in_flight.pop(key)
+        pool, slot = self._pool_of[key.layer, key.bits], self.in_flight.pop(key)
         self._shrink(slot, 0)
         pool.put_back(slot, self.size(key))
         pool.eviction.removed(key)
 
-    def slots_of(self, keys: Iterable[ExpertKey]) -> list[int]:
-        """The slots of resident keys."""
-        return list(map(self._resident.__getitem__, keys))
+    def release(self, keys: Sequence[ExpertKey], demands: Mapping[ExpertKey, Demand]) -> None:
+        """Pinned keys were computed with: `used`, and `unpin`. demands: by key."""
+        pins = self._pins
+        for key in keys:
+            self._pool_of[key.layer, key.bits].eviction.used(key, demands[key])
+        for key in keys:
+            if pins[key] == 1:
+                del pins[key]
+            else:
+                pins[key] -= 1
 
     def used(self, keys: Sequence[ExpertKey], demands: Sequence[Demand]) -> None:
         """Tells the eviction policies that resident keys were computed with, one after the other."""
@@ -320,8 +341,8 @@ class ExpertCache:
         """After an interruption anywhere, with nothing under way: what is resident stays, unless another may have been
         read over it; nothing is pinned, protected or in flight, and every other slot is free. The policies begin anew:
         their records may be half written."""
-        self._resident = {key: slot for key, slot in self._resident.items() if key not in self._leaving}
-        for kept in (self._in_flight, self._pins, self._uncommitted, self._leaving, self.protected):
+        self.resident = {key: slot for key, slot in self.resident.items() if key not in self._leaving}
+        for kept in (self.in_flight, self._pins, self._uncommitted, self._leaving, self.protected):
             kept.clear()
         for pool, _ in self._lent:
             pool.slots += 1
@@ -329,11 +350,11 @@ class ExpertCache:
         for pool, eviction in zip(self._pools, self._fresh_evictions(), strict=True):
             pool.eviction = eviction
         taken: dict[int, int] = {}  # by pool
-        for key in self._resident:
+        for key in self.resident:
             pool = self._pool_of[key.layer, key.bits]
             taken[pool.number] = taken.get(pool.number, 0) + self.size(key)
             pool.eviction.admitted(key)
-        held = set(self._resident.values())
+        held = set(self.resident.values())
         self._unborrowed = self._room - sum(pool.borrowed for pool in self._pools)
         for run in self._runs:
             run.pools[0].free[:] = [slot for slot in reversed(run.numbers) if slot not in held]
@@ -383,20 +404,25 @@ class ExpertCache:
         return pool.eviction.victim(incoming, lambda key: key not in protected and evictable(key))
 
     def _evictable(self, key: ExpertKey) -> bool:
-        return key in self._resident and key not in self._pins and key not in self._leaving
+        return key in self.resident and key not in self._pins and key not in self._leaving
 
     def _evictable_of(self, pool: int, key: ExpertKey) -> bool:
         return self._evictable(key) and self._pool_of[key.layer, key.bits].number == pool
 
     def _make_room(self, pool: SlotPool, key: ExpertKey, size: int) -> bool:
         """Evicts until a pool has `size` to spare for `key`; False where that cannot be had."""
-        self._borrow(pool, size)
+        if self._unborrowed:
+            self._borrow(pool, size)
         if self._shares and pool.spare < size:
-            self._enlarge(pool, key)
+            for other in self._shares[key.bits].givers(pool):
+                if self._spares_one(other, key):
+                    other.give(pool)
+                    break
         while pool.spare < size:
-            victim = self._victim(pool, key, self.protected)
-            if victim is None and self.protected:
-                victim = self._victim(pool, key, _NOBODY)
+            if not self.protected:
+                victim = pool.eviction.victim(key, pool.evictable)
+            else:
+                victim = self._victim(pool, key, self.protected) or self._victim(pool, key, _NOBODY)
             if victim is None:
                 return False
             self._vacate(pool, victim)
@@ -415,32 +441,26 @@ class ExpertCache:
         self._unborrowed += 1
 
     def _vacate(self, pool: SlotPool, victim: ExpertKey) -> None:
-        """Evicts; the slot is free."""
-        pool.put_back(self._evict(pool, victim), self.size(victim))
+        """A key leaves its slot, which is free."""
+        self.evictions += 1
+        if self.on_leave is not None:
+            self.on_leave(victim)
+        pool.eviction.removed(victim)
+        pool.free.append(self.resident.pop(victim))
+        pool.spare += 1 if self._sizes is None else self._sizes[victim.bits]
 
     def _shrink(self, slot: int, nbytes: int) -> None:
         if self.on_shrink is not None:
             self.on_shrink(slot, nbytes)
 
-    def _evict(self, pool: SlotPool, victim: ExpertKey) -> int:
-        """The slot in which it lay."""
-        self.evictions += 1
-        if self.on_leave is not None:
-            self.on_leave(victim)
-        pool.eviction.removed(victim)
-        return self._resident.pop(victim)
-
-    def _enlarge(self, pool: SlotPool, key: ExpertKey) -> None:
-        """A slot more for the pool of `key`, of a pool that has one to give (`SlotShares.givers`)."""
-        for other in self._shares[key.bits].givers(pool):
-            while other.spare < other.unit:
-                victim = self._victim(other, key, self.protected)
-                if victim is None:
-                    break
-                self._vacate(other, victim)
-            else:
-                other.give(pool)
-                return
+    def _spares_one(self, pool: SlotPool, key: ExpertKey) -> bool:
+        """Whether a pool has a slot to spare, after evictions, for a `key` of another."""
+        while pool.spare < pool.unit:
+            victim = self._victim(pool, key, self.protected)
+            if victim is None:
+                return False
+            self._vacate(pool, victim)
+        return True
 
 
 class _Everywhere(dict[tuple[int, int], SlotPool]):

@@ -1,6 +1,6 @@
 """A composition: which experts run, in which precision, what is prefetched, what stays cached, in what unit.
 
-A published system is one choice of each part (`lab/systems`).
+A published system is one choice of each part (`lab/papers`).
 """
 
 from __future__ import annotations

@@ -147,7 +147,6 @@ class DiskLink:
         self._filler = filler
         self._slots = slots
         self._finished: queue.SimpleQueue[tuple[Finished, float]] = queue.SimpleQueue()  # and when it ended
-        self._outstanding = 0  # submitted, and neither taken nor recalled, background loads apart
         self._threads = IOThreads(threads, self._work)
 
     def counters(self) -> LinkCounters:
@@ -156,14 +155,12 @@ class DiskLink:
         return LinkCounters(filler.bytes_read, filler.busy_s, *waited, threads.starts, threads.start_s)
 
     def submit(self, load: Load) -> None:
-        self._outstanding += not load.background
         self._threads.submit(load)
 
     def wait(self) -> Finished:
         started = time.perf_counter()
         finished, ended = self._finished.get()
         now = time.perf_counter()
-        self._outstanding -= not finished.load.background
         self._wait_s += now - started
         if ended > started:
             self._wakes += 1
@@ -172,28 +169,20 @@ class DiskLink:
 
     def poll(self) -> Finished | None:
         try:
-            finished, _ = self._finished.get_nowait()
+            return self._finished.get_nowait()[0]
         except queue.Empty:
             return None
-        self._outstanding -= not finished.load.background
-        return finished
 
     def recall(self) -> list[Load]:
-        loads = self._threads.recall()
-        self._outstanding -= len(loads)
-        return loads
+        return self._threads.recall()
 
     def withdraw(self, key: ExpertKey) -> bool:
         return self._threads.withdraw(key) is not None
-
-    def is_idle(self) -> bool:
-        return self._outstanding == 0
 
     def roll_back(self) -> None:
         self._threads.drop()
         self._filler.roll_back()
         self._finished = queue.SimpleQueue()
-        self._outstanding = 0
 
     def close(self) -> None:
         """Ends the threads, drops what is queued and gives the slots back."""
@@ -247,7 +236,7 @@ class NativeDiskLink:
         self._loads: dict[int, Load] = {}  # by number: submitted, and neither taken nor recalled
         self._background: dict[ExpertKey, int] = {}  # numbers
         self._requests: dict[ExpertKey, bytes] = {}
-        self._completed: set[ExpertKey] = set()  # by this thread, once they are read: see `_complete`
+        self._completed: set[ExpertKey] = set()  # by this thread, once they are read: see `_completion`
         self._failed: deque[Finished] = deque()  # whose files cannot be opened
 
     def counters(self) -> LinkCounters:
@@ -289,9 +278,6 @@ class NativeDiskLink:
         del self._background[key], self._loads[number]
         return True
 
-    def is_idle(self) -> bool:
-        return len(self._loads) == len(self._background) and not self._failed
-
     def roll_back(self) -> None:
         self._threads.drop()
         self._loads.clear()
@@ -327,38 +313,39 @@ class NativeDiskLink:
         return file, _MAPPED if self._mapped else _DIRECT if direct else _CACHED if reader.keep else _DROPPED
 
     def _handed_out(self, ended: int | tuple[int, int, int, int, int]) -> Finished:
-        if isinstance(ended, int):
-            number = ended
-        else:
-            number, outcome, piece, detail, drive = ended
-            key = self._loads[number].key
+        error = None
+        if isinstance(ended, tuple):
+            ended, outcome, piece, detail, drive = ended
+            key = self._loads[ended].key
             extent, second = self._extent_of(key), self._second
             if not drive or second is None:
-                return self._taken(number, _error(key, extent, outcome, piece, detail))
-            if outcome == _DONE:
+                error = _error(key, extent, outcome, piece, detail)
+            elif outcome == _DONE:
                 second.record(extent.nbytes)
             else:
                 copy = second.copy_of(extent, key) or extent
                 second.leave_out(key, _error(key, copy, outcome, piece, detail))
                 del self._requests[key]
-        finished = self._taken(number)
-        if finished.load.key in self._completed:
-            return self._complete(finished.load)
-        return finished
+        load = self._loads.pop(ended)
+        if load.background:
+            del self._background[load.key]
+        if error is None and load.key in self._completed:
+            error = self._completion(load)
+        return Finished(load, error)
 
-    def _complete(self, load: Load) -> Finished:
-        """Does what the native threads leave: the checksum of a short extent, rounding biases."""
+    def _completion(self, load: Load) -> LoadError | None:
+        """Does what the native threads leave: the checksum of a short extent, rounding biases. Returns what fails."""
         extent, form = self._extent_of(load.key), self._format_of(load.key)
         slot = self._slots.buffer(load.slot)
         try:
             if extent.nbytes <= _SHORT:
                 verify(extent, slot.numpy().data, load.key)
         except LoadError as error:
-            return Finished(load, error)
+            return error
         form.round_biases(slot)
-        return Finished(load)
+        return None
 
-    def _taken(self, number: int, error: Exception | None = None) -> Finished:
+    def _taken(self, number: int, error: Exception) -> Finished:
         load = self._loads.pop(number)
         if load.background:
             del self._background[load.key]

@@ -243,7 +243,6 @@ class GpuLink:
         self._marks: dict[int, Mark] = {}
         self._ended: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._arrivals: deque[_Arrival] = deque()  # taken from there, and not handed out
-        self._outstanding = 0  # submitted, and neither taken nor recalled, background loads apart
         self._threads = IOThreads(threads, self._work)
         self._thread_count = threads
 
@@ -266,7 +265,6 @@ class GpuLink:
         return self._copies.bytes_copied
 
     def submit(self, load: Load) -> None:
-        self._outstanding += not load.background
         # whatever may still read the slot was launched before its load is submitted
         mark = self._copies.mark()
         if load.urgent and self.host.pin_if_here(load.key):
@@ -299,7 +297,6 @@ class GpuLink:
         loads = self._threads.recall()
         for load in loads:
             del self._marks[load.slot]
-        self._outstanding -= len(loads)
         return loads
 
     def withdraw(self, key: ExpertKey) -> bool:
@@ -308,9 +305,6 @@ class GpuLink:
             return False
         del self._marks[load.slot]
         return True
-
-    def is_idle(self) -> bool:
-        return self._outstanding == 0
 
     def roll_back(self) -> None:
         with self._copies.lock:
@@ -321,7 +315,6 @@ class GpuLink:
         self._marks.clear()
         self._arrivals.clear()
         self._ended = queue.SimpleQueue()
-        self._outstanding = 0
 
     def close(self) -> None:
         """Ends the threads, drops what is queued, waits for the copies under way and gives the slots back. Nothing may
@@ -336,7 +329,6 @@ class GpuLink:
             self._arrivals.append(self._ended.get())
 
     def _hand_out(self, arrival: _Arrival) -> Finished:
-        self._outstanding -= not arrival.load.background
         if arrival.ticket is None:
             return Finished(arrival.load, arrival.error)
         try:

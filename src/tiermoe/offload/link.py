@@ -33,9 +33,6 @@ class Link(Protocol):
     def withdraw(self, key: ExpertKey) -> bool:
         """Takes back the background load of `key`; False where it has begun."""
 
-    def is_idle(self) -> bool:
-        """True when nothing is queued, under way or waiting to be taken, background loads apart."""
-
     def now(self) -> float:
         """Seconds since some moment, by the clock in which loads take their time."""
 

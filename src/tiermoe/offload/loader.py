@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from tiermoe.metrics import ExpertCounts
 from tiermoe.offload.cache import ExpertCache
@@ -60,7 +61,7 @@ class ExpertLoader:
         for them. They are read layer by layer while the link has nothing else to do, whoever computes or waits
         meanwhile. What has not begun is taken back as soon as a layer asks for it, which makes it a miss like any
         other, or for its slot, the least wanted first."""
-        absent = (key for key in keys if self.cache.slot(key) is None and not self.cache.in_flight(key))
+        absent = (key for key in keys if self.cache.slot(key) is None and key not in self.cache.in_flight)
         fitting = that_fit(self.cache, absent)
         slots: dict[ExpertKey, int] = {}
         for key in reversed(fitting):  # who comes last is evicted last
@@ -118,22 +119,40 @@ class ExpertLoader:
         this device is given work (HOBBIT, section 4, CPU-GPU cooperative computing). on_end: called at the end.
         Raises LoadError where an expert cannot be read. `roll_back` after that, and after a run that was not taken to
         its end."""
-        fetch = LayerFetch(self, layer, demands, cpu_fallback)
-        fetch.submit()
-        return fetch.groups(prefetch, together, on_end)
-
-    def load(self, key: ExpertKey) -> bool:
-        """Begins an urgent load of an absent expert; False where no slot can be had for it."""
-        if self._background.count:
-            self._make_room(key)
-        slot = self.cache.reserve(key)
-        if slot is None:
-            return False
-        self._urgent += 1
-        self.counts.loads += 1
-        self.counts.low_loads += key.bits < self._high_bits
-        self.link.submit(Load(key, slot, True))
-        return True
+        if self.uncommitted:
+            self.recall()
+        if self.cache.in_flight:
+            self.collect()
+        fetch = _Fetch(layer)
+        counts, unused, missed = self.counts, self.unused_prefetches, list[ExpertKey]()
+        demands = sorted(demands, key=_TOKENS, reverse=True)
+        for demand, (key, resident) in zip(demands, self.cache.copies(layer, demands), strict=True):
+            expert, tokens, bits = demand
+            if key is not None and resident:
+                fetch.here.append(key)
+                counts.hits += tokens > 0
+                counts.prefetched += key in unused and tokens > 0
+            elif key is not None and not self.withdraw(key):
+                fetch.awaited.add(key)
+                counts.misses += tokens > 0
+            elif bits:
+                key = ExpertKey(layer, expert, bits)
+                (missed if tokens else fetch.missing).append(key)
+                counts.misses += tokens > 0
+            else:
+                counts.skipped += tokens > 0
+                continue
+            fetch.demands[key] = demand
+            unused.discard(key)
+        self.cache.pin(*fetch.here, *fetch.awaited)
+        if cpu_fallback is not None and missed:
+            loaded = len(missed) - cpu_fallback(len(missed))
+            missed, fetch.on_cpu = missed[:loaded], missed[loaded:]
+            counts.cpu_fallback += len(fetch.on_cpu)
+        fetch.missing.extendleft(reversed(missed))
+        if fetch.missing:
+            self._load(fetch)
+        return self._groups(fetch, prefetch, together, on_end)
 
     def hit(self, layer: int, demands: Sequence[Demand]) -> None:
         """A layer was computed whose experts were all resident, in the only precision; hits are counted already."""
@@ -144,12 +163,7 @@ class ExpertLoader:
             self.counts.prefetched += len(self.unused_prefetches.intersection(keys))
             self.unused_prefetches.difference_update(keys)
         self.cache.used(keys, demands)
-        self.end_layer(layer)
-
-    def end_layer(self, layer: int) -> None:
-        """A layer has run."""
-        if self.cache.awaits_layers:
-            self.counts.dropped += self.cache.release_layer(layer)
+        self.counts.dropped += self.cache.release_layer(layer)
 
     def recall(self) -> None:
         """Takes prefetches that have not begun back from the link, as if they had not been asked for. Before anybody
@@ -166,7 +180,7 @@ class ExpertLoader:
         """Records what has finished meanwhile. A load that failed here belongs to nobody any more (a prefetch, one in
         the background, or a request that has ended with another error): its slot is freed, and who needs the expert
         asks again."""
-        while (self._background.count or not self.link.is_idle()) and (finished := self.link.poll()) is not None:
+        while self.cache.in_flight and (finished := self.link.poll()) is not None:
             self.record(finished)
 
     def record(self, finished: Finished) -> None:
@@ -206,7 +220,7 @@ class ExpertLoader:
         self.recall()
         for key in self._background:
             self.withdraw(key)
-        while not self.link.is_idle() or self._background.count:
+        while self.cache.in_flight:
             self.record(self.link.wait())
 
     def roll_back(self) -> None:
@@ -218,6 +232,79 @@ class ExpertLoader:
         self.unused_prefetches = {key for key in self.unused_prefetches if self.cache.slot(key) is not None}
         self.uncommitted, self._urgent = {}, 0
         self.fill(background)
+
+    def _groups(
+        self, fetch: _Fetch, prefetch: Callable[[], None] | None, together: bool, on_end: Callable[[], None] | None
+    ) -> Iterator[list[Ready]]:
+        """What `run_layer` yields."""
+        cache, here = self.cache, fetch.here
+        for _, expert, bits in fetch.on_cpu:
+            yield [Ready(expert, CPU_FALLBACK, bits)]
+        while together and fetch.awaited:
+            self._receive(fetch)
+        while here or fetch.awaited or fetch.missing:
+            if prefetch is not None and not fetch.missing and not fetch.awaited:
+                prefetch()
+                prefetch = None
+            if here:
+                keys = [here.popleft()] if fetch.missing else list(here)
+                if not fetch.missing:
+                    here.clear()
+                group = []
+                for key in keys:
+                    group.append(Ready(key.expert, cache.resident[key], key.bits))
+                yield group
+                cache.release(keys, fetch.demands)  # policies learn of it while loads are under way
+            else:
+                self._receive(fetch)
+            if fetch.missing:
+                self._load(fetch)
+        if prefetch is not None:
+            prefetch()
+        self.counts.dropped += cache.release_layer(fetch.layer)
+        if on_end is not None:
+            on_end()
+
+    def _load(self, fetch: _Fetch) -> None:
+        """Begins urgent loads of as many missing experts as slots can be had for, and pins them."""
+        while fetch.missing:
+            key = fetch.missing[0]
+            if self._background.count:
+                self._make_room(key)
+            slot = self.cache.reserve(key, pins=1)
+            if slot is None:
+                return
+            self._urgent += 1
+            self.counts.loads += 1
+            self.counts.low_loads += key.bits < self._high_bits
+            self.link.submit(Load(key, slot, True))
+            fetch.awaited.add(fetch.missing.popleft())
+
+    def _receive(self, fetch: _Fetch) -> None:
+        """Waits for a load. What the layer awaits is here then; a prefetch that failed is asked for again. The error of
+        an urgent load that failed is raised."""
+        link = self.link
+        if not fetch.awaited and not self.cache.in_flight:
+            # with nothing awaited, what is under way for others may hold the slots: its end frees one
+            slots = self.cache.slots
+            raise RuntimeError(f"no slot can be freed for layer {fetch.layer}: {slots} slots are all in use")
+        began = link.now()
+        finished = link.wait()
+        self.waited_s += link.now() - began
+        key = finished.load.key
+        awaited = key in fetch.awaited
+        fetch.awaited.discard(key)
+        if finished.error is not None and awaited:
+            self.cache.unpin(key)
+        self.record(finished)
+        if not awaited:
+            return
+        if finished.error is None:
+            fetch.here.append(key)
+        elif finished.load.urgent:
+            raise finished.error
+        else:
+            fetch.missing.append(key)
 
     def _speculate(self, key: ExpertKey) -> bool:
         """Begins a prefetch; False where no slot can be had for it."""
@@ -247,138 +334,16 @@ class ExpertLoader:
                     break
 
 
-class LayerFetch:
-    """One layer's demands on their way to be computed (`ExpertLoader.run_layer`), by falling number of tokens. `here`:
-    resident and pinned, not computed yet. `awaited`: in flight and pinned. `missing`: absent, not asked for yet.
-    `on_cpu`: absent, computed on the CPU from another copy. Hits and misses are counted here."""
+@dataclass(slots=True)
+class _Fetch:
+    """One layer's experts on their way to be computed, by falling number of tokens."""
 
-    def __init__(
-        self,
-        loader: ExpertLoader,
-        layer: int,
-        demands: Sequence[Demand],
-        cpu_fallback: Callable[[int], int] | None = None,
-    ) -> None:
-        self._loader = loader
-        self._layer = layer
-        self._demands: dict[ExpertKey, Demand] = {}  # by the copy that serves it
-        self.here: deque[ExpertKey] = deque()
-        self.awaited: set[ExpertKey] = set()
-        self.missing: deque[ExpertKey] = deque()
-        self.on_cpu: list[ExpertKey] = []
-        self._computing: list[ExpertKey] = []
-        missed = self._take_stock(sorted(demands, key=_TOKENS, reverse=True))
-        if cpu_fallback is not None and missed:
-            loaded = len(missed) - cpu_fallback(len(missed))
-            missed, self.on_cpu = missed[:loaded], missed[loaded:]
-            loader.counts.cpu_fallback += len(self.on_cpu)
-        self.missing.extendleft(reversed(missed))
-
-    def groups(
-        self, prefetch: Callable[[], None] | None, together: bool, on_end: Callable[[], None] | None
-    ) -> Iterator[list[Ready]]:
-        """What `ExpertLoader.run_layer` yields."""
-        for key in self.on_cpu:
-            yield [Ready(key.expert, CPU_FALLBACK, key.bits)]
-        while together and self.awaited:
-            self.receive()
-        while self.here or self.awaited or self.missing:
-            if prefetch is not None and not self.missing and not self.awaited:
-                prefetch()
-                prefetch = None
-            if self.here:
-                yield self.take()
-                self.release()
-            else:
-                self.receive()
-            if self.missing:
-                self.submit()
-        if prefetch is not None:
-            prefetch()
-        self._loader.end_layer(self._layer)
-        if on_end is not None:
-            on_end()
-
-    def submit(self) -> None:
-        """Begins urgent loads of as many missing experts as slots can be had for."""
-        while self.missing and self._loader.load(self.missing[0]):
-            key = self.missing.popleft()
-            self._loader.cache.pin(key)
-            self.awaited.add(key)
-
-    def take(self) -> list[Ready]:
-        """What can be computed now, pinned until `release`: all that is here, or one while misses wait for slots."""
-        if self.missing:
-            keys = [self.here.popleft()]
-        else:
-            keys = list(self.here)
-            self.here.clear()
-        self._computing = keys
-        group = []
-        for (_, expert, bits), slot in zip(keys, self._loader.cache.slots_of(keys), strict=True):
-            group.append(Ready(expert, slot, bits))
-        return group
-
-    def release(self) -> None:
-        """What was taken last was computed: policies learn of it while loads are under way, and it may leave."""
-        cache, keys = self._loader.cache, self._computing
-        cache.used(keys, list(map(self._demands.__getitem__, keys)))
-        cache.unpin(*keys)
-
-    def receive(self) -> None:
-        """Waits for a load. What this layer awaits is here then; a prefetch that failed is asked for again. The error
-        of an urgent load that failed is raised."""
-        loader, link = self._loader, self._loader.link
-        if not self.awaited and link.is_idle() and not loader.filling:
-            # with nothing awaited, what is under way for others may hold the slots: its end frees one
-            slots = loader.cache.slots
-            raise RuntimeError(f"no slot can be freed for layer {self._layer}: {slots} slots are all in use")
-        began = link.now()
-        finished = link.wait()
-        loader.waited_s += link.now() - began
-        key = finished.load.key
-        awaited = key in self.awaited
-        self.awaited.discard(key)
-        if finished.error is not None and awaited:
-            loader.cache.unpin(key)
-        loader.record(finished)
-        if not awaited:
-            return
-        if finished.error is None:
-            self.here.append(key)
-        elif finished.load.urgent:
-            raise finished.error
-        else:
-            self.missing.append(key)
-
-    def _take_stock(self, demands: Sequence[Demand]) -> list[ExpertKey]:
-        """Pins what is resident or in flight and counts hits and misses; returns what tokens need and lack. Background
-        loads that have not begun are taken back."""
-        loader, cache, layer = self._loader, self._loader.cache, self._layer
-        loader.recall()
-        loader.collect()
-        counts, unused, missed = loader.counts, loader.unused_prefetches, list[ExpertKey]()
-        for demand in demands:
-            expert, tokens, bits = demand
-            key = cache.find(layer, expert, bits)
-            if key is not None:
-                self.here.append(key)
-                counts.hits += tokens > 0
-                counts.prefetched += key in unused and tokens > 0
-            elif (key := cache.arriving(layer, expert, bits)) is not None and not loader.withdraw(key):
-                self.awaited.add(key)
-                counts.misses += tokens > 0
-            elif bits:
-                key = ExpertKey(layer, expert, bits)
-                (missed if tokens else self.missing).append(key)
-                counts.misses += tokens > 0
-            else:
-                counts.skipped += tokens > 0
-                continue
-            self._demands[key] = demand
-            unused.discard(key)
-        cache.pin(*self.here, *self.awaited)
-        return missed
+    layer: int
+    demands: dict[ExpertKey, Demand] = field(default_factory=dict)  # by the copy that serves each
+    here: deque[ExpertKey] = field(default_factory=deque)  # resident and pinned, not computed yet
+    awaited: set[ExpertKey] = field(default_factory=set)  # in flight and pinned
+    missing: deque[ExpertKey] = field(default_factory=deque)  # absent, not asked for yet
+    on_cpu: list[ExpertKey] = field(default_factory=list)  # absent, computed on the CPU from another copy
 
 
 class Background:

@@ -79,7 +79,7 @@ _BASELINES = (
 )  # fmt: skip
 """What the papers compare themselves with."""
 
-_PAPERS = {name: f"tiermoe.lab.systems.{name}:PRESET" for name in ("hobbit", "edgemoe", "mobile", "fate", "corm")}
+_PAPERS = {name: f"tiermoe.lab.papers.{name}:PRESET" for name in ("hobbit", "edgemoe", "mobile", "fate", "corm")}
 """Published systems: their presets are the laboratory's."""
 
 

@@ -68,10 +68,14 @@ class Scheduler:
     drafting: int = 0
     uses: Uses = field(init=False)  # tokens that each expert has served, as far as `record_hits` knows
     reuse: Reuse = field(init=False)
+    _depth: int = field(init=False)  # layers of a pass that does not draft
     predicted_s: float = field(default=0.0, init=False)  # seconds of naming what to read ahead, by the link's clock
     discarded: ExpertCounts = field(default_factory=ExpertCounts)
     _hits: list[tuple[int, Sequence[Sequence[int]]]] = field(default_factory=list)  # that policies have not learnt of
     _phase: str = "prefill"  # of the running pass
+    computes_hits_at_once: bool = False
+    """Whether a layer of the running pass all of whose experts are resident can be computed at once, and reported by
+    `all_hit`, while no prefetch is pending (`ExpertLoader.uncommitted`): nothing is read ahead."""
     _prefetches: bool = True  # the running pass does
     _watches: bool = False  # the running pass does not, and compares what it would have read with what is chosen
     _named: dict[int, set[int]] = field(default_factory=dict)  # layer → absent experts, in a pass that watches
@@ -89,17 +93,12 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.uses = Uses(self.experts)
         self.reuse = Reuse(self.experts)
+        self._depth = len(self.experts) - self.drafting
 
     @property
     def prefetching(self) -> str:
         """What the trial has decided, with its figures; empty where there is none or it has not ended."""
         return str(self.trial or "")
-
-    @property
-    def hits_need_no_decision(self) -> bool:
-        """Whether a layer of the running pass all of whose experts are resident can be computed at once, and reported
-        by `all_hit`: nothing is read ahead, and no prefetch is pending."""
-        return not (self._prefetches or self._watches or self.whole_layer or self.loader.uncommitted)
 
     def fill(self, uses: Sequence[Sequence[float]]) -> None:
         """Begins to read experts into free slots, in the background: those that the prediction says the cache begins
@@ -166,7 +165,9 @@ class Scheduler:
         self._prefetches = self.predicts and not drafts and (self.trial is None or self._began is None or self.trial.on)
         self._watches = self.trial is not None and self._began is not None and self.trial.watching
         self._named.clear()
-        if self._prefetches or self._watches:
+        predicts = self._prefetches or self._watches
+        self.computes_hits_at_once = not (predicts or self.whole_layer)
+        if predicts:
             self._prefetch(first - 1, forecasts)
 
     def discard_pass(self) -> None:
@@ -212,7 +213,7 @@ class Scheduler:
         return [*self._predicted.get(layer, ())]
 
     def all_hit(self, layer: int, hits: int, chosen: Sequence[Sequence[int]]) -> None:
-        """A layer was computed whose `hits` experts were all resident (`hits_need_no_decision`). chosen: they, by
+        """A layer was computed whose `hits` experts were all resident (`computes_hits_at_once`). chosen: they, by
         token, of which policies learn before they next decide; empty where nothing is decided any more (`settles`)."""
         self.loader.counts.hits += hits
         if chosen:
@@ -223,10 +224,17 @@ class Scheduler:
     def run_layer(self, routed: Routed, forecasts: Forecasts) -> Iterator[list[Ready]]:
         """Brings the experts that a layer's router chose (`ExpertLoader.run_layer`), in the precisions and as far as
         the composition wants them. What else is recorded of the layer is so once its loads have begun."""
-        self.record_hits()
+        if self._hits:
+            self.record_hits()
         layer, decoding = routed.layer, routed.phase == "decode"
         self.clock.layer = layer
-        demands = self._demands(routed)
+        demands = self.precision.demands(routed)
+        if self.proceed and decoding:
+            demands = self._as_predicted(layer, demands)
+        if self.whole_layer:
+            asked = {demand.expert for demand in demands}
+            rest = (expert for expert in range(self.experts[layer]) if expert not in asked)
+            demands += [Demand(expert, 0, self.fixed_bits) for expert in rest]
         if self.trial is not None and (named := self._named.get(layer)):
             self.trial.record_named(len(named), sum(demand.expert in named for demand in demands))
         groups = self.loader.run_layer(
@@ -264,7 +272,7 @@ class Scheduler:
         return SizeCurve(distances, float(self.reuse.first), slots, len(self.experts), 1 - rate, compute, wait)
 
     def _record(self, routed: Routed, demands: Sequence[Demand]) -> None:
-        if routed.layer < self._depth:
+        if self.predicts and routed.layer < self._depth:
             self.prediction.observe(routed)
         self.uses.record(routed.layer, demands)
         if self.exact and not self.everything:
@@ -278,11 +286,6 @@ class Scheduler:
         uses = merged(self._earlier_uses, self.uses.counts)
         self.popularity.shares = shares_of(uses, self.top_k)
         self.loader.cache.follow(uses)
-
-    @property
-    def _depth(self) -> int:
-        """Layers of a pass that does not draft."""
-        return len(self.experts) - self.drafting
 
     def _begin_timing(self, phase: str, drafts: bool) -> None:
         if self.trial is None:
@@ -299,16 +302,6 @@ class Scheduler:
             elapsed = self.loader.link.now() - self._began
             computed = elapsed - (self.loader.waited_s - self._waited)
             self._took = elapsed / self._pass_tokens, computed / self._depth
-
-    def _demands(self, routed: Routed) -> list[Demand]:
-        demands = self.precision.demands(routed)
-        if self.proceed and routed.phase == "decode":
-            demands = self._as_predicted(routed.layer, demands)
-        if self.whole_layer:
-            asked = {demand.expert for demand in demands}
-            rest = (expert for expert in range(self.experts[routed.layer]) if expert not in asked)
-            demands += [Demand(expert, 0, self.fixed_bits) for expert in rest]
-        return demands
 
     def _as_predicted(self, layer: int, demands: list[Demand]) -> list[Demand]:
         """Of a layer that was predicted, experts that were not and are not here are skipped, but never all."""

@@ -42,7 +42,7 @@ class SecondLevelCache:
 
     def being_read(self, key: ExpertKey) -> bool:
         """Whether `key` has a slot that it is not in yet."""
-        return self._caches[key.bits].in_flight(key)
+        return key in self._caches[key.bits].in_flight
 
     def arrived(self, key: ExpertKey) -> None:
         """`key` was read into its slot, where it is pinned."""

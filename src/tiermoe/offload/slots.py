@@ -52,7 +52,7 @@ class HostSlots:
             message = f"cannot reserve {count} slots of {self.slot_bytes:,} bytes: {error}"
             raise BudgetError(message) from error
         self._tensor = torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
-        self._first = self._tensor.data_ptr()
+        self.first = self._tensor.data_ptr()  # address of slot 0
         self._pinned = pin
         if pin:
             pin_memory(self._tensor)
@@ -66,7 +66,7 @@ class HostSlots:
         return self.buffer(slot)
 
     def address(self, slot: int, key: ExpertKey) -> int:
-        return self._first + slot * self.slot_bytes
+        return self.first + slot * self.slot_bytes
 
     def close(self) -> None:
         """Gives the memory back once no view of a slot is left. No copy may be under way."""
@@ -88,8 +88,9 @@ class SlotRuns:
         return self._runs[run].buffer(slot - self._firsts[run])
 
     def address(self, slot: int, key: ExpertKey) -> int:
-        run = bisect_right(self._firsts, slot) - 1
-        return self._runs[run].address(slot - self._firsts[run], key)
+        at = bisect_right(self._firsts, slot) - 1
+        run = self._runs[at]
+        return run.first + (slot - self._firsts[at]) * run.slot_bytes
 
     def place(self, slot: int, key: ExpertKey) -> torch.Tensor:
         """Where the expert is to be written: the slot itself, whatever the expert."""
@@ -115,13 +116,11 @@ class DeviceSlots:
                 f"{device} has no room for {count} slots of {self.slot_bytes:,} bytes; lower --gpu-memory or "
                 f"--cache, or end other programs on it"
             ) from error
+        self.first = self._tensor.data_ptr()  # address of slot 0
 
     def buffer(self, slot: int) -> torch.Tensor:
         """Slot `slot` as uint8 (slot_bytes,)."""
         return self._tensor[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
-
-    def address(self, slot: int, key: ExpertKey) -> int:
-        return self._tensor.data_ptr() + slot * self.slot_bytes
 
     def close(self) -> None:
         """Gives the memory back to torch; views of slots keep it alive."""

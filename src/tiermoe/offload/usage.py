@@ -28,18 +28,17 @@ class Uses:
     def record(self, layer: int, demands: Sequence[Demand]) -> None:
         """The router of a layer has spoken."""
         self._recorded.append((layer, demands))
-        self._add(layer, demands, 1)
+        row = self.counts[layer]
+        for demand in demands:
+            row[demand.expert] += demand.tokens
 
     def discard_pass(self) -> None:
         """The running pass does not count."""
         for layer, demands in self._recorded:
-            self._add(layer, demands, -1)
+            row = self.counts[layer]
+            for demand in demands:
+                row[demand.expert] -= demand.tokens
         self._recorded.clear()
-
-    def _add(self, layer: int, demands: Sequence[Demand], times: int) -> None:
-        row = self.counts[layer]
-        for demand in demands:
-            row[demand.expert] += times * demand.tokens
 
 
 def merged(earlier: Sequence[Sequence[float]], uses: Sequence[Sequence[float]]) -> list[list[float]]:

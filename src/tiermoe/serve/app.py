@@ -224,7 +224,7 @@ def experts_of(engine: Engine) -> Json:
         layers.append(
             {
                 "bits": [highest(index, expert, lambda key: cache.slot(key) is not None) for expert in experts],
-                "arriving": [highest(index, expert, cache.in_flight) for expert in experts],
+                "arriving": [highest(index, expert, lambda key: key in cache.in_flight) for expert in experts],
                 "uses": list(uses),
             }
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 from tiermoe.errors import TraceError
 from tiermoe.lab.simulate.evictions import hits_of
-from tiermoe.lab.trace.file import Header, LayerTrace, Pass, Trace
+from tiermoe.lab.trace import Header, LayerTrace, Pass, Trace
 
 
 @dataclass(frozen=True, slots=True)

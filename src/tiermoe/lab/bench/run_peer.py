@@ -13,6 +13,7 @@ paged.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -96,12 +97,14 @@ def run_transformers(job: dict[str, Any]) -> dict[str, Any]:
         job["model"], dtype="auto", trust_remote_code=False, **options
     )
     model.eval()
+    takes = inspect.signature(model.forward).parameters
+    cache_name = "cache" if "cache" in takes else "past_key_values"  # before transformers 5.24
     ids, cache = torch.from_numpy(np.load(job["ids"])), None
 
     def feed(begin: int, end: int) -> None:
         nonlocal cache
-        output = model(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
+        output = model(input_ids=ids[:, begin:end], use_cache=True, logits_to_keep=1, **{cache_name: cache})
+        cache = output[cache_name]
 
     def clear() -> None:
         nonlocal cache

@@ -20,9 +20,8 @@ from tiermoe.cli.terminal import WIDE, Terminal
 from tiermoe.errors import ConfigError, TiermoeError
 
 if TYPE_CHECKING:
-    from tiermoe.lab.papers import Figure, Paper, Row, Runs
-    from tiermoe.lab.papers.figure import Measure
-    from tiermoe.lab.papers.runs import Side
+    from tiermoe.lab.papers import Figure, Paper, Row
+    from tiermoe.lab.papers.figure import Measure, Runs, Side
 
 
 Name = Annotated[
@@ -134,8 +133,8 @@ def _made(
     tokens: int,
 ) -> list[Found]:  # fmt: skip
     """Every row of the figures. ConfigError where a row could be had of nothing that was given."""
-    from tiermoe.lab.papers import Runs
-    from tiermoe.lab.trace.file import read_trace
+    from tiermoe.lab.papers.figure import Runs
+    from tiermoe.lab.trace import read_trace
 
     with tempfile.TemporaryDirectory() as folder:
         evaluate = None if model is None or text is None else _evaluation(model, opt.read_text(text), tokens, folder)

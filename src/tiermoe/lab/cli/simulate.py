@@ -44,7 +44,7 @@ from tiermoe.lab.simulate import (
     run_bits,
     settings_on,
 )
-from tiermoe.lab.trace.file import Header, Trace, read_trace
+from tiermoe.lab.trace import Header, Trace, read_trace
 from tiermoe.offload.composition import Composition, declarations, parsed, unread
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.presets import compose

@@ -12,7 +12,7 @@ import typer
 from tiermoe.errors import ConfigError
 from tiermoe.lab.cli.evaluate import COUNTERS
 from tiermoe.lab.measure.compare import Measured, Variant, presets_asked
-from tiermoe.lab.systems import LADDERS
+from tiermoe.lab.papers import LADDERS
 from tiermoe.offload.composition import declarations, parsed
 from tiermoe.offload.policies.settings import near
 from tiermoe.offload.presets import OPTIONS, compose, preset_named

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from tiermoe.config import Settings
 from tiermoe.lab.measure.importance import OTHERS, BitsMeter, Journal, ModelSource, by_ray, measure_alone, places_of
 from tiermoe.lab.measure.tasks import Task
-from tiermoe.lab.systems.edgemoe import PRECISIONS, Judge, Place, accept, search
+from tiermoe.lab.papers.edgemoe import PRECISIONS, ExpertPlace, Judge, accept, search
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.prepare_store import Progress, ensure_packed, open_or_create, store_root
 from tiermoe.offload.cuda import resolve_device
@@ -51,7 +51,7 @@ def find_bitwidths(
     _pack_all(blueprint, settings, progress)
     with BitsMeter(source) as meter:
 
-        def values(table: Mapping[Place, int], half: Task) -> list[float]:
+        def values(table: Mapping[ExpertPlace, int], half: Task) -> list[float]:
             name = _name(table) if half is even else f"judged {_name(table)}"
             known = journal.get(name)
             if known is None:
@@ -99,18 +99,18 @@ def find_bitwidths(
 Measure = TypeVar("Measure")
 
 
-def _steps(places: Sequence[Place]) -> int:
+def _steps(places: Sequence[ExpertPlace]) -> int:
     """The most measurements of a search."""
     return len(PRECISIONS) + (math.ceil(math.log2(len(places))) if len(places) > 1 else 0)
 
 
 def _reported(
-    measure: Callable[[Mapping[Place, int]], Measure], what: str, most: int, progress: Progress
-) -> Callable[[Mapping[Place, int]], Measure]:
+    measure: Callable[[Mapping[ExpertPlace, int]], Measure], what: str, most: int, progress: Progress
+) -> Callable[[Mapping[ExpertPlace, int]], Measure]:
     """`measure`, which reports each measurement of at most `most`."""
     done = 0
 
-    def reporting(table: Mapping[Place, int]) -> Measure:
+    def reporting(table: Mapping[ExpertPlace, int]) -> Measure:
         nonlocal done
         found = measure(table)
         done += 1
@@ -128,11 +128,11 @@ def _pack_all(blueprint: Blueprint, settings: Settings, progress: Progress) -> N
         ensure_packed(store, blueprint, bits, settings.quantizer_used, settings.dense_bits_used, progress, device)
 
 
-def _rows(blueprint: Blueprint, values: Mapping[Place, Any]) -> list[list[Any]]:
+def _rows(blueprint: Blueprint, values: Mapping[ExpertPlace, Any]) -> list[list[Any]]:
     return [[values[layer, expert] for expert in range(moe.experts)] for layer, moe in enumerate(blueprint.layers)]
 
 
-def _name(table: Mapping[Place, int]) -> str:
+def _name(table: Mapping[ExpertPlace, int]) -> str:
     kinds = sorted(set(table.values()))
     if len(kinds) == 1:
         return f"all {kinds[0]}"

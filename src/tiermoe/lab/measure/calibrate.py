@@ -21,8 +21,8 @@ from tiermoe.lab.measure.evaluate import reserved_bytes
 from tiermoe.lab.measure.record import MadeFrom, made_from, write_trace
 from tiermoe.lab.measure.summaries import METRICS
 from tiermoe.lab.measure.texts import SequenceShape, cut_sequences
-from tiermoe.lab.systems.corm import LOW_SHARE
-from tiermoe.lab.trace.file import Trace, read_trace
+from tiermoe.lab.papers.corm import LOW_SHARE
+from tiermoe.lab.trace import Trace, read_trace
 from tiermoe.model.families.family import Family
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import resolve_model

@@ -22,7 +22,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.lab.measure.scoring import total_nll
 from tiermoe.lab.measure.tasks import LEAST_ITEMS, relative_loss
 from tiermoe.lab.measure.texts import Feed
-from tiermoe.lab.systems.edgemoe import Loss
+from tiermoe.lab.papers.edgemoe import RelativeLoss
 
 GAMMAS = tuple(step / 20 for step in range(21))
 """Gammas that are tried: from no fallback (0) to one for every token (1)."""
@@ -36,7 +36,7 @@ class Gamma:
 
     gamma: float
     ratio: float  # share of the judged tokens that fell back
-    loss: Loss  # of perplexity there, against all experts
+    loss: RelativeLoss  # of perplexity there, against all experts
     tokens: int  # that were generated, of both halves
     tried: dict[float, tuple[float, float]]  # gamma → share of fallbacks and loss, on the searched half
 
@@ -55,7 +55,7 @@ class Scored:
     """Answers read again at a gamma."""
 
     ratio: float  # share of their tokens that fell back
-    loss: Loss
+    loss: RelativeLoss
 
 
 Reached = Callable[[Scored], bool]

@@ -22,7 +22,7 @@ from tiermoe.engine.load import load_resolved
 from tiermoe.errors import ConfigError
 from tiermoe.lab.measure.evaluate import reserved_bytes
 from tiermoe.lab.measure.tasks import Task
-from tiermoe.lab.systems.edgemoe import Place
+from tiermoe.lab.papers.edgemoe import ExpertPlace
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.prepare_store import Progress
 from tiermoe.offload.composition import Composition
@@ -120,7 +120,7 @@ class BitsMeter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def values(self, table: Mapping[Place, int], task: Task) -> list[float]:
+    def values(self, table: Mapping[ExpertPlace, int], task: Task) -> list[float]:
         """The task's metric with the experts in the bits of `table`: one precision, or two neighbours."""
         self._load(set(table.values()))
         engine = self._model.tiermoe
@@ -144,7 +144,7 @@ class BitsMeter:
         self._model = load_resolved(blueprint, _two_precisions(blueprint, self._source.settings, pair))
 
 
-def places_of(blueprint: Blueprint) -> list[Place]:
+def places_of(blueprint: Blueprint) -> list[ExpertPlace]:
     """Every expert, in order."""
     return [(layer, expert) for layer, moe in enumerate(blueprint.layers) for expert in range(moe.experts)]
 
@@ -161,7 +161,7 @@ def _two_precisions(blueprint: Blueprint, settings: Settings, pair: tuple[int, i
 
 
 SideBySide = Callable[
-    [ModelSource, Task, Sequence[Place], Sequence[Place], int], Iterator[tuple[Place, list[float]]]
+    [ModelSource, Task, Sequence[ExpertPlace], Sequence[ExpertPlace], int], Iterator[tuple[ExpertPlace, list[float]]]
 ]  # fmt: skip
 """Measures experts alone in several processes; as `by_processes`."""
 
@@ -170,18 +170,18 @@ def measure_alone(
     meter: BitsMeter,
     source: ModelSource,
     task: Task,
-    places: Sequence[Place],
+    places: Sequence[ExpertPlace],
     journal: Journal,
     processes: int,
     progress: Progress,
     side_by_side: SideBySide | None = None,
-) -> tuple[dict[Place, list[float]], float | None]:
+) -> tuple[dict[ExpertPlace, list[float]], float | None]:
     """Each expert alone at ALONE bits → the task's metric, item by item; and the seconds that one took (None where all
     were known). What `journal` has is not measured again. With several processes, or `side_by_side` (None:
     `by_processes`), `meter` closes its model: the processes share its memory. ConfigError where one is killed."""
     left = [place for place in places if journal.get(_name(place)) is None]
     if not left or (processes == 1 and side_by_side is None):
-        measured: Iterator[tuple[Place, list[float]]]
+        measured: Iterator[tuple[ExpertPlace, list[float]]]
         measured = ((place, meter.values(_table(place, places), task)) for place in left)
     else:
         meter.close()
@@ -197,11 +197,11 @@ def measure_alone(
     return {place: found for place, found in known.items() if found is not None}, took
 
 
-def _name(place: Place) -> str:
+def _name(place: ExpertPlace) -> str:
     return f"alone {place[0]} {place[1]}"
 
 
-def _table(place: Place, places: Sequence[Place]) -> dict[Place, int]:
+def _table(place: ExpertPlace, places: Sequence[ExpertPlace]) -> dict[ExpertPlace, int]:
     return {**dict.fromkeys(places, OTHERS), place: ALONE}
 
 
@@ -209,17 +209,17 @@ class AloneMeter:
     """Measures a task with one expert alone, in a process of its own: the model stays loaded from one expert to the
     next, so as many models are in memory as there are processes."""
 
-    def __init__(self, source: ModelSource, task: Task, places: Sequence[Place]) -> None:
+    def __init__(self, source: ModelSource, task: Task, places: Sequence[ExpertPlace]) -> None:
         self._meter, self._task, self._places = BitsMeter(source), task, places
 
-    def values(self, place: Place) -> tuple[Place, list[float]]:
+    def values(self, place: ExpertPlace) -> tuple[ExpertPlace, list[float]]:
         """The expert, and the task's metric, item by item, with it alone at ALONE bits."""
         return place, self._meter.values(_table(place, self._places), self._task)
 
 
 def by_processes(
-    shared: ModelSource, task: Task, left: Sequence[Place], places: Sequence[Place], processes: int
-) -> Iterator[tuple[Place, list[float]]]:
+    shared: ModelSource, task: Task, left: Sequence[ExpertPlace], places: Sequence[ExpertPlace], processes: int
+) -> Iterator[tuple[ExpertPlace, list[float]]]:
     """Each expert of `left` alone, of all `places` → the task's metric, in any order, by several processes at once.
     shared: the source with the share of memory and threads that one process has."""
     # spawn: a forked process would have torch's threads in an unknown state
@@ -252,19 +252,19 @@ def _shared(source: ModelSource, processes: int) -> Settings:
 _worker: AloneMeter | None = None  # of a process that `by_processes` started
 
 
-def _begin_worker(source: ModelSource, task: Task, places: Sequence[Place]) -> None:
+def _begin_worker(source: ModelSource, task: Task, places: Sequence[ExpertPlace]) -> None:
     global _worker
     _worker = AloneMeter(source, task, places)
 
 
-def _in_worker(place: Place) -> tuple[Place, list[float]]:
+def _in_worker(place: ExpertPlace) -> tuple[ExpertPlace, list[float]]:
     assert _worker is not None
     return _worker.values(place)
 
 
 def by_ray(
-    shared: ModelSource, task: Task, left: Sequence[Place], places: Sequence[Place], processes: int
-) -> Iterator[tuple[Place, list[float]]]:
+    shared: ModelSource, task: Task, left: Sequence[ExpertPlace], places: Sequence[ExpertPlace], processes: int
+) -> Iterator[tuple[ExpertPlace, list[float]]]:
     """As `by_processes`, by processes that Ray runs: on this machine, or on a cluster whose machines have the model and
     its store under the same path. ConfigError where a cluster has no room for so many, and where one is killed."""
     import ray

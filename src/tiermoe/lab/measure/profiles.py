@@ -24,9 +24,9 @@ from tiermoe.lab.measure.prior import TOLERATED as TOLERATED_BY_NIMBLE
 from tiermoe.lab.measure.prior import Prior, find_prior
 from tiermoe.lab.measure.scoring import total_nll
 from tiermoe.lab.measure.tasks import Perplexity, Rouge2, Task
-from tiermoe.lab.systems import corm, fate, hobbit
-from tiermoe.lab.systems.hobbit_weights import MissPenalties
-from tiermoe.lab.systems.routings import frequencies, halves, routings
+from tiermoe.lab.papers import corm, fate, hobbit, statistics
+from tiermoe.lab.papers.hobbit import MissPenalties
+from tiermoe.lab.papers.statistics import frequencies, halves, routings
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.prepare_store import Progress
@@ -218,7 +218,7 @@ def calibrate_fate(calibration: Calibration, progress: Progress) -> Contents:
     )
     trace = calibration.trace(progress)  # after the engine is gone: it takes memory too
     accuracy = fate.accuracies(trace)
-    windows = fate.windows(trace, calibration.settings.bits_used, bandwidth)
+    windows = statistics.windows(trace, calibration.settings.bits_used, bandwidth)
     settings = {
         "boundary": fate.boundary(accuracy),
         "window": windows,

@@ -26,8 +26,8 @@ from tiermoe.kernels.linear import machine_layout
 from tiermoe.lab.measure.neurons import NeuronWatch
 from tiermoe.lab.measure.texts import Feed, SequenceShape
 from tiermoe.lab.measure.times import measure_times
-from tiermoe.lab.systems import corm
-from tiermoe.lab.trace.file import Header, LayerTrace, Little, Pass, Times, TraceWriter
+from tiermoe.lab.papers import corm
+from tiermoe.lab.trace import Header, LayerTrace, Little, Pass, Times, TraceWriter
 from tiermoe.model.families import family_of
 from tiermoe.model.prepare_store import Progress
 from tiermoe.offload.policies.routing import require_little
@@ -128,7 +128,7 @@ class Recorder(Observer):
 
     @property
     def holds(self) -> frozenset[str]:
-        """The parts that the trace holds, of `tiermoe.lab.trace.file.HOLDS`."""
+        """The parts that the trace holds, of `tiermoe.lab.trace.HOLDS`."""
         parts = {
             "forecasts": self.distances, "counts": self.distances, "little": self.little, "neurons": self._neurons,
         }  # fmt: skip

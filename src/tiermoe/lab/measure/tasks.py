@@ -16,7 +16,7 @@ import torch
 from tiermoe.errors import ConfigError
 from tiermoe.lab.measure.pairs import Pair
 from tiermoe.lab.measure.scoring import total_nll
-from tiermoe.lab.systems.edgemoe import Loss
+from tiermoe.lab.papers.edgemoe import RelativeLoss
 
 LEAST_ITEMS = 4
 """Items of a task at least: a half with fewer than two has no standard error."""
@@ -36,7 +36,7 @@ class Task(Protocol):
     def values(self, model: Any) -> list[float]:
         """The metric of a loaded model, item by item."""
 
-    def loss(self, values: Sequence[float], base: Sequence[float]) -> Loss:
+    def loss(self, values: Sequence[float], base: Sequence[float]) -> RelativeLoss:
         """How much worse `values` are than `base`, relative to `base`, with the standard error of the items'
         differences; error 0 of one item."""
 
@@ -68,7 +68,7 @@ class Perplexity:
             found.append(total_nll(logits, targets) / len(targets))
         return found
 
-    def loss(self, values: Sequence[float], base: Sequence[float]) -> Loss:
+    def loss(self, values: Sequence[float], base: Sequence[float]) -> RelativeLoss:
         return relative_loss([value - before for value, before in zip(values, base, strict=True)])
 
     def halves(self) -> tuple[Perplexity, Perplexity]:
@@ -111,7 +111,7 @@ class Rouge2:
         """The score of each summary, from 0 to 1, higher is better."""
         return [rouge2(reference, self._summary(model, text)) for text, reference in self._pairs]
 
-    def loss(self, values: Sequence[float], base: Sequence[float]) -> Loss:
+    def loss(self, values: Sequence[float], base: Sequence[float]) -> RelativeLoss:
         """ConfigError where the base is 0: nothing can be lost."""
         return rouge2_loss(values, base)
 
@@ -147,8 +147,8 @@ def rouge2(reference: str, summary: str) -> float:
     return float(RougeScorer(["rouge2"], use_stemmer=True).score(reference, summary)["rouge2"].fmeasure)
 
 
-def rouge2_loss(values: Sequence[float], base: Sequence[float]) -> Loss:
-    """Loss of a mean ROUGE-2 beside `base` of the same documents. ConfigError where the base is 0."""
+def rouge2_loss(values: Sequence[float], base: Sequence[float]) -> RelativeLoss:
+    """RelativeLoss of a mean ROUGE-2 beside `base` of the same documents. ConfigError where the base is 0."""
     before = fmean(base)
     if before <= 0:
         raise ConfigError(
@@ -158,13 +158,13 @@ def rouge2_loss(values: Sequence[float], base: Sequence[float]) -> Loss:
     kept = fmean(values) / before
     # to first order: the error of a ratio of means is that of the mean of these
     apart = [value - kept * own for value, own in zip(values, base, strict=True)]
-    return Loss(1 - kept, standard_error(apart) / before)
+    return RelativeLoss(1 - kept, standard_error(apart) / before)
 
 
-def relative_loss(differences: Sequence[float]) -> Loss:
-    """Loss of a perplexity, from each item's mean difference in nats; the error to first order."""
+def relative_loss(differences: Sequence[float]) -> RelativeLoss:
+    """RelativeLoss of a perplexity, from each item's mean difference in nats; the error to first order."""
     mean = fmean(differences)
-    return Loss(math.expm1(mean), math.exp(mean) * standard_error(differences))
+    return RelativeLoss(math.expm1(mean), math.exp(mean) * standard_error(differences))
 
 
 def standard_error(values: Sequence[float]) -> float:

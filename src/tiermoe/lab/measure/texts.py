@@ -3,6 +3,7 @@ token."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from tiermoe.engine.engine import engine_of, transformers_model
 from tiermoe.engine.expert_inputs import beginning, spread
 from tiermoe.errors import ConfigError
 from tiermoe.lab.measure.pairs import Pair, require_pairs
+from tiermoe.model.hf.cache_argument import cache_name, cache_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +245,8 @@ class _EncoderDecoderFeed:
         return self._decode(self._ids[:, position : position + 1])
 
     def _decode(self, ids: torch.Tensor) -> torch.Tensor:
-        output = self._model(
-            encoder_outputs=self._encoded, decoder_input_ids=ids, past_key_values=self._cache, use_cache=True
-        )
-        self._cache = output.past_key_values
+        named = {cache_name(inspect.signature(self._model.forward).parameters): self._cache}
+        output = self._model(encoder_outputs=self._encoded, decoder_input_ids=ids, use_cache=True, **named)
+        self._cache = cache_of(output)
         logits: torch.Tensor = output.logits[0, -1]
         return logits

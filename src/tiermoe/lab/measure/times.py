@@ -19,7 +19,7 @@ import torch
 from tiermoe.engine.engine import engine_of
 from tiermoe.engine.observer import Observer
 from tiermoe.lab.measure.texts import Feed
-from tiermoe.lab.trace.file import Times
+from tiermoe.lab.trace import Times
 from tiermoe.types import Ready, Routed
 
 _DECODED = 32

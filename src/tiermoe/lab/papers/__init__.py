@@ -1,12 +1,17 @@
-"""What the papers of the five systems evaluate, beside what is had here: figures by paper, from replays of a trace, its
-statistics, and evaluations of a model."""
+"""Five published systems, a file each: its preset, the ladder of its parts, the arithmetic of its calibration, and what
+its paper evaluates beside what is had here."""
 
 from __future__ import annotations
 
 from tiermoe.lab.papers import corm, edgemoe, fate, hobbit, mobile
 from tiermoe.lab.papers.figure import Figure, Paper, Row
-from tiermoe.lab.papers.runs import Runs
+from tiermoe.lab.papers.ladder import DEFAULT_LADDER, Ladder
 
-PAPERS = {paper.PAPER.name: paper.PAPER for paper in (hobbit, edgemoe, mobile, fate, corm)}
+_ALL = (hobbit, edgemoe, mobile, fate, corm)
 
-__all__ = ["PAPERS", "Figure", "Paper", "Row", "Runs"]
+PAPERS = {paper.PAPER.name: paper.PAPER for paper in _ALL}
+
+LADDERS: dict[str, Ladder] = {"default": DEFAULT_LADDER, **{paper.PRESET.name: paper.LADDER for paper in _ALL}}
+"""Preset → its parts in the order in which they are switched on."""
+
+__all__ = ["LADDERS", "PAPERS", "Figure", "Ladder", "Paper", "Row"]

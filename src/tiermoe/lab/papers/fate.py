@@ -1,12 +1,92 @@
-"""Fate's figures: *Fate: Fast Edge Inference of Mixture-of-Experts Models via Cross-Layer Gate* (2025)."""
+"""Fate: *Fast Edge Inference of Mixture-of-Experts Models via Cross-Layer Gate* (2025). Its preset, its calibration
+(the boundary, from how often the next gate is right in each layer; `statistics.windows` has its windows), its
+figures."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
-from tiermoe.lab.papers import statistics as trace
-from tiermoe.lab.papers.figure import Counted, Figure, Loss, Paper, Ratio, Replayed, Row, hit_rate, prompts, rungs
-from tiermoe.lab.papers.runs import Place, Side
+from tiermoe.errors import TraceError
+from tiermoe.lab.papers import statistics as counted
+from tiermoe.lab.papers.figure import (
+    Counted,
+    Figure,
+    Loss,
+    Paper,
+    Place,
+    Ratio,
+    Replayed,
+    Row,
+    Side,
+    hit_rate,
+    prompts,
+    rungs,
+)
+from tiermoe.lab.papers.ladder import Ladder
+from tiermoe.lab.papers.statistics import decode_passes, recall
+from tiermoe.lab.trace import Trace
+from tiermoe.offload.composition import Composition
+
+PRESET = Composition(
+    "fate",
+    "next gate above a percentile, shallow layers first, ARC per layer, 2 bits for unpopular ones in prefill",
+    "Fate (2025)",
+    precision="popularity", prefetch="percentile", cache="arc", allotment="shallow", profile="fate",
+    low_share=None,
+)  # fmt: skip
+
+LADDER = Ladder(
+    "LoD, 16 bits",
+    (
+        ("prefetch", {"prefetch": "none"}),
+        ("cache", {"cache": "none"}),
+        ("quantisation", {"precision": "fixed", "low_share": 0, "bits": 16}),
+    ),
+)
+"""Section 5.4, figure 14."""
+
+
+def accuracies(trace: Trace) -> list[float]:
+    """Accuracy of the next gate, layer by layer: the share of a decoded token's experts among the K that the layer's
+    router chooses on the input of the layer before; 0 for the first layer, which nothing predicts. TraceError without
+    forecasts."""
+    if 1 not in trace.header.forecast_distances:
+        raise TraceError(
+            f"the trace of {trace.header.model} holds no forecasts of the next layer; make it again with tiermoe trace"
+        )
+    shares: list[list[float]] = [[] for _ in trace.header.experts]
+    for passed in decode_passes(trace):
+        for layer in range(1, len(passed.layers)):
+            ranked = passed.layers[layer - 1].forecasts.get(1, [])
+            for chosen in passed.layers[layer].experts:
+                if ranked and chosen:
+                    named = {expert for expert, _ in ranked[: trace.header.top_k[layer]]}
+                    shares[layer].append(recall(named, chosen))
+    return [fmean(layer) if layer else 0.0 for layer in shares]
+
+
+def boundary(accuracy: Sequence[float]) -> int:
+    """Number of shallow layers: those before the first layer that is predicted at least as well as the mean, at least
+    the first layer, which is never predicted. The paper takes the boundary from the same figures (section 4.4, figure
+    7) and gives no rule; this rule is ours."""
+    if len(accuracy) < 2:
+        return len(accuracy)
+    mean = fmean(accuracy[1:])
+    return next(layer for layer in range(1, len(accuracy)) if accuracy[layer] >= mean - 1e-12)
+
+
+def largest_share(losses: Sequence[tuple[float, float]], tolerated: float = 0.01) -> float:
+    """The largest share before the first that loses `tolerated` or more, of (share, loss) pairs by rising share; 0
+    where the first pair does."""
+    found = 0.0
+    for share, loss in losses:
+        if loss >= tolerated:
+            break
+        found = share
+    return found
+
 
 HIGH_END, LOW_END = Place("rtx3090"), Place("low-end-pc")
 OURS, LOD, EAP = Side("fate"), Side("load-on-demand", bits=16), Side("eap", bits=16)
@@ -48,19 +128,19 @@ PAPER = Paper(
     "Fate: Fast Edge Inference of Mixture-of-Experts Models via Cross-Layer Gate (2025)",
     [
         Figure("table 1", "prediction by the next layer's gate", [
-            Row("all K, decoding", "78.8 %", Counted(trace.recall_of("next-gate"), ".1%")),
+            Row("all K, decoding", "78.8 %", Counted(counted.recall_of("next-gate"), ".1%")),
         ]),
         Figure("section 4.2", "experts above the 75th percentile", [
-            Row("all K, decoding", "97.15 %", Counted(trace.recall_of("percentile"), ".1%")),
-            Row("by layer", "lower in shallow layers", Counted(trace.recall_by_layer("percentile"), ".2f")),
+            Row("all K, decoding", "97.15 %", Counted(counted.recall_of("percentile"), ".1%")),
+            Row("by layer", "lower in shallow layers", Counted(counted.recall_by_layer("percentile"), ".2f")),
         ]),
         Figure("figure 7", "prediction by layer", [
             Row("all K, by layer", "lower in layers 0 to 3 of 24",
-                Counted(trace.recall_by_layer("next-gate"), ".2f")),
+                Counted(counted.recall_by_layer("next-gate"), ".2f")),
         ]),
         Figure("figure 8", "how clearly a layer prefers experts", [
             Row("share of the first expert's weight in K, by layer", "less in shallow layers",
-                Counted(trace.first_weight, ".2f")),
+                Counted(counted.first_weight, ".2f")),
         ]),
         Figure("section 4.4", "hits with the shallow layers cached first", [
             Row("evenly", "97.2 %", Replayed(OURS.but(allotment="even"), HIGH_END, hit_rate, ".1%")),
@@ -72,7 +152,7 @@ PAPER = Paper(
         ]),
         Figure("figure 9", "tokens of a prompt by popularity", [
             Row(f"served by the least popular {share:.0%} of the active experts", "15 %" if share == 0.3 else "",
-                Counted(trace.popular_tokens(share), ".1%")) for share in (0.1, 0.3, 0.5)
+                Counted(counted.popular_tokens(share), ".1%")) for share in (0.1, 0.3, 0.5)
         ]),
         Figure("figure 10", "loss of perplexity by the share at 2 bits", [
             Row(f"{share:g} of the experts", "", Loss(OURS.but(low_popularity=share)))
@@ -92,7 +172,7 @@ PAPER = Paper(
             for share in SHARES for name, side in (("Fate", OURS), ("EAP", EAP))
         ]),
         Figure("figure 14", "decoding over LoD, part by part, high-end PC",
-               rungs("fate", HIGH_END, ("1.3", "2 at most", "3.7 at most"))),
+               rungs(PRESET, LADDER, HIGH_END, ("1.3", "2 at most", "3.7 at most"))),
         Figure("table 3", "loss of perplexity, for that of tasks", [
             Row("high-end PC", ".55 points at most", Loss(OURS)),
             Row("low-end PC: mispredicted experts at 2 bits", "1.8 points at most",

@@ -1,19 +1,25 @@
-"""What a paper evaluates: figures and tables of rows, each with the paper's value and the measure that gives ours."""
+"""What a paper evaluates: figures and tables of rows, each with the paper's value and the measure that gives ours, from
+replays, evaluations and statistics of a trace, each made once (`Runs`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from tiermoe.errors import TraceError
-from tiermoe.lab.papers.runs import Place, Runs, Side
-from tiermoe.lab.systems import LADDERS
-from tiermoe.offload.presets import PRESETS
+from tiermoe.config import CacheSize, parse_cache
+from tiermoe.errors import ConfigError, TraceError
+from tiermoe.lab.papers.statistics import windows
+from tiermoe.lab.trace import Trace
+from tiermoe.metrics import Metrics
+from tiermoe.offload.presets import compose
+from tiermoe.offload.profiles import Profile, profile_of
 
 if TYPE_CHECKING:
-    from tiermoe.lab.simulate import Result
-    from tiermoe.lab.trace.file import Trace
+    from tiermoe.lab.papers.ladder import Ladder
+    from tiermoe.lab.simulate import BeladyHits, Result
+    from tiermoe.offload.composition import Composition
 
 
 class Measure(Protocol):
@@ -84,6 +90,105 @@ def waiting(result: Result) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Side:
+    """One composition in one precision."""
+
+    preset: str
+    changes: Mapping[str, str] = field(default_factory=dict)  # part or setting → value, as `--set` takes them
+    bits: int = 4
+    share: str | None = None  # of the experts that are cached; None: the place's
+    share_of: int | None = None  # bits of the experts that the share is of, where two sides have the same bytes
+
+    def but(self, **changes: object) -> Side:
+        """The same with other settings, and with another precision or share where these are named."""
+        own: dict[str, Any] = {name: changes.pop(name) for name in ("bits", "share", "share_of") if name in changes}
+        return replace(self, changes={**self.changes, **{name: str(value) for name, value in changes.items()}}, **own)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where sides are replayed."""
+
+    machine: str  # as `tiermoe simulate --machine` takes it
+    share: str = "45%"  # of the experts that are cached
+    seconds: tuple[float, float] | None = None  # of computing: a decoded token, a prompt's token; None: the machine's
+
+
+@dataclass
+class Runs:
+    """Replays over one trace and evaluations of one model. recorded: the trace; None where none was given. profiles: a
+    folder of calibrations (NAME.json), also those of a model that the traced one was widened from. evaluate: the object
+    that `tiermoe eval --json` prints for a side; None where no model was given."""
+
+    recorded: Trace | None
+    profiles: Path | None = None
+    evaluate: Callable[[Side], dict[str, Any]] | None = None
+    _replays: dict[str, Result] = field(default_factory=dict)
+    _evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def trace(self) -> Trace:
+        """ConfigError where none was given."""
+        if self.recorded is None:
+            raise ConfigError("needs a trace; give --trace FILE, which tiermoe trace makes")
+        return self.recorded
+
+    def evaluated(self, side: Side) -> dict[str, Any]:
+        """A side's evaluation. ConfigError where no model was given."""
+        if self.evaluate is None:
+            raise ConfigError("needs an evaluation; give --model MODEL and --text FILE")
+        if (name := repr(side)) not in self._evaluations:
+            self._evaluations[name] = self.evaluate(side)
+        return self._evaluations[name]
+
+    def replayed(self, side: Side, place: Place) -> Result:
+        """A side's replay at a place. TiermoeError where the trace, or a calibration, lacks what it takes."""
+        if (name := repr((side, place))) not in self._replays:
+            self._replays[name] = self._replay(side, place)
+        return self._replays[name]
+
+    def _replay(self, side: Side, place: Place) -> Result:
+        from tiermoe.lab.simulate import machine_of, replay, run_bits, settings_on
+
+        trace, composition = self.trace, compose(side.preset, dict(side.changes))
+        machine = machine_of(place.machine, None, None)
+        settings = settings_on(machine, trace.header, self._cache(side, place), place.seconds)
+        if composition.prefetch == "percentile" and "window" not in side.changes:
+            # the windows that Fate's calibration would find on the machine that is replayed
+            timed = Trace(replace(trace.header, times=settings.times or trace.header.times), [])
+            found = windows(timed, run_bits(trace.header), settings.bandwidth)
+            composition = composition.having({"window": tuple(found)})
+        settings = replace(settings, bits=composition.bits or side.bits, profile=self.profile(composition))
+        return replay(trace, composition, settings, _no_belady(trace))
+
+    def profile(self, composition: Composition) -> Profile | None:
+        """The calibration of a composition; None where it needs none, or no folder was given."""
+        if self.profiles is None or not composition.needs_profile:
+            return None
+        return profile_of(self.profiles, composition.profile, self.trace.header.model, None)
+
+    def _cache(self, side: Side, place: Place) -> CacheSize:
+        from tiermoe.lab.simulate.costs import slot_sizes
+
+        cache, header = parse_cache(side.share or place.share), self.trace.header
+        if side.share_of is None or cache.fraction is None:
+            return cache
+        unit = slot_sizes(header, [side.share_of])[side.share_of]
+        return CacheSize(nbytes=int(cache.fraction * sum(header.experts)) * unit)
+
+
+def _no_belady(trace: Trace) -> BeladyHits:
+    """Nobody looks at Belady's hits here, which take their time."""
+    from tiermoe.lab.simulate import BeladyHits
+
+    class NoBelady(BeladyHits):
+        def of(self, slots: int, bits: int) -> Metrics:
+            return Metrics()
+
+    return NoBelady(trace)
+
+
+@dataclass(frozen=True, slots=True)
 class Ratio:
     """A figure of `ours` over that of `theirs`, both replayed in one place."""
 
@@ -148,11 +253,11 @@ class Loss:
         return f"{lost:.2%}" if error is None else f"{lost:.2%} ± {error:.2%}"
 
 
-def rungs(system: str, place: Place, papers: Sequence[str]) -> list[Row]:
-    """A row for each part of a system's ladder: decoding over the baseline, with the part and those before it.
-    papers: the paper's ratios, one for each part."""
-    steps = LADDERS[system].steps(PRESETS[system], {})
-    sides = [Side(system, {name: str(value) for name, value in changes.items()}) for _, changes in steps]
+def rungs(preset: Composition, ladder: Ladder, place: Place, papers: Sequence[str]) -> list[Row]:
+    """A row for each part of a preset's ladder: decoding over the baseline, with the part and those before it. papers:
+    the paper's ratios, one for each part."""
+    steps = ladder.steps(preset, {})
+    sides = [Side(preset.name, {name: str(value) for name, value in changes.items()}) for _, changes in steps]
     return [
         Row(f"with {part}", value, Ratio(side, sides[0], place))
         for (part, _), side, value in zip(steps[1:], sides[1:], papers, strict=True)

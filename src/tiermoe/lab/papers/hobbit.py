@@ -1,25 +1,180 @@
-"""HOBBIT's figures: *HOBBIT: A Mixed Precision Expert Offloading System for Fast MoE Inference* (2024)."""
+"""HOBBIT: *A Mixed Precision Expert Offloading System for Fast MoE Inference* (2024). Its preset, its calibration
+(thresholds from the distribution of unimportance scores, the weights of its cache from replays), its figures.
+
+A command that names the preset loads no simulator: what replays imports it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from tiermoe.lab.papers import statistics as trace
+from tiermoe.config import CacheSize
+from tiermoe.lab.papers import statistics as counted
 from tiermoe.lab.papers.figure import (
     OF_FIGURE,
     Counted,
     Figure,
     Loss,
     Paper,
+    Place,
     Ratio,
     Replayed,
     Row,
+    Side,
     bytes_a_token,
     hit_rate,
     prompts,
     waiting,
 )
-from tiermoe.lab.papers.runs import Place, Side
+from tiermoe.lab.papers.ladder import Ladder
+from tiermoe.lab.papers.statistics import decode_passes
+from tiermoe.lab.trace import Trace
+from tiermoe.offload.assembly import assemble, cache_bytes, divide
+from tiermoe.offload.composition import Composition
+from tiermoe.offload.policies.precision import thresholds, unimportance
+
+if TYPE_CHECKING:
+    from tiermoe.lab.simulate.steps import Step
+
+PRESET = Composition(
+    "hobbit",
+    "low precision or none for unimportant misses, stacked gates, a weighted cache in two pools",
+    "HOBBIT, mixed-precision expert loading (2024)",
+    precision="gate-score", prefetch="stacked-gates", cache="weighted", records="sequence", start="together",
+    profile="hobbit", low_share=0.2, own={"ahead": 3},
+)  # fmt: skip
+
+LADDER = Ladder(
+    "LRU, one precision",
+    (
+        ("dynamic loading", {"precision": "fixed", "low_share": 0}),
+        ("prefetch", {"prefetch": "none"}),
+        ("weighted cache", {"cache": "lru"}),
+    ),
+)
+"""In the order of section 5.5, which measures each mechanism by itself."""
+
+
+HIGH_SHARE, SKIP_SHARE = 0.67, 0.03
+"""Shares of the scores that are high and skipped, as with the paper's thresholds in Mixtral (section 3.2: 67 % high,
+30 % low, 3 % skipped)."""
+
+
+def scores(trace: Trace) -> list[float]:
+    """The unimportance of every expert of every decoded token."""
+    return [
+        score
+        for passed in decode_passes(trace)
+        for layer in passed.layers
+        for gates in layer.weights
+        for score in unimportance(gates)
+    ]
+
+
+def thresholds_of(trace: Trace, high_share: float = HIGH_SHARE, skip_share: float = SKIP_SHARE) -> tuple[float, float]:
+    """(t1, t2) that split the trace's scores. With one expert per token all are 0 and high."""
+    return thresholds(scores(trace), high_share, skip_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Shares of the scores that two thresholds make."""
+
+    high: float
+    low: float
+    skipped: float
+
+    @staticmethod
+    def of(trace: Trace, t1: float, t2: float) -> Split:
+        found = scores(trace)
+        high = sum(score <= t1 for score in found) / len(found)
+        skipped = sum(score > t2 for score in found) / len(found)
+        return Split(high, 1 - high - skipped, skipped)
+
+
+def split_scores(t1: float, t2: float, part: str) -> counted.Statistic:
+    """The share of decoded tokens' experts that two thresholds make 'high', 'low' or 'skipped'."""
+    return lambda trace: float(getattr(Split.of(trace, t1, t2), part))
+
+
+MOST_DEMANDS = 40_000  # of a replay: the search makes some forty of them
+
+Weights = tuple[float, ...]
+
+WEIGHTS: list[Weights] = [each for each in itertools.product((1.0, 0.75, 0.5, 0.25, 0.0), repeat=4) if sum(each) == 1]
+"""What is tried; weights of recency come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundWeights:
+    """The weights of least penalty, with LRU's and LFU's on the same passes."""
+
+    weights: Weights
+    penalty: float
+    lru_penalty: float
+    lfu_penalty: float
+
+    @property
+    def over_lru(self) -> float:
+        """How much less penalty than LRU's: -0.1 for a tenth less."""
+        return self.penalty / self.lru_penalty - 1
+
+    @property
+    def over_lfu(self) -> float:
+        return self.penalty / self.lfu_penalty - 1
+
+
+class MissPenalties:
+    """Miss penalties of a composition with several eviction policies, by replays of a trace without prefetch and time
+    (HOBBIT, section 3.4). composition: with its thresholds. bits: of a high load. cache: of the runs that the weights
+    are for. `demands`: experts that layers needed; after `MOST_DEMANDS` of them the trace is cut off."""
+
+    def __init__(self, trace: Trace, composition: Composition, bits: int, cache: CacheSize) -> None:
+        from tiermoe.lab.simulate.costs import shape_of, slot_sizes
+        from tiermoe.lab.simulate.steps import steps_of
+
+        header = trace.header
+        self.demands = 0
+        self._steps: list[Step] = []
+        for step in steps_of(trace, composition):
+            if self.demands >= MOST_DEMANDS:
+                break
+            self._steps.append(step)
+            self.demands += sum(len({expert for row in layer.experts for expert in row}) for layer in step.layers)
+        self._composition = replace(composition, prefetch="none")
+        self._bits = bits
+        self._shape = shape_of(header)
+        sizes = slot_sizes(header, sorted({bits, composition["low_bits"]}))
+        nbytes = cache_bytes(composition, cache, self._shape, sizes)
+        self._slots = divide(nbytes, composition, sizes, (), sum(header.experts))
+
+    def of(self, eviction: str, weights: Weights | None = None) -> float:
+        """1 for each high-precision load, bits_low / bits_high for each low one."""
+        from tiermoe.lab.simulate.evictions import run_instantly
+        from tiermoe.lab.simulate.link import InstantLink
+
+        # a load costs as many units as it has bits: 1 and bits_low / bits_high, times bits_high
+        link = InstantLink(lambda key: key.bits)
+        composition = self._composition.having({"cache": eviction, "weights": weights})
+        scheduler = assemble(composition, self._shape, self._slots, link, self._bits)
+        for _ in run_instantly(scheduler, self._steps):
+            pass
+        return link.bytes_read / self._bits
+
+    def judge(self, weights: Weights) -> FoundWeights:
+        """Weights beside LRU and LFU."""
+        return FoundWeights(weights, self.of("weighted", weights), self.of("lru"), self.of("lfu"))
+
+    def search(self, progress: Callable[[int, int], None] = lambda done, total: None) -> FoundWeights:
+        """The first of `WEIGHTS` with the least penalty."""
+        tried: dict[Weights, float] = {}
+        for weights in WEIGHTS:
+            tried[weights] = self.of("weighted", weights)
+            progress(len(tried), len(WEIGHTS))
+        return self.judge(min(tried, key=tried.__getitem__))
+
 
 RTX_4090, ORIN = Place("rtx4090"), Place("jetson-orin")
 OURS = Side("hobbit", {"low_bits": "4"}, 16)  # float16 with int4, as on the RTX 4090 (table 2)
@@ -39,8 +194,8 @@ def _ahead(distance: int) -> tuple[Row, Row]:
     papers = {1: "96 %", 2: "90 %", 3: "90 %"}
     return (
         Row(f"the first expert of layer + {distance} is predicted", papers[distance],
-            Counted(trace.first_predicted(distance), ".1%")),
-        Row(f"all K of layer + {distance}", "", Counted(trace.recall_of("next-gate", distance), ".1%")),
+            Counted(counted.first_predicted(distance), ".1%")),
+        Row(f"all K of layer + {distance}", "", Counted(counted.recall_of("next-gate", distance), ".1%")),
     )  # fmt: skip
 
 
@@ -66,20 +221,20 @@ PAPER = Paper(
             Row("Jetson Orin", "94.5 %", Replayed(Side("load-on-demand", bits=16), ORIN, waiting, ".1%")),
         ]),
         Figure("figure 5b", "scores that T1 = .6 and T2 = .9 split", [
-            Row("high precision", "67 %", Counted(trace.scores(0.6, 0.9, "high"), ".1%")),
-            Row("low precision", "30 %", Counted(trace.scores(0.6, 0.9, "low"), ".1%")),
-            Row("skipped", "3 %", Counted(trace.scores(0.6, 0.9, "skipped"), ".1%")),
+            Row("high precision", "67 %", Counted(split_scores(0.6, 0.9, "high"), ".1%")),
+            Row("low precision", "30 %", Counted(split_scores(0.6, 0.9, "low"), ".1%")),
+            Row("skipped", "3 %", Counted(split_scores(0.6, 0.9, "skipped"), ".1%")),
         ]),
         Figure("figure 7b", "prediction by a later layer's gate", [row for each in (1, 2) for row in _ahead(each)]),
         Figure("figure 10a", "use by the next token", [
-            Row("the first expert", "above .25", Counted(trace.first_is_used_again, ".2f")),
-            Row("the first expert, were routing even", ".25", Counted(trace.first_at_random, ".2f")),
-            Row("at least one", "above .46", Counted(trace.one_is_used_again, ".2f")),
-            Row("at least one, were routing even", ".46", Counted(trace.one_at_random, ".2f")),
+            Row("the first expert", "above .25", Counted(counted.first_is_used_again, ".2f")),
+            Row("the first expert, were routing even", ".25", Counted(counted.first_at_random, ".2f")),
+            Row("at least one", "above .46", Counted(counted.one_is_used_again, ".2f")),
+            Row("at least one, were routing even", ".46", Counted(counted.one_at_random, ".2f")),
         ]),
         Figure("figure 10b", "what a layer's most used quarter of the experts serves", [
-            Row("within a sequence", "", Counted(trace.most_used(0.25, per_sequence=True), ".1%")),
-            Row("in all sequences", "nearly 25 %", Counted(trace.most_used(0.25, per_sequence=False), ".1%")),
+            Row("within a sequence", "", Counted(counted.most_used(0.25, per_sequence=True), ".1%")),
+            Row("in all sequences", "nearly 25 %", Counted(counted.most_used(0.25, per_sequence=False), ".1%")),
         ]),
         Figure("figure 11b", "miss penalty of LHU over LFU", [
             Row("16 and 4 bits", ".85 for three experts", Ratio(ALONE.but(weights="0,0,1,0"),

@@ -1,14 +1,35 @@
-"""MoBiLE's figures: *MoBiLE: Efficient Mixture-of-Experts Inference on Consumer GPU with Mixture of Big Little Experts*
-(2025)."""
+"""MoBiLE: *Efficient Mixture-of-Experts Inference on Consumer GPU with Mixture of Big Little Experts* (2025). Its
+preset (half of a token's experts, and all if the next token is unsure) and its figures. Gamma is the paper's until
+one has been found for the model (`lab/measure/gamma.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiermoe.lab.papers import statistics as trace
-from tiermoe.lab.papers.figure import Counted, Figure, Loss, Paper, Ratio, Row, decoding
-from tiermoe.lab.papers.runs import Place, Runs, Side
+from tiermoe.lab.papers import statistics as counted
+from tiermoe.lab.papers.figure import Counted, Figure, Loss, Paper, Place, Ratio, Row, Runs, Side, decoding
+from tiermoe.lab.papers.ladder import Ladder
+from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.routing import speedup
+
+PRESET = Composition(
+    "mobile",
+    "K/2 experts, and all K again where the next token is unsure, prefetched from the discarded pass",
+    "MoBiLE (2025)",
+    routing="confident", prefetch="recalled", profile="mobile", own={"ahead": 2},
+)  # fmt: skip
+
+LADDER = Ladder(
+    "all K experts",
+    (
+        ("K/2 and fallback", {"routing": "all"}),
+        ("prefetch in fallback", {"prefetch": "none"}),
+        ("pre-gating", {"prefetch": "recalled"}),
+    ),
+    beyond={"prefetch": "recalled+next-gate"},
+)
+"""Section IV-B: offloading, MoBiLE, and MoBiLE with pre-gating beside it."""
+
 
 RTX_4080 = Place("rtx4080")
 OFFLOADING, LITTLE = Side("load-on-demand"), Side("mobile", {"routing": "half", "prefetch": "none"})
@@ -28,7 +49,7 @@ class Estimated:
 
     def value(self, runs: Runs) -> str:
         full, little, both = (1 / decoding(runs.replayed(side, RTX_4080)) for side in (OFFLOADING, LITTLE, at(1.0)))
-        ratio = trace.fallback_ratio(self.gamma)(runs.trace)
+        ratio = counted.fallback_ratio(self.gamma)(runs.trace)
         return f"{speedup(little, both - little, ratio, full):.2f}"  # at gamma 1 every token runs twice
 
 
@@ -53,14 +74,14 @@ PAPER = Paper(
             Row("big after every little pass", "", Ratio(at(1.0), OFFLOADING, RTX_4080), _uncached(at(1.0))),
         ]),
         Figure("table II", "quality and speed", [
-            Row("fallbacks at gamma .7", ".11 to .21", Counted(trace.fallback_ratio(0.7), ".2f")),
+            Row("fallbacks at gamma .7", ".11 to .21", Counted(counted.fallback_ratio(0.7), ".2f")),
             _over_offloading(),
             Row("loss of perplexity, K/2 alone", "8.5 to 14.4 points of GSM8K",
                 Loss(Side("mobile", {"routing": "half", "prefetch": "none"}))),
             Row("loss of perplexity, gamma .7", "3.3 to 6.7 points of GSM8K", Loss(at(0.7))),
         ]),
         Figure("section III-B", "prefetch in fallback, and equation 1", [
-            Row("experts that the little pass names", "above 80 %", Counted(trace.recall_of("recalled"), ".1%")),
+            Row("experts that the little pass names", "above 80 %", Counted(counted.recall_of("recalled"), ".1%")),
             *(Row(f"speedup by the equation, gamma {gamma:g}", "", Estimated(gamma),
                   {"replayed": Ratio(at(gamma), OFFLOADING, RTX_4080)}) for gamma in (0.7, 0.2)),
         ]),
@@ -75,7 +96,7 @@ PAPER = Paper(
         ]),
         Figure("table III", "fallbacks and speed by gamma", [
             row for gamma, (ratio, speed) in {**FALLBACKS, **dict.fromkeys(SURE, ("", ""))}.items() for row in (
-                Row(f"fallbacks at gamma {gamma:g}", ratio, Counted(trace.fallback_ratio(gamma), ".2f")),
+                Row(f"fallbacks at gamma {gamma:g}", ratio, Counted(counted.fallback_ratio(gamma), ".2f")),
                 Row(f"over offloading at gamma {gamma:g}", speed, Ratio(at(gamma), OFFLOADING, RTX_4080),
                     _uncached(at(gamma))))
         ]),

@@ -1,29 +1,84 @@
-"""Statistics of a trace that papers draw."""
+"""Statistics of a trace: its routing token by token, frequencies of experts, how right each predictor is, and what
+papers draw. What needs the simulator imports it: presets are listed without it."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
 from tiermoe.errors import TraceError
-from tiermoe.lab.papers.prediction import RecallRow, recall_table
-from tiermoe.lab.simulate.costs import expert_bytes, run_bits, slot_sizes
-from tiermoe.lab.simulate.evictions import hits_of
-from tiermoe.lab.systems.hobbit import Split
-from tiermoe.lab.systems.routings import decode_passes, frequencies, halves, routings
-from tiermoe.lab.trace.file import LayerTrace, Trace
+from tiermoe.lab.trace import Header, LayerTrace, Pass, Trace
+from tiermoe.offload.policies.prediction import PredictionContext, Predictor, count_paths
+from tiermoe.offload.policies.prediction.baselines import MostFrequent
+from tiermoe.offload.policies.prediction.gates import NextGate, Recalled
+from tiermoe.offload.policies.prediction.path import ActivationPath
+from tiermoe.offload.policies.prediction.percentile import AbovePercentile
 from tiermoe.offload.policies.routing import is_confident
+
+
+def routings(trace: Trace) -> Iterator[list[list[int]]]:
+    """Each token's experts in every MoE layer. An encoder's layers are empty: the tokens that it reads are re-batched
+    by expert and have no path of their own."""
+    for passed in trace.passes:
+        yield from _tokens_of(passed, trace.header.encoder_layers)
+
+
+def _tokens_of(passed: Pass, encoder_layers: int) -> Iterator[list[list[int]]]:
+    decoder = passed.layers[encoder_layers:]
+    for token in range(max((len(layer.experts) for layer in decoder), default=0)):
+        chosen = [layer.experts[token] if token < len(layer.experts) else [] for layer in decoder]
+        yield [[] for _ in range(encoder_layers)] + chosen
+
+
+def frequencies(trace: Trace) -> list[list[int]]:
+    """Number of tokens that each expert served, a row per MoE layer."""
+    counts = [[0] * experts for experts in trace.header.experts]
+    for passed in trace.passes:
+        for row, layer in zip(counts, passed.layers, strict=True):
+            for chosen in layer.experts:
+                for expert in chosen:
+                    row[expert] += 1
+    return counts
+
+
+def halves(trace: Trace) -> tuple[Trace, Trace]:
+    """The even sequences of a trace, and the odd ones, so that a result of one half is judged on the other. TraceError
+    where there is one sequence."""
+    even, odd = (
+        replace(trace, passes=[passed for passed in trace.passes if passed.sequence % 2 == first]) for first in (0, 1)
+    )
+    if not odd.passes:
+        raise TraceError(
+            f"the trace of {trace.header.model} holds one sequence, and what is found on one is judged on another; "
+            f"record more: raise --tokens, or lower --sequence"
+        )
+    return even, odd
+
+
+def decode_passes(trace: Trace) -> list[Pass]:
+    """The passes over one generated token."""
+    return [passed for passed in trace.passes if passed.phase == "decode"]
+
+
+def recall(named: Collection[int], chosen: Collection[int]) -> float:
+    """Share (0 to 1) of the router's experts that a prediction had named. ValueError where none was chosen."""
+    if not chosen:
+        raise ValueError("recall needs at least one chosen expert")
+    named = set(named)
+    return sum(expert in named for expert in chosen) / len(chosen)
+
+
+def baseline_uniform(k: int, e: int) -> float:
+    """Expected recall of K experts named at random of E."""
+    return k / e
+
 
 Statistic = Callable[[Trace], float]
 ByLayer = Callable[[Trace], Sequence[float | None]]
-
-
-def scores(t1: float, t2: float, part: str) -> Statistic:
-    """The share of decoded tokens' experts that two thresholds make 'high', 'low' or 'skipped' (HOBBIT)."""
-    return lambda trace: float(getattr(Split.of(trace, t1, t2), part))
 
 
 def _mean(trace: Trace, values: Iterable[float], lacking: str) -> float:
@@ -112,6 +167,96 @@ def popular_tokens(share: float) -> Statistic:
     return count
 
 
+@dataclass(frozen=True, slots=True)
+class RecallRow:
+    """One predictor at one layer."""
+
+    predictor: str
+    layer: int
+    distance: int  # layers before, at which the predictor named experts
+    recall: float  # mean share of a decoded token's experts that were among those named
+    named: float  # experts, mean
+    uniform: float  # the recall of naming K at random: K/E
+    frequent: float  # the recall of always naming the K most frequent of the calibration
+    tokens: int  # that the means are over
+
+
+def recall_table(calibration: Trace, held_out: Trace, only: str | None = None) -> list[RecallRow]:
+    """Every predictor that the traces hold what it needs for: next-gate, percentile (Fate's 75th), path 1 and 2 (their
+    K likeliest), recalled (MoBiLE's little pass at the same position, which knows every layer beforehand: distance 1),
+    frequent. Only decoded tokens count. only: the one predictor that is wanted."""
+    header = held_out.header
+    context = PredictionContext(
+        len(header.experts),
+        header.experts,
+        header.top_k,
+        frequencies={(layer, e): n for layer, row in enumerate(frequencies(calibration)) for e, n in enumerate(row)},
+        encoder_layers=header.encoder_layers,
+    )
+    passes = decode_passes(held_out)
+    wanted = (only, "frequent")  # the most frequent are every row's baseline
+    predictors = _predictors(calibration, held_out, context)
+    found = {
+        name: _recalls(name, predictor, passes, header)
+        for name, predictor in predictors
+        if only is None or name in wanted
+    }
+    frequent = {layer: fmean(values) for (layer, distance), (values, _) in found["frequent"].items() if distance == 1}
+    return [
+        RecallRow(
+            name, layer, distance, fmean(recalls), fmean(named),
+            baseline_uniform(header.top_k[layer], header.experts[layer]), frequent[layer], len(recalls),
+        )
+        for name, cells in found.items()
+        if only in (None, name)
+        for (layer, distance), (recalls, named) in sorted(cells.items())
+    ]  # fmt: skip
+
+
+Cells = dict[tuple[int, int], tuple[list[float], list[int]]]
+"""(layer, distance) → the recall of each token, how many experts were named."""
+
+
+def _predictors(calibration: Trace, held_out: Trace, context: PredictionContext) -> Iterator[tuple[str, Predictor]]:
+    header = held_out.header
+    yield "frequent", MostFrequent(context)
+    for order in (1, 2):
+        paths = count_paths(routings(calibration), order)
+        if paths:
+            yield f"path {order}", ActivationPath(replace(context, paths=paths), path=order)
+    if "forecasts" in header.holds:
+        yield "next-gate", NextGate(context, ahead=max(header.forecast_distances))
+        yield "percentile", AbovePercentile(context)
+    if "little" in header.holds:
+        yield "recalled", Recalled(context)
+
+
+def _recalls(name: str, prediction: Predictor, passes: Sequence[Pass], header: Header) -> Cells:
+    from tiermoe.lab.simulate.steps import RecordedForecasts, Step
+
+    most = header.top_k if name.startswith("path") else header.experts  # a path ranks all that it has seen
+    cells: Cells = defaultdict(lambda: ([], []))
+    for passed in passes:
+        recalled = passed.little.layers if passed.little and name == "recalled" else None
+        step = Step(passed.phase, passed.sequence, passed.size, passed.tokens, passed.layers, recalled)
+        forecasts = RecordedForecasts(step)
+        for layer, traced in enumerate(passed.layers):
+            if not traced.experts:
+                continue
+            forecasts.layer = layer
+            prediction.observe(step.routed(layer))
+            named: dict[int, list[int]] = defaultdict(list)
+            for wanted in prediction.candidates(layer, forecasts, lambda target, expert: False):
+                named[wanted.layer].append(wanted.expert)
+            for target, experts in named.items():
+                chosen = passed.layers[target].experts[0]
+                if chosen:
+                    recalls, counts = cells[target, target - layer]
+                    recalls.append(recall(experts[: most[target]], chosen))
+                    counts.append(min(len(experts), most[target]))
+    return cells
+
+
 def recall_of(predictor: str, distance: int = 1) -> Statistic:
     """The share of decoded tokens' experts that a predictor of `recall_table` names, the mean over layers."""
     return lambda trace: fmean(row.recall for row in _rows(trace, predictor, distance))
@@ -179,6 +324,9 @@ def hits(policy: str, share: float) -> Statistic:
     """The hit rate of an eviction policy alone, with slots for a share of the experts in one pool."""
 
     def count(trace: Trace) -> float:
+        from tiermoe.lab.simulate.costs import run_bits
+        from tiermoe.lab.simulate.evictions import hits_of
+
         slots = max(1, int(share * sum(trace.header.experts)))
         return float(hits_of(trace, policy, slots, run_bits(trace.header)).headline_hit_rate or 0.0)
 
@@ -196,6 +344,8 @@ def memory_saved(share: float, bits: int) -> Statistic:
     all that is no expert."""
 
     def count(trace: Trace) -> float:
+        from tiermoe.lab.simulate.costs import slot_sizes
+
         header = trace.header
         if not header.dense_bytes:
             raise TraceError(f"the trace of {header.model} holds no bytes of what is no expert; make it again")
@@ -206,6 +356,31 @@ def memory_saved(share: float, bits: int) -> Statistic:
     return count
 
 
+def windows(trace: Trace, bits: int, bandwidth: float) -> list[int]:
+    """N_prefetch = floor(T_window / T_io) of each layer (Fate, section 4.3): T_window = T_moe + T_gate + T_attn is the
+    layer's share of a decode pass, T_io the time of one expert of the next layer. 0 where no expert can be read
+    meanwhile, and for the last layer. bandwidth: of the link, bytes per second. TraceError without times."""
+    from tiermoe.lab.simulate.costs import expert_bytes
+
+    header = trace.header
+    if header.times is None:
+        raise TraceError(f"the trace of {header.model} holds no computing times; make it again with tiermoe trace")
+    layers = len(header.experts)
+    expert = header.times.expert[min(header.times.expert, key=lambda known: (abs(known - bits), known))]
+    found = []
+    for layer in range(layers - 1):
+        t_window = header.times.dense / layers + header.top_k[layer] * expert
+        t_io = expert_bytes(header, layer + 1, bits) / bandwidth
+        found.append(math.floor(t_window / t_io))
+    return [*found, 0]
+
+
 def bytes_moved(bits: int) -> Statistic:
     """Bytes of an expert of the first layer at 16 bits over those in `bits`."""
-    return lambda trace: expert_bytes(trace.header, 0, 16) / expert_bytes(trace.header, 0, bits)
+
+    def count(trace: Trace) -> float:
+        from tiermoe.lab.simulate.costs import expert_bytes
+
+        return expert_bytes(trace.header, 0, 16) / expert_bytes(trace.header, 0, bits)
+
+    return count

@@ -10,7 +10,7 @@ from statistics import fmean
 from tiermoe.errors import TraceError
 from tiermoe.lab.simulate.link import Move
 from tiermoe.lab.simulate.machines import Processor
-from tiermoe.lab.trace.file import Header, LayerTrace, Times, Trace
+from tiermoe.lab.trace import Header, LayerTrace, Times, Trace
 from tiermoe.offload.assembly import ModelShape
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.neurons import NeuronCache, Records, to_load, whole

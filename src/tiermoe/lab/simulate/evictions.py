@@ -10,7 +10,7 @@ from tiermoe.config import CacheSize
 from tiermoe.lab.simulate.costs import expert_bytes, run_bits, shape_of, slot_sizes
 from tiermoe.lab.simulate.link import InstantLink
 from tiermoe.lab.simulate.steps import Future, RecordedForecasts, Step, steps_of
-from tiermoe.lab.trace.file import Trace
+from tiermoe.lab.trace import Trace
 from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.offload.assembly import FutureTrace, PrecisionSlots, assemble
 from tiermoe.offload.composition import Composition

@@ -154,7 +154,6 @@ class VirtualLink:
         self._uncopied: deque[Load] = deque()  # in main memory, behind other copies
         self._timers: list[_Timer] = []
         self._finished: deque[Finished] = deque()
-        self._outstanding = 0
 
     @property
     def bytes_read(self) -> int:
@@ -176,7 +175,6 @@ class VirtualLink:
 
     def submit(self, load: Load) -> None:
         self._run_to(self._clock.now)
-        self._outstanding += not load.background
         if self._host is not None and load.urgent and self._host.cache.pin_if_here(load.key):
             self._copy(load)
             return
@@ -194,25 +192,21 @@ class VirtualLink:
             self._on_lanes.append(load := self._urgent.popleft())
             self._serve(load)
         self._wait_for(lambda: bool(self._finished), wake)
-        return self._take_finished()
+        return self._finished.popleft()
 
     def poll(self) -> Finished | None:
         self._run_to(self._clock.now)
-        return self._take_finished() if self._finished else None
+        return self._finished.popleft() if self._finished else None
 
     def recall(self) -> list[Load]:
         self._run_to(self._clock.now)
         loads = list(self._speculative)
         self._speculative.clear()
-        self._outstanding -= len(loads)
         return loads
 
     def withdraw(self, key: ExpertKey) -> bool:
         self._run_to(self._clock.now)
         return self._background.pop(key, None) is not None
-
-    def is_idle(self) -> bool:
-        return self._outstanding == 0
 
     def now(self) -> float:
         return self._clock.now
@@ -268,11 +262,6 @@ class VirtualLink:
         if not done():
             self.wait_s += self.run_until(done) + wake
             self._clock.now += wake
-
-    def _take_finished(self) -> Finished:
-        finished = self._finished.popleft()
-        self._outstanding -= not finished.load.background
-        return finished
 
     def _wake_lane(self) -> None:
         """Wakes an idle lane for a load that was submitted."""
@@ -387,7 +376,7 @@ class VirtualLink:
 
 class VirtualCpu:
     """The processor beside the one that computes layers: computes experts one after the other from main memory, as
-    `engine.cooperative.CpuHelper` does. seconds_of: (bits, tokens) → seconds of one expert. `seconds_per_expert`: what
+    `engine.units.CpuHelper` does. seconds_of: (bits, tokens) → seconds of one expert. `seconds_per_expert`: what
     the last ones took, with reading them where main memory had to; None before the first."""
 
     def __init__(self, link: VirtualLink, seconds_of: Callable[[int, int], float]) -> None:
@@ -443,9 +432,6 @@ class InstantLink:
 
     def withdraw(self, key: ExpertKey) -> bool:
         return False
-
-    def is_idle(self) -> bool:
-        return not self._finished
 
     def now(self) -> float:
         return 0.0

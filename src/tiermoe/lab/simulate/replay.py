@@ -37,7 +37,7 @@ from tiermoe.lab.simulate.steps import (
     require_calibration,
     steps_of,
 )
-from tiermoe.lab.trace.file import Header, Times, Trace
+from tiermoe.lab.trace import Header, Times, Trace
 from tiermoe.metrics import ExpertCounts, Metrics, PhaseMetrics
 from tiermoe.offload.assembly import FutureTrace, assemble, cache_bytes, divide, precisions
 from tiermoe.offload.composition import Composition, filled, with_low_share

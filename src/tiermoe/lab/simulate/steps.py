@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tiermoe.errors import ProfileError, TraceError
 from tiermoe.lab.simulate.link import VirtualClock
-from tiermoe.lab.trace.file import Header, LayerTrace, Pass, Trace
+from tiermoe.lab.trace import Header, LayerTrace, Pass, Trace
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.prediction import Forecasts, Predictor, Ranked
 from tiermoe.offload.policies.prediction.base import Available

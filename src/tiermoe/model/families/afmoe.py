@@ -108,4 +108,3 @@ class Afmoe(Family):
             "global_attn_every_n_layers": 4,  # models/afmoe.cpp, as the next
             "mup_enabled": True,
         }
-

@@ -56,7 +56,6 @@ class DeepSeekMoe(Family):
         }
 
 
-
 def part_with_shared_experts(
     w: Scope,
     config: Any,

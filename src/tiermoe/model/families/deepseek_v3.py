@@ -65,7 +65,6 @@ class DeepSeekV3(LatentFamily):
         }
 
 
-
 class DeepSeekV32(LatentFamily):
     name, model_type = "DeepSeek-V3.2", "deepseek_v32"
     gguf = Gguf(("deepseek32",), V3_NAMES | INDEXER)
@@ -87,7 +86,6 @@ class DeepSeekV32(LatentFamily):
     def config(self, file: GgufFile) -> Config:
         """ModelError where a layer lacks a tensor of its indexer."""
         return {**_indexed(file, [True] * layer_count(file)), "model_type": "deepseek_v32"}
-
 
 
 class Glm4MoeLite(DeepSeekV3):

@@ -144,7 +144,6 @@ class DeepSeekV4(LatentFamily):
         }
 
 
-
 def limited_silu(config: Any) -> Callable[..., Tensor]:
     """What is between the matrices of dense blocks."""
     return partial(silu_within, limit=float(config.swiglu_limit))

@@ -70,4 +70,3 @@ class Ernie(Family):
             "moe_layer_end_index": layer_count(file) - 1,
             "moe_layer_interval": 1,
         }
-

@@ -74,4 +74,3 @@ class ExaoneMoe(Family):
             "sliding_window": file.count("attention.sliding_window"),
             "layer_types": window_layers(file),
         }
-

@@ -135,7 +135,6 @@ class Gemma4(Family):
         }
 
 
-
 def side_by_side(w: Scope, config: Any) -> SideBySide:
     """The feed-forward part of the layer at `w`."""
     experts = config.num_experts

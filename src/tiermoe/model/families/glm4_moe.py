@@ -60,7 +60,6 @@ class Glm4Moe(Family):
         }
 
 
-
 class SolarOpen(Glm4Moe):
     name, model_type = "Solar Open", "solar_open"
     mtp_head = None
@@ -80,4 +79,3 @@ class Dots1(Glm4Moe):
         if file.count("expert_gating_func", SIGMOID) != SIGMOID:
             raise ModelError(f"{file.path} has no sigmoid router, which every dots.llm1 has; {AGAIN}")
         return {**super().config(file), "model_type": "dots1", "sliding_window": None}
-

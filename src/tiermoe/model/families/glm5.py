@@ -86,7 +86,6 @@ class Glm5(LatentFamily):
         )
 
 
-
 class Glm5Next(LatentFamily):
     name, model_type = "GLM-5 Next (GLM-5.3-Flash)", "glm5_next_text"
     gguf = Gguf(
@@ -152,10 +151,6 @@ class Glm5Next(LatentFamily):
             "hc_sinkhorn_iters": file.count("hyper_connection.sinkhorn_iterations"),
             "hc_eps": file.decimal("hyper_connection.epsilon"),
         }
-
-
-
-
 
 
 def _of_glm(file: GgufFile) -> list[bool]:

@@ -50,4 +50,3 @@ class GptOss(Family):
             "sliding_window": file.count("attention.sliding_window"),
             "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in layers],
         }
-

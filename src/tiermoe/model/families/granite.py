@@ -83,7 +83,6 @@ class GraniteMoeShared(GraniteMoe):
         }
 
 
-
 class GraniteMoeWindows(GraniteMoe):
     name, model_type = "GraniteMoE with sliding windows", "granitemoe_swa"
     gguf = Gguf(
@@ -126,7 +125,6 @@ class GraniteMoeWindows(GraniteMoe):
             "layer_types": window_layers(file),
             "layer_rope_theta": [base if each else 0 for each in rotated[:count]],
         }
-
 
 
 class Granite4(GraniteMoe):
@@ -176,7 +174,6 @@ class Granite4(GraniteMoe):
             "layer_types": layer_kinds(file),
             "mamba_expand": sizes.values // hidden,
         }
-
 
 
 def granite(file: GgufFile) -> Config:

@@ -106,7 +106,6 @@ class HunyuanV1(Family):
         }
 
 
-
 def used(config: Any) -> list[int]:
     """Experts of a token, one number for all layers or one for each."""
     return config.moe_topk if isinstance(config.moe_topk, list) else [config.moe_topk]
@@ -175,7 +174,6 @@ class HunyuanV3(Family):
         }
 
 
-
 class HunyuanV4(LatentFamily):
     name, model_type = "Hunyuan 4", "hy_v4"
     gguf = Gguf(("hy_v4",), V3_NAMES | NAMES, outside=OUTSIDE | HEAD, states_shapes=False)
@@ -241,4 +239,3 @@ class HunyuanV4(LatentFamily):
         heads = torch.arange(rows).view(-1, columns)
         first, second = heads[:, -rotary::2], heads[:, columns - rotary + 1 :: 2]
         return torch.cat((heads[:, : columns - rotary], first, second), dim=1).flatten()
-

@@ -68,7 +68,6 @@ class KimiLinear(LatentFamily):
         }
 
 
-
 def kimi_part(w: Scope, config: Any) -> MoeBlock | DenseBlock:
     """DeepSeek-V3's feed-forward part by the names of Kimi Linear's config."""
     return moe_or_dense(

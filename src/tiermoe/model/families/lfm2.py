@@ -52,9 +52,7 @@ class Lfm2Moe(Family):
         else:
             norms = ("q_layernorm", "k_layernorm")
             attention = grouped(w.at("self_attn"), config, index, norms=norms, output="out_proj")
-        return Layer(
-            w.norm("operator_norm"), attention, w.norm("ffn_norm"), self.part(w.at("feed_forward"), config)
-        )
+        return Layer(w.norm("operator_norm"), attention, w.norm("ffn_norm"), self.part(w.at("feed_forward"), config))
 
     def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
         """The feed-forward part: dense in the layers that have no router."""
@@ -90,4 +88,3 @@ class Lfm2Moe(Family):
             "use_expert_bias": f"blk.{first}.exp_probs_b.bias" in file.tensors,
             "norm_topk_prob": True,  # models/lfm2moe.cpp
         }
-

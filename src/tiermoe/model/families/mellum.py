@@ -66,4 +66,3 @@ class Mellum(Qwen3Moe):
                 },
             },
         }
-

@@ -126,7 +126,6 @@ class MimoV2Flash(Family):
         }
 
 
-
 def _kv_heads(file: GgufFile, kinds: list[str]) -> int:
     """Of layers without a window. ModelError where those with one have not twice as many."""
     found = file.of_model("attention.head_count_kv")

@@ -73,7 +73,6 @@ class MiniMaxM2(Family):
         }
 
 
-
 class MiniMaxM3(Family):
     """Gate and up of dense blocks and of shared experts are one matrix."""
 
@@ -148,4 +147,3 @@ class MiniMaxM3(Family):
             "index_topk_blocks": file.count("attention.indexer.top_k", least=1),
             "index_local_blocks": file.count("attention.indexer.local_blocks"),
         }
-

@@ -54,4 +54,3 @@ class Mistral4(LatentFamily):
             raise ModelError(f"{file.path} does not scale its rotary embedding by yarn, which every Mistral 4 does")
         rope["llama_4_scaling_beta"] = file.decimal("attention.temperature_scale")
         return {**config, "model_type": "mistral4"}
-

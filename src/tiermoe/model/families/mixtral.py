@@ -37,4 +37,3 @@ class Mixtral(Family):
             "intermediate_size": expert_columns(file),
             "sliding_window": None,
         }
-

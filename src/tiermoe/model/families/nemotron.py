@@ -43,9 +43,7 @@ OUTSIDE_NAMES = {"token_embd": "embeddings", "output_norm": "norm_f"}
 
 class NemotronH(Family):
     name, model_type = "Nemotron-H (Nemotron 3)", "nemotron_h"
-    gguf = Gguf(
-        ("nemotron_h_moe",), NAMES, "mixer.experts", outside=OUTSIDE_NAMES, turned=True, within="mixer"
-    )
+    gguf = Gguf(("nemotron_h_moe",), NAMES, "mixer.experts", outside=OUTSIDE_NAMES, turned=True, within="mixer")
     gguf_parts = staticmethod(mamba_rows)
     embedding, final_norm = "model.embeddings", "model.norm_f"
     norms = NormKind(late=True, epsilon="layer_norm_epsilon")

@@ -43,7 +43,6 @@ class Olmoe(Family):
         }
 
 
-
 class FlexOlmo(Family):
     """Norms are after attention and after the feed-forward part, not before them."""
 

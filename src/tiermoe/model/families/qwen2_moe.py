@@ -53,7 +53,6 @@ class Qwen2Moe(Family):
         }
 
 
-
 def part_with_gated_expert(w: Scope, config: Any, normalise: bool) -> MoeBlock | DenseBlock:
     """The feed-forward part of Qwen's models with a shared expert (2-MoE, 3-Next, 3.5, 3.8). normalise: a token's
     weights sum to 1."""

@@ -58,4 +58,3 @@ class Qwen3Moe(Family):
             "norm_topk_prob": True,  # models/qwen3moe.cpp
             "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         }
-

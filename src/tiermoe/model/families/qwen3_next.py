@@ -76,4 +76,3 @@ class Qwen35Moe(Qwen3Next):
             "moe_intermediate_size": expert_columns(file),
             "shared_expert_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
         }
-

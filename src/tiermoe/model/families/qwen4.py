@@ -133,7 +133,6 @@ class Qwen4(Family):
         return found
 
 
-
 def _block(file: GgufFile) -> int:
     """Positions of a block that an indexer chooses. ModelError where the file does not say, or layers differ."""
     found, linear = file.of_model("attention.compress_ratios"), linear_layers(file)

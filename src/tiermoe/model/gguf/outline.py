@@ -88,9 +88,7 @@ def _experts_of(layers: Iterable[MoeLayer]) -> dict[str, tuple[int, ...]]:
 def _fit(checkpoint: GgufCheckpoint, layers: list[MoeLayer]) -> bool:
     """Whether the file has the experts of all layers, in their shapes."""
     wanted = _experts_of(layers)
-    return all(
-        path in checkpoint and checkpoint.tensors[path].shape == shape for path, shape in wanted.items()
-    )
+    return all(path in checkpoint and checkpoint.tensors[path].shape == shape for path, shape in wanted.items())
 
 
 def _outline(

@@ -1,4 +1,4 @@
-"""Config of DeepSeekMoE (`model_type` 'deepseek'), which transformers 5.23 does not have."""
+"""Config of DeepSeekMoE (`model_type` 'deepseek'), which transformers does not have."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.activations import ACT2FN, SiLUActivation
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tiermoe.errors import ModelError
 from tiermoe.kernels.gates import GATES, Gate, gate_named, other_gate, usual_gate
@@ -32,6 +32,13 @@ def drop_parameters(module: Any, experts: int) -> None:
         del module._parameters[name]
         # questions about shape and dtype are still answered
         module.__dict__[name] = parameter.detach()
+
+
+def default_gate(module: Any, features: Tensor) -> Tensor:
+    """The gate that transformers gives experts of its interface that have none of their own."""
+    gate, up = features.chunk(2, dim=-1)
+    gated: Tensor = module.act_fn(gate) * up
+    return gated
 
 
 def _switch(own: Classes) -> dict[str, type[torch.nn.Module]]:
@@ -99,7 +106,7 @@ def _llama4(own: Classes) -> dict[str, type[torch.nn.Module]]:
         routed = self.experts.run_experts(hidden * scores, index, torch.ones_like(scores))
         return self.shared_expert(hidden).add_(routed), logits
 
-    members = {"__init__": __init__, "run_experts": None, "_apply_gate": _default_apply_gate}
+    members = {"__init__": __init__, "run_experts": None, "_apply_gate": default_gate}
     return {
         experts.__name__: type(experts.__name__, (experts,), members),
         router.__name__: type(router.__name__, (router,), {"forward": choose}),
@@ -113,6 +120,7 @@ ADAPTERS: dict[str, Callable[[Classes], dict[str, type[torch.nn.Module]]]] = {"s
 
 IMPLEMENTATION = "tiermoe"
 _ROUTERS = ("gate", "router")
+_DEFAULT = ("_default_apply_gate", "default_gate")  # of the interface, of our adapters
 _CLAMPED = "GptOssExperts._apply_gate"
 _CLAMPED_HALVES = "MiniMaxM3VLExperts._apply_gate"
 _SILU = (torch.nn.SiLU, SiLUActivation)
@@ -225,10 +233,9 @@ def expert_gate(module: Any) -> Gate:
     if not module.has_gate:
         act = getattr(module, "act_fn", None) or ACT2FN[module.config.hidden_act]
         return _usual_gate(act, gated=False) or other_gate(type(module).__name__, act)
-    if type(module)._apply_gate is _default_apply_gate:
-        act = module.act_fn
-        return _usual_gate(act, gated=True) or other_gate(type(module).__name__, module._apply_gate, act)
     own, act = type(module)._apply_gate.__qualname__, getattr(module, "act_fn", None)
+    if own in _DEFAULT:
+        return _usual_gate(act, gated=True) or other_gate(type(module).__name__, module._apply_gate, act)
     if own == _CLAMPED:
         return gate_named("clamped", module.limit, module.alpha)
     if own == _CLAMPED_HALVES:

@@ -19,8 +19,10 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.errors import ConfigError
 from tiermoe.model.cache.kv import KVCache
+from tiermoe.model.hf.cache_argument import CACHE_NAMES, cache_name, cache_of
 
-_ANSWERED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_ANSWERED = {"input_ids", "attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
+_OUTPUT_CACHE = cache_name(MoeCausalLMOutputWithPast.__dataclass_fields__)
 _COLLECTED = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
@@ -56,6 +58,11 @@ class SlabCache(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that have run, padding included."""
         return self._length
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Of the layers: `generate()` asks whether the sequences have a length."""
+        return [False]
 
     @property
     def is_compileable(self) -> bool:
@@ -97,6 +104,7 @@ class Face:
 
     def __init__(self, parameters: list[str], use_cache: bool, new_cache: Callable[[int], KVCache]) -> None:
         self._parameters = parameters
+        self._cache_name = cache_name(parameters)
         self._use_cache = use_cache
         self._new_cache = new_cache
 
@@ -110,7 +118,7 @@ class Face:
         given = {**dict(zip(self._parameters, arguments, strict=False)), **named}
         given = {name: value for name, value in given.items() if value is not None}
         parsed = self._plain(given)
-        cache = given.get("past_key_values")
+        cache = cache_of(given)
         if parsed is None and isinstance(cache, SlabCache):
             ids, mask = given.get("input_ids"), given.get("attention_mask")
             if isinstance(ids, Tensor) and isinstance(mask, Tensor) and _padding(mask, ids, cache) is None:
@@ -120,7 +128,7 @@ class Face:
                 )
             raise ConfigError(
                 "this call asks for what tiermoe's own decoder does not compute, with the decoder's key/value cache; "
-                "begin the sequence with past_key_values=DynamicCache(config=model.config)"
+                f"begin the sequence with {self._cache_name}=DynamicCache(config=model.config)"
             )
         return parsed
 
@@ -128,11 +136,11 @@ class Face:
         """transformers' output object for the logits of a step, of each sequence's last token or of all."""
         forward.cache.grew(forward.columns)
         cache = forward.cache if forward.returned else None
-        return MoeCausalLMOutputWithPast(logits=_laid_out(forward, logits), past_key_values=cache)
+        return MoeCausalLMOutputWithPast(logits=_laid_out(forward, logits), **{_OUTPUT_CACHE: cache})
 
     def _plain(self, given: dict[str, Any]) -> ForwardArgs | None:
         more = {name for name, value in given.items() if value is not False and not _is_empty(value)} - _ANSWERED
-        ids, keep, cache = given.get("input_ids"), given.get("logits_to_keep", 0), given.get("past_key_values")
+        ids, keep, cache = given.get("input_ids"), given.get("logits_to_keep", 0), cache_of(given)
         if more - {"return_dict"} or given.get("return_dict") is False or not isinstance(keep, int):
             return None
         if ids is None or ids.ndim != 2 or not ids.numel() or ids.device.type != "cpu":
@@ -160,7 +168,7 @@ def takes_own_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> boo
     """Whether `generate()` may begin with a cache of ours: the default one, and nothing that the decoder lacks."""
     default = generation_config.cache_implementation in (None, "dynamic") and generation_config.use_cache is not False
     more = any(getattr(generation_config, name, False) or model_kwargs.get(name) for name in _COLLECTED)
-    given = model_kwargs.get("past_key_values") is not None or model_kwargs.get("inputs_embeds") is not None
+    given = cache_of(model_kwargs) is not None or model_kwargs.get("inputs_embeds") is not None
     return default and not more and not given
 
 
@@ -178,6 +186,8 @@ def face_class(cls: type[Any]) -> type[Any]:
     """A subclass of a transformers model class whose calls are answered by a `Front`. Its method `serve` takes the
     front and the engine, which is the model's attribute `tiermoe` from then on."""
 
+    signature = inspect.signature(cls.forward)
+
     def serve(self: Any, engine: Any, front: Front) -> None:
         self.tiermoe, self.front = engine, front
 
@@ -190,7 +200,7 @@ def face_class(cls: type[Any]) -> type[Any]:
         if cache is None:
             cls._prepare_cache_for_generation(self, generation_config, model_kwargs, *rest)
         else:
-            model_kwargs["past_key_values"] = cache
+            model_kwargs[cache_name(signature.parameters)] = cache
 
     def save_pretrained(self: Any, *_: Any, **__: Any) -> None:
         raise ConfigError(
@@ -209,7 +219,7 @@ def face_class(cls: type[Any]) -> type[Any]:
             )
         return self
 
-    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     members = {
         "serve": serve,
         "forward": forward,

@@ -4,6 +4,7 @@ experts replaced; and what its growing cache takes."""
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
-from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from tiermoe.batch import Batch
 from tiermoe.errors import PromptError
 from tiermoe.model.decoder import require_finite
+from tiermoe.model.hf.cache_argument import cache_name, cache_of
 from tiermoe.model.parts import PackedLinear
 from tiermoe.types import Need, Phase, Workload
 
@@ -136,6 +137,7 @@ class GenericDecoder:
         self._continues, self._numbered = continues, numbered
         self.can_rollback = can_rollback(model.config)
         self._forward = forward
+        self._cache_name = cache_name(inspect.signature(type(model).forward).parameters)
 
     def new_cache(self, slabs: int, context: int, step: int) -> GenericCache:
         """A cache for `slabs` sequences of up to `context` tokens."""
@@ -190,12 +192,12 @@ class GenericDecoder:
 
     def _run(self, slab: int, tokens: tuple[int, ...], cache: GenericCache, every: bool) -> Tensor:
         past = cache.length(slab)
-        named: dict[str, Any] = {"logits_to_keep": 0 if every else 1}
+        named: dict[str, Any] = {self._cache_name: cache.caches[slab], "logits_to_keep": 0 if every else 1}
         if self._numbered:
             named["position_ids"] = torch.arange(past, past + len(tokens), device=self.model.device)[None]
         ids = torch.tensor([tokens], device=self.model.device)
-        output = self._forward(input_ids=ids, past_key_values=cache.caches[slab], use_cache=True, **named)
-        cache.grew(slab, len(tokens), output.past_key_values)
+        output = self._forward(input_ids=ids, use_cache=True, **named)
+        cache.grew(slab, len(tokens), cache_of(output))
         logits: Tensor = output.logits[0]
         return logits if every else logits[-1:]  # Qwen3-Omni's class computes the logits of all tokens
 
@@ -261,10 +263,7 @@ def _positions(config: Any, context: int, chunk: int) -> list[int]:
     layers = int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
     if getattr(config, "is_encoder_decoder", False):
         return [context] * (2 * layers)  # the decoder's own and the cross attention to the prompt
-    windows = [
-        layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else context
-        for layer in DynamicCache(config=config).layers
-    ]
+    windows = [getattr(layer, "sliding_window", context) for layer in DynamicCache(config=config).layers]
     # a window is a view of all that was concatenated: the tokens before it stay until the next ones come
     positions = [min(window - 1 + chunk, context) if window < context else context for window in windows]
     return positions or [context] * layers
@@ -283,7 +282,7 @@ def _widest(config: Any, name: str) -> Any:
     """An entry of a config, the largest of its layers where they differ; None where there is none."""
     try:
         return getattr(config, name, None)
-    except AmbiguousGlobalPerLayerAttributeError:
+    except RuntimeError:  # transformers does not choose among its layers
         return max(getattr(layer, name, None) or 0 for layer in config.per_layer_config)
 
 
@@ -319,7 +318,7 @@ def _cache_after(model: Any, tokens: int) -> list[tuple[int, int | None]] | None
     try:
         with torch.no_grad():
             ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
-            cache = model(input_ids=ids, use_cache=True).past_key_values
+            cache = cache_of(model(input_ids=ids, use_cache=True))
     except (RuntimeError, NotImplementedError):
         return None
     finally:

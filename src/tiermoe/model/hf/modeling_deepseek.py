@@ -1,4 +1,4 @@
-"""DeepSeekMoE as a transformers model, which transformers 5.23 does not have: Llama's layers, of which most have
+"""DeepSeekMoE as a transformers model, which transformers does not have: Llama's layers, of which most have
 experts and shared experts in the place of the dense block.
 
 It is put together from transformers' Llama and Qwen2-MoE by the published description (Dai et al., 2024,

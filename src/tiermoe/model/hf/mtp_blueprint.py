@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _INSTEAD = "--draft lookup drafts without one"
 
+
 def with_mtp(blueprint: Blueprint, store: Path | None) -> Blueprint:
     """The model with its MTP head. store: as of `inspect_model`; it keeps the head's outline. ModelError where there is
     no head that tiermoe runs, or where it lacks tensors."""
@@ -75,6 +76,7 @@ def with_mtp(blueprint: Blueprint, store: Path | None) -> Blueprint:
         )
     return replace(blueprint, config=config, checkpoint=whole, known=outline, parts=(blueprint, head))
 
+
 def _both(trunk: Outline, head: Outline, checkpoint: Checkpoint | GgufCheckpoint) -> Outline:
     keys = dict.fromkeys((*trunk.dense_keys, *head.dense_keys))
     return replace(
@@ -87,6 +89,7 @@ def _both(trunk: Outline, head: Outline, checkpoint: Checkpoint | GgufCheckpoint
         dense_keys=tuple(key for key in keys if key in checkpoint),  # by the names that they have with the head
         whole=trunk.whole and head.whole,
     )
+
 
 class MtpBlueprint(Blueprint):
     """An MTP head alone: the last layer of `config`, which is else that of `trunk`."""
@@ -155,6 +158,7 @@ class MtpBlueprint(Blueprint):
         layer = {path: each for path, each in self.checkpoint.parameters.items() if path not in beside}
         return GgufCheckpoint(self.checkpoint.file, {**trunk.parameters, **layer})
 
+
 class LaterLayers:
     """The layers of a source of experts (`formats.source.ExpertSource`) from one on."""
 
@@ -172,8 +176,10 @@ class LaterLayers:
         """Largest memory of `read` beside the result, in bytes."""
         return self._source.reading_bytes()
 
+
 def _prefix(config: Any) -> str:
     return f"model.layers.{config.num_hidden_layers - 1}."
+
 
 def beside_layer(config: Any) -> dict[str, tuple[int, ...]]:
     """Path → shape of a head's tensors beside its layer's."""

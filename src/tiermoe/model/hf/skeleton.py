@@ -14,7 +14,6 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
-from transformers.core_model_loading import build_glob_alternation
 
 from tiermoe.errors import ModelError, TiermoeError, reason
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
@@ -124,12 +123,12 @@ class Skeleton:
             found[path] = DenseTensor(key, tuple(tensor.shape), read_as, kept)
         return found
 
-    def _kept_wide(self) -> Any:
+    def _kept_wide(self) -> re.Pattern[str] | None:
         """The pattern of the parameters that transformers' loader keeps in float32; None where there are none."""
         names = set(self.model._keep_in_fp32_modules_strict or ()) if self._dtype.itemsize == 2 else set()
         if self._dtype == torch.float16:
             names |= set(self.model._keep_in_fp32_modules or ())
-        return build_glob_alternation(sorted(names))[0] if names else None
+        return re.compile("|".join(name.replace("*", ".*") for name in sorted(names))) if names else None
 
     def _tied(self, tensors: dict[str, DenseTensor]) -> dict[str, str]:
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}

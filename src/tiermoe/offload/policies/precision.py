@@ -102,7 +102,10 @@ class Fixed(Precision):
     """Every expert in the same bits."""
 
     def demands(self, routed: Routed) -> list[Demand]:
-        return [Demand(expert, tokens, self.context.bits) for expert, tokens in routed.tokens_per_expert().items()]
+        demands, bits = [], self.context.bits
+        for expert, tokens in routed.tokens_per_expert().items():
+            demands.append(Demand(expert, tokens, bits))
+        return demands
 
     def predicted(self, layer: int, ranked: Sequence[tuple[int, float]], expert: int) -> int:
         return self.context.bits

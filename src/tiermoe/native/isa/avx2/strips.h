@@ -70,47 +70,14 @@ static inline __m256i bytes_of_bits(uint32_t bits) {
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of), bit_of);
 }
 
-/* 16 in each byte whose bit of 32 is set. */
-static inline __m256i fifth_bits(const uint8_t *at) { return masked(bytes_of_bits(four_bytes(at)), 16); }
+/* A type's functions stand together. part: the codes of part p = 4 half + quarter of a strip, a byte each, in order. groups: where
+ * a block's 256 columns share a factor, that factor, and the scales of the groups as integers. */
 
-/* A strip whose codes are places in a grid, as bytes of `room`; of other types the strip itself. */
-INLINE const uint8_t *looked_up_strip(Coding coding, const uint8_t *at, uint8_t room[STRIP]) {
-    if (!is_grid(coding)) return at;
-    GridStrip strip;
-    grid_strip(coding, at, &strip);
-    for (size_t p = 0; p < PARTS; p++) {
-        const __m256i signs = bytes_of_bits(four_bytes(strip.signs + 4 * p)), sizes = grid_sizes(coding, at, &strip, p);
-        const __m256i bytes = coding <= IQ1_M ? _mm256_add_epi8(sizes, _mm256_or_si256(signs, _mm256_set1_epi8(1)))
-                                              : _mm256_sub_epi8(_mm256_xor_si256(sizes, signs), signs);
-        _mm256_storeu_si256((void *)(room + PART * p), bytes);
-    }
-    return room;
-}
+static inline __m256i high_half(__m128i bytes) { return _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)); }
 
-/* Bytes times 3^n, as tq1_0_code takes them apart. */
-static inline __m256i tq1_0_digit(__m256i bytes) {
-    const __m256i one = _mm256_cmpeq_epi8(_mm256_max_epu8(bytes, _mm256_set1_epi8(86)), bytes);
-    const __m256i two = _mm256_cmpeq_epi8(_mm256_max_epu8(bytes, _mm256_set1_epi8((char)171)), bytes);
-    return _mm256_sub_epi8(_mm256_set1_epi8(-1), _mm256_add_epi8(one, two));
-}
-
-static inline __m256i thrice(__m256i bytes, int times) {
-    for (int n = 0; n < times; n++) bytes = _mm256_add_epi8(bytes, _mm256_add_epi8(bytes, bytes));
-    return bytes;
-}
-
-/* 32 columns of each of five digits of the first bytes, 16 of each of the next, then 4 of each of four. */
-INLINE __m256i tq1_0_part(const block_tq1_0 *block, int p) {
-    const __m128i middle = _mm_loadu_si128((const void *)(block->codes + 32)), last = _mm_set1_epi32((int)four_bytes(block->last));
-    const __m256i twice = _mm256_broadcastsi128_si256(middle), ones = _mm256_set_m128i(_mm_set1_epi8(-1), _mm_setzero_si128());
-    if (p < 5) return tq1_0_digit(thrice(bytes_from(block->codes), p));
-    if (p < 7) {
-        const __m256i first = thrice(twice, 2 * (p - 5));
-        return tq1_0_digit(_mm256_blendv_epi8(first, thrice(first, 1), ones));
-    }
-    const __m256i words = _mm256_broadcastsi128_si256(last), once = thrice(words, 1), two = thrice(words, 2);
-    const __m256i low = _mm256_blend_epi32(words, once, 0x20), high = _mm256_blend_epi32(two, thrice(words, 3), 0x80);
-    return tq1_0_digit(_mm256_blend_epi32(thrice(twice, 4), _mm256_blend_epi32(low, high, 0xC0), 0xF0));
+/* Sixteen scales, bytes, times a factor. */
+static inline void sixteen_groups(__m128i bytes, const uint8_t *factor, Groups *to) {
+    to->whole = from_half(factor), to->integers[0] = _mm256_cvtepi8_epi32(bytes), to->integers[1] = high_half(bytes);
 }
 
 /* The 2 bits of each byte from bit `low` on, in bits 4 and 5. */
@@ -118,37 +85,53 @@ static inline __m256i two_above(__m256i bytes, int low) {
     return masked(low < 4 ? _mm256_slli_epi16(bytes, 4 - low) : _mm256_srli_epi16(bytes, low - 4), 0x30);
 }
 
-/* The codes of part 4 half + quarter of a strip that begins at `at`, or at its bytes, a byte each, in order. */
-INLINE __m256i part_bytes(Coding coding, const uint8_t *at, size_t half, int quarter) {
-    const size_t p = 4 * half + (size_t)quarter;
-    const uint8_t *block = at + p * block_bytes(coding); /* where a block is a part */
-    switch (coding) {
-        case Q8_0: return bytes_from(AT(q8_0, block)->codes);
-        case Q4_0: return less(nibbles_at(AT(q4_0, block)->codes), 8);
-        case Q4_1: return nibbles_at(AT(q4_1, block)->codes);
-        case Q5_0: return less(_mm256_or_si256(nibbles_at(AT(q5_0, block)->codes), fifth_bits(AT(q5_0, block)->fifth)), 16);
-        case Q5_1: return _mm256_or_si256(nibbles_at(AT(q5_1, block)->codes), fifth_bits(AT(q5_1, block)->fifth));
-        case IQ4_NL: return looked_up(IQ4_CODES, nibbles_at(AT(iq4_nl, block)->codes));
-        case MXFP4: return looked_up(FP4_CODES, nibbles_at(AT(mxfp4, block)->codes));
-        case E2M1: return looked_up(FP4_CODES, nibble_pairs(block));
-        case S4: return less(nibble_pairs(block), 8);
-        case U4: return nibble_pairs(block);
-        case Q2_K: return masked(_mm256_srli_epi16(bytes_from(AT(q2_k, at)->codes + 32 * half), 2 * quarter), 3);
-        case Q3_K: {
-            const __m256i low = masked(_mm256_srli_epi16(bytes_from(AT(q3_k, at)->codes + 32 * half), 2 * quarter), 3);
-            const __m256i high = masked(_mm256_srli_epi16(bytes_from(AT(q3_k, at)->high), (int)p), 1);
-            return less(_mm256_or_si256(low, _mm256_slli_epi16(high, 2)), 4);
-        }
-        case Q6_K: { /* plus 32 */
-            const __m256i low = masked(_mm256_srli_epi16(bytes_from(AT(q6_k, at)->codes + 64 * half + quarter % 2 * 32), quarter / 2 * 4), 15);
-            return _mm256_or_si256(low, two_above(bytes_from(AT(q6_k, at)->high + 32 * half), 2 * quarter));
-        }
-        case IQ4_XS: return looked_up(IQ4_CODES, nibbles_at(AT(iq4_xs, at)->codes + 16 * p));
-        case TQ1_0: return tq1_0_part(AT(tq1_0, at), (int)p);
-        case TQ2_0: return less(masked(_mm256_srli_epi16(bytes_from(AT(tq2_0, at)->codes + 32 * half), 2 * quarter), 3), 1);
-        default: return bytes_from(at + PART * p); /* of looked_up_strip */
-    }
+/* Two bits of each of 32 bytes. */
+static inline __m256i twos_at(const uint8_t *at, int quarter) { return masked(_mm256_srli_epi16(bytes_from(at), 2 * quarter), 3); }
+
+INLINE Part words_of_bytes(Coding coding, __m256i bytes) {
+    if (is_signed(coding)) return (Part){_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), _mm256_srai_epi16(bytes, 8)};
+    return (Part){_mm256_and_si256(bytes, _mm256_set1_epi16(0xFF)), _mm256_srli_epi16(bytes, 8)};
 }
+
+/* Q5_0 and Q5_1 */
+
+/* 16 in each byte whose bit of 32 is set. */
+static inline __m256i fifth_bits(const uint8_t *at) { return masked(bytes_of_bits(four_bytes(at)), 16); }
+
+INLINE __m256i q5_0_part(const block_q5_0 *block) {
+    return less(_mm256_or_si256(nibbles_at(block->codes), fifth_bits(block->fifth)), 16);
+}
+
+INLINE __m256i q5_1_part(const block_q5_1 *block) {
+    return _mm256_or_si256(nibbles_at(block->codes), fifth_bits(block->fifth));
+}
+
+/* Q2_K */
+
+INLINE __m256i q2_k_part(const block_q2_k *block, size_t half, int quarter) {
+    return twos_at(block->codes + 32 * half, quarter);
+}
+
+static inline Eight minima(__m256i integers, const uint8_t *half) {
+    return _mm256_mul_ps(_mm256_set1_ps(-from_half(half)), _mm256_cvtepi32_ps(integers));
+}
+
+static inline void q2_k_groups(const block_q2_k *block, Groups *to) {
+    const __m128i least = q2_k_integers(block, 1);
+    to->offsets[0] = minima(_mm256_cvtepi8_epi32(least), block->m), to->offsets[1] = minima(high_half(least), block->m);
+    sixteen_groups(q2_k_integers(block, 0), block->d, to);
+}
+
+/* Q3_K */
+
+INLINE __m256i q3_k_part(const block_q3_k *block, size_t half, int quarter) {
+    const __m256i high = masked(_mm256_srli_epi16(bytes_from(block->high), (int)(4 * half) + quarter), 1);
+    return less(_mm256_or_si256(twos_at(block->codes + 32 * half, quarter), _mm256_slli_epi16(high, 2)), 4);
+}
+
+static inline void q3_k_groups(const block_q3_k *block, Groups *to) { sixteen_groups(q3_k_integers(block), block->d, to); }
+
+/* Q4_K and Q5_K: lanes_keep(coding). */
 
 /* The codes of a strip where lanes_keep(coding). Bytes 4 t + b of half h of what holds groups 2 j and 2 j + 1, in their low and
  * high halves, come to byte b of lane 4 h + j of part t and of part 4 + t. */
@@ -168,32 +151,7 @@ INLINE void strip_bytes(Coding coding, const uint8_t *at, __m256i parts[PARTS]) 
     }
 }
 
-INLINE Part words_of_bytes(Coding coding, __m256i bytes) {
-    if (is_signed(coding)) return (Part){_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), _mm256_srai_epi16(bytes, 8)};
-    return (Part){_mm256_and_si256(bytes, _mm256_set1_epi16(0xFF)), _mm256_srli_epi16(bytes, 8)};
-}
-
-INLINE Part part_of(Coding coding, const uint8_t *at, size_t half, int quarter) {
-    return words_of_bytes(coding, part_bytes(coding, at, half, quarter));
-}
-
-/* The codes, plus 32, of half a strip of Q6_K: group 2 q + h of them comes to lane 4 h + q. */
-INLINE void half_bytes(const uint8_t *at, size_t half, __m256i parts[4]) {
-    for (int q = 0; q < 4; q++) parts[q] = part_bytes(Q6_K, at, half, q);
-    transpose(parts);
-}
-
-static inline __m256i part_times(const Part *a, const Part *b) {
-    return plus_products(_mm256_madd_epi16(a->even, b->even), a->odd, b->odd);
-}
-
-static inline __m256i high_half(__m128i bytes) { return _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)); }
-
-static inline Eight minima(__m256i integers, const uint8_t *half) {
-    return _mm256_mul_ps(_mm256_set1_ps(-from_half(half)), _mm256_cvtepi32_ps(integers));
-}
-
-/* Q4_K and Q5_K: scales 4 .. 7, then 0 .. 3, then the eight minima, bytes. */
+/* Scales 4 .. 7, then 0 .. 3, then the eight minima, bytes. */
 static inline __m128i k_bytes(__m128i block) {
     const __m128i low = _mm_and_si128(block, _mm_setr_epi32(0, 0x3F3F3F3F, 0x3F3F3F3F, 0));
     const __m128i twos = _mm_srli_epi16(_mm_shuffle_epi32(block, 0x81), 2); /* scales of dword 1, minima of dword 2 */
@@ -215,42 +173,142 @@ INLINE void k_groups(const uint8_t *at, Groups *to) {
     to->whole = _mm_cvtss_f32(halves), to->offsets[0] = _mm256_mul_ps(least, _mm256_cvtepi32_ps(high_half(bytes)));
 }
 
+/* Q6_K: codes plus 32; of its scales the even groups of each half come before the odd ones. */
+
+INLINE __m256i q6_k_part(const block_q6_k *block, size_t half, int quarter) {
+    const __m256i low = masked(_mm256_srli_epi16(bytes_from(block->codes + 64 * half + quarter % 2 * 32), quarter / 2 * 4), 15);
+    return _mm256_or_si256(low, two_above(bytes_from(block->high + 32 * half), 2 * quarter));
+}
+
+/* The codes, plus 32, of half a strip: group 2 q + h of them comes to lane 4 h + q. */
+INLINE void half_bytes(const uint8_t *at, size_t half, __m256i parts[4]) {
+    for (int q = 0; q < 4; q++) parts[q] = q6_k_part(AT(q6_k, at), half, q);
+    transpose(parts);
+}
+
+static inline void q6_k_groups(const block_q6_k *block, Groups *to) {
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    sixteen_groups(_mm_shuffle_epi8(_mm_loadu_si128((const void *)block->scales), order), block->d, to);
+}
+
+/* IQ4_XS */
+
+INLINE __m256i iq4_xs_part(const block_iq4_xs *block, size_t p) {
+    return looked_up(IQ4_CODES, nibbles_at(block->codes + 16 * p));
+}
+
+static inline void iq4_xs_groups(const block_iq4_xs *block, Groups *to) {
+    uint16_t high;
+    int low;
+    memcpy(&high, block->scales_high, sizeof high), memcpy(&low, block->scales_low, sizeof low);
+    const __m256i twos = _mm256_srlv_epi32(_mm256_set1_epi32(high), _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14));
+    const __m256i nibbles = _mm256_srlv_epi32(_mm256_set1_epi32(low), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+    const __m256i above = _mm256_slli_epi32(_mm256_and_si256(twos, _mm256_set1_epi32(3)), 4);
+    const __m256i both = _mm256_or_si256(_mm256_and_si256(nibbles, _mm256_set1_epi32(15)), above);
+    to->integers[0] = _mm256_sub_epi32(both, _mm256_set1_epi32(32)), to->whole = from_half(block->d);
+}
+
+/* TQ1_0 and TQ2_0 */
+
+/* Bytes times 3^n, as tq1_0_code takes them apart. */
+static inline __m256i tq1_0_digit(__m256i bytes) {
+    const __m256i one = _mm256_cmpeq_epi8(_mm256_max_epu8(bytes, _mm256_set1_epi8(86)), bytes);
+    const __m256i two = _mm256_cmpeq_epi8(_mm256_max_epu8(bytes, _mm256_set1_epi8((char)171)), bytes);
+    return _mm256_sub_epi8(_mm256_set1_epi8(-1), _mm256_add_epi8(one, two));
+}
+
+static inline __m256i thrice(__m256i bytes, int times) {
+    for (int n = 0; n < times; n++) bytes = _mm256_add_epi8(bytes, _mm256_add_epi8(bytes, bytes));
+    return bytes;
+}
+
+/* 32 columns of each of five digits of the first bytes, 16 of each of the next, then 4 of each of four. */
+INLINE __m256i tq1_0_part(const block_tq1_0 *block, size_t number) {
+    const int p = (int)number;
+    const __m128i middle = _mm_loadu_si128((const void *)(block->codes + 32)), last = _mm_set1_epi32((int)four_bytes(block->last));
+    const __m256i twice = _mm256_broadcastsi128_si256(middle), ones = _mm256_set_m128i(_mm_set1_epi8(-1), _mm_setzero_si128());
+    if (p < 5) return tq1_0_digit(thrice(bytes_from(block->codes), p));
+    if (p < 7) {
+        const __m256i first = thrice(twice, 2 * (p - 5));
+        return tq1_0_digit(_mm256_blendv_epi8(first, thrice(first, 1), ones));
+    }
+    const __m256i words = _mm256_broadcastsi128_si256(last), once = thrice(words, 1), two = thrice(words, 2);
+    const __m256i low = _mm256_blend_epi32(words, once, 0x20), high = _mm256_blend_epi32(two, thrice(words, 3), 0x80);
+    return tq1_0_digit(_mm256_blend_epi32(thrice(twice, 4), _mm256_blend_epi32(low, high, 0xC0), 0xF0));
+}
+
+INLINE __m256i tq2_0_part(const block_tq2_0 *block, size_t half, int quarter) {
+    return less(twos_at(block->codes + 32 * half, quarter), 1);
+}
+
+static inline void tq_groups(const uint8_t *d, Groups *to) { sixteen_groups(_mm_set1_epi8(1), d, to); }
+
+/* IQ1, IQ2 and IQ3, whose codes are places in a grid (../x86_grids.h). */
+
+/* A strip whose codes are places in a grid, as bytes of `room`; of other types the strip itself. */
+INLINE const uint8_t *looked_up_strip(Coding coding, const uint8_t *at, uint8_t room[STRIP]) {
+    if (!is_grid(coding)) return at;
+    GridStrip strip;
+    grid_strip(coding, at, &strip);
+    for (size_t p = 0; p < PARTS; p++) {
+        const __m256i signs = bytes_of_bits(four_bytes(strip.signs + 4 * p)), sizes = grid_sizes(coding, at, &strip, p);
+        const __m256i bytes = coding <= IQ1_M ? _mm256_add_epi8(sizes, _mm256_or_si256(signs, _mm256_set1_epi8(1)))
+                                              : _mm256_sub_epi8(_mm256_xor_si256(sizes, signs), signs);
+        _mm256_storeu_si256((void *)(room + PART * p), bytes);
+    }
+    return room;
+}
+
+INLINE void grid_groups(Coding coding, const uint8_t *at, Groups *to) {
+    const __m128i bytes = grid_scale_bytes(coding, at);
+    to->whole = grid_factor(coding, at), to->integers[0] = _mm256_cvtepi8_epi32(bytes), to->integers[1] = high_half(bytes);
+}
+
+/* All types. The codes of part 4 half + quarter of a strip that begins at `at`, or at its bytes, a byte each, in order. */
+INLINE __m256i part_bytes(Coding coding, const uint8_t *at, size_t half, int quarter) {
+    const size_t p = 4 * half + (size_t)quarter;
+    const uint8_t *block = at + p * block_bytes(coding); /* where a block is a part */
+    switch (coding) {
+        case Q8_0: return bytes_from(AT(q8_0, block)->codes);
+        case Q4_0: return less(nibbles_at(AT(q4_0, block)->codes), 8);
+        case Q4_1: return nibbles_at(AT(q4_1, block)->codes);
+        case Q5_0: return q5_0_part(AT(q5_0, block));
+        case Q5_1: return q5_1_part(AT(q5_1, block));
+        case IQ4_NL: return looked_up(IQ4_CODES, nibbles_at(AT(iq4_nl, block)->codes));
+        case MXFP4: return looked_up(FP4_CODES, nibbles_at(AT(mxfp4, block)->codes));
+        case E2M1: return looked_up(FP4_CODES, nibble_pairs(block));
+        case S4: return less(nibble_pairs(block), 8);
+        case U4: return nibble_pairs(block);
+        case Q2_K: return q2_k_part(AT(q2_k, at), half, quarter);
+        case Q3_K: return q3_k_part(AT(q3_k, at), half, quarter);
+        case Q6_K: return q6_k_part(AT(q6_k, at), half, quarter);
+        case IQ4_XS: return iq4_xs_part(AT(iq4_xs, at), p);
+        case TQ1_0: return tq1_0_part(AT(tq1_0, at), p);
+        case TQ2_0: return tq2_0_part(AT(tq2_0, at), half, quarter);
+        default: return bytes_from(at + PART * p); /* of looked_up_strip */
+    }
+}
+
+INLINE Part part_of(Coding coding, const uint8_t *at, size_t half, int quarter) {
+    return words_of_bytes(coding, part_bytes(coding, at, half, quarter));
+}
+
+static inline __m256i part_times(const Part *a, const Part *b) {
+    return plus_products(_mm256_madd_epi16(a->even, b->even), a->odd, b->odd);
+}
+
 /* Of types whose scales are integers. */
 INLINE void whole_scales(Coding coding, const uint8_t *at, Groups *to) {
-    __m128i bytes;
     switch (coding) {
-        case Q4_K: case Q5_K:
-            k_groups(at, to);
-            return;
-        case Q2_K: {
-            const __m128i least = q2_k_integers(AT(q2_k, at), 1);
-            bytes = q2_k_integers(AT(q2_k, at), 0), to->whole = from_half(AT(q2_k, at)->d);
-            to->offsets[0] = minima(_mm256_cvtepi8_epi32(least), AT(q2_k, at)->m);
-            to->offsets[1] = minima(high_half(least), AT(q2_k, at)->m);
-            break;
-        }
-        case Q3_K: bytes = q3_k_integers(AT(q3_k, at)), to->whole = from_half(AT(q3_k, at)->d); break;
-        case Q6_K: { /* the even groups of each half before the odd ones */
-            const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-            bytes = _mm_shuffle_epi8(_mm_loadu_si128((const void *)AT(q6_k, at)->scales), order), to->whole = from_half(AT(q6_k, at)->d);
-            break;
-        }
-        case TQ1_0: bytes = _mm_set1_epi8(1), to->whole = from_half(AT(tq1_0, at)->d); break;
-        case TQ2_0: bytes = _mm_set1_epi8(1), to->whole = from_half(AT(tq2_0, at)->d); break;
-        case IQ4_XS: {
-            uint16_t high;
-            int low;
-            memcpy(&high, AT(iq4_xs, at)->scales_high, sizeof high), memcpy(&low, AT(iq4_xs, at)->scales_low, sizeof low);
-            const __m256i twos = _mm256_srlv_epi32(_mm256_set1_epi32(high), _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14));
-            const __m256i nibbles = _mm256_srlv_epi32(_mm256_set1_epi32(low), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
-            const __m256i above = _mm256_slli_epi32(_mm256_and_si256(twos, _mm256_set1_epi32(3)), 4);
-            const __m256i both = _mm256_or_si256(_mm256_and_si256(nibbles, _mm256_set1_epi32(15)), above);
-            to->integers[0] = _mm256_sub_epi32(both, _mm256_set1_epi32(32)), to->whole = from_half(AT(iq4_xs, at)->d);
-            return;
-        }
-        default: bytes = grid_scale_bytes(coding, at), to->whole = grid_factor(coding, at); break;
+        case Q4_K: case Q5_K: k_groups(at, to); return;
+        case Q2_K: q2_k_groups(AT(q2_k, at), to); return;
+        case Q3_K: q3_k_groups(AT(q3_k, at), to); return;
+        case Q6_K: q6_k_groups(AT(q6_k, at), to); return;
+        case TQ1_0: tq_groups(AT(tq1_0, at)->d, to); return;
+        case TQ2_0: tq_groups(AT(tq2_0, at)->d, to); return;
+        case IQ4_XS: iq4_xs_groups(AT(iq4_xs, at), to); return;
+        default: grid_groups(coding, at, to);
     }
-    to->integers[0] = _mm256_cvtepi8_epi32(bytes), to->integers[1] = high_half(bytes);
 }
 
 /* Of the strip that begins at `at`, and at a column of a row of the matrix. */

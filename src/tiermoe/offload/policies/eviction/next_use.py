@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import ClassVar
 
 from tiermoe.offload.policies.eviction.base import EvictionContext
@@ -91,7 +92,7 @@ class EstimatedNextUse:
             distance = (layer - running - 1) % layers / layers
             distances.append((-distance - 1 / max(rate, _NEVER), place, key))
         distances.sort()
-        self._ranking = [key for _, _, key in distances]
+        self._ranking = list(map(itemgetter(2), distances))
 
 
 @dataclass(slots=True)

@@ -1,0 +1,327 @@
+"""The MoE layer of an engine: routing in, the weighted sum of the chosen experts out, which come through the expert
+cache.
+
+The sum runs in ascending expert index and in the hidden states' dtype, as transformers' eager experts do, whatever the
+order in which experts become available. A layer of few tokens is computed by one native call if all of its experts are
+resident, and in parts of the same call if some are not yet. Longer prompts, several precisions and GPUs compute expert
+by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, cast
+
+import torch
+
+from tiermoe.engine.cached_routing import Route
+from tiermoe.engine.expert_sums import Sums, sums_of
+from tiermoe.engine.forward_context import ForwardContext
+from tiermoe.engine.units import LayerKernels, NeuronExpert
+from tiermoe.errors import TiermoeError
+from tiermoe.formats.scratch import scratch
+from tiermoe.kernels.experts import ExpertKernel, FusedExperts, SlotViews, Views
+from tiermoe.kernels.router import Router as NativeRouter
+from tiermoe.kernels.router import router_of
+from tiermoe.model.routers import Router
+from tiermoe.native import _native
+from tiermoe.offload.loader import CPU_FALLBACK
+from tiermoe.types import FEW_TOKENS, ExpertKey, Ready, Routed
+
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""hidden (T, H), experts (T, K) and weights (T, K) of tokens that are computed by themselves."""
+
+
+class MoELayer:
+    """MoE layer `index`, of `experts` experts, as decoders and transformers' modules call it.
+
+    renormalise: whether the model scales the chosen experts' weights to a fixed sum, so that those of fewer experts are
+    scaled too. chooses: which experts run, instead of the router alone (routing=cached). `batch_invariant`: whether a
+    token's result does not depend on the others of a call of few tokens."""
+
+    def __init__(
+        self,
+        index: int,
+        experts: int,
+        computed: LayerKernels,
+        context: ForwardContext,
+        renormalise: bool = False,
+        chooses: Route | None = None,
+    ) -> None:
+        self._index = index
+        self._experts = experts
+        self._kernels = computed.kernels
+        self._views_of = computed.views_of
+        self._on_cpu = computed.on_cpu
+        self._expect = computed.expect
+        self._context = context
+        self._renormalise = renormalise
+        self._chooses = chooses
+        self.batch_invariant = all(isinstance(kernel, FusedExperts) for kernel in self._kernels.values())
+        self.native: _native.MoeBlock | None = None  # computes few tokens, from the addresses of experts
+        (kernel, *others) = self._kernels.values()
+        if not others and isinstance(kernel, FusedExperts):
+            self._fused = kernel
+            self.native = _native.MoeBlock(kernel.native.absent(), experts)
+            self._run, self._compute = self.native.run, self.native.compute
+            self._out = torch.empty((1, kernel.native.hidden), dtype=torch.bfloat16)
+        self.placed: dict[int, int] = {}  # expert → the slot that the native block has its addresses of
+        self._router: tuple[NativeRouter | int | None, bytes] = None, b""  # or experts of a token; as C takes it
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """hidden (T, H), index (T, K) of the chosen experts (a value of `experts` or more: none), weights (T, K)
+        → (T, H)."""
+        (total,) = self.forward_ragged([(hidden, index, weights)])
+        return total
+
+    def route(self, router: Router, *parts: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The weights and the experts, (T, K) each, of each part (T, H)."""
+        self._context.forecasts.router_input(parts)
+        return [router.route(each) if self._chooses is None else self._chooses(router, each) for each in parts]
+
+    def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
+        """residual, if any, + the layer of hidden, few tokens (T, H) each, valid until the next call; None if its parts
+        must run one by one: no native kernel computes them, somebody observes what is chosen, or decisions need the
+        router's weights."""
+        native, context, tokens = self.native, self._context, hidden.shape[0]
+        if native is None or router.native is None or self._chooses is not None or tokens > FEW_TOKENS:
+            return None
+        scheduler = context.scheduler
+        if context.observer is not None:
+            return None
+        if not scheduler.settles and (context.needs_weights or context.proceed or context.unsure is not None):
+            return None
+        room = self._begin(native, router.native, hidden)
+        out = self._out if tokens == 1 else torch.empty_like(hidden)
+        added = 0 if residual is None else residual.data_ptr()
+        if scheduler.settles or (scheduler.computes_hits_at_once and not scheduler.loader.uncommitted):
+            hits = self._run(room, added, out.data_ptr())
+            if hits:
+                scheduler.all_hit(self._index, hits, () if scheduler.settles else native.chosen())
+                return out
+            chosen = native.chosen()
+        else:
+            chosen = native.route(room)
+        context.forecasts.at(hidden)
+        self._compute_few(scheduler.run_layer(self._routed(chosen, None), context.forecasts))
+        native.total(added, out.data_ptr())
+        return out
+
+    @torch.no_grad()
+    def forward_ragged(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """What a call with each part gives, bit for bit: each expert is read once and computes the tokens of each part
+        by themselves."""
+        context, observer = self._context, self._context.observer
+        if self._expect is not None and len(parts) > 1:
+            return [self(*part) for part in parts]
+        routed_parts = [(hidden, *self._little(index, weights)) for hidden, index, weights in parts]
+        hidden, index, weights = routed_parts[0]
+        if self._expect is not None:
+            self._expect(self._index, hidden)
+        if self.native is not None and len(parts) == 1 and hidden.shape[0] <= FEW_TOKENS:
+            totals = [self._few(self.native, hidden.contiguous(), index, weights)]
+        else:
+            works = [_Work(*part) for part in routed_parts]
+            if len(works) > 1:
+                hidden = torch.cat([each.hidden for each in works])
+                weights = torch.cat([each.weights for each in works])
+            chosen = [row for work in works for row in work.chosen]
+            for group in context.run_layer(self._routed(chosen, weights), hidden):
+                for each in works:
+                    for alike in each.alike(group):
+                        self._compute_group(alike, each)
+            totals = [self._total(each) for each in works]
+        if observer is not None:
+            observer.on_computed(self._index)
+        return totals
+
+    def place(self, expert: int, bits: int, slot: int) -> None:
+        """An expert has come into a slot: the native block gets its addresses."""
+        if self.native is not None:
+            views = self._views_of(ExpertKey(self._index, expert, bits), slot)
+            packed = views.packed if isinstance(views, SlotViews) else None
+            self.native.place(expert, packed or self._fused.packed(views))
+            self.placed[expert] = slot  # after it: an interruption may come between
+
+    def computes(self, ready: Ready) -> tuple[ExpertKernel, Views]:
+        """What computes an expert that is ready, and what it computes with."""
+        return self._kernels[ready.bits], self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot)
+
+    def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
+        """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
+        kernels, native = self._kernels, self.native
+        self._kernels = {
+            bits: kernel.watched(wrap) if isinstance(kernel, NeuronExpert) else wrap(kernel)
+            for bits, kernel in kernels.items()
+        }
+        if native is not None:
+            self._run, self._compute = wrap(native.run), wrap(native.compute)
+
+        def undo() -> None:
+            self._kernels = kernels
+            if native is not None:
+                self._run, self._compute = native.run, native.compute
+
+        return undo
+
+    def close(self) -> None:
+        """Calls from now on raise TiermoeError."""
+        self._context = cast(ForwardContext, _Closed())
+
+    def _begin(self, native: _native.MoeBlock, router: NativeRouter | int, hidden: torch.Tensor) -> int:
+        """Begins a native call for few tokens, and gives the address of its workspace. router: or the number of experts
+        of a token, whose choices are known."""
+        if self._router[0] is not router:
+            sizes = self._experts, self._out.shape[1]
+            self._router = router, router_of(*sizes, router) if isinstance(router, int) else router.pack()
+        needed = native.begin(self._router[1], hidden.data_ptr(), hidden.shape[0], torch.get_num_threads())
+        return scratch.address("block", needed)
+
+    def _little(self, index: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts that run: all, or few in a little pass."""
+        if self._context.unsure is None:
+            return index, weights
+        return self._context.route(self._index, index, weights, self._experts, self._renormalise)
+
+    def _few(
+        self, native: _native.MoeBlock, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Few tokens of one part, whose experts are known."""
+        context = self._context
+        room = self._begin(native, index.shape[1], hidden)
+        wide, gates = index.long().contiguous(), weights.float().contiguous()
+        native.routed(room, wide.data_ptr(), gates.data_ptr())
+        routed = self._routed(index.tolist(), weights)
+        came = {expert for row in routed.experts for expert in row}
+        scheduler = None if context.observer is not None or not context.asks_for_no_weights else context.scheduler
+        at_once = scheduler is not None and scheduler.computes_hits_at_once and not scheduler.loader.uncommitted
+        if scheduler is not None and at_once and came <= self.placed.keys():
+            self._compute(list(came))
+            scheduler.all_hit(self._index, len(came), () if scheduler.settles else routed.experts)
+        else:
+            came = self._compute_few(context.run_layer(routed, hidden))
+        out = torch.empty_like(hidden)
+        native.total(0, out.data_ptr())
+        return self._rescaled(out, index, weights, came)
+
+    def _compute_few(self, groups: Iterator[list[Ready]]) -> set[int]:
+        """Computes experts of the native call that has begun as they come; returns which came."""
+        came = set[int]()
+        for group in groups:
+            experts = []
+            for expert, slot, bits in group:
+                if self.placed.get(expert) != slot:
+                    self.place(expert, bits, slot)
+                experts.append(expert)
+            self._compute(experts)
+            came.update(experts)
+        return came
+
+    def _compute_group(self, group: list[Ready], work: _Work) -> None:
+        """Experts that are computed in one call, for the tokens of a part that chose them."""
+        experts = [ready.expert for ready in group]
+        work.came.update(experts)
+        if group[0].slot == CPU_FALLBACK:
+            work.on_cpu += self._sent(group, work.sums)
+            return
+        kernel, tokens, sums = self._kernels[group[0].bits], work.hidden.shape[0], work.sums
+        views = [self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot) for ready in group]
+        if tokens == 1:
+            outputs = kernel.forward_one(work.hidden, views)
+        else:
+            outputs = kernel.forward_ragged(sums.rows(experts), sums.counts(experts), views, tokens > FEW_TOKENS)
+        sums.keep(experts, outputs)
+
+    def _total(self, work: _Work) -> torch.Tensor:
+        for future, experts in work.on_cpu:
+            work.sums.keep(experts, future.result().to(work.hidden.device))
+        return self._rescaled(work.sums.total(), work.index, work.weights, work.came)
+
+    def _rescaled(
+        self, total: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, came: set[int]
+    ) -> torch.Tensor:
+        """Sums of tokens some of whose experts were left out, for a model that scales the chosen experts' weights to a
+        fixed sum (CORM, on_mispredict=proceed)."""
+        if not (self._context.proceed and self._renormalise):
+            return total
+        there = torch.isin(index, torch.tensor(sorted(came), dtype=index.dtype, device=index.device))
+        kept = weights.masked_fill(~there, 0).sum(1, keepdim=True)
+        return total * torch.where(kept > 0, weights.sum(1, keepdim=True) / kept, 1).to(total.dtype)
+
+    def _sent(self, group: list[Ready], sums: Sums) -> list[tuple[Future[torch.Tensor], list[int]]]:
+        """Experts that the CPU computes beside this device, and their outputs to come."""
+        assert self._on_cpu is not None
+        experts = [ready.expert for ready in group]
+        parts = torch.split(sums.rows(experts).cpu(), sums.counts(experts))
+        return [
+            (self._on_cpu(ready.expert, ready.bits, x), [ready.expert]) for ready, x in zip(group, parts, strict=True)
+        ]
+
+    def _routed(self, chosen: list[list[int]], weights: torch.Tensor | None) -> Routed:
+        """What tokens chose, an index beyond the experts left out. weights (T, K): of the same choices in the same
+        order, where policies may ask for them."""
+        context = self._context
+        gates: list[list[float]] = [[]] * len(chosen)
+        if weights is not None and context.needs_weights:
+            gates = weights.tolist()
+        if max(map(max, chosen)) >= self._experts:
+            kept = [[k for k, expert in enumerate(row) if expert < self._experts] for row in chosen]
+            gates = [[row[k] for k in keep] if row else [] for row, keep in zip(gates, kept, strict=True)]
+            chosen = [[row[k] for k in keep] for row, keep in zip(chosen, kept, strict=True)]
+        return Routed(self._index, context.phase, chosen, gates)
+
+
+class _Work:
+    """Tokens that are computed by themselves, and what has come for them: hidden (T, H), index and weights (T, K),
+    `chosen`: the index, as lists. `on_cpu`: outputs to come."""
+
+    def __init__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
+        self.hidden, self.index, self.weights = hidden, index, weights
+        self.chosen: list[list[int]] = index.tolist()
+        self.sums: Sums = sums_of(hidden, self.chosen, index, weights)
+        self.came = set[int]()
+        self.on_cpu: list[tuple[Future[torch.Tensor], list[int]]] = []
+
+    def alike(self, group: list[Ready]) -> Iterator[list[Ready]]:
+        """Those of a group that its tokens chose, in calls of one precision. A call takes no more rows than there are
+        tokens, but for the first expert, so that a prompt's rows are not all there at once; few tokens are one call."""
+        tokens = self.hidden.shape[0]
+        most = tokens * self.index.shape[1] if tokens <= FEW_TOKENS else tokens
+        asked = self.sums.counts([ready.expert for ready in group])
+        for bits in dict.fromkeys(ready.bits for ready in group):
+            call, rows = list[Ready](), 0
+            for ready, count in zip(group, asked, strict=True):
+                if not count or ready.bits != bits:
+                    continue
+                if call and rows + count > most:
+                    yield call
+                    call, rows = [], 0
+                call.append(ready)
+                rows += count
+            if call:
+                yield call
+
+
+def forget(layers: Sequence[MoELayer]) -> Callable[[ExpertKey], None]:
+    """What makes layers forget an expert whose slot is another's from now on (`ExpertCache.on_leave`)."""
+
+    def left(key: ExpertKey) -> None:
+        layer = layers[key.layer]
+        if layer.native is not None:
+            layer.placed.pop(key.expert, None)
+            layer.native.remove(key.expert)  # even of one that was not placed: an interruption may come between
+
+    return left
+
+
+class _Closed:
+    """The context of a layer whose engine was closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise closed_error()
+
+
+def closed_error() -> TiermoeError:
+    """The error of a call after closing."""
+    return TiermoeError("this model's expert engine was closed; load the model again")

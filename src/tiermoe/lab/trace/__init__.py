@@ -1,1 +1,0 @@
-"""Routing traces and their files."""
