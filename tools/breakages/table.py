@@ -1197,7 +1197,7 @@ BREAKAGES = (
     ),
     Breakage(
         "bitwidths are accepted without their error",
-        "Loss.within",
+        "RelativeLoss.within",
         "self.value + self.error",
         "self.value",
         ("tests/test_bitwidths.py",),
