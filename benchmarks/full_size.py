@@ -52,7 +52,7 @@ from tiermoe.lab.bench.engines import Common, LlamaCpp
 from tiermoe.lab.bench.summary import number, spread
 from tiermoe.lab.simulate.costs import run_bits
 from tiermoe.lab.simulate.evictions import hits_of
-from tiermoe.model.gguf.parameters import config_of
+from tiermoe.model.gguf.checkpoint import config_of
 from tiermoe.offload.presets import PRESETS
 from tiermoe.platform.machine import processors
 

@@ -26,7 +26,7 @@ from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.gguf_types import gguf_encoding
 from tiermoe.formats.registry import encoding_for, encoding_named
 from tiermoe.kernels.experts import ExpertKernel, SlotViews, expert_kernel
-from tiermoe.kernels.gates import ClampedGate, silu_gate
+from tiermoe.kernels.gates import gate_named
 from tiermoe.kernels.linear import linear, machine_layout
 from tiermoe.kernels.matrix import matrix_form
 from tiermoe.lab.bench.summary import spread
@@ -139,7 +139,7 @@ def product(out: int, in_: int, encoding: Encoding, memory: int) -> Measured:
 
 def experts(shape: Shape, memory: int) -> Measured:
     """A token's experts at 4 bits, all in one call."""
-    gate = ClampedGate(7.0, 1.702) if shape.clamped else silu_gate
+    gate = gate_named("clamped", 7.0, 1.702) if shape.clamped else gate_named("silu")
     matrices = [Part("gate_up", (2 * shape.inner, shape.hidden)), Part("down", (shape.hidden, shape.inner))]
     biases = [Part(f"{part.name}_bias", part.shape[:1]) for part in matrices] if shape.clamped else []
     layout = machine_layout("cpu")

@@ -12,8 +12,8 @@ version = release = VERSION
 copyright = "the tiermoe developers"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "docs/notebook/*.md", "*/README.md"]
-exclude_patterns = [".*"]
+include_patterns = ["*.md", "docs/*.md", "*/README.md"]
+exclude_patterns = [".*", "notebook/*"]
 myst_heading_anchors = 4
 default_role = "code"  # docstrings have names between single backticks
 autodoc_member_order = "bysource"
@@ -28,27 +28,21 @@ CHAPTERS = {
         "docs/quickstart", "docs/which-model", "docs/options", "docs/families", "docs/server", "docs/troubleshooting",
     ],
     "Python": ["docs/api", "examples/README"],
-    "Systems": ["docs/systems", "docs/papers"],
-    "Inside": [
-        "docs/life-of-a-token", "docs/architecture", "docs/store-format", "docs/trace-format", "CONTRIBUTING",
-        "training/README",
-    ],
-    "Figures": ["docs/results", "docs/bench", "benchmarks/README", "docs/notebook/README", "data/README"],
+    "Inside": ["docs/life-of-a-token", "docs/architecture", "docs/formats", "CONTRIBUTING", "training/README"],
+    "Figures": ["docs/results", "docs/systems", "benchmarks/README", "data/README"],
     "Changes": ["CHANGELOG"],
 }  # fmt: skip
 
 
 def chapters(app: Any, name: str, source: list[str]) -> None:
-    """Gives README and the notebook's page their chapters, which a forge would show as text."""
+    """Gives README its chapters, which a forge would show as text."""
     if name == root_doc:
         source[0] += "".join(_chapter(caption, pages) for caption, pages in CHAPTERS.items())
-    if name == "docs/notebook/README":
-        source[0] += _chapter("Notebook", ["docs/notebook/*"], ":glob:\n")
 
 
-def _chapter(caption: str, pages: list[str], options: str = "") -> str:
+def _chapter(caption: str, pages: list[str]) -> str:
     lines = "".join(f"/{page}\n" for page in pages)
-    return f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n{options}\n{lines}```\n"
+    return f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{lines}```\n"
 
 
 def setup(app: Any) -> None:

@@ -39,67 +39,26 @@ has no test here.
 _LLAMA_CPP = """
 ## GGUF files beside llama.cpp
 
-The tests' files have the names, shapes and entries that llama.cpp's converter (llama-cpp-python 0.3.36) wrote of the
-same small models, and its order of elements: `tests/golden`. By hand are the order of columns in `hy_v4` (below), the
-experts of `deepseek4`, which the converter takes in MXFP4 alone, and the scale of temperatures of `mistral4`, which it
-writes of checkpoints in Mistral's own form.
+The tests' files have the names, shapes, entries and order of elements that llama.cpp's converter (llama-cpp-python
+0.3.36) wrote of the same small models: `tests/golden`. By hand are the order of columns in `hy_v4`, the experts of
+`deepseek4`, which the converter takes in MXFP4 alone, and the scale of temperatures of `mistral4`, which it writes of
+checkpoints in Mistral's own form. Logits were compared with llama.cpp's:
+`notebook/2026-11-26-gguf-beside-llama-cpp.md` has the figures. The programs differ here:
 
-transformers' eager model, tiermoe and llama.cpp read 96 tokens at once; the largest differences from transformers, as
-shares of the largest logit:
-
-| architecture | tiermoe | llama.cpp, float32 | llama.cpp, flash attention |
-|---|--:|--:|--:|
-| `granite_swa` | 7e-7 | 5e-7 | 3e-4 |
-| `hy_v4` | 8e-7 | 1e-6 | 2e-2, median 2e-4 |
-| `minimax-m3` | 5e-7 | no sparse attention | 8e-2, median 3e-4 |
-| `qwen4exp`, all blocks chosen | 3e-6 | 8e-6 | 1e-1, median 8e-5 |
-| `qwen4exp`, 2 blocks of 4 positions | 3e-6 | 8e-1, median 2e-1 | 8e-1, median 2e-1 |
-| `hy_v3` | 1e-6 | 2e-6 | 6e-1, median 2e-3 |
-| `gemma4` | 2e-6 | 2e-3 | 7e-3 |
-| `mellum`, one base | 5e-7 | 1e-6 | 1e-1, median 3e-4 |
-| `mellum`, two bases | 5e-7 | 4e-1 | 4e-1 |
-| `deepseek32` | 1e-6 | 1e-6 | 1e-3 |
-| `glm-dsa` | 1e-6 | 8e-6 | 2e-3 |
-
-llama.cpp rounds to 16 bits in flash attention, without which it computes no sparse attention of MiniMax-M3. For one
-token its indexer chose another block, where the scores of two blocks were 0.002 apart: 8e-2 is that token's, the five
-after it differ by up to 7e-3, all others by up to 1e-3. For Granite and MiniMax the likeliest tokens were the same at
-all places; for Qwen3.8 with two blocks 39 of 96 were others.
-
-With flash attention one token of `hy_v3` differs by 6e-1, all others by up to 2e-2; two likeliest tokens of 96 are
-others. llama.cpp takes the GELU of Gemma 4 from a table of 16-bit values. Its code of Mellum 2 reads the base of layers
-with a window (`rope.freq_base_swa`) and rotates by the others' base: 17 likeliest tokens of 96 are others. With one
-base for all it computes what transformers does.
-
-Files of `deepseek32`, `glm-dsa` and, of GLM-4.7-Flash, `deepseek2` were compared in the same way, with MTP heads and 40
-tokens, of which indexers chose 6: the tensors are the same, bit for bit, and the heads' drafts differ from
-transformers' by up to 1e-6. The gguf package names `deepseek32`'s tensors as `glm-dsa`'s. The converter does not write
-what GLM-4.7-Flash's routers score by. llama.cpp knows that model by its number of layers, which the tiny one does not
-have; tiermoe takes sigmoid where routers have corrections.
-
-llama.cpp's converter writes which of Granite's layers have positions where the config has `no_rope_layers`. It does not
-read `layer_rope_theta`, so that a file of such a config has positions in all layers.
-
-The converter writes the matrices of Hunyuan 4 as they are published. llama.cpp rotates neighbouring columns of a head,
-transformers 5.23 those of both halves, of the same matrices: one of both is wrong. tiermoe reads a GGUF file as
-llama.cpp does, and safetensors as transformers does; the tests' file has its rows in llama.cpp's order. The norms
-inside of latent attention have an epsilon of 1e-6 in transformers and tiermoe, and the config's in llama.cpp: above it
-is 1e-6 too.
-
-Where Qwen3.8's indexer chooses blocks of r positions, transformers attends to their `indexer_top_k` positions and to
-those behind the last whole block. llama.cpp attends to `indexer_top_k + r - 1` positions whatever the number behind
-that block (`src/models/qwen4exp.cpp`). With blocks of one position both attend to as many: the median difference was
-1e-6. llama.cpp's converter reads a config by transformers where that has the model, finds no layer that is called
-`full_attention`, and writes that blocks have 0 positions. llama.cpp attends to all positions then; tiermoe refuses such
-a file.
-
-Files of Ling 3.0 limit the gates of experts in some layers, as the published config does. llama.cpp applies the limits;
-transformers' and the published code do not, and tiermoe does as they do. Files of Ling 3.0 that lead to queries by two
-matrices, or are of the model that reads pictures, are refused: transformers does not have these models.
-
-llama.cpp computes Phi-MoE with root mean square norms, a softmax router and the scale of positions that the file has
-(1.19 for Phi-3.5-MoE). tiermoe computes it as transformers does, with layer norms, a sparse mixer and the published
-scale (1.243), which no entry has.
+* Hunyuan 4: llama.cpp rotates neighbouring columns of a head, transformers 5.23 those of both halves, of the same
+  matrices. tiermoe reads a GGUF file as llama.cpp does, and safetensors as transformers does.
+* Ling 3.0: llama.cpp applies the limits that a file sets to the gates of experts. tiermoe does not, like
+  transformers' and the published code. Files with queries by two matrices, or of the model that reads pictures, are
+  refused.
+* Mellum 2 with two bases of positions: llama.cpp rotates layers with a window by the others' base.
+* MiMo-V2-Flash: llama.cpp attends to one position less than the published window.
+* Phi-MoE: llama.cpp has root mean square norms, a softmax router and the scale of the file (1.19 for Phi-3.5-MoE).
+  tiermoe has layer norms, a sparse mixer and the published scale (1.243), as transformers.
+* Qwen3.8: transformers and tiermoe attend to `indexer_top_k` positions and to those after the last whole block,
+  llama.cpp to `indexer_top_k + r - 1` positions, r being a block's. llama.cpp's converter writes blocks of 0 positions
+  if its transformers has the model; tiermoe refuses such a file.
+* GraniteMoE: llama.cpp's converter does not read `layer_rope_theta`: a file of such a config has positions in all
+  layers.
 """
 
 

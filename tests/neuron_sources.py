@@ -33,7 +33,7 @@ class GatedExperts(RandomExperts):
 
 
 def by_the_page(records: torch.Tensor, bits: int, group: int, width: int, two_level: bool) -> torch.Tensor:
-    """Records uint8 (n, R) in bfloat16 of halves of `width` weights, taken apart as docs/store-format.md has them:
+    """Records uint8 (n, R) in bfloat16 of halves of `width` weights, taken apart as docs/formats.md has them:
     float64 (n, 2, width)."""
     found = np.empty((len(records), 2, width))
     size, groups, columns = width * bits // 8, width // group, np.arange(width)

@@ -97,12 +97,20 @@ def document() -> str:
     commands = {name: _parameters(name) for name in COMMANDS}
     rows = [each.row() for each in commands["run"] if each.setting]
     assert len(rows) == len(ENGINE)  # `run` takes all settings
-    return _HEAD + _lines(rows) + "".join(_section(name, parameters) for name, parameters in commands.items())
+    told: dict[str, str] = {}
+    return _HEAD + _lines(rows) + "".join(_section(name, parameters, told) for name, parameters in commands.items())
 
 
-def _section(name: str, parameters: list[Parameter]) -> str:
+def _section(name: str, parameters: list[Parameter], told: dict[str, str]) -> str:
+    """One command; `told` has the rows of earlier ones, with the command that has each."""
     arguments = [each for each in parameters if each.is_argument]
-    own = [each for each in parameters if not each.is_argument and not each.setting]
+    rows = [each.row() for each in parameters if not each.is_argument and not each.setting]
+    again: dict[str, list[str]] = {}
+    for row in rows:
+        if row in told:
+            again.setdefault(told[row], []).append(row.split("|")[1].strip())
+    own = [row for row in rows if row not in told]
+    told.update(dict.fromkeys(own, name))
     engine = [each.setting for each in parameters if each.setting]
     usage = [each.name.upper() if each.is_required else f"[{each.name.upper()}]" for each in arguments]
     text = f"\n## {name}\n\n    {' '.join(['tiermoe', name, *usage, '[OPTIONS]'])}\n"
@@ -114,9 +122,9 @@ def _section(name: str, parameters: list[Parameter]) -> str:
         said = ", ".join(f"`{_flag(setting)}`" for setting in engine) if few else "all"
         text += f"\nOptions of the engine: {said}"
         text += f" but {', '.join(f'`{flag}`' for flag in left_out)}.\n" if left_out and not few else ".\n"
+    text += "".join(f"\nAs in `{command}`: {', '.join(flags)}.\n" for command, flags in again.items())
     if own:
-        text += "\n| option | value | default | what it sets |\n|---|---|---|---|\n"
-        text += _lines(each.row() for each in own)
+        text += "\n| option | value | default | what it sets |\n|---|---|---|---|\n" + _lines(own)
     return text
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tiermoe
 import tiny
 from additions.batching import serve
-from additions.encoding import Int5
 from additions.eviction import MostRecentlyUsed
 from additions.family import Mine, MineConfig, MineForCausalLM
-from additions.native import INSTRUCTION_SET, ROUTER_FIELD, Changes, change
+from additions.gate import RELU
+from additions.native import GATE, INSTRUCTION_SET, ROUTER_FIELD, Changes, change
 from additions.precision import FirstHigh
 from additions.prediction import LikeliestExpert, SameAgain
 from additions.speculation import speculate
@@ -30,14 +30,15 @@ from commands import Command
 from parity import close, logits, put_decoded_experts, tokens
 from patience import until
 from small_traces import EVERYTHING, decode, layer, replayed, trace_of
-from tiermoe import config
+from tiermoe import config, native
 from tiermoe.batch import Batch
 from tiermoe.batch import decode as decode_row
 from tiermoe.batch import prompt as prompt_row
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.formats.quantizers import QUANTIZERS
-from tiermoe.formats.registry import FIXED, encoding_for, encoding_named
-from tiermoe.kernels.linear import KERNELS, DecodedLinear, linear_for
+from tiermoe.formats.registry import encoding_for, encoding_named
+from tiermoe.kernels.gates import GATES, gate_named, slow_gate
+from tiermoe.kernels.linear import linear_for
 from tiermoe.lab.simulate.evictions import hits_of
 from tiermoe.lab.trace.file import Trace
 from tiermoe.model.decoder import Decoder
@@ -222,14 +223,46 @@ def test_a_family_with_another_activation_is_one_file(tmp_path: Path, monkeypatc
     ours.tiermoe.close()
 
 
+# a gate
+
+
+def test_a_gate_that_torch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of the table: outlines name the gate, and messages what it costs. Without one it is the module's."""
+    plain = oracle(tiny.write(tmp_path, "qwen3_moe", torch.float32, hidden_act="relu"), "qwen3_moe", torch.float32)
+    ids, found = tokens(2, 9), []
+    for entry in (None, RELU):
+        if entry:
+            monkeypatch.setitem(GATES, "relu", entry)
+        engine = engine_of(tmp_path, preset="lru")
+        gate = engine.gates[0].activation
+        found.append((gate.stored, slow_gate(gate)))
+        engine.close()
+        ours, _ = tiermoe.load(tmp_path, memory="4GiB", device="cpu", bits=16, cache="40%", lanes=1)
+        assert close(logits(ours, "qwen3_moe", ids), logits(plain, "qwen3_moe", ids))
+        ours.tiermoe.close()
+    slow = "no kernel computes the gate of {}: torch computes the experts, about three times slower"
+    with_transformers = ", and transformers is imported at every start"
+    assert found == [
+        (None, slow.format("Qwen3MoeExperts") + with_transformers), (("relu",), slow.format("relu")),
+    ]  # fmt: skip
+    assert slow_gate(gate_named("silu")) is None
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_a_gate_without_a_kernel_is_named_at_loading(tmp_path: Path) -> None:
+    tiny.write(tmp_path, "qwen3_moe", torch.bfloat16, hidden_act="relu")
+    engine = engine_of(tmp_path, preset="lru")
+    slow = "no kernel computes the gate of this model's experts: torch computes the experts, about three times slower"
+    assert [warning for warning in engine.plan.warnings if warning.startswith(slow)]
+    engine.close()
+
+
 # a weight format
 
 
 @pytest.fixture
 def five_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FIXED, 5, Int5())
-    monkeypatch.setitem(KERNELS, ("int5", "cpu"), DecodedLinear)
-    monkeypatch.setattr(config, "BITS", (*config.BITS, 5))
+    monkeypatch.setitem(config.BITS, 5, "additions.encoding:Int5")
 
 
 @pytest.mark.usefixtures("five_bits")
@@ -319,8 +352,8 @@ def test_a_batch_policy(engine: Any) -> None:
 # what the native kernels take
 
 ROOT = Path(__file__).parent.parent
-TREE = ["pyproject.toml", "README.md", "LICENSE"]
-COUNTS = {3: "three", 4: "four", 5: "five"}
+TREE = ["pyproject.toml", "setup.py", "README.md", "LICENSE"]
+COUNTS = {2: "two", 3: "three", 4: "four", 5: "five"}
 
 
 def changed_tree(root: Path, changes: Changes) -> Path:
@@ -353,9 +386,6 @@ def test_a_cpu_instruction_set(tmp_path: Path) -> None:
     native, additions = root / "src" / "tiermoe" / "native", Path(__file__).parent / "additions"
     shutil.copy(additions / "vectors.c", native / "isa")
     shutil.copytree(additions / "vectors", native / "isa" / "vectors")
-    (extension,) = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
-    listed = {root / name for name in extension["sources"] + extension["depends"]}
-    assert listed == set(native.rglob("*.[ch]"))
     assert COUNTS[len(INSTRUCTION_SET)] in row_of("a CPU instruction set")
     build, program, others = [compiler("cc"), *STRICT, "-O1", f"-I{native}"], str(tmp_path / "check"), tmp_path / "o.c"
     others.write_text(OTHERS)
@@ -364,6 +394,34 @@ def test_a_cpu_instruction_set(tmp_path: Path) -> None:
     built([*build, str(Path(__file__).parent / "kernels_check.c"), *map(str, files), *LIBRARIES, "-o", program])
     assert ran([program]) == ["vectors", "generic"]
 
+
+GATED = """
+from dataclasses import replace
+
+import torch
+from additions.gate import RELU
+from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.registry import encoding_named
+from tiermoe.kernels.experts import FusedExperts, UnfusedExperts, expert_kernel
+from tiermoe.kernels.gates import GATES, gate_named, slow_gate
+from tiermoe.types import MoeLayer, Part
+
+GATES["relu"] = replace(RELU, native="RELU")
+gate = gate_named("relu")
+assert slow_gate(gate) is None
+draw = torch.Generator().manual_seed(0)
+parts = (Part("gate_up", (128, 64)), Part("down", (64, 64)))
+encodings = dict.fromkeys(("gate_up", "down"), encoding_named("int8"))
+form = ExpertFormat(MoeLayer("experts", 1, 1, parts), 8, torch.bfloat16, encodings)
+slot = torch.empty(form.slot.nbytes, dtype=torch.uint8)
+form.encode({part.name: torch.randn(part.shape, generator=draw) for part in parts}, QUANTIZERS["linear"], slot)
+x, views = torch.randn(5, 64, generator=draw).bfloat16(), form.slot.views(slot)
+kernel = expert_kernel(form, gate, "cpu")
+assert isinstance(kernel, FusedExperts)
+assert torch.equal(kernel(x, views), UnfusedExperts(form, gate, "cpu")(x, views))
+print("right")
+"""
 
 SCALED = """
 import torch
@@ -384,18 +442,19 @@ print("right")
 
 
 @pytest.mark.long
-def test_a_field_that_a_kernel_takes(tmp_path: Path) -> None:
+def test_a_gate_in_c_and_a_field_that_a_kernel_takes(tmp_path: Path) -> None:
     compiler("cc")
-    root = changed_tree(tmp_path, ROUTER_FIELD)
-    project = root / "pyproject.toml"
-    project.write_text(project.read_text().replace('"-O3"', '"-O0"'))
-    build = "from setuptools import setup; setup()"
+    root = changed_tree(tmp_path, {**ROUTER_FIELD, **GATE})
+    setup = root / "setup.py"
+    setup.write_text(setup.read_text().replace('"-O3"', '"-O0"'))
     done = subprocess.run(
-        [sys.executable, "-c", build, "build_ext", "--inplace"],
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
         cwd=root, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert ran([sys.executable, "-c", SCALED], PYTHONPATH=str(root / "src")) == ["right"]
+    for script in (SCALED, GATED):
+        paths = os.pathsep.join(map(str, (root / "src", Path(__file__).parent)))
+        assert ran([sys.executable, "-c", script], PYTHONPATH=paths) == ["right"]
     assert COUNTS[len(ROUTER_FIELD)] in row_of("a field that a kernel takes")
 
 

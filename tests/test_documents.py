@@ -67,6 +67,16 @@ def test_a_command_of_the_quickstart_is_one(words: list[str]) -> None:
     assert {flag for flag in flags if f"`{flag}`" not in section + engine} == set()
 
 
+def test_links_of_the_notebook_lead_somewhere() -> None:
+    """The site does not have the notebook. Its index names every note, and a note's name begins with a date."""
+    notes = sorted((ROOT / "notebook").glob("*.md"))
+    links = {note: re.findall(r"\]\(([^)#:]+)[^)]*\)", note.read_text()) for note in notes}
+    assert [(note.name, link) for note in notes for link in links[note] if not (note.parent / link).exists()] == []
+    *dated, index = notes
+    assert {note.name for note in dated} <= {*links[index]}
+    assert [note.name for note in dated if not re.match(r"20\d\d-\d\d-\d\d-", note.name)] == []
+
+
 SHIPPED = [words for words in commands_of(QUICKSTART) if "stories-7m" in words and words[1] == "run"]
 
 

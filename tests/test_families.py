@@ -22,8 +22,8 @@ from tiermoe.model.decoder import Decoder
 from tiermoe.model.families import decoder_family, family_of, not_computed
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
+from tiermoe.model.hf.experts import IMPLEMENTATION, experts_left_out, register
 from tiermoe.model.hf.generic import measured_cache, tensors_in
-from tiermoe.model.hf.shells import IMPLEMENTATION, experts_left_out, register
 from tiermoe.model.packing import packable
 from tiermoe.model.stored_weights import loading_needs
 

@@ -17,7 +17,7 @@ from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.engine.expert_sums import Choices, FewSums, NativeSums, TorchSums
 from tiermoe.kernels.experts import FusedExperts, combine_many, expert_kernel, weighted_sum
-from tiermoe.kernels.gates import silu_gate
+from tiermoe.kernels.gates import gate_named
 from tiermoe.kernels.moe_block import MoeBlock
 from tiermoe.kernels.norm import norm
 from tiermoe.kernels.router import Router, choose, logits_of
@@ -30,7 +30,7 @@ GENERATED = 6
 
 @pytest.fixture
 def kernel() -> FusedExperts:
-    made = expert_kernel(expert_format(128, 64), silu_gate, "cpu")
+    made = expert_kernel(expert_format(128, 64), gate_named("silu"), "cpu")
     assert isinstance(made, FusedExperts)
     return made
 

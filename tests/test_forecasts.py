@@ -11,7 +11,7 @@ import torch
 import tiermoe
 from small_engines import engine_of
 from tiermoe.batch import Batch, decode, prompt
-from tiermoe.model.hf.shells import routers_of
+from tiermoe.model.hf.experts import routers_of
 from tiermoe.model.routers import Router
 from tiny import write
 

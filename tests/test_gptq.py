@@ -22,8 +22,7 @@ from tiermoe.formats.gptq import (
     levels_of,
     solve,
 )
-from tiermoe.formats.int2 import Int2, RowMajorInt2
-from tiermoe.formats.int4 import CPU_LAYOUT, Int4, RowMajorInt4
+from tiermoe.formats.int4 import CPU_LAYOUT, Int2, Int4, RowMajorInt2, RowMajorInt4
 from tiermoe.formats.nonuniform import NonUniform
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.trellis import Trellis

@@ -18,7 +18,7 @@ from tiermoe.engine.load import plan
 from tiermoe.errors import ModelError
 from tiermoe.formats.safetensors import Checkpoint, read_header
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.model.hf.remote import RemoteCheckpoint
+from tiermoe.model.hf.hub import RemoteCheckpoint
 from tiermoe.platform import file_io
 
 MODEL, LARGE = "someone/tiny-moe", "someone/larger-moe"

@@ -24,7 +24,7 @@ from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import load_blueprint, resolve_for, start, starts_lean
 from tiermoe.errors import StoreError
 from tiermoe.formats.outline import NAME, Origin, read_outline, write_outline
-from tiermoe.kernels.gates import ClampedGate, LimitedSilu, gate_name, gate_named, gelu_gate, relu_squared, silu_gate
+from tiermoe.kernels.gates import GATES, gate_named, other_gate
 from tiermoe.model import prepare_store
 from tiermoe.model.hf import configs, skeleton
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
@@ -332,13 +332,13 @@ def test_checkpoints_that_were_moved_are_not_started_so(case: Callable[..., Case
 
 
 def test_gates_have_names() -> None:
-    for gate in (ClampedGate(7.0, 1.7), ClampedGate(7.0, 1.7, halves=True), LimitedSilu(7.0)):
-        assert gate_named(json.loads(json.dumps(gate_name(gate)))) == gate
-    for gate in (silu_gate, gelu_gate, relu_squared):
-        assert gate_named(gate_name(gate) or ()) is gate
-    assert gate_name(torch.nn.functional.silu) is None
-    with pytest.raises(ValueError, match="no gate"):
-        gate_named(("another",))
+    for name, kind in GATES.items():
+        gate = gate_named(name, *range(7, 7 + kind.settings))
+        assert gate_named(*json.loads(json.dumps(gate.stored))) == gate
+    assert other_gate("SwitchExperts", torch.nn.functional.silu).stored is None
+    for wrong in (("another",), ("silu", 7.0), ("clamped", 7.0)):
+        with pytest.raises(ValueError, match="no gate"):
+            gate_named(*wrong)
 
 
 # what it imports

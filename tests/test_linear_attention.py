@@ -21,9 +21,8 @@ from tiermoe.config import settings
 from tiermoe.engine.load import resolve_for
 from tiermoe.engine.needs import expanding_needs
 from tiermoe.model.attention import linear as delta
-from tiermoe.model.attention.mamba import CHUNK, selective_scan
-from tiermoe.model.attention.mamba_1 import channelwise_scan
-from tiermoe.model.attention.short_convolution import short_convolution
+from tiermoe.model.attention.convolution import short_convolution
+from tiermoe.model.attention.mamba import CHUNK, channelwise_scan, selective_scan
 from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.families import FAMILIES as ALL_FAMILIES
 from tiermoe.model.families import decoder_family, not_computed

@@ -21,7 +21,7 @@ from small_engines import OnRoute, logits_of_steps
 from tiermoe import native
 from tiermoe.formats.encoding import Encoding
 from tiermoe.kernels.experts import FusedExperts, UnfusedExperts, expert_kernel, weighted_sum
-from tiermoe.kernels.gates import silu_gate
+from tiermoe.kernels.gates import gate_named
 from tiermoe.kernels.linear import linear
 from tiermoe.kernels.matrix import matrix_form
 from tiermoe.kernels.moe_block import MoeBlock
@@ -109,7 +109,7 @@ def test_threads_that_slept_come_back(one_thread: None) -> None:
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 70])
 def test_an_expert_in_one_call_is_its_separate_steps(count: int) -> None:
     form = expert_format(128, 192)
-    one_call, separate = expert_kernel(form, silu_gate, "cpu"), UnfusedExperts(form, silu_gate, "cpu")
+    one_call, separate = expert_kernel(form, gate_named("silu"), "cpu"), UnfusedExperts(form, gate_named("silu"), "cpu")
     assert type(one_call) is not type(separate)
     views, x = expert_views(128, 192, 0), tokens(count, 128) * 3
     got, want = one_call(x, views).float(), separate(x, views).float()
@@ -123,15 +123,15 @@ def test_large_and_small_gates() -> None:
     views = expert_views(64, 64, 0)
     for scale in (1e-3, 1e3, 1e18):
         x = tokens(3, 64) * scale
-        got = expert_kernel(form, silu_gate, "cpu")(x, views)
+        got = expert_kernel(form, gate_named("silu"), "cpu")(x, views)
         assert torch.allclose(
-            got, UnfusedExperts(form, silu_gate, "cpu")(x, views), rtol=0.05, atol=0.05 * scale * scale
+            got, UnfusedExperts(form, gate_named("silu"), "cpu")(x, views), rtol=0.05, atol=0.05 * scale * scale
         )
         assert got.isfinite().all()
 
 
 def test_experts_computed_together_give_what_each_gives_alone() -> None:
-    kernel = expert_kernel(expert_format(128, 64), silu_gate, "cpu")
+    kernel = expert_kernel(expert_format(128, 64), gate_named("silu"), "cpu")
     views, x = [expert_views(128, 64, seed) for seed in range(5)], tokens(1, 128)
     alone = torch.cat([kernel(x, each) for each in views])
     for order in ([0, 1, 2, 3, 4], [4, 2], [3]):
@@ -140,7 +140,7 @@ def test_experts_computed_together_give_what_each_gives_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_block_in_one_call_is_its_separate_calls_and_waits_for_all_its_experts(dtype: torch.dtype) -> None:
-    kernel = expert_kernel(expert_format(128, 64), silu_gate, "cpu")
+    kernel = expert_kernel(expert_format(128, 64), gate_named("silu"), "cpu")
     assert isinstance(kernel, FusedExperts)
     views = [expert_views(128, 64, seed) for seed in range(5)]
     router, x, residual = tokens(5, 128, 3), tokens(1, 128)[None], tokens(1, 128, 2)[None]
@@ -250,8 +250,8 @@ def test_the_switch_keeps_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(native.ISA, raising=False)
     native.available.cache_clear()
     try:
-        assert not native.takes(torch.bfloat16, native.Coding.INT4, 64, 64, 64)
-        assert isinstance(expert_kernel(expert_format(64, 64), silu_gate, "cpu"), UnfusedExperts)
+        assert not native.takes(torch.bfloat16, "INT4", 64, 64, 64)
+        assert isinstance(expert_kernel(expert_format(64, 64), gate_named("silu"), "cpu"), UnfusedExperts)
     finally:
         monkeypatch.undo()
         native.available.cache_clear()

@@ -23,7 +23,7 @@ from tiermoe.kernels.experts import (
     gated_experts,
     weighted_sum,
 )
-from tiermoe.kernels.gates import ClampedGate, LimitedSilu, gelu_gate, relu_squared, silu_gate
+from tiermoe.kernels.gates import gate_named
 from tiermoe.kernels.moe_block import MoeBlock
 from tiermoe.kernels.router import Router, Scoring, route
 from tiermoe.types import MoeLayer, Part
@@ -36,12 +36,12 @@ pytestmark = [
 HIDDEN, INNER, EXPERTS, K = 192, 128, 5, 3
 ENCODINGS: dict[int, Encoding | None] = {4: Int4(CPU_LAYOUT, 64), 8: Int8(), 16: None}
 GATES = {
-    "silu": silu_gate,
-    "clamped": ClampedGate(7.0, 1.702),
-    "clamped halves": ClampedGate(7.0, 1.702, halves=True),
-    "gelu": gelu_gate,
-    "relu squared": relu_squared,
-    "limited": LimitedSilu(7.0),
+    "silu": gate_named("silu"),
+    "clamped": gate_named("clamped", 7.0, 1.702),
+    "clamped halves": gate_named("clamped in halves", 7.0, 1.702),
+    "gelu": gate_named("gelu_tanh"),
+    "relu squared": gate_named("relu2"),
+    "limited": gate_named("limited silu", 7.0),
 }
 
 
@@ -118,7 +118,7 @@ def test_gpt_oss_experts_are_transformers_on_the_decoded_weights(bits: int) -> N
         parameter.copy_(encoding.decode(views[name], out, in_, torch.float32).t())
     theirs.gate_up_proj_bias.copy_(views["gate_up_bias"]["weight"])
     theirs.down_proj_bias.copy_(views["down_bias"]["weight"])
-    kernel = expert_kernel(form, ClampedGate(theirs.limit, theirs.alpha), "cpu")
+    kernel = expert_kernel(form, gate_named("clamped", theirs.limit, theirs.alpha), "cpu")
     assert isinstance(kernel, FusedExperts)
     x = random(8, HIDDEN, seed=9)
     want = theirs(x.float(), torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1))
@@ -129,7 +129,7 @@ def test_the_clamped_gate_is_transformers_bit_for_bit() -> None:
     theirs = GptOssExperts(GptOssConfig(hidden_size=64, intermediate_size=64, num_local_experts=1))
     features = random(9, 128, seed=1) * 6
     for dtype in (torch.bfloat16, torch.float32):
-        got = ClampedGate(theirs.limit, theirs.alpha)(features.to(dtype))
+        got = gate_named("clamped", theirs.limit, theirs.alpha)(features.to(dtype))
         assert torch.equal(got, theirs._apply_gate(features.to(dtype)))
 
 
@@ -137,13 +137,13 @@ def test_the_limited_gate_is_transformers_bit_for_bit() -> None:
     theirs = DeepseekV4Experts(DeepseekV4Config(hidden_size=64, moe_intermediate_size=64, n_routed_experts=1))
     features = random(9, 128, seed=1) * 9
     for dtype in (torch.bfloat16, torch.float32):
-        got = LimitedSilu(theirs.limit)(features.to(dtype))
+        got = gate_named("limited silu", theirs.limit)(features.to(dtype))
         assert torch.equal(got, theirs._apply_gate(features.to(dtype)))
 
 
 def test_at_16_bits_only_a_token_alone_is_native() -> None:
     form = expert_format(16, "silu")
-    kernel, separate = expert_kernel(form, silu_gate, "cpu"), UnfusedExperts(form, silu_gate, "cpu")
+    kernel, separate = expert_kernel(form, gate_named("silu"), "cpu"), UnfusedExperts(form, gate_named("silu"), "cpu")
     views, x = [slot(form, 10 * seed) for seed in range(3)], random(5, HIDDEN, seed=9)
     for count in (1, 5):
         assert torch.equal(kernel(x[:count], views[0]), separate(x[:count], views[0]))

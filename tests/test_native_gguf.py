@@ -14,7 +14,7 @@ from tiermoe import native
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.gguf_types import ENCODINGS, gguf_encoding
 from tiermoe.kernels.experts import FusedExperts, expert_kernel
-from tiermoe.kernels.gates import ClampedGate, Gate, silu_gate
+from tiermoe.kernels.gates import gate_named
 from tiermoe.kernels.linear import linear, linear_for
 from tiermoe.kernels.matrix import matrix_form
 from tiermoe.types import MoeLayer, Part
@@ -114,7 +114,7 @@ def test_the_kernel_of_a_linear_layer_is_native() -> None:
 
 
 HIDDEN, INNER = 256, 512
-GATES: dict[str, Gate] = {"silu": silu_gate, "clamped": ClampedGate(7.0, 1.702, halves=True)}
+GATES = {"silu": gate_named("silu"), "clamped": gate_named("clamped in halves", 7.0, 1.702)}
 
 
 def gated(gate: str, features: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tiermoe import native
 from tiermoe.formats import int4, int6
 from tiermoe.formats.encoding import Encoding
-from tiermoe.formats.int2 import Int2
-from tiermoe.formats.int4 import CPU_LAYOUT, Int4, as_nibbles
+from tiermoe.formats.int4 import CPU_LAYOUT, Int2, Int4, as_nibbles
 from tiermoe.formats.int6 import Int6
 from tiermoe.formats.int8 import Int8
 from tiermoe.formats.nonuniform import LEVELS, NonUniform

@@ -15,7 +15,7 @@ from tiermoe.formats.checkpoint_quant import CheckpointQuant, Transposed4
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.registry import encoding_named
 from tiermoe.kernels.experts import FusedExperts, expert_kernel
-from tiermoe.kernels.gates import ClampedGate
+from tiermoe.kernels.gates import gate_named
 from tiermoe.kernels.linear import linear, linear_for
 from tiermoe.kernels.matrix import matrix_form
 from tiermoe.types import MoeLayer, Part
@@ -162,7 +162,7 @@ class TestNative:
         for seed, part in enumerate(parts):
             for name, values in random_slot(encoding, *part.out_in, seed).items():
                 views[part.name][name].copy_(values)
-        kernel, x = expert_kernel(form, ClampedGate(7.0, 1.702), "cpu"), random(count, hidden, 9)
+        kernel, x = expert_kernel(form, gate_named("clamped", 7.0, 1.702), "cpu"), random(count, hidden, 9)
         assert isinstance(kernel, FusedExperts)
         features = x.float() @ weights(encoding, views["gate_up"], hidden).t()
         gate, up = features[:, 0::2].clamp(max=7.0), features[:, 1::2].clamp(-7.0, 7.0)

@@ -24,7 +24,7 @@ from tiermoe.formats.pack import pack_experts
 from tiermoe.formats.store import Store, open_store
 from tiermoe.kernels.neurons import NeuronKernel
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.model.hf.shells import gate_of, is_shell
+from tiermoe.model.hf.experts import gate_of, is_shell
 from tiermoe.offload.neurons import NeuronFiller, PartReader, to_bits, to_indices
 from tiermoe.offload.policies.neurons import whole
 from tiermoe.offload.reader import ExtentReader, HeldReader

@@ -19,7 +19,7 @@ from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.errors import ModelError
 from tiermoe.model.attention.ngrams import NgramHashes
 from tiermoe.model.decoder import Decoder
-from tiermoe.model.families import decodes
+from tiermoe.model.families import decoder_family
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
 from tiermoe.model.hf.generic import GenericDecoder
@@ -160,7 +160,7 @@ def test_a_gate_by_sigmoid(tmp_path: Path) -> None:
 def test_a_config_that_no_block_computes_is_run_by_transformers(tmp_path: Path) -> None:
     changes = {"hidden_act": "quick_gelu", "output_gate_type": "silu"}
     config = config_of(FAMILY, **changes)
-    assert not decodes(Configs(config, config, False).plain())
+    assert decoder_family(Configs(config, config, False).plain()) is None
     directory = write(tmp_path, FAMILY, torch.float32, **changes)
     ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16)
     assert isinstance(ours.tiermoe.decoder, GenericDecoder)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from measures import relative_error
 from tiermoe.errors import ConfigError
-from tiermoe.formats.int2 import Int2, RowMajorInt2
-from tiermoe.formats.int4 import CPU_LAYOUT, Int4, RowMajorInt4
+from tiermoe.formats.int4 import CPU_LAYOUT, Int2, Int4, RowMajorInt2, RowMajorInt4
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for, encoding_named
 from tiermoe.kernels.linear import linear_for

@@ -16,8 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from conftest import SHIPPED
 from tiermoe.engine.detokenize import token_bytes
 from tiermoe.formats.outline import Origin
-from tiermoe.model.chat_template import render
-from tiermoe.model.tokenizer import BACKEND, NAME, Tokenizer, files_digest, keep_tokenizer, read_tokenizer
+from tiermoe.model.tokenizer import BACKEND, NAME, Tokenizer, files_digest, keep_tokenizer, read_tokenizer, render
 from tiny import write_tokenizer
 
 ORIGIN = Origin("abc", "transformers 5")

@@ -9,7 +9,7 @@ import torch
 from triton.runtime import interpreter
 
 from tiermoe.formats.encoding import Encoding
-from tiermoe.formats.int2 import RowMajorInt2
+from tiermoe.formats.int4 import RowMajorInt2
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for
 from tiermoe.kernels.linear import linear_for

@@ -13,7 +13,7 @@ from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for, encoding_named
 from tiermoe.kernels import triton_kernels
 from tiermoe.kernels.experts import Grouped, SlotViews, UnfusedExperts, expert_kernel, unfused
-from tiermoe.kernels.gates import silu_gate
+from tiermoe.kernels.gates import gate_named
 from tiermoe.kernels.gpu import grouped_experts
 from tiermoe.types import MoeLayer, Part
 from triton_device import DEVICE, DTYPES, TOLERANCE, tokens
@@ -126,7 +126,7 @@ def test_agrees_with_decoded_weights(kind, dtype):
 
 def test_two_launches_for_any_number_of_experts(monkeypatch):
     form = expert_format(("int8", "int8"), torch.bfloat16, Part("gate_up", (12, 64)), Part("down", (10, 6)))
-    kernel, views, launched = expert_kernel(form, silu_gate, "cuda"), slots_with_experts(form, 4), []
+    kernel, views, launched = expert_kernel(form, gate_named("silu"), "cuda"), slots_with_experts(form, 4), []
     launch = triton_kernels.grouped_kernel
 
     class Counted:
@@ -145,9 +145,9 @@ def test_two_launches_for_any_number_of_experts(monkeypatch):
 
 def test_more_tokens_go_through_each_expert_alone():
     form = gated(KINDS[0], torch.float32)
-    kernel, (views,) = expert_kernel(form, silu_gate, "cuda"), slots_with_experts(form, 1)
+    kernel, (views,) = expert_kernel(form, gate_named("silu"), "cuda"), slots_with_experts(form, 1)
     x = tokens(3, 64, torch.float32)
-    assert torch.equal(kernel(x, views), UnfusedExperts(form, silu_gate, "cuda")(x, views))
+    assert torch.equal(kernel(x, views), UnfusedExperts(form, gate_named("silu"), "cuda")(x, views))
     assert isinstance(unfused(kernel), UnfusedExperts)
 
 
@@ -161,7 +161,7 @@ def test_more_tokens_go_through_each_expert_alone():
     ids=["16 bits", "a matrix of 16 bits", "a bias"],
 )
 def test_other_experts_are_computed_one_by_one(form):
-    kernel, views = expert_kernel(form, silu_gate, "cuda"), slots_with_experts(form, 2)
+    kernel, views = expert_kernel(form, gate_named("silu"), "cuda"), slots_with_experts(form, 2)
     assert isinstance(kernel, UnfusedExperts)
     x = tokens(1, 64, torch.bfloat16)
     assert torch.equal(kernel.forward_one(x, views), torch.cat([kernel(x, each) for each in views]))

@@ -25,7 +25,12 @@ _UNITS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
 
-BITS = (16, 8, 4, 3, 2)
+BY_SHAPE = "by shape"
+BITS: dict[int, str] = {
+    16: "tiermoe.formats.plain:Plain", 8: "tiermoe.formats.int8:Int8", 4: BY_SHAPE, 3: BY_SHAPE, 2: BY_SHAPE,
+}  # fmt: skip
+"""Bits of experts → the class of the encoding that matrices of every shape have; `BY_SHAPE`: `formats.registry` has the
+choice. A weight format is a line here."""
 DENSE_BITS = (16, 8, 4)
 KV_BITS = (16, 8, 4)
 DEFAULT_BITS = 4
@@ -138,7 +143,7 @@ class Settings:
             fits = isinstance(value, kind) and not isinstance(value, bool)
             _require(fits or (optional and value is None), f"{name} must be {written}, got {value!r}")
         _require(isinstance(self.warm, bool), f"warm must be True or False, got {self.warm!r}")
-        _require(self.bits is None or self.bits in BITS, f"bits must be one of {BITS}, got {self.bits}")
+        _require(self.bits is None or self.bits in BITS, f"bits must be one of {tuple(BITS)}, got {self.bits}")
         _require(
             self.dense_bits is None or self.dense_bits in DENSE_BITS,
             f"dense_bits must be one of {DENSE_BITS}, got {self.dense_bits}",

@@ -18,16 +18,6 @@ INSTRUCTION_SET: Changes = {
         ("extern const Kernels kernels_generic;\n", "extern const Kernels kernels_generic, kernels_vectors;\n"),
         ("    &kernels_generic,\n", "    &kernels_vectors,\n    &kernels_generic,\n"),
     ],
-    "pyproject.toml": [
-        (
-            '  "src/tiermoe/native/isa/neon.c",\n',
-            '  "src/tiermoe/native/isa/neon.c",\n  "src/tiermoe/native/isa/vectors.c",\n',
-        ),
-        (
-            '  "src/tiermoe/native/isa/x86.h",\n',
-            '  "src/tiermoe/native/isa/vectors/simd.h",\n  "src/tiermoe/native/isa/x86.h",\n',
-        ),
-    ],
 }
 """Beside `vectors.c` and `vectors/simd.h` in `native/isa/`."""
 
@@ -72,8 +62,8 @@ ROUTER_FIELD: Changes = {
             "        self.native = self._form if prepared is None else None\n",
         ),
         (
-            "            return self._scaled(weights, experts), experts\n        weights, experts = self._choose",
-            "            return weights, experts\n        weights, experts = self._choose",
+            "            return self._scaled(weights, experts), experts\n        return by_token",
+            "            return weights, experts\n        return by_token",
         ),
         (
             "            scale=rule.scale,\n",
@@ -82,6 +72,19 @@ ROUTER_FIELD: Changes = {
     ],
 }
 """A router that scales the weights of each expert by a factor of its own (Gemma 4), in the native call too."""
+
+
+GATE: Changes = {
+    "src/tiermoe/native/expert.h": [("X(LIMITED_SILU)\n", "X(LIMITED_SILU) X(RELU)\n")],
+    "src/tiermoe/native/isa/activations.h": [
+        (
+            "    if (expert->gate == SILU) return silu_gate(gate, up);\n",
+            "    if (expert->gate == SILU) return silu_gate(gate, up);\n"
+            "    if (expert->gate == RELU) return times(larger_of(zeros(), gate), up);\n",
+        ),
+    ],
+}
+"""What `additions.gate.RELU` is computed by once its entry says native="RELU"."""
 
 
 def change(root: Path, changes: Changes) -> None:

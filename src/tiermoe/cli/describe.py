@@ -51,7 +51,7 @@ _QUALITY_COST = {
     "2-hqq": "17% of perplexity",
 }
 """Precision of experts → the shipped model's loss in quality: docs/results.md, "Quality by precision"; 3 bits without
-GPTQ, and 2 bits: docs/notebook/codes.md and two-bits.md."""
+GPTQ, and 2 bits: notebook/2026-11-22-codes.md and notebook/2026-11-25-two-bits.md."""
 
 
 # --- facts ---

@@ -110,7 +110,7 @@ def name_of(model: str) -> str:
 def _models_in(folder: Path) -> Iterator[str]:
     """The models of a folder: its GGUF files, those of its folders, and its folders with a config.json. A folder with
     neither gets a line."""
-    from tiermoe.model.hf.gguf_models import gguf_models
+    from tiermoe.model.hf.local_models import gguf_models
 
     entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     for first, *_ in gguf_models(entry.name for entry in entries if entry.is_file()).values():

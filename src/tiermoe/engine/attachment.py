@@ -14,9 +14,9 @@ from tiermoe.engine.forward_context import given_tokens, past_tokens
 from tiermoe.engine.steps import is_finite, not_finite
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.families.family import Family
+from tiermoe.model.hf.experts import shells_of
 from tiermoe.model.hf.face import Face, SlabCache, face_base, takes_own_cache
 from tiermoe.model.hf.generic import pieces
-from tiermoe.model.hf.shells import shells_of
 
 
 def attach(engine: Engine, model: Any, family: Family) -> None:

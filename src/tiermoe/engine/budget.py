@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
+from tiermoe import native
 from tiermoe.config import KIB, MIB, CacheSize, Settings, format_size
 from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan, in_words, least_room, slot_pools, total
 from tiermoe.engine.needs import (
@@ -20,6 +23,7 @@ from tiermoe.engine.needs import (
 )
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.formats.store import Store
+from tiermoe.kernels.gates import gate_named, slow_gate
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.attention.compressed import CompressedSizes
 from tiermoe.model.attention.latent import LatentSizes
@@ -94,7 +98,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None, u
         plan = _divided(base, wanted, model, sizes)
         if holds_everything(plan, resolved) and composition.unit == "expert":
             plan = replace(plan, unless_mapped=plan.looked_up)
-        plan.warnings.extend(_warnings(plan) + _left_out(blueprint))
+        plan.warnings.extend(_warnings(plan) + _left_out(blueprint) + _slow_gate(blueprint))
         return plan
     on_gpu = divided_with_gpu(base, wanted, resolved, sizes, device, gpu)
     on_gpu.warnings.extend(_left_out(blueprint))
@@ -235,6 +239,15 @@ def _left_out(blueprint: Blueprint) -> list[str]:
             f"for its family does"
         )
     return found
+
+
+def _slow_gate(blueprint: Blueprint) -> list[str]:
+    """The warning of a gate that no kernel computes, of a model whose other operations kernels compute."""
+    if blueprint.dtype != torch.bfloat16 or not native.available():
+        return []
+    stored = blueprint.outline.gate
+    slow = slow_gate(None if stored is None else gate_named(*stored))
+    return [slow] if slow else []
 
 
 def gpu_budget(settings: Settings, device: str) -> tuple[int, str] | None:

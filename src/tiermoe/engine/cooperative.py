@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 
 from tiermoe.formats.expert_format import ExpertFormat
-from tiermoe.kernels.experts import Activation, expert_kernel
+from tiermoe.kernels.experts import expert_kernel
+from tiermoe.kernels.gates import Gate
 from tiermoe.offload.policies.cpu_fallback import averaged
 from tiermoe.types import ExpertKey
 
@@ -37,10 +38,10 @@ class CpuHelper:
         self._lender = lender
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tiermoe-cpu")
 
-    def layer(self, index: int, formats: Mapping[int, ExpertFormat], activation: Activation) -> OnCpu:
+    def layer(self, index: int, formats: Mapping[int, ExpertFormat], gate: Gate) -> OnCpu:
         """What computes experts of MoE layer `index`; `formats` by precision. The Future raises LoadError where the
         expert cannot be read."""
-        kernels = {bits: expert_kernel(form, activation, "cpu") for bits, form in formats.items()}
+        kernels = {bits: expert_kernel(form, gate, "cpu") for bits, form in formats.items()}
 
         def compute(expert: int, bits: int, x: torch.Tensor) -> torch.Tensor:
             started = time.perf_counter()

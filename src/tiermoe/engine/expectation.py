@@ -36,7 +36,7 @@ _GATHERING = 5e-4  # seconds of an expert's operators on a prompt beside its pro
 _DECIDING = (1e-4, 6e-4)  # seconds of a decoded token's MoE layer where not all experts are in memory, likewise
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the experts, that other budgets hold
 _COMING = (5e-5, 5e-4)  # seconds of an expert that comes, beside its bytes
-_AS_MEASURED = 1.2  # by which a run may be faster or slower than an earlier one says (docs/notebook/plan.md) that had
+_AS_MEASURED = 1.2  # by which a run may differ from an earlier one (notebook/2026-11-24-plan.md) that had
 _NEAR = 2  # times or 1 / _NEAR of the slots, or between
 
 

@@ -27,7 +27,8 @@ from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.quantizers import CALIBRATED
 from tiermoe.formats.store import Store, precision_key
 from tiermoe.formats.store_files import exclusive, write_atomically
-from tiermoe.kernels.experts import Activation, UnfusedExperts
+from tiermoe.kernels.experts import UnfusedExperts
+from tiermoe.kernels.gates import Gate
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.moe import named_gates
@@ -113,8 +114,8 @@ def recorded_inputs(blueprint: Blueprint, store: Store, text: Text, progress: Pr
         if recording.windows < len(text.ids):
             _record(recording, blueprint, store, text, progress)
             store.refresh()  # what was run with may have been packed for it
-    activations = [gate.activation for gate in named_gates(blueprint.outline)]
-    return ExpertInputs(folder, text.made_from, blueprint.layers, activations, blueprint.dtype)
+    gates = [gate.activation for gate in named_gates(blueprint.outline)]
+    return ExpertInputs(folder, text.made_from, blueprint.layers, gates, blueprint.dtype)
 
 
 def forget_inputs(store: Path) -> None:
@@ -185,14 +186,14 @@ class ExpertInputs:
         folder: Path,
         made_from: str,
         layers: Sequence[MoeLayer],
-        activations: Sequence[Activation],
+        gates: Sequence[Gate],
         dtype: torch.dtype,
     ) -> None:
         self.made_from = made_from
         self._folder, self._layers, self._dtype = folder, layers, dtype
         formats = [expert_format(layer, 16, dtype, "any", "") for layer in layers]
-        self._steps = [UnfusedExperts(form, act, "cpu") for form, act in zip(formats, activations, strict=True)]
-        self._activations = activations
+        self._steps = [UnfusedExperts(form, gate, "cpu") for form, gate in zip(formats, gates, strict=True)]
+        self._gates = gates
         self._lock = threading.Lock()
         self._held: tuple[int, tuple[torch.Tensor, ...]] = -1, ()
 
@@ -212,7 +213,7 @@ class ExpertInputs:
         views = {name: {"weight": values} for name, values in tensors.items()}
         for some, some_counts in zip(torch.split(tokens, _ROWS), torch.split(counts, _ROWS), strict=True):
             x = hidden[some]
-            inner = self._activations[layer](self._steps[layer].features(x, views))
+            inner = self._gates[layer](self._steps[layer].features(x, views))
             _add_moments(found[first.name], x, some_counts)
             _add_moments(found[second.name], inner, some_counts)
         return found

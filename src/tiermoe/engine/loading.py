@@ -24,9 +24,9 @@ from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.decoder import decoder_for
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.configs import quantization_of, text_config
+from tiermoe.model.hf.experts import IMPLEMENTATION, experts_left_out, gate_of, register, routers_of, shells_of
 from tiermoe.model.hf.face import face_base, face_class
 from tiermoe.model.hf.generic import GenericDecoder
-from tiermoe.model.hf.shells import IMPLEMENTATION, experts_left_out, gate_of, register, routers_of, shells_of
 from tiermoe.model.moe import ExpertGate, named_gates
 from tiermoe.model.packing import attach_dense, attach_own, own_linears, recipe_key, shared_table
 from tiermoe.model.stored_weights import (

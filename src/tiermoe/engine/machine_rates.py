@@ -18,7 +18,7 @@ import torch
 
 from tiermoe.config import MIB
 from tiermoe.formats.expert_format import ExpertFormat
-from tiermoe.formats.registry import FIXED
+from tiermoe.formats.plain import Plain
 from tiermoe.kernels.linear import linear_for, multiplies_bfloat16
 from tiermoe.offload.computers import Rates
 from tiermoe.offload.probe import probe_drive
@@ -70,7 +70,7 @@ def torch_seconds(form: ExpertFormat) -> tuple[float, float]:
     for part in form.layer.parts:
         if part.is_matrix:
             out, in_ = part.out_in
-            encoding = form.encodings.get(part.name) or FIXED[16]
+            encoding = form.encodings.get(part.name) or Plain()
             fields = {
                 each.name: torch.zeros(each.shape, dtype=each.dtype)
                 for each in encoding.slot_fields(out, in_, form.dtype)

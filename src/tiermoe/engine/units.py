@@ -60,9 +60,8 @@ class WholeExperts:
     ) -> ExpertSource:
         """What computes the experts of MoE layer `index`, which compute `gate` between their matrices; `formats` by
         precision."""
-        activation = gate.activation
-        kernels = {bits: expert_kernel(form, activation, self._device) for bits, form in formats.items()}
-        on_cpu = self._helper.layer(index, formats, activation) if self._helper else None
+        kernels = {bits: expert_kernel(form, gate.activation, self._device) for bits, form in formats.items()}
+        on_cpu = self._helper.layer(index, formats, gate.activation) if self._helper else None
         return ExpertSource(kernels, views_of, on_cpu)
 
     def stats(self) -> dict[str, float]:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tiermoe.errors import StoreError
-from tiermoe.formats.encoding import DECODED_WEIGHTS, Field, FixedEncoding
+from tiermoe.formats.encoding import DECODED_WEIGHTS, Field, FixedEncoding, InC
 from tiermoe.formats.quantizers import Quantizer
+from tiermoe.native import ScaleKind
 
 PREFIX = "published/"
 TRANSPOSED = "transposed4/"
@@ -26,11 +27,12 @@ CODES = {"e2m1": 4, "s4": 4, "e4m3": 8}
 so many bits of exponent and mantissa, `s4` is an integer less 8."""
 
 SCALES = {
-    "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "e8m0": torch.uint8,
-    "e4m3-times": torch.uint8, "e4m3-over": torch.uint8,
+    "f32": (torch.float32, ScaleKind.FLOAT), "bf16": (torch.bfloat16, ScaleKind.BF16),
+    "f16": (torch.float16, ScaleKind.HALF), "e8m0": (torch.uint8, ScaleKind.E8M0),
+    "e4m3-times": (torch.uint8, ScaleKind.E4M3_TIMES), "e4m3-over": (torch.uint8, ScaleKind.E4M3_OVER),
 }  # fmt: skip
-"""Kind of scale → the dtype that it is read as. `e8m0` stands for 2^(byte - 127), `e4m3` for a float of 8 bits times a
-factor, or divided by it."""
+"""Kind of scale → the dtype that it is read as, and what C calls it. `e8m0` stands for 2^(byte - 127), `e4m3` for a
+float of 8 bits times a factor, or divided by it."""
 
 _LABELS = {"e2m1": "MXFP4", "s4": "INT4", "e4m3": "FP8"}
 _E4M3 = "e4m3-"
@@ -78,7 +80,7 @@ class CheckpointQuant(FixedEncoding):
             raise StoreError(f"a row of {in_} columns at {self.bits} bits fills no whole bytes")
         return (
             Field("codes", torch.uint8, (out, in_ * self.bits // 8)),
-            Field("scales", SCALES[self.scale], (-(-out // self.rows), -(-in_ // self.columns))),
+            Field("scales", SCALES[self.scale][0], (-(-out // self.rows), -(-in_ // self.columns))),
             *((Field("factors", torch.float32, (self.matrices,)),) if self.matrices else ()),
         )
 
@@ -92,6 +94,10 @@ class CheckpointQuant(FixedEncoding):
             values = self._values(codes[first : first + some])
             of_rows = scales[torch.arange(first, first + values.shape[0]) // self.rows]
             yield first, values.mul_(of_rows.repeat_interleave(self.columns, 1)[:, :in_])
+
+    def in_c(self, out: int, in_: int) -> InC | None:
+        factors = max(1, out // max(1, self.matrices))
+        return _in_c(self.codes.upper(), in_, (SCALES[self.scale][1], self.rows, self.columns, factors), "factors")
 
     def _values(self, codes: Tensor) -> Tensor:
         if self.codes == "e4m3":
@@ -149,13 +155,13 @@ class Transposed4(FixedEncoding):
         return (
             Field("qweight", torch.int32, (self.matrices, *words)),
             Field("qzeros", torch.int32, (self.matrices, in_ // self.group, rows // _IN_A_WORD)),
-            Field("scales", SCALES[self.scale], (self.matrices, in_ // self.group, rows)),
+            Field("scales", SCALES[self.scale][0], (self.matrices, in_ // self.group, rows)),
         )
 
     def slot_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return (
             Field("codes", torch.uint8, (out, in_ // 2)),
-            Field("scales", SCALES[self.scale], (out, in_ // self.group)),
+            Field("scales", SCALES[self.scale][0], (out, in_ // self.group)),
             Field("zeros", torch.uint8, (out, in_ // self.group)),
         )
 
@@ -181,6 +187,9 @@ class Transposed4(FixedEncoding):
             grouped = values.view(values.shape[0], -1, self.group)
             yield first, grouped.sub_(zeros[part, :, None].float()).mul_(scales[part, :, None].float()).flatten(1)
 
+    def in_c(self, out: int, in_: int) -> InC | None:
+        return _in_c("U4", in_, (SCALES[self.scale][1], 1, self.group, out), "zeros")
+
     def _pairs(self, words: Tensor) -> Tensor:
         """Bytes (rows, in_ / 2)."""
         if self.method != "awq":  # a word of inputs is four such bytes
@@ -192,6 +201,15 @@ class Transposed4(FixedEncoding):
         """Words (n, rows / 8) of eight outputs as bytes (n, rows)."""
         places = _AWQ_PLACES if self.method == "awq" else range(_IN_A_WORD)
         return torch.stack([(words >> 4 * place & 15).to(torch.uint8) for place in places], dim=-1).flatten(1)
+
+
+def _in_c(coding: str, in_: int, published: tuple[ScaleKind, int, int, int], others: str) -> InC | None:
+    """Where a group of 16 or 32 columns has one scale."""
+    columns = published[2]
+    group = 16 if columns == 16 else 32
+    whole = columns % group == 0 or columns >= in_
+    fits = whole and (group == 32 or coding == "E2M1")
+    return InC(coding, group, "codes", "scales", others, published) if fits else None
 
 
 _CODES_NAME = re.compile(rf"{PREFIX}(\w+)/([\w-]+)/([1-9]\d*)x([1-9]\d*)(?:/([1-9]\d*))?")

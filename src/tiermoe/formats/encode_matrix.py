@@ -9,21 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.formats import int6
-from tiermoe.formats.encoding import Encoding, Field
-from tiermoe.formats.int2 import Int2
-from tiermoe.formats.int4 import Int4
-from tiermoe.formats.int6 import Int6
-from tiermoe.formats.int8 import Int8
-from tiermoe.formats.quantizers import LinearQuantizer, Quantizer, require_finite, uniform_parameters
-from tiermoe.formats.scratch import scratch
-from tiermoe.native import Coding
+from tiermoe.formats.encoding import Encoded, EncodedInC, Encoding, Field, Squares
+from tiermoe.formats.quantizers import Quantizer
 
 Result = TypeVar("Result")
 
@@ -34,9 +27,6 @@ _BYTES_A_WEIGHT = 8  # codes twice, packed and in pieces, and the weights that t
 _BUFFERS = 24 << 20  # at the most: the quantizer's blocks in float32, and the buffers that decoding uses again
 _BUFFER_BYTES_A_WEIGHT = 24
 _NATIVE_COLUMNS = 16  # a row that is encoded natively has a multiple of them
-
-Squares = tuple[float, float]
-"""Sums of squares: of the difference between weights and what their codes stand for, and of the weights."""
 
 ReadRows = Callable[[int, int], Tensor]
 """Called with (first, last): those rows of a matrix (last - first, K), any floating dtype."""
@@ -90,10 +80,6 @@ def workspace_bytes(
     return read + weights * _BYTES_A_WEIGHT + min(_BUFFERS, weights * _BUFFER_BYTES_A_WEIGHT)
 
 
-Encoded = tuple[Mapping[str, Tensor], Squares]
-"""Stored fields, codes among them in buffers that the thread's next call uses again, and squares."""
-
-
 def encode(
     matrices: Sequence[Matrix], progress: Callable[[int], None] = lambda blocks: None, workers: int = 1
 ) -> Iterator[Squares]:
@@ -114,7 +100,8 @@ def encode(
 def encode_rows(encoding: Encoding, quantizer: Quantizer, weight: Tensor, dtype: torch.dtype) -> Encoded:
     """Encodes some rows of a matrix."""
     if encodes_natively(encoding, weight.shape[1], weight.dtype, dtype):
-        return _NATIVE[type(encoding)](encoding, quantizer, weight.contiguous(), dtype)
+        assert isinstance(encoding, EncodedInC)
+        return encoding.encode_in_c(weight.contiguous(), quantizer, dtype)
     stored = encoding.encode(weight, quantizer, dtype)
     return stored, _squares(encoding, stored, weight, dtype)
 
@@ -159,39 +146,5 @@ def in_order(work: Callable[[int], Result], count: int, workers: int) -> Iterato
 def encodes_natively(encoding: Encoding, columns: int, weights: torch.dtype, dtype: torch.dtype) -> bool:
     """Whether rows of so many columns are encoded natively, from weights of one dtype for kernels that compute in
     another."""
-    known = type(encoding) in _NATIVE and columns % _NATIVE_COLUMNS == 0
+    known = isinstance(encoding, EncodedInC) and columns % _NATIVE_COLUMNS == 0
     return known and weights in native.WEIGHTS and dtype in native.WEIGHTS and native.quantizes()
-
-
-def _encode_int8(encoding: Int8, quantizer: Quantizer, weight: Tensor, dtype: torch.dtype) -> Encoded:
-    scale = LinearQuantizer.row_scale(weight, encoding.bits).to(dtype)
-    codes = scratch.take("packed codes", tuple(weight.shape), torch.int8)
-    squares = native.encode(Coding.INT8, weight, weight.shape[1], dtype, scale.float(), None, codes)
-    return {"weight": codes, "scale": scale.view(-1)}, squares
-
-
-def _encode_int6(encoding: Int6, quantizer: Quantizer, weight: Tensor, dtype: torch.dtype) -> Encoded:
-    rows, columns = weight.shape
-    codes = scratch.take("packed codes", (rows, columns * 3 // 4), torch.uint8)
-    scale = torch.empty(rows, columns // encoding.group)
-    squares = native.encode(Coding.INT6, weight, encoding.group, dtype, scale, None, codes)
-    require_finite(scale)
-    return {"codes": codes, "scales": int6.by_block(scale.to(dtype))}, squares
-
-
-def _encode_uniform(encoding: Int4, quantizer: Quantizer, weight: Tensor, dtype: torch.dtype) -> Encoded:
-    rows, columns = weight.shape
-    scale, zero = uniform_parameters(weight, quantizer, encoding.bits, encoding.group, dtype)
-    codes = scratch.take("packed codes", (rows, columns * encoding.bits // 8), torch.uint8)
-    coding = Coding[f"INT{encoding.bits}"]
-    squares = native.encode(coding, weight, encoding.group, dtype, scale.float(), zero.float(), codes)
-    return {"codes": codes, "scales_and_zeros": torch.stack((scale.t(), zero.t()), dim=-1).contiguous()}, squares
-
-
-_NATIVE: Mapping[type, Callable[[Any, Quantizer, Tensor, torch.dtype], Encoded]] = {
-    Int8: _encode_int8,
-    Int6: _encode_int6,
-    Int4: _encode_uniform,
-    Int2: _encode_uniform,
-}
-"""Encodings whose rows the native kernels encode."""

@@ -11,6 +11,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from tiermoe import native
 from tiermoe.errors import ConfigError
 from tiermoe.formats.quantizers import Quantizer
 
@@ -37,6 +38,26 @@ class Field:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class InC:
+    """How the kernels in C take a matrix in an encoding."""
+
+    coding: str  # of `EACH_QUANT` in native/quants.h
+    group: int  # columns of a row that share a scale: all of them at our 8 and 16 bits
+    weights: str  # the slot's fields: the codes,
+    scales: str | None = None
+    others: str | None = None  # and factors or zeros
+    # of published codes: what scales are, rows and columns that share one, rows that share a factor
+    published: tuple[native.ScaleKind, int, int, int] = (native.ScaleKind.FLOAT, 1, 1, 1)
+
+
+Squares = tuple[float, float]
+"""Sums of squares: of the difference between weights and what their codes stand for, and of the weights."""
+
+Encoded = tuple[Mapping[str, Tensor], Squares]
+"""Stored fields, codes among them in buffers that the thread's next call uses again, and squares."""
+
+
 class Encoding(Protocol):
     """Encoding of a matrix of `out` rows and `in_` columns; `dtype` is the model's compute dtype.
 
@@ -52,6 +73,8 @@ class Encoding(Protocol):
     def bits(self) -> int:
         """16 (the checkpoint's own), 8, 6, 4, 3 or 2; blocks of a GGUF file also have 5."""
         ...
+
+    def __hash__(self) -> int: ...
 
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]: ...
 
@@ -74,6 +97,10 @@ class Encoding(Protocol):
         """The weights (N, K) that the slot fields stand for, in `dtype`; may be a transposed view."""
         ...
 
+    def in_c(self, out: int, in_: int) -> InC | None:
+        """How the kernels in C take a matrix (out, in_), if it has a shape for them; None: torch computes."""
+        ...
+
 
 class SameInSlot(ABC):
     """Base of encodings whose kernel reads the fields as they are stored."""
@@ -86,6 +113,17 @@ class SameInSlot(ABC):
 
     def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
         return None
+
+    def in_c(self, out: int, in_: int) -> InC | None:
+        return None
+
+
+class EncodedInC(ABC):
+    """Base of encodings whose rows C encodes: a multiple of 16 columns, from and for dtypes of `native.WEIGHTS`."""
+
+    @abstractmethod
+    def encode_in_c(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Encoded:
+        """As `Encoding.encode`, with the same bytes."""
 
 
 class RowBlocks(SameInSlot):

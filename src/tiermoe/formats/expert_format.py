@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from tiermoe.formats.encode_matrix import Squares, encode_rows, rows_at_a_time
-from tiermoe.formats.encoding import Encoding, Field
+from tiermoe.formats.encode_matrix import encode_rows, rows_at_a_time
+from tiermoe.formats.encoding import Encoding, Field, Squares
 from tiermoe.formats.quantizers import Quantizer
 from tiermoe.formats.registry import encoding_for, encoding_named
 from tiermoe.formats.trellis import Trellis
@@ -189,7 +189,7 @@ def expert_format(layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, 
     """The format in which this machine's kernels take `layer`'s experts at `bits`.
 
     The last matrix, the down projection, gets 3 bits beside those that get a trellis of 2: it has a third of the
-    weights and more than half of the loss (docs/notebook/two-bits.md)."""
+    weights and more than half of the loss (notebook/2026-11-25-two-bits.md)."""
     encodings = {}
     if bits < 16:
         matrices = [part for part in layer.parts if part.is_matrix]

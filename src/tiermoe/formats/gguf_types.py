@@ -12,9 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tiermoe import native
 from tiermoe.errors import StoreError
 from tiermoe.formats.checkpoint_quant import CheckpointQuant
-from tiermoe.formats.encoding import DECODED_WEIGHTS, Field, FixedEncoding
+from tiermoe.formats.encoding import DECODED_WEIGHTS, Field, FixedEncoding, InC
 from tiermoe.formats.ggml_types import TYPES
 from tiermoe.formats.quantizers import Quantizer
 
@@ -59,6 +60,10 @@ class Gguf(FixedEncoding):
         for first in range(0, blocks.shape[0], some):
             rows = dequantize(blocks[first : first + some].numpy(), GGMLQuantizationType[self.label])
             yield first, torch.from_numpy(rows)
+
+    def in_c(self, out: int, in_: int) -> InC | None:
+        group = native.GROUPS_OF.get(self.label, self.columns)
+        return None if in_ % self.columns else InC(self.label, group, "blocks")
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,9 @@ class Nvfp4(FixedEncoding):
 
     def decoded(self, slot: Mapping[str, Tensor], in_: int) -> Iterator[tuple[int, Tensor]]:
         return self.in_slot.decoded(slot, in_)
+
+    def in_c(self, out: int, in_: int) -> InC | None:
+        return self.in_slot.in_c(out, in_)
 
 
 _NVFP4 = Gguf("nvfp4", 64, 36, 4)

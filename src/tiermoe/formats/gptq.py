@@ -33,7 +33,7 @@ _FITS = 2  # steps of least squares of a group's scale alone
 _ROWS = 128  # rows whose scales are solved for together: bounds the temporaries
 ROWS_TOGETHER = 1024  # rows that are worked through together: bounds the copies of them
 _COPIES, _SQUARES = 12, 6  # matrices of such rows, and of moments, that exist at a time at the most
-SECONDS_A_WEIGHT = 1.5e-6  # of a core, measured on a Zen 3 (docs/notebook/codes.md)
+SECONDS_A_WEIGHT = 1.5e-6  # of a core, measured on a Zen 3 (notebook/2026-11-22-codes.md)
 _RIDGE = 1e-6  # of the mean: keeps scales where they are that the codes say nothing of
 
 

@@ -1,5 +1,5 @@
-"""4 bits: a code for each weight, a scale and a zero for each group of a row, in the order of CPUs or of GPUs. `int2`
-has codes of 2 bits in the same orders, those of two columns in a nibble.
+"""4 bits: a code for each weight, a scale and a zero for each group of a row, in the order of CPUs or of GPUs. 2 bits:
+the same with the codes of two columns in a nibble; 2.5 bits a weight in groups of 64.
 
 CPUs: blocks of 64 rows; within a block the column is the outer index, and two rows share a byte: rows j and 32 + j of a
 full block, rows 2 j and 2 j + 1 of the last block where it has fewer than 64. torch's operator
@@ -19,7 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tiermoe.formats.encoding import Field, SameInSlot
+from tiermoe import native
+from tiermoe.formats.encoding import Encoded, EncodedInC, Field, InC, SameInSlot
 from tiermoe.formats.quantizers import Quantizer, uniform_codes, uniform_parameters
 from tiermoe.formats.scratch import scratch
 
@@ -35,7 +36,7 @@ BLOCK_WEIGHTS = 1 << 20  # weights decoded at a time: bounds the temporaries to 
 
 
 @dataclass(frozen=True)
-class Int4(SameInSlot):
+class Int4(SameInSlot, EncodedInC):
     """4 bits for CPUs: w = (code - 8) * scale + zero, code 0..15.
 
     Fields: `codes` uint8 (N, K bits / 8) in the CPUs' order, `scales_and_zeros` (K / group, N, 2) in the compute
@@ -62,6 +63,14 @@ class Int4(SameInSlot):
         pairs = torch.stack((scale.t(), zero.t()), dim=-1).contiguous()
         return {"codes": pack(as_nibbles(codes, self.bits)), "scales_and_zeros": pairs}
 
+    def encode_in_c(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Encoded:
+        rows, columns = weight.shape
+        scale, zero = uniform_parameters(weight, quantizer, self.bits, self.group, dtype)
+        codes = scratch.take("packed codes", (rows, columns * self.bits // 8), torch.uint8)
+        coding = f"INT{self.bits}"
+        squares = native.encode(coding, weight, self.group, dtype, scale.float(), zero.float(), codes)
+        return {"codes": codes, "scales_and_zeros": torch.stack((scale.t(), zero.t()), dim=-1).contiguous()}, squares
+
     def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
         return math.lcm(BLOCK_ROWS, quantizer.row_multiple(columns))
 
@@ -84,6 +93,17 @@ class Int4(SameInSlot):
             values = scratch.take("values", tuple(part.shape), dtype).copy_(codes.view_as(part))
             torch.addcmul(zero[groups], values, scale[groups], out=part)
         return weight.view(in_, out).t()
+
+    def in_c(self, out: int, in_: int) -> InC | None:
+        return InC(f"INT{self.bits}", self.group, "codes", "scales_and_zeros")
+
+
+@dataclass(frozen=True)
+class Int2(Int4):
+    """2 bits for CPUs: w = (code - 2) * scale + zero, code 0..3; two columns share a nibble of the CPUs' order."""
+
+    bits: ClassVar[int] = 2
+    kind: ClassVar[str] = "u2"
 
 
 @dataclass(frozen=True)
@@ -124,6 +144,15 @@ class RowMajorInt4(SameInSlot):
         scale, zero = (slot[name].to(dtype)[..., None] for name in ("scale", "zero"))
         # one rounding: addcmul computes in float32 inside, whatever its operands' dtype
         return torch.addcmul(zero, values, scale, out=values).view(out, in_)
+
+
+@dataclass(frozen=True)
+class RowMajorInt2(RowMajorInt4):
+    """2 bits for GPUs: the very weights of Int2. Byte j of a row holds the codes of columns 4 j .. 4 j + 3, the first
+    column's in its lowest bits."""
+
+    bits: ClassVar[int] = 2
+    kind: ClassVar[str] = "u2"
 
 
 @dataclass(frozen=True)

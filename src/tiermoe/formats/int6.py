@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tiermoe.formats.encoding import BLOCK_ROWS, Field, RowBlocks
+from tiermoe import native
+from tiermoe.formats.encoding import BLOCK_ROWS, Encoded, EncodedInC, Field, InC, RowBlocks
 from tiermoe.formats.quantizers import Quantizer, require_finite
 from tiermoe.formats.scratch import scratch
 
@@ -30,7 +31,7 @@ _PLACES = ((0, 0, 2), (0, 1, 0), (1, 0, 6), (1, 1, 4))  # column of a pair, half
 
 
 @dataclass(frozen=True)
-class Int6(RowBlocks):
+class Int6(RowBlocks, EncodedInC):
     """6 bits: w = (code - 32) * scale.
 
     Fields: `codes` uint8 (N, 3 K / 4), `scales` (N, K / group), in each block of 64 rows as (K / group, 64). A group's
@@ -61,6 +62,14 @@ class Int6(RowBlocks):
         require_finite(scale)
         return {"codes": pack(codes), "scales": by_block(scale.to(dtype))}
 
+    def encode_in_c(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> Encoded:
+        rows, columns = weight.shape
+        codes = scratch.take("packed codes", (rows, columns * 3 // 4), torch.uint8)
+        scale = torch.empty(rows, columns // self.group)
+        squares = native.encode("INT6", weight, self.group, dtype, scale, None, codes)
+        require_finite(scale)
+        return {"codes": codes, "scales": by_block(scale.to(dtype))}, squares
+
     def decode_rows(
         self, slot: Mapping[str, Tensor], first: int, last: int, in_: int, dtype: torch.dtype, into: Tensor
     ) -> Tensor:
@@ -73,6 +82,9 @@ class Int6(RowBlocks):
         # one rounding where the scales are of this dtype: codes are exact in it
         weight.mul_(blocks.movedim(1, 0).reshape(groups, 1, rows).to(dtype))
         return weight.view(in_, rows).t()
+
+    def in_c(self, out: int, in_: int) -> InC | None:
+        return InC("INT6", self.group, "codes", "scales")
 
 
 def _nearest(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

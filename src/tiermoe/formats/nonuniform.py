@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.formats.encoding import BLOCK_ROWS, Field, RowBlocks
+from tiermoe.formats.encoding import BLOCK_ROWS, Field, InC, RowBlocks
 from tiermoe.formats.quantizers import Quantizer, require_finite
 from tiermoe.formats.scratch import scratch
-from tiermoe.native import Coding
 
 LEVELS = {
     4: (-125, -93, -71, -54, -40, -27, -15, -3, 9, 21, 33, 46, 62, 79, 101, 127),
@@ -32,7 +31,6 @@ GROUPS = {4: (32,), 3: (64, 32), 2: (64, 32)}
 
 STEPS = 2  # of least squares
 
-_CODINGS = {4: Coding.NL4, 3: Coding.NL3, 2: Coding.NL2}
 _TRIED = {4: (0.86, 0.03), 3: (0.69, 0.03), 2: (0.35, 0.05)}  # from, and by what on
 _HALF = BLOCK_ROWS // 2
 _SCALES = BLOCK_ROWS * torch.bfloat16.itemsize  # bytes of a group of columns
@@ -82,7 +80,7 @@ class NonUniform(RowBlocks):
             weights = weight[part].float().contiguous()
             require_finite(*weights.aminmax())
             if found is None and native.quantizes():
-                native.uneven(_CODINGS[self.bits], weights, self.group, candidates(self.bits), STEPS, blocks[part])
+                native.uneven(f"NL{self.bits}", weights, self.group, candidates(self.bits), STEPS, blocks[part])
             else:
                 self._encode(weights, blocks[part], None if found is None else found[part])
         return {"blocks": blocks}
@@ -105,6 +103,9 @@ class NonUniform(RowBlocks):
         # one rounding: levels are exact in every dtype, and the product is exact in float32
         weight.mul_(scales.view(torch.bfloat16).permute(1, 0, 2).reshape(groups, 1, rows))
         return weight.view(in_, rows).t()
+
+    def in_c(self, out: int, in_: int) -> InC | None:
+        return InC(f"NL{self.bits}", self.group, "blocks")
 
     def _parts(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the scales' bytes (block, group, 128) and of the codes (block, group, its four columns, plane,

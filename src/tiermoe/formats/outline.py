@@ -55,7 +55,7 @@ class Outline:
     joined: Mapping[str, tuple[str, ...]]  # the same of parameters that are no embedding's
     dense_bytes: int  # of tensors that stay at 16 bits, tied ones once
     dense_keys: tuple[str, ...]  # of the checkpoint's tensors that are not experts'
-    gate: tuple[Any, ...] | None  # between an expert's matrices (`kernels.gates.gate_named`); None: it has no name
+    gate: tuple[Any, ...] | None  # name and settings (`kernels.gates.gate_named`); None: one that is not in its table
     whole: bool  # whether our own decoders need nothing but these tensors
 
     def keys_of(self, path: str) -> tuple[str, ...]:

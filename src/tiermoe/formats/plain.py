@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.errors import ConfigError, StoreError
-from tiermoe.formats.encoding import DECODED_WEIGHTS, Encoding, Field, FixedEncoding, SameInSlot
+from tiermoe.formats.encoding import DECODED_WEIGHTS, Encoding, Field, FixedEncoding, InC, SameInSlot
 from tiermoe.formats.quantizers import Quantizer
 
 VALUES, HALVES = "values/", "halves/"
@@ -36,6 +36,9 @@ class Plain(SameInSlot):
 
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
         return slot["weight"].to(dtype)
+
+    def in_c(self, out: int, in_: int) -> InC | None:
+        return InC("BF16", in_, "weight")
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class _Scheme:
         dtype = self.tensors[name].dtype
         if dtype in (torch.float8_e8m0fnu, torch.uint8):
             return "e8m0"
-        kind = next((kind for kind, read_as in SCALES.items() if read_as == dtype), None)
+        kind = next((kind for kind, (read_as, _) in SCALES.items() if read_as == dtype), None)
         if kind is None:
             raise self.refuse(name, f"a scale in {_called(dtype)}")
         return kind

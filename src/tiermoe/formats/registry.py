@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Callable
+from pkgutil import resolve_name
 
 import torch
 
+from tiermoe.config import BITS, BY_SHAPE
 from tiermoe.errors import ConfigError, StoreError
 from tiermoe.formats import int4, nonuniform, trellis
 from tiermoe.formats.checkpoint_quant import PREFIX as CHECKPOINT
@@ -12,17 +14,13 @@ from tiermoe.formats.checkpoint_quant import TRANSPOSED, checkpoint_quant_encodi
 from tiermoe.formats.encoding import BLOCK_ROWS, COMPUTE_DTYPES, Encoding
 from tiermoe.formats.gguf_types import PREFIX as GGUF
 from tiermoe.formats.gguf_types import gguf_encoding
-from tiermoe.formats.int2 import Int2, RowMajorInt2
-from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR, Int4, RowMajorInt4
+from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR, Int2, Int4, RowMajorInt2, RowMajorInt4
 from tiermoe.formats.int6 import Int6
 from tiermoe.formats.int8 import Int8
 from tiermoe.formats.nonuniform import NonUniform
-from tiermoe.formats.plain import HALVES, VALUES, Plain, halves_encoding, values_encoding
+from tiermoe.formats.plain import HALVES, VALUES, halves_encoding, values_encoding
 from tiermoe.formats.quantizers import CALIBRATED, GPTQ, GPTQ_NONLINEAR, HQQ_DOUBLE, NONLINEAR
 from tiermoe.formats.trellis import Trellis
-
-FIXED: dict[int, Encoding] = {16: Plain(), 8: Int8()}
-"""Bits → the encoding of every shape, on every machine."""
 
 _PACKED: dict[int, tuple[Callable[[str, int], Encoding], Callable[[int], Encoding]]] = {
     4: (Int4, RowMajorInt4),
@@ -50,14 +48,19 @@ def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str,
     computes in."""
     if dtype not in COMPUTE_DTYPES:
         raise ConfigError(f"cannot compute in {dtype}: use bfloat16, float16 or float32")
-    if bits in FIXED:
-        return FIXED[bits]
+    if BITS.get(bits, BY_SHAPE) != BY_SHAPE:
+        return _of_every_shape(BITS[bits])
     if bits in nonuniform.LEVELS:
         return _nonuniform_for(bits, out, in_, layout, quantizer) or _packed_for(bits, out, in_, layout, quantizer)
     if bits == Int6.bits:
         return _six_bits_for(out, in_, layout)
-    known = (*FIXED, Int6.bits, *nonuniform.LEVELS)
+    known = sorted({*BITS, Int6.bits}, reverse=True)
     raise ConfigError(f"no {bits}-bit encoding: choose one of {', '.join(map(str, known))}")
+
+
+def _of_every_shape(place: str) -> Encoding:
+    encoding: Encoding = resolve_name(place)()
+    return encoding
 
 
 def quantizer_used(quantizer: str, bits: int, layout: str, unit: str = "expert") -> str:
@@ -94,7 +97,7 @@ def _packed_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> E
     _check_layout(bits, layout)
     group = next((group for group in INT4_GROUPS[quantizer] if in_ % group == 0), None)
     if bits not in _PACKED or group is None or (layout != ROW_MAJOR and out % int4.ROWS):
-        return FIXED[8]
+        return Int8()
     return _packed(bits, layout, group)
 
 
@@ -106,7 +109,7 @@ def _check_layout(bits: int, layout: str) -> None:
 def _six_bits_for(out: int, in_: int, layout: str) -> Encoding:
     _check_layout(Int6.bits, layout)
     if in_ % INT6_GROUP or layout == ROW_MAJOR or out % BLOCK_ROWS:
-        return FIXED[8]
+        return Int8()
     return Int6(layout, INT6_GROUP)
 
 
@@ -120,12 +123,12 @@ def encoding_named(name: str) -> Encoding:
     and scales of a checkpoint ("published/e2m1/e8m0/1x32").
 
     Raises StoreError for an unknown name and for another machine's layout of 6, 4, 3 or 2 bits."""
-    for prefix, encoding in _PUBLISHED.items():
+    for prefix, read in _PUBLISHED.items():
         if name.startswith(prefix):
-            return encoding(name)
-    fixed = next((encoding for encoding in FIXED.values() if encoding.name == name), None)
-    if fixed is not None:
-        return fixed
+            return read(name)
+    for place in BITS.values():
+        if place != BY_SHAPE and (encoding := _of_every_shape(place)).name == name:
+            return encoding
     if name.startswith("int2/"):
         raise StoreError(
             f"2 bits as {name!r} were written by an older version and are read no more: "

@@ -1,4 +1,4 @@
-"""An expert store on disk: `store.json` beside safetensors files of experts. Format: docs/store-format.md.
+"""An expert store on disk: `store.json` beside safetensors files of experts. Format: docs/formats.md.
 
 `store.json` names only what is whole: a precision appears in it, in one atomic rename, after all its files are there.
 """

@@ -35,7 +35,7 @@ PARTIAL = ".partial"
 PIECE = 2 << 20
 """Bytes of a huge page. Linux caches what is written so many at a time, at multiples of it, in huge pages, and what is
 written in smaller pieces in small ones, until it is read from the drive again: kernels over a store's mapped files are
-up to a fifth slower then (docs/notebook/warm-start.md)."""
+up to a fifth slower then (notebook/2026-11-21-warm-start.md)."""
 
 _READ = 4 << 20  # bytes read back at a time for the checksum
 _DTYPE_NAMES = {

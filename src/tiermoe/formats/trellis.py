@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.formats.encoding import BLOCK_ROWS, Field, RowBlocks
+from tiermoe.formats.encoding import BLOCK_ROWS, Field, InC, RowBlocks
 from tiermoe.formats.int6 import by_block
 from tiermoe.formats.quantizers import Quantizer, require_finite
 
@@ -101,6 +101,9 @@ class Trellis(RowBlocks):
         # one rounding where the scales are of this dtype: levels are exact in it
         weight.mul_(scales.movedim(1, 0).reshape(groups, 1, rows).to(dtype))
         return weight.view(in_, rows).t()
+
+    def in_c(self, out: int, in_: int) -> InC | None:
+        return InC("TCQ2", self.group, "codes", "scales")
 
 
 def usual_scale(groups: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Protocol
 
 import torch
@@ -14,14 +13,13 @@ from torch import Tensor
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.plain import Plain
 from tiermoe.formats.scratch import scratch
-from tiermoe.kernels.gates import ClampedGate, LimitedSilu, gelu_gate, relu_squared, silu_gate
+from tiermoe.kernels.gates import Gate
 from tiermoe.kernels.gpu import GroupedExperts, grouped_experts
 from tiermoe.kernels.linear import linear_for, native_tokens
 from tiermoe.kernels.matrix import MatrixForm, matrix_form
-from tiermoe.native import ROWS, Coding, _native, available, structs
+from tiermoe.native import ROWS, _native, available, structs
 from tiermoe.types import Part
 
-Activation = Callable[[Tensor], Tensor]
 Views = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -76,14 +74,14 @@ def one_by_one(
     return torch.cat([kernel(rows, each) for rows, each in zip(torch.split(x, counts), views, strict=True)])
 
 
-def expert_kernel(form: ExpertFormat, activation: Activation, device: str) -> ExpertKernel:
+def expert_kernel(form: ExpertFormat, gate: Gate, device: str) -> ExpertKernel:
     """The kernel of experts of format `form` on a device type: the native one where it takes them, on a GPU the grouped
     one."""
-    separate = UnfusedExperts(form, activation, device)
+    separate = UnfusedExperts(form, gate, device)
     if device == "cuda":
         grouped = grouped_experts(form)
-        return separate if grouped is None else Grouped(grouped, activation, separate)
-    native = gated_experts(form, activation) if device == "cpu" else None
+        return separate if grouped is None else Grouped(grouped, gate, separate)
+    native = gated_experts(form, gate) if device == "cpu" else None
     if native is None:
         return separate
     return FusedDecode(native, separate) if native.plain else FusedExperts(native, separate)
@@ -150,29 +148,29 @@ class Grouped(ExpertKernel):
     """Experts on a GPU: for one token one launch for each matrix, with the values of separate steps; for more tokens
     unfused."""
 
-    def __init__(self, grouped: GroupedExperts, activation: Activation, separate: UnfusedExperts) -> None:
+    def __init__(self, grouped: GroupedExperts, gate: Gate, separate: UnfusedExperts) -> None:
         self.separate = separate
         self._grouped = grouped
-        self._activation = activation
+        self._gate = gate
 
     def __call__(self, x: Tensor, views: Views) -> Tensor:
         return self.separate(x, views)
 
     def forward_one(self, x: Tensor, views: Sequence[Views]) -> Tensor:
-        return self._grouped(x, views, self._activation)
+        return self._grouped(x, views, self._gate)
 
 
 class UnfusedExperts(ExpertKernel):
     """First matrix, activation, second matrix, each in a call of its own."""
 
-    def __init__(self, form: ExpertFormat, activation: Activation, device: str) -> None:
+    def __init__(self, form: ExpertFormat, gate: Gate, device: str) -> None:
         first, second = (part for part in form.layer.parts if part.is_matrix)
         self._first = _linear(form, first, device)
         self._second = _linear(form, second, device)
-        self._activation = activation
+        self._gate = gate
 
     def __call__(self, x: Tensor, views: Views) -> Tensor:
-        return self._second(self._activation(self.features(x, views)), views)
+        return self._second(self._gate(self.features(x, views)), views)
 
     def features(self, x: Tensor, views: Views) -> Tensor:
         """The first matrix's outputs, before the activation: (M, features)."""
@@ -206,17 +204,6 @@ def _linear(form: ExpertFormat, part: Part, device: str) -> Callable[[Tensor, Vi
     return multiply_and_add
 
 
-class Gate(IntEnum):
-    """Gate between the matrices of an expert; the order is that of expert.h."""
-
-    SILU = 0
-    CLAMPED = 1
-    CLAMPED_HALVES = 2
-    GELU_TANH = 3
-    RELU_SQUARED = 4
-    LIMITED_SILU = 5
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertMatrix:
     """A matrix of an expert."""
@@ -233,12 +220,12 @@ class ExpertMatrix:
 class GatedExperts:
     """Experts second(gate(first(x))) in bfloat16; first (2 I, H), without a gate (I, H), second (H, I). `hidden`: H."""
 
-    def __init__(self, first: ExpertMatrix, second: ExpertMatrix, gate: tuple[Gate, float, float]) -> None:
-        """gate: with its limit and alpha, 0 where it has none."""
+    def __init__(self, first: ExpertMatrix, second: ExpertMatrix, gate: Gate) -> None:
         self._first, self._second = first, second
         self.hidden, self._inner = second.form.out, second.form.in_
-        self._gate = gate
-        self.plain = Coding.BF16 in (first.form.coding, second.form.coding)
+        limit, alpha = (*gate.settings, 0.0, 0.0)[:2]
+        self._gate = gate.native, limit, alpha
+        self.plain = "BF16" in (first.form.how.coding, second.form.how.coding)
 
     def pack(self, views: Views) -> bytes:
         """A `structs.Expert` of the expert in a slot; valid as long as the slot lives."""
@@ -253,9 +240,8 @@ class GatedExperts:
         return self._packed(self._first.form.absent(), self._second.form.absent(), 0, 0)
 
     def _packed(self, first: bytes, second: bytes, first_bias: int, second_bias: int) -> bytes:
-        gate, limit, alpha = self._gate
         matrices = structs.Matrix.from_buffer_copy(first), structs.Matrix.from_buffer_copy(second)
-        return _native.pack(structs.Expert(*matrices, first_bias, second_bias, gate, limit, alpha))
+        return _native.pack(structs.Expert(*matrices, first_bias, second_bias, *self._gate))
 
     def __call__(self, x: Tensor, experts: Sequence[bytes], among_others: bool) -> Tensor:
         """x (M, H) through each of the packed `experts` → (experts, M, H). among_others: in a pass of several tokens,
@@ -283,32 +269,19 @@ class GatedExperts:
         return out
 
 
-def gated_experts(form: ExpertFormat, activation: Callable[[Tensor], Tensor]) -> GatedExperts | None:
-    """The kernel of experts of a format; None where it cannot take their matrices, biases or activation."""
+def gated_experts(form: ExpertFormat, gate: Gate) -> GatedExperts | None:
+    """The kernel of experts of a format; None where it cannot take their matrices, biases or gate."""
     first, second = (_matrix(form, part) for part in form.layer.parts if part.is_matrix)
-    gate = _gate(activation)
-    if first is None or second is None or gate is None:
+    if first is None or second is None or gate.native is None:
         return None
     named = {first.name, second.name, first.bias, second.bias}
     if any(part.name not in named for part in form.layer.parts):
         return None
     up, down = first.form, second.form
-    inner = down.in_ if activation is relu_squared else 2 * down.in_
+    inner = 2 * down.in_ if gate.kind.gated else down.in_
     if down.in_ % ROWS or down.out % ROWS or (up.out, up.in_) != (inner, down.out):
         return None
     return GatedExperts(first, second, gate)
-
-
-def _gate(activation: Callable[[Tensor], Tensor]) -> tuple[Gate, float, float] | None:
-    if isinstance(activation, ClampedGate):
-        return Gate.CLAMPED_HALVES if activation.halves else Gate.CLAMPED, activation.limit, activation.alpha
-    if isinstance(activation, LimitedSilu):
-        return Gate.LIMITED_SILU, activation.limit, 0.0
-    if activation is silu_gate:
-        return Gate.SILU, 0.0, 0.0
-    if activation is relu_squared:
-        return Gate.RELU_SQUARED, 0.0, 0.0
-    return (Gate.GELU_TANH, 0.0, 0.0) if activation is gelu_gate else None
 
 
 def _matrix(form: ExpertFormat, part: Part) -> ExpertMatrix | None:

@@ -8,22 +8,19 @@ encoding, the dtype and the number of tokens alone, so that a result depends on 
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.errors import ConfigError
-from tiermoe.formats.checkpoint_quant import CheckpointQuant, Transposed4
-from tiermoe.formats.encoding import BLOCK_ROWS, Encoding, RowBlocks
+from tiermoe.formats.encoding import BLOCK_ROWS, Encoding, FixedEncoding, RowBlocks
 from tiermoe.formats.expert_format import ExpertFormat
-from tiermoe.formats.gguf_types import Gguf, Nvfp4
 from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR, Int4, is_torchs
-from tiermoe.formats.plain import Halves, Values
+from tiermoe.formats.plain import Halves
 from tiermoe.formats.registry import encoding_named
 from tiermoe.formats.scratch import scratch
 from tiermoe.kernels import gpu
@@ -105,12 +102,12 @@ class PlainLinear:
         return F.linear(x, slot["weight"])
 
 
-class NativeFirst(ABC):
-    """Base of kernels on a CPU: the native product where it takes the encoding and so many tokens, else torch's
-    operators."""
+class NativeFirst:
+    """On a CPU: the native product where there is one for the encoding and so many tokens, else `by_torch`: the weights
+    decoded, and one product."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        self._encoding: Any = encoding
+        self._encoding = encoding
         self._dtype = dtype
         self._product_dtype = product_dtype(dtype)
         self._native_tokens = native_tokens()
@@ -119,9 +116,10 @@ class NativeFirst(ABC):
         form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
         return linear(x, form, slot) if form else self.by_torch(x, slot, out, in_)
 
-    @abstractmethod
     def by_torch(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         """The product by torch's operators."""
+        dtype = self._product_dtype
+        return F.linear(x.to(dtype), self._encoding.decode(slot, out, in_, dtype)).to(x.dtype)
 
 
 class Int8Linear(NativeFirst):
@@ -153,11 +151,8 @@ class Int8Linear(NativeFirst):
 class BlocksLinear(NativeFirst):
     """Slots of Int6, NonUniform and Trellis, blocks of 64 rows. torch has no operator on such weights."""
 
-    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        assert isinstance(encoding, RowBlocks)
-        super().__init__(encoding, dtype)
-
     def by_torch(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
+        assert isinstance(self._encoding, RowBlocks)
         dtype, result = self._product_dtype, torch.empty((x.shape[0], out), dtype=x.dtype)
         rows = max(1, DECODED_BLOCKS // (in_ * BLOCK_ROWS)) * BLOCK_ROWS
         for first in range(0, out, rows):
@@ -173,7 +168,7 @@ class PublishedLinear:
     Without a native kernel some rows at a time are decoded to float32."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        assert isinstance(encoding, Gguf | Nvfp4 | CheckpointQuant | Transposed4 | Values)
+        assert isinstance(encoding, FixedEncoding)
         self._encoding = encoding
         self._dtype = dtype
 
@@ -191,9 +186,9 @@ class Int4Linear(NativeFirst):
     """Slots of Int4 and Int2 in the CPUs' layout."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        assert isinstance(encoding, Int4)
         super().__init__(encoding, dtype)
-        self._group = encoding.group
+        assert isinstance(encoding, Int4)
+        self._int4, self._group = encoding, encoding.group
         self._tokens = INT4_TOKENS.get(dtype, 0) if encoding.bits == 4 and is_torchs() else 0
 
     def by_torch(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
@@ -201,7 +196,7 @@ class Int4Linear(NativeFirst):
             codes, scales_and_zeros = slot["codes"], slot["scales_and_zeros"]
             return torch._weight_int4pack_mm_for_cpu(x.contiguous(), codes, self._group, scales_and_zeros)
         dtype = self._product_dtype
-        weight = self._encoding.decode(slot, out, in_, dtype, into=scratch.take("weight", (out * in_,), dtype))
+        weight = self._int4.decode(slot, out, in_, dtype, into=scratch.take("weight", (out * in_,), dtype))
         return F.linear(x.to(dtype), weight).to(x.dtype)
 
 
@@ -222,14 +217,8 @@ class HalvesLinear:
 KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] = {
     ("plain", "cpu"): PlainLinear,
     ("int8", "cpu"): Int8Linear,
-    ("int6", "cpu"): BlocksLinear,
-    **dict.fromkeys((("nl4", "cpu"), ("nl3", "cpu"), ("nl2", "cpu"), ("tcq2", "cpu")), BlocksLinear),
     ("int4", "cpu"): Int4Linear,
     ("u2", "cpu"): Int4Linear,
-    ("gguf", "cpu"): PublishedLinear,
-    ("published", "cpu"): PublishedLinear,
-    ("transposed4", "cpu"): PublishedLinear,
-    ("values", "cpu"): PublishedLinear,
     ("halves", "cpu"): HalvesLinear,
     ("int4/rowmajor", "cpu"): DecodedLinear,
     ("u2/rowmajor", "cpu"): DecodedLinear,
@@ -238,6 +227,13 @@ KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] 
     ("int4/rowmajor", "cuda"): gpu.RowMajorLinear,
     ("u2/rowmajor", "cuda"): gpu.RowMajorLinear,
 }
+"""Encodings for which torch has operators, or a GPU a kernel; on a CPU all others are computed by what decodes them."""
+
+
+def _on_cpu(encoding: Encoding) -> Callable[[Encoding, torch.dtype], LinearKernel]:
+    if isinstance(encoding, FixedEncoding):
+        return PublishedLinear
+    return BlocksLinear if isinstance(encoding, RowBlocks) else NativeFirst
 
 
 def machine_layout(device: str) -> str:
@@ -255,7 +251,7 @@ def decodes(encoding: Encoding | None, out: int, in_: int, dtype: torch.dtype) -
     """Whether the CPU's kernel makes a decoded copy of a matrix (out, in_) for many tokens."""
     if encoding is None or encoding.bits == 16:
         return False
-    if math.isfinite(native_tokens()) and not isinstance(encoding, Gguf | Nvfp4 | CheckpointQuant | Transposed4):
+    if math.isfinite(native_tokens()) and not isinstance(encoding, FixedEncoding):
         return True
     return matrix_form(encoding, out, in_, dtype) is None
 
@@ -292,11 +288,14 @@ def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> Line
     """The kernel for slots of an encoding. Raises ConfigError where the device has none."""
     kind, with_layout = encoding_name.partition("/")[0], encoding_name.rpartition("/g")[0]
     factory = KERNELS.get((with_layout, device_type)) or KERNELS.get((kind, device_type))
+    encoding = encoding_named(encoding_name)
+    if factory is None and device_type == "cpu":
+        factory = _on_cpu(encoding)
     if factory is None:
         raise ConfigError(
             f"no kernel for {encoding_name!r} on {device_type!r}; --bits 4 packs for it, --device cpu has one"
         )
-    return factory(encoding_named(encoding_name), dtype)
+    return factory(encoding, dtype)
 
 
 def native_tokens() -> float:

@@ -12,7 +12,8 @@ from torch import Tensor
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.neurons import GATE, NEURONS, Records, Sealed
 from tiermoe.formats.scratch import scratch
-from tiermoe.kernels.experts import Activation, Views
+from tiermoe.kernels.experts import Views
+from tiermoe.kernels.gates import Activation
 from tiermoe.kernels.linear import linear_for, product_dtype
 from tiermoe.native import _native, available, structs
 

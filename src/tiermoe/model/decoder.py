@@ -16,10 +16,10 @@ from tiermoe.batch import Batch
 from tiermoe.model.cache.kv import KVCache, LayerShape
 from tiermoe.model.families import decoder_family
 from tiermoe.model.layer import DecoderLayer, Layer
-from tiermoe.model.linear import Linear
 from tiermoe.model.model_config import reads_mtp_head
 from tiermoe.model.moe import Experts, MoeBlock
 from tiermoe.model.mtp_head import MtpHead, mtp_head
+from tiermoe.model.parts import Linear
 from tiermoe.model.rotary import Rotary
 from tiermoe.model.routers import Router
 from tiermoe.model.step import Step

@@ -11,7 +11,7 @@ from torch import Tensor
 from tiermoe.kernels.attention import DecodeAttention
 from tiermoe.model.attention.base import Attention, AttentionSizes, NoAttention, PositionIndexer
 from tiermoe.model.moe import DenseBlock, FeedForward, MoeBlock
-from tiermoe.model.norms import Norm
+from tiermoe.model.parts import Norm
 from tiermoe.model.step import Step
 
 

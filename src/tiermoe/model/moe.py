@@ -16,16 +16,11 @@ from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.outline import Outline
-from tiermoe.kernels.experts import Activation as FirstToSecond
-from tiermoe.kernels.gates import gate_named, gelu_tanh, relu_squared
-from tiermoe.model.by_token import by_token
-from tiermoe.model.linear import Linear
-from tiermoe.model.norms import Norm
+from tiermoe.kernels.gates import Activation, Gate, gate_named, gelu_tanh, relu_squared
+from tiermoe.model.parts import Linear, Norm, by_token
 from tiermoe.model.routers import Router, RouterRule
 from tiermoe.model.weights import Scope
 from tiermoe.types import MoeLayer, Part
-
-Activation = Callable[[Tensor], Tensor]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
@@ -42,28 +37,25 @@ class ExpertGate:
     """Gate of a MoE layer's experts: the activation between their matrices."""
 
     experts: int  # of the layer
-    activation: FirstToSecond  # features (T, ·) of the first matrix → features before the second
-    elementwise: Activation | None  # act of experts that are W2 (act(W1 x) * W3 x); None: they are gated otherwise
-    name: str  # of the gate, for messages
+    activation: Gate
 
     def require_elementwise(self) -> Activation:
-        """`elementwise`. ModelError where there is none, so that the neuron unit cannot take the experts."""
-        if self.elementwise is None:
+        """act of experts that are W2 (act(W1 x) * W3 x). ModelError where they are gated otherwise, so that the neuron
+        unit cannot take them."""
+        found = self.activation.kind.elementwise
+        if found is None:
+            name = self.activation.name
             raise ModelError(
-                f"the neuron unit cannot take {self.name}: it does not compute act(W1 x) * W3 x; use the unit 'expert'"
+                f"the neuron unit cannot take {name}: it does not compute act(W1 x) * W3 x; use the unit 'expert'"
             )
-        return self.elementwise
-
-
-_ELEMENTWISE: dict[tuple[Any, ...], Activation] = {("silu",): F.silu, ("gelu_tanh",): gelu_tanh}
+        return found
 
 
 def named_gates(outline: Outline) -> list[ExpertGate]:
     """The gate of each layer of a whole outline."""
     assert outline.gate is not None
-    name = tuple(outline.gate)
-    activation, elementwise = gate_named(name), _ELEMENTWISE.get(name)
-    return [ExpertGate(layer.experts, activation, elementwise, str(name[0])) for layer in outline.layers]
+    activation = gate_named(*outline.gate)
+    return [ExpertGate(layer.experts, activation) for layer in outline.layers]
 
 
 class Experts(Protocol):

@@ -20,8 +20,7 @@ from torch import Tensor
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.model.cache.kv import KVCache, Unread
 from tiermoe.model.layer import Layer
-from tiermoe.model.linear import Linear
-from tiermoe.model.norms import Norm
+from tiermoe.model.parts import Linear, Norm
 from tiermoe.model.rotary import Rotary
 from tiermoe.model.step import Step
 from tiermoe.model.weights import Scope

@@ -30,7 +30,7 @@ from tiermoe.formats.store_files import ExtentWriter, Progress, Waiting, forget_
 from tiermoe.kernels.attention import PackedMatrix
 from tiermoe.kernels.linear import linear_for, machine_layout
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.linear import PackedLinear
+from tiermoe.model.parts import PackedLinear
 from tiermoe.offload.disk import Reader
 from tiermoe.offload.mapped import MappedFiles, MappedReader
 from tiermoe.offload.reader import ExtentReader, aligned_memory

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.kernels import router as native
-from tiermoe.model.by_token import by_token
+from tiermoe.model.parts import by_token
 from tiermoe.types import FEW_TOKENS
 
 Routing = tuple[Tensor, Tensor, Tensor]

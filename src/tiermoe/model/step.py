@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.kernels.attention import Step as NativeStep
-from tiermoe.model.by_token import Computed, joined
 from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.cache.recurrent import StateRows
+from tiermoe.model.parts import Computed, joined
 from tiermoe.model.rotary import Rotary
 from tiermoe.native import available
 from tiermoe.types import FEW_TOKENS

@@ -17,8 +17,8 @@ from torch.nn.functional import embedding
 from tiermoe.formats.source import TensorSource
 from tiermoe.formats.store import Store
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.linear import Linear, PlainLinear
 from tiermoe.model.packing import packed_linears, read_own, shared_table
+from tiermoe.model.parts import Linear, PlainLinear
 from tiermoe.model.weights import known_paths
 from tiermoe.offload.mapped import MappedFiles
 from tiermoe.offload.reader import ExtentReader

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from tiermoe.model.attention.base import Attention, AttentionSizes, PositionIndexer
 from tiermoe.model.attention.ngrams import NgramFeatures
-from tiermoe.model.by_token import by_token
-from tiermoe.model.linear import Linear
 from tiermoe.model.moe import DenseBlock, MoeBlock
-from tiermoe.model.norms import Norm
+from tiermoe.model.parts import Linear, Norm, by_token
 from tiermoe.model.step import Step
 from tiermoe.model.weights import Scope
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from tiermoe.errors import ModelError
-from tiermoe.model.linear import Linear, PackedLinear, PlainLinear
-from tiermoe.model.norms import LayerNorm, Norm, RootMeanSquare
+from tiermoe.model.parts import LayerNorm, Linear, Norm, PackedLinear, PlainLinear, RootMeanSquare
 
 _TEXT_PART = "model.language_model"
 """The path of the text part in a larger model."""

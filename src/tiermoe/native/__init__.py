@@ -32,46 +32,6 @@ ISA = "TIERMOE_ISA"
 """Environment variable: the instruction set whose kernels run, one of `instruction_sets`; else the fastest."""
 
 
-class Coding(IntEnum):
-    """Coding of a matrix (out, in_); the order is that of quants.h."""
-
-    INT4 = 0
-    INT8 = 1
-    BF16 = 2
-    INT6 = 3
-    INT2 = 4
-    NL4 = 5
-    NL3 = 6
-    NL2 = 7
-    TCQ2 = 8
-    Q8_0 = 9
-    Q4_0 = 10
-    Q4_1 = 11
-    Q5_0 = 12
-    Q5_1 = 13
-    Q2_K = 14
-    Q3_K = 15
-    Q4_K = 16
-    Q5_K = 17
-    Q6_K = 18
-    IQ1_S = 19
-    IQ1_M = 20
-    IQ2_XXS = 21
-    IQ2_XS = 22
-    IQ2_S = 23
-    IQ3_XXS = 24
-    IQ3_S = 25
-    IQ4_NL = 26
-    IQ4_XS = 27
-    TQ1_0 = 28
-    TQ2_0 = 29
-    MXFP4 = 30
-    E2M1 = 31
-    S4 = 32
-    U4 = 33
-    E4M3 = 34
-
-
 class ScaleKind(IntEnum):
     """Type of the scales of E2M1, S4, U4 and E4M3; the order is that of quants.h."""
 
@@ -85,35 +45,33 @@ class ScaleKind(IntEnum):
 
 ROWS = 64  # at 2, 3, 4 and 6 bits a matrix has a multiple of them
 GROUPS = (32, 64, 128, 256)  # weights of a row that share a scale at 2, 3, 4 and 6 bits
-PUBLISHED = (Coding.E2M1, Coding.S4, Coding.U4, Coding.E4M3)
-COLUMNS = {Coding.INT8: 64, Coding.BF16: 32}  # a matrix has a multiple of them
-GGUF_TYPES = tuple(coding for coding in Coding if Coding.Q8_0 <= coding <= Coding.MXFP4)
-"""Types of the blocks of GGUF files."""
-PUBLISHED_COLUMNS = 32
-"""A matrix of E2M1, S4, U4 or E4M3 has a multiple of them."""
+PUBLISHED = ("E2M1", "S4", "U4", "E4M3")
+COLUMNS = {"INT8": 64, "BF16": 32} | dict.fromkeys(PUBLISHED, 32)  # a matrix has a multiple of them
 MOST_COLUMNS = 1 << 15  # but at 4 and 6 bits of our own: some rows are decoded on a thread's stack
 MOST_GROUP = 256
 """Weights that share a scale, at most, where `hqq` finds it (encode.h)."""
 WEIGHTS = (torch.bfloat16, torch.float32)
 """Dtypes of the weights that `hqq` and `encode` take."""
-UNEVEN = (Coding.NL4, Coding.NL3, Coding.NL2)
+UNEVEN = ("NL4", "NL3", "NL2")
 UNEVEN_GROUP = 64  # their longest
+_IN_BLOCKS = ("INT2", "INT4", "INT6", "TCQ2", *UNEVEN)  # of 64 rows
 
 
-def _as_built() -> dict[Coding, int]:
-    """Columns to a scale of each quant, 0 where a matrix says how many. ImportError where the compiled module is of
-    other sources than this file: of structs of other sizes, or of other quants."""
+def _quants() -> list[tuple[str, int, int, int]]:
+    """The quants of the compiled module. ImportError where it is of other sources than this file."""
     if _native is None:
-        return {}
-    sizes = {each.__name__: sizeof(each) for each in structs.STRUCTS}
-    quants = _native.quants()
-    if _native.structs() != sizes or [name for name, *_ in quants] != list(Coding.__members__):
+        return []
+    if _native.structs() != {each.__name__: sizeof(each) for each in structs.STRUCTS}:
         raise ImportError(f"{_native.__file__} is compiled from other sources: install tiermoe again")
-    return {Coding[name]: group for name, _, _, group in quants}
+    return _native.quants()
 
 
-GROUPS_OF = _as_built()
-"""Columns to a scale of each `Coding`, 0 where a matrix says how many; nothing in a build without kernels."""
+CODINGS: dict[str, int] = {name: number for number, (name, *_) in enumerate(_quants())}
+"""Codings of a matrix (quants.h) and their numbers; nothing in a build without kernels."""
+GROUPS_OF: dict[str, int] = {name: group for name, _, _, group in _quants()}
+"""Coding → columns to a scale; 0 where a matrix says how many."""
+GATES: dict[str, int] = {} if _native is None else {name: number for number, name in enumerate(_native.gates())}
+"""Gates of experts that the kernels compute (expert.h), and their numbers."""
 
 
 @lru_cache(maxsize=1)
@@ -168,16 +126,14 @@ def quantizes() -> bool:
     return available()
 
 
-def takes(dtype: torch.dtype, coding: Coding, out: int, in_: int, group: int) -> bool:
+def takes(dtype: torch.dtype, coding: str, out: int, in_: int, group: int) -> bool:
     """Whether the kernels compute products with a matrix (out, in_) in `dtype`. group: columns that share a scale."""
-    if coding in (Coding.INT2, Coding.INT4, Coding.INT6, Coding.TCQ2, *UNEVEN):
+    if coding in _IN_BLOCKS:
         fits = out % ROWS == 0 and group in GROUPS and in_ % group == 0
         fits = fits and (coding not in UNEVEN or group <= UNEVEN_GROUP)
     else:
-        fits = (
-            in_ % COLUMNS.get(coding, PUBLISHED_COLUMNS if coding in PUBLISHED else group) == 0 and in_ <= MOST_COLUMNS
-        )
-    return dtype == torch.bfloat16 and fits and available()
+        fits = in_ % COLUMNS.get(coding, group) == 0 and in_ <= MOST_COLUMNS
+    return dtype == torch.bfloat16 and fits and available() and coding in CODINGS
 
 
 def hqq(
@@ -209,7 +165,7 @@ def hqq(
 
 
 def encode(
-    coding: Coding,
+    coding: str,
     weights: torch.Tensor,
     group: int,
     dtype: torch.dtype,
@@ -225,8 +181,8 @@ def encode(
     rows = len(weights)
     squares = torch.empty(-(-rows // ROWS), 2, dtype=torch.float64)
     job = structs.Codes(
-        coding=coding, weights=_weights(weights), group=group, exact=dtype == torch.float32, scales=scales.data_ptr(),
-        zeros=None if zeros is None else zeros.data_ptr(), codes=codes.data_ptr(),
+        coding=CODINGS[coding], weights=_weights(weights), group=group, exact=dtype == torch.float32,
+        scales=scales.data_ptr(), zeros=None if zeros is None else zeros.data_ptr(), codes=codes.data_ptr(),
         squares=squares.data_ptr(),
     )  # fmt: skip
     _native.encode(_native.pack(job), torch.get_num_threads())
@@ -235,7 +191,7 @@ def encode(
 
 
 def uneven(
-    coding: Coding, weights: torch.Tensor, group: int, candidates: Sequence[float], steps: int, blocks: torch.Tensor
+    coding: str, weights: torch.Tensor, group: int, candidates: Sequence[float], steps: int, blocks: torch.Tensor
 ) -> None:
     """Encodes weights, float32 (rows, columns), in `formats.nonuniform`, one of `UNEVEN`: fills its field `blocks`.
 
@@ -243,8 +199,8 @@ def uneven(
     rows, columns = weights.shape
     tried = torch.tensor(candidates, dtype=torch.float32)
     job = structs.Uneven(
-        coding=coding, weights=weights.data_ptr(), rows=rows, columns=columns, group=group, candidates=tried.data_ptr(),
-        count=len(candidates), steps=steps, blocks=blocks.data_ptr(),
+        coding=CODINGS[coding], weights=weights.data_ptr(), rows=rows, columns=columns, group=group,
+        candidates=tried.data_ptr(), count=len(candidates), steps=steps, blocks=blocks.data_ptr(),
     )  # fmt: skip
     _native.uneven(_native.pack(job), torch.get_num_threads())
 

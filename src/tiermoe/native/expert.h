@@ -7,15 +7,17 @@
 
 enum { MOST_EXPERTS = 256 }; /* of a token */
 
-typedef enum {
-    SILU,    /* silu(gate) * up; gate and up are the halves */
-    CLAMPED, /* (up + 1) * gate * sigmoid(alpha * gate); gate and up take turns. gate at most limit, up -limit .. limit */
-    CLAMPED_HALVES, /* the same; gate and up are the halves */
-    GELU_TANH,      /* gelu(gate) * up, where gelu is that of tanh; gate and up are the halves */
-    RELU_SQUARED,   /* relu(up)^2: there is no gate */
-    LIMITED_SILU,   /* silu(gate) * up; gate and up are the halves, within the limits of CLAMPED */
-    GATES
-} Gate;
+/* The gates; Python finds them by name (kernels/gates.py). gate_of in isa/activations.h computes them.
+ *   SILU            silu(gate) * up; gate and up are the halves
+ *   CLAMPED         (up + 1) * gate * sigmoid(alpha * gate); gate and up take turns. gate at most limit, up -limit .. limit
+ *   CLAMPED_HALVES  the same; gate and up are the halves
+ *   GELU_TANH       gelu(gate) * up with the gelu of tanh; gate and up are the halves
+ *   RELU_SQUARED    relu(up)^2: there is no gate
+ *   LIMITED_SILU    silu(gate) * up; gate and up are the halves, within the limits of CLAMPED */
+#define EACH_GATE(X) X(SILU) X(CLAMPED) X(CLAMPED_HALVES) X(GELU_TANH) X(RELU_SQUARED) X(LIMITED_SILU)
+
+#define GATE_NUMBER(name) name,
+typedef enum { EACH_GATE(GATE_NUMBER) GATES } Gate;
 
 typedef struct {
     Matrix first;                         /* (2 I, H), of RELU_SQUARED (I, H); I a multiple of 64 */

@@ -165,6 +165,20 @@ static PyObject *quants(PyObject *self, PyObject *none) {
     return all;
 }
 
+#define GATE_NAME(name) #name,
+static const char *const GATE_NAMES[] = {EACH_GATE(GATE_NAME)};
+
+static PyObject *gates(PyObject *self, PyObject *none) {
+    PyObject *all = PyList_New(0);
+    (void)self, (void)none;
+    for (size_t i = 0; all && i < GATES; i++) {
+        PyObject *name = PyUnicode_FromString(GATE_NAMES[i]);
+        if (!name || PyList_Append(all, name)) Py_CLEAR(all);
+        Py_XDECREF(name);
+    }
+    return all;
+}
+
 static PyObject *instruction_sets(PyObject *self, PyObject *none) {
     PyObject *names = PyList_New(0);
     (void)self, (void)none;
@@ -200,6 +214,7 @@ static PyMethodDef module_methods[] = {
     {"structs", structs, METH_NOARGS, "structs() -> bytes of each struct, by name"},
     {"pack", pack, METH_O, "pack(struct) -> its bytes; ValueError where no kernel takes its values"},
     {"quants", quants, METH_NOARGS, "quants() -> name, columns and bytes of the smallest piece, columns to a scale, of each"},
+    {"gates", gates, METH_NOARGS, "gates() -> names of the gates of experts, in the order of their numbers"},
     {"instruction_sets", instruction_sets, METH_NOARGS,
      "instruction_sets() -> names of those whose kernels this machine runs, the fastest first"},
     {"use", use, METH_VARARGS, "use(name): the kernels of an instruction set, while none runs"},

@@ -2,7 +2,7 @@
  *
  * Nobody waits for a thread that has not come: whoever is there takes the next task, and a phase ends when its tasks are
  * done. So a core that another program, or a lane that reads experts, keeps busy costs its share of the work and no
- * more. (With OpenMP's barriers one busy core made decoding fifteen times slower: docs/notebook/native-kernels.md.)
+ * more. (With OpenMP's barriers one busy core made decoding fifteen times slower: notebook/2026-11-21-native-kernels.md.)
  */
 #ifndef TIERMOE_TEAM_H
 #define TIERMOE_TEAM_H

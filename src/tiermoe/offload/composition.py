@@ -160,7 +160,7 @@ class Composition:
     # bytes between two wanted neurons that are read through; None: what suits the store
     gap: int | None = setting(None, read=_size, kind="a size like 16KiB", read_by=(_is("unit", "neuron"),))
     # the engine's options of these names; None leaves them, and what a user gives comes first
-    bits: int | None = setting(None, read=int, one_of=BITS)
+    bits: int | None = setting(None, read=int, one_of=tuple(BITS))
     dense_bits: int | None = setting(None, read=int, one_of=DENSE_BITS)
     quantizer: str | None = setting(None, read=str, one_of=QUANTIZERS)
 

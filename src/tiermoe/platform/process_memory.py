@@ -1,9 +1,9 @@
 """Memory of this process: bytes that are resident, that allocator and libraries may keep, that go back to the system.
 
 `import_libraries` before anything imports torch, `import_modelling_code` where transformers' model classes are needed,
-`settle` after imports and after loading, `keep_activations` once there is a plan. docs/notebook/process-memory.md has
-the measurements behind each. Apart from `anonymous_memory` and the readings, systems other than Linux with glibc are
-left as they are.
+`settle` after imports and after loading, `keep_activations` once there is a plan.
+notebook/2026-11-21-process-memory.md has the measurements of each. Apart from `anonymous_memory` and
+the readings, systems other than Linux with glibc are left as they are.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def import_modelling_code() -> None:
     gives back what only their start needs. A start from a packed store on a decoder of our own needs none of it.
 
     triton, where it is installed, comes first and alone: its start touches 66 MiB of library pages, which would add to
-    the peak (docs/notebook/process-memory.md)."""
+    the peak (notebook/2026-11-21-process-memory.md)."""
     if "transformers.modeling_utils" not in sys.modules:
         with contextlib.suppress(ImportError):
             _import("triton")
@@ -143,7 +143,7 @@ def _import(name: str) -> None:
 def _fix_mmap_threshold() -> None:
     """Keeps glibc from raising the size from which an allocation has a mapping of its own. It would rise to that of
     the largest activation freed. A prefill's activations would then come from a heap that fragments and keeps up to
-    60 MiB, a different number in every run: no plan could bound that (docs/notebook/process-memory.md)."""
+    60 MiB, a different number in every run: no plan could bound that (notebook/2026-11-21-process-memory.md)."""
     _set_thresholds(_MMAP_THRESHOLD, _MMAP_THRESHOLD)
 
 
@@ -173,7 +173,7 @@ def keep_activations(planned: int, idle: int) -> None:
     memory goes back with it.
 
     Fresh pages are a fifth of the time of a prompt: 130,000 of them for 512 tokens of Qwen3's shape in six layers
-    (docs/notebook/process-memory.md)."""
+    (notebook/2026-11-21-process-memory.md)."""
     if idle:
         _set_thresholds(_ACTIVATIONS_THRESHOLD, planned + idle)
     else:

@@ -13,7 +13,8 @@ import torch
 from tiermoe.batch import Batch, prompt
 from tiermoe.engine.engine import Engine, engine_of
 from tiermoe.engine.observer import Observer
-from tiermoe.kernels.experts import Activation, unfused
+from tiermoe.kernels.experts import unfused
+from tiermoe.kernels.gates import Activation
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.offload.neurons import to_bits
 from tiermoe.types import Ready, Routed

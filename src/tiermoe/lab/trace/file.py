@@ -1,5 +1,5 @@
 """Routing traces: what each router chose, pass by pass, with what predictors said of it; and their files: gzip'd JSON
-lines (a header, one line per pass, a footer), or a `route_trace` CSV of BigMoeOnEdge. docs/trace-format.md describes
+lines (a header, one line per pass, a footer), or a `route_trace` CSV of BigMoeOnEdge. docs/formats.md describes
 them."""
 
 from __future__ import annotations

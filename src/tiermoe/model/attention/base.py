@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tiermoe.kernels.attention import DecodeAttention
 from tiermoe.model.cache.kv import LayerShape
-from tiermoe.model.norms import Norm
+from tiermoe.model.parts import Norm
 from tiermoe.model.step import Step
 from tiermoe.types import Workload
 

@@ -29,11 +29,9 @@ from tiermoe.model.attention.base import (
     scores_at_once,
     tempered,
 )
-from tiermoe.model.attention.block_indexer import BlockIndexer, BlockIndexerSizes
-from tiermoe.model.attention.group_indexer import GroupIndexer, GroupIndexerSizes
+from tiermoe.model.attention.indexers import BlockIndexer, BlockIndexerSizes, GroupIndexer, GroupIndexerSizes
 from tiermoe.model.cache.kv import KVCache, LayerShape
-from tiermoe.model.linear import Linear
-from tiermoe.model.norms import Norm
+from tiermoe.model.parts import Linear, Norm
 from tiermoe.model.rotary import ApplyRope, rope_halves, rotary_at
 from tiermoe.model.step import Span, Step
 from tiermoe.model.weights import Scope

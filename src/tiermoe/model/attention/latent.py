@@ -32,12 +32,11 @@ from tiermoe.model.attention.base import (
     scores_at_once,
     tempered,
 )
-from tiermoe.model.attention.indexer import IndexerSizes
-from tiermoe.model.attention.pool_indexer import PoolIndexerSizes
+from tiermoe.model.attention.compressed import PoolIndexerSizes
+from tiermoe.model.attention.indexers import IndexerSizes
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.cache.memory import read_rows, write_rows
-from tiermoe.model.linear import Linear
-from tiermoe.model.norms import Norm
+from tiermoe.model.parts import Linear, Norm
 from tiermoe.model.rotary import ApplyRope, is_rotated, rope_halves, rope_pairs, yarn_scale
 from tiermoe.model.step import Step
 from tiermoe.model.weights import Scope

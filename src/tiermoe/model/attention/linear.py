@@ -1,11 +1,12 @@
-"""Linear attention by the gated delta rule (Qwen3-Next, Qwen3.5; arXiv:2412.06464): a state of fixed size in the place
-of keys and values. `kimi_delta` describes layers whose key columns decay each by itself."""
+"""Linear attention: the gated delta rule (Qwen3-Next, Qwen3.5; arXiv:2412.06464), and Kimi Delta Attention, whose key
+columns decay each by itself (Kimi Linear, GLM-5 Next, Ling 3.0; arXiv:2510.26692). A state of fixed size stands for
+keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +18,8 @@ from tiermoe.model.attention.base import Attention, AttentionSizes
 from tiermoe.model.attention.ngrams import NgramSizes
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.cache.recurrent import RecurrentStates, StateRow, StateRows, StateShape
-from tiermoe.model.linear import Linear
 from tiermoe.model.moe import ACTIVATIONS
-from tiermoe.model.norms import RootMeanSquare
+from tiermoe.model.parts import Linear, RootMeanSquare
 from tiermoe.model.step import Step
 from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
@@ -371,3 +371,78 @@ def _decayed_products(weighed: Tensor, query: Tensor, key: Tensor, gone: Tensor)
         return (weighed @ key.transpose(1, 2)) * pairs[..., 0], (query @ key.transpose(1, 2)) * pairs[..., 0]
     system, scores = (pairs.mul_(key[:, None]) @ torch.stack((weighed, query), dim=-1)).unbind(-1)
     return system, scores
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaSizes(LinearSizes):
+    """The description of a `GatedDelta` by Kimi's projections. Heads share no keys, and narrow matrices lead to gates
+    and decays: of as many columns as a head has."""
+
+    @classmethod
+    def of(cls, config: Any) -> KimiDeltaSizes:
+        """Of each layer of linear attention."""
+        heads, columns = config.linear_num_heads, config.linear_head_dim
+        return cls(DeltaSizes(heads, heads, columns, columns, config.linear_conv_kernel_dim - 1, by_channel=True))
+
+    @property
+    def token_columns(self) -> int:
+        """Half the columns that a token is projected to, decays among them."""
+        return (self.heads.channels + 2 * self.heads.values) // 2
+
+
+def kimi_delta(w: Scope, config: Any) -> GatedDelta:
+    """The linear attention with the weights of `w` ('self_attn')."""
+    sizes, forget = KimiDeltaSizes.of(config).heads, w.at("forget_gate")
+    columns = sizes.key_columns
+    query, key, value = (w.linear(f"{name}_proj", sizes.values, w.hidden) for name in "qkv")
+    return GatedDelta(
+        KimiDeltaSizes(sizes),
+        KimiProjection(
+            (query, key, value),
+            _narrowing(w, "g", sizes.values, columns),
+            w.linear("b_proj", sizes.heads, w.hidden),
+            _narrowing(forget, "f", sizes.values, columns),
+        ),
+        w.linear("o_proj", w.hidden, sizes.values),
+        # transformers widens that of GLM-5 Next
+        w.tensor("conv1d.weight", sizes.channels, 1, sizes.kept + 1).to(w.dtype),
+        forget.flat("A_log", sizes.heads),
+        forget.tensor("dt_bias", sizes.values),
+        RootMeanSquare(w.tensor("o_norm.weight", columns), w.epsilon),
+        ACTIVATIONS[config.hidden_act],
+        torch.sigmoid,
+        rounded_once=True,
+        least_decay=_least_decay(config),
+    )
+
+
+def _narrowing(w: Scope, name: str, values: int, columns: int) -> tuple[Linear, ...]:
+    """The matrices that lead to gates or decays: a narrow one before a wide one, or one alone (Ling 3.0)."""
+    if w.has(f"{name}_proj"):
+        return (w.linear(f"{name}_proj", values, w.hidden),)
+    return w.linear(f"{name}_a_proj", columns, w.hidden), w.linear(f"{name}_b_proj", values, columns)
+
+
+def _least_decay(config: Any) -> float | None:
+    """Of `GatedDelta`: GLM-5 Next's, or Ling 3.0's, which a switch may take away; Kimi Linear has none."""
+    bound = config.kda_lower_bound if getattr(config, "kda_safe_gate", False) else None
+    return getattr(config, "linear_lower_bound", bound)
+
+
+@dataclass(frozen=True, slots=True)
+class KimiProjection:
+    """Projection of hidden states to `Projected`."""
+
+    mixed: tuple[Linear, Linear, Linear]  # hidden → queries, keys, values
+    gates: tuple[Linear, ...]  # hidden → gates, one after the other
+    betas: Linear
+    decays: tuple[Linear, ...]  # hidden → decays, one after the other
+
+    def __call__(self, x: Tensor) -> Projected:
+        """x (T, H) → `Projected`."""
+        gates, decays = (reduce(lambda given, matrix: matrix(given), path, x) for path in (self.gates, self.decays))
+        return torch.cat([each(x) for each in self.mixed], dim=1), gates, self.betas(x), decays
+
+    @property
+    def batch_invariant(self) -> bool:
+        return all(each.batch_invariant for each in (*self.mixed, *self.gates, self.betas, *self.decays))

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tiermoe.model.attention.convolution import convolved
 from tiermoe.model.cache.recurrent import StateRows
-from tiermoe.model.linear import Linear
-from tiermoe.model.norms import Norm
+from tiermoe.model.parts import Linear, Norm
 from tiermoe.model.step import Step
 from tiermoe.model.weights import Scope
 from tiermoe.types import Workload

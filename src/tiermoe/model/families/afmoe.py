@@ -79,7 +79,7 @@ class Afmoe(Family):
             experts=config.num_experts,
             inner=config.moe_intermediate_size,
             dense_inner=config.intermediate_size,
-            shared_inner=config.num_shared_experts * config.moe_intermediate_size,
+            shared_inner=(config.num_shared_experts or 0) * config.moe_intermediate_size,
             router="router.gate",
             correction="expert_bias",
             norm=w.norm("post_mlp_layernorm"),

@@ -22,7 +22,7 @@ from tiermoe.model.families.fields import (
 from tiermoe.model.families.names import Gguf, block_names
 from tiermoe.model.layer import Layer
 from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
-from tiermoe.model.norms import Norm
+from tiermoe.model.parts import Norm
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
 
@@ -75,7 +75,7 @@ def part_with_shared_experts(
         experts=config.n_routed_experts,
         inner=config.moe_intermediate_size,
         dense_inner=config.intermediate_size,
-        shared_inner=config.n_shared_experts * config.moe_intermediate_size,
+        shared_inner=(config.n_shared_experts or 0) * config.moe_intermediate_size,
         correction=correction,
         norm=norm,
     )

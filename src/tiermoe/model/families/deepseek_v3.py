@@ -7,7 +7,7 @@ from typing import Any
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
-from tiermoe.model.attention.indexer import IndexerSizes, indexer
+from tiermoe.model.attention.indexers import IndexerSizes, indexer
 from tiermoe.model.attention.latent import has_indexer, latent
 from tiermoe.model.attention.linear import is_linear
 from tiermoe.model.families.deepseek import part_with_shared_experts

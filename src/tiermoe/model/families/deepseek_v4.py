@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile, rounded
-from tiermoe.kernels.gates import LimitedSilu
+from tiermoe.kernels.gates import limited_silu as silu_within
 from tiermoe.model.attention.compressed import compressed
 from tiermoe.model.families.deepseek_v3 import CORRECTION, SHARED_NAMES
 from tiermoe.model.families.family import LatentFamily
@@ -146,7 +147,7 @@ class DeepSeekV4(LatentFamily):
 
 def limited_silu(config: Any) -> Callable[..., Tensor]:
     """What is between the matrices of dense blocks."""
-    return LimitedSilu(float(config.swiglu_limit)).of
+    return partial(silu_within, limit=float(config.swiglu_limit))
 
 
 def _ratios(file: GgufFile) -> list[int]:

@@ -53,7 +53,7 @@ class Ernie(Family):
             experts=config.moe_num_experts,
             inner=config.moe_intermediate_size,
             dense_inner=config.intermediate_size,
-            shared_inner=config.moe_num_shared_experts * config.moe_intermediate_size,
+            shared_inner=(config.moe_num_shared_experts or 0) * config.moe_intermediate_size,
             correction="gate.moe_statics.e_score_correction_bias",
         )
 

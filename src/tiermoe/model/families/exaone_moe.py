@@ -56,7 +56,7 @@ class ExaoneMoe(Family):
             experts=config.num_experts,
             inner=config.moe_intermediate_size,
             dense_inner=config.intermediate_size,
-            shared_inner=config.num_shared_experts * config.moe_intermediate_size,
+            shared_inner=(config.num_shared_experts or 0) * config.moe_intermediate_size,
             correction=CORRECTION,
         )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tiermoe.formats.gguf_checkpoint import Parameter, Rows
 from tiermoe.formats.gguf_file import GgufFile, GgufTensor
+from tiermoe.kernels.gates import Gate, usual_gate
 from tiermoe.model.attention.grouped import head_columns
 from tiermoe.model.families.fields import Config
 from tiermoe.model.families.names import Gguf
@@ -115,9 +116,9 @@ class Family:
         """The name of the activation between a dense block's matrices."""
         return str(next(filter(None, (getattr(config, name, None) for name in _ACTIVATIONS)), None))
 
-    def gate(self, config: Any) -> tuple[Any, ...] | None:
-        """The name of what is between an expert's matrices (`kernels.gates`); None: transformers' code says it."""
-        return ("silu",) if getattr(config, "hidden_act", None) == "silu" else None
+    def gate(self, config: Any) -> Gate | None:
+        """What is between an expert's matrices of GGUF files; None: transformers' code says it."""
+        return usual_gate(getattr(config, "hidden_act", None)) or usual_gate(getattr(config, "mlp_hidden_act", None))
 
     def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
         """What embeddings are multiplied by."""

@@ -28,7 +28,7 @@ from tiermoe.model.families.fields import (
 from tiermoe.model.families.names import Gguf, block_names
 from tiermoe.model.layer import Layer
 from tiermoe.model.moe import DenseBlock, MoeBlock, add_to, dense, moe_layer
-from tiermoe.model.norms import Norm
+from tiermoe.model.parts import Norm
 from tiermoe.model.routers import Router, RouterRule
 from tiermoe.model.weights import NormKind, Scope
 

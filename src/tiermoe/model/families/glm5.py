@@ -11,11 +11,10 @@ from torch import Tensor
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.base import Attention
-from tiermoe.model.attention.indexer import IndexerSizes, indexer
-from tiermoe.model.attention.kimi_delta import kimi_delta
+from tiermoe.model.attention.compressed import PoolIndexerSizes, pool_indexer
+from tiermoe.model.attention.indexers import IndexerSizes, indexer
 from tiermoe.model.attention.latent import has_indexer, latent
-from tiermoe.model.attention.linear import is_linear
-from tiermoe.model.attention.pool_indexer import PoolIndexerSizes, pool_indexer
+from tiermoe.model.attention.linear import is_linear, kimi_delta
 from tiermoe.model.families.deepseek import part_with_shared_experts
 from tiermoe.model.families.deepseek_v3 import (
     CORRECTION,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiermoe.formats.gguf_file import GgufFile
+from tiermoe.kernels.gates import Gate, gate_named
 from tiermoe.model.attention.grouped import grouped, window_at
 from tiermoe.model.families.family import Family
 from tiermoe.model.families.fields import Config, expert_columns, expert_count, grouped_fields
@@ -33,8 +34,8 @@ class GptOss(Family):
             moe(w.at("mlp"), rule, config.num_local_experts, config.intermediate_size, router="router", biased=True),
         )
 
-    def gate(self, config: Any) -> tuple[Any, ...]:
-        return ("clamped in halves", float(config.swiglu_limit), _ALPHA)
+    def gate(self, config: Any) -> Gate:
+        return gate_named("clamped in halves", config.swiglu_limit, _ALPHA)
 
     def config(self, file: GgufFile) -> Config:
         config = grouped_fields(file)

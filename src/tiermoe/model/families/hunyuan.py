@@ -12,7 +12,7 @@ from torch import Tensor
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped
-from tiermoe.model.attention.indexer import IndexerSizes, indexer
+from tiermoe.model.attention.indexers import IndexerSizes, indexer
 from tiermoe.model.attention.latent import has_indexer, latent
 from tiermoe.model.families.deepseek_v3 import (
     INDEXER,
@@ -144,7 +144,7 @@ class HunyuanV3(Family):
             experts=config.num_experts,
             inner=config.moe_intermediate_size,
             dense_inner=config.intermediate_size,
-            shared_inner=config.num_shared_experts * config.moe_intermediate_size,
+            shared_inner=(config.num_shared_experts or 0) * config.moe_intermediate_size,
             correction="e_score_correction_bias",
         )
 

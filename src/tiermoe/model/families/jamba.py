@@ -9,8 +9,7 @@ from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.base import Attention
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.attention.linear import is_linear
-from tiermoe.model.attention.mamba import mamba_lacks
-from tiermoe.model.attention.mamba_1 import Mamba1Sizes, mamba_1
+from tiermoe.model.attention.mamba import Mamba1Sizes, mamba_1, mamba_lacks
 from tiermoe.model.families.family import Family
 from tiermoe.model.families.fields import (
     AGAIN,

@@ -7,9 +7,8 @@ from typing import Any
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
-from tiermoe.model.attention.kimi_delta import kimi_delta
 from tiermoe.model.attention.latent import latent
-from tiermoe.model.attention.linear import is_linear
+from tiermoe.model.attention.linear import is_linear, kimi_delta
 from tiermoe.model.families.deepseek_v3 import CORRECTION, V3_NAMES, v3_router
 from tiermoe.model.families.family import LatentFamily
 from tiermoe.model.families.fields import AGAIN, Config, latent_fields, linear_layers, shape_of
@@ -79,6 +78,6 @@ def kimi_part(w: Scope, config: Any) -> MoeBlock | DenseBlock:
         experts=config.num_experts,
         inner=config.moe_intermediate_size,
         dense_inner=config.intermediate_size,
-        shared_inner=config.num_shared_experts * config.moe_intermediate_size,
+        shared_inner=(config.num_shared_experts or 0) * config.moe_intermediate_size,
         correction=CORRECTION,
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.base import Attention
+from tiermoe.model.attention.convolution import short_convolution
 from tiermoe.model.attention.grouped import grouped
-from tiermoe.model.attention.short_convolution import short_convolution
 from tiermoe.model.families.family import Family
 from tiermoe.model.families.fields import (
     Config,

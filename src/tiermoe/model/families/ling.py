@@ -9,9 +9,8 @@ from typing import Any
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile, rounded
 from tiermoe.model.attention.base import Attention
-from tiermoe.model.attention.kimi_delta import kimi_delta
 from tiermoe.model.attention.latent import latent
-from tiermoe.model.attention.linear import is_linear
+from tiermoe.model.attention.linear import is_linear, kimi_delta
 from tiermoe.model.families.deepseek_v3 import V3_NAMES, rope_of
 from tiermoe.model.families.family import LatentFamily
 from tiermoe.model.families.fields import AGAIN, SIGMOID, Config, latent_fields, linear_layers

@@ -8,9 +8,9 @@ from typing import Any
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
-from tiermoe.kernels.gates import ClampedGate
-from tiermoe.model.attention.group_indexer import group_indexer
+from tiermoe.kernels.gates import Gate, gate_named
 from tiermoe.model.attention.grouped import grouped
+from tiermoe.model.attention.indexers import group_indexer
 from tiermoe.model.families.deepseek_v3 import CORRECTION, SHARED_NAMES
 from tiermoe.model.families.family import Family
 from tiermoe.model.families.fields import (
@@ -99,7 +99,7 @@ class MiniMaxM3(Family):
 
     def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
         """The feed-forward part: dense in the layers that have no router."""
-        gate = ClampedGate(float(config.swiglu_limit), float(config.swiglu_alpha), halves=True)
+        gate = self.gate(config)
         first = ("gate_up_proj",)
         if not w.has("gate.weight"):
             return dense(w, config.dense_intermediate_size, gate, first=first, fused=True)
@@ -115,8 +115,8 @@ class MiniMaxM3(Family):
         apart = sparse and config.index_n_heads != config.num_key_value_heads
         return "an indexer of other groups of heads than share keys and values" if apart else ""
 
-    def gate(self, config: Any) -> tuple[Any, ...]:
-        return ("clamped in halves", float(config.swiglu_limit), float(config.swiglu_alpha))
+    def gate(self, config: Any) -> Gate:
+        return gate_named("clamped in halves", config.swiglu_limit, config.swiglu_alpha)
 
     def config(self, file: GgufFile) -> Config:
         """All layers with experts have an indexer (models/minimax-m3.cpp). ModelError for one that lacks a tensor of

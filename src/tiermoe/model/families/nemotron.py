@@ -90,9 +90,6 @@ class NemotronH(Family):
     def lacks(self, config: Any) -> str:
         return mamba_lacks(config)
 
-    def gate(self, config: Any) -> tuple[Any, ...] | None:
-        return ("relu2",) if config.mlp_hidden_act == "relu2" else None
-
     def config(self, file: GgufFile) -> Config:
         config, sizes = common_fields(file), mamba_sizes(file)
         del config["rope_parameters"]  # queries and keys have no position

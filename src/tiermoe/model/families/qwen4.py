@@ -13,8 +13,8 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import Joined, Numbers, Parameter, Rows
 from tiermoe.formats.gguf_file import NGRAM_TABLE, GgufFile
 from tiermoe.model.attention.base import Attention
-from tiermoe.model.attention.block_indexer import block_indexer
 from tiermoe.model.attention.grouped import grouped
+from tiermoe.model.attention.indexers import block_indexer
 from tiermoe.model.attention.linear import gated_delta, is_linear
 from tiermoe.model.attention.ngrams import ngrams
 from tiermoe.model.families.family import Family

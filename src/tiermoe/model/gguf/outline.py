@@ -103,7 +103,7 @@ def _outline(
     tied: Mapping[str, str],
     table: str | None,
 ) -> Outline:
-    experts, dense = _experts_of(layers), shapes.taken
+    experts, dense, gate = _experts_of(layers), shapes.taken, family.gate(config)
     tensors = {
         path: _tensor(path, shape, torch.float32 if path.endswith(family.wide) else dtype)
         for path, shape in dense.items()
@@ -120,7 +120,7 @@ def _outline(
         joined={},
         dense_bytes=sum(math.prod(shape) * tensors[path].dtype.itemsize for path, shape in dense.items()),
         dense_keys=tuple(name for name in checkpoint.tensors if name not in experts),
-        gate=family.gate(config),
+        gate=None if gate is None else gate.stored,
         whole=True,
     )
 

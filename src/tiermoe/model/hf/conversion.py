@@ -27,7 +27,7 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.expert_format import expert_format
 from tiermoe.formats.safetensors import Checkpoint, QuantizedTensor, TensorEntry
 from tiermoe.formats.source import EACH
-from tiermoe.model.hf.shells import shells_of
+from tiermoe.model.hf.experts import shells_of
 from tiermoe.types import MoeLayer, Part, Segment
 
 _CONVERTED = 8  # bytes a weight: as stored, at most float32, merged, and in the compute dtype

@@ -20,7 +20,7 @@ from transformers.integrations.heterogeneity.configuration_utils import Ambiguou
 from tiermoe.batch import Batch
 from tiermoe.errors import PromptError
 from tiermoe.model.decoder import require_finite
-from tiermoe.model.linear import PackedLinear
+from tiermoe.model.parts import PackedLinear
 from tiermoe.types import Need, Phase, Workload
 
 _EXPANDED = {"qk_nope_head_dim": 2, "qk_rope_head_dim": 1, "v_head_dim": 1}

@@ -1,27 +1,31 @@
-"""Hub: from the model's name to a directory or GGUF file. A hub id, or a GGUF file of one (HUB-ID:FILE), is found in
-the local hub cache, downloaded, or inspected before it is downloaded.
-
-The hub's own client keeps the files that are finished. A shard has gigabytes, so an interrupted one is kept too: beside
-the cache's blobs until it is whole, then as one of them."""
+"""Models on the hub: ids, snapshots, downloads with progress."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
 
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError
-from tiermoe.formats.safetensors import Checkpoint
+from tiermoe.formats.gguf_file import MOST_HEADER, HeaderCutError, read_header
+from tiermoe.formats.safetensors import Checkpoint, FileReader, TensorEntry, entries_of
+from tiermoe.model.families.fields import FREQUENCIES, LONG_FACTORS
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.configs import read_fields
-from tiermoe.model.hf.downloads import PART
-from tiermoe.model.hf.gguf_models import in_snapshot
-from tiermoe.model.hf.local_models import find_local, split_name
-from tiermoe.model.hf.remote import RemoteCheckpoint, fetch_headers, inspect_headers, safetensors_headers
+from tiermoe.model.hf.local_models import find_local, in_snapshot, split_name
 from tiermoe.model.hf.repository import Repository, fetch, first_line, hub_errors, read_repository
 from tiermoe.platform import file_io
 
@@ -189,3 +193,186 @@ def inspect_without_download(model: str | os.PathLike[str], store: Path | None) 
     checkpoint = RemoteCheckpoint(folder, name, safetensors_headers(repository, shards), repository.sizes)
     download = Download(len(shards), repository.nbytes(shards))
     return inspect_model(folder, name, store, checkpoint), download
+
+
+PART = ".tiermoe-part"
+"""Ending of a file whose download has not ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedDownload:
+    """A model in the hub's cache."""
+
+    name: str
+    root: Path
+    weights: tuple[str, ...]  # files of weights, by their names
+    nbytes: int  # of all files, unfinished ones too
+    used: float  # when a file was last read or written; seconds since the epoch
+
+
+def cached_downloads() -> list[CachedDownload]:
+    """Models in the hub's cache, the one that was used last first. What is no repository of the hub's is left out."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    found = [_described(each) for each in repositories if each.repo_type == "model"]
+    return sorted(found, key=lambda download: -download.used)
+
+
+def _described(repository: Any) -> CachedDownload:
+    files = {file.file_name for revision in repository.revisions for file in revision.files}
+    weights = sorted(name for name in files if name.endswith((".safetensors", ".gguf")))
+    unfinished = sum(part.stat().st_size for part in _parts(repository.repo_path))
+    used = max(repository.last_accessed, repository.last_modified)
+    return CachedDownload(
+        repository.repo_id, repository.repo_path, tuple(weights), repository.size_on_disk + unfinished, used
+    )  # fmt: skip
+
+
+def _parts(root: Path) -> list[Path]:
+    return list((root / "blobs").glob(f"*{PART}"))
+
+
+def remove_download(download: CachedDownload) -> None:
+    """Removes a model from the hub's cache, all revisions. ModelError where another process downloads it, or it cannot
+    be removed."""
+    from huggingface_hub import scan_cache_dir
+
+    info = scan_cache_dir()
+    # alone: a copy of a repository has commits of the same names
+    own = frozenset(each for each in info.repos if each.repo_path == download.root)
+    revisions = [revision.commit_hash for each in own for revision in each.revisions]
+    with _nobody_downloads(download):
+        replace(info, repos=own).delete_revisions(*revisions).execute()
+    if download.root.exists():  # the hub's client only warns
+        raise ModelError(f"{download.root} cannot be removed; check its permissions")
+
+
+@contextlib.contextmanager
+def _nobody_downloads(download: CachedDownload) -> Iterator[None]:
+    with contextlib.ExitStack() as opened:
+        for part in _parts(download.root):
+            descriptor = file_io.open_to_write(part)
+            opened.callback(os.close, descriptor)
+            try:
+                file_io.lock(descriptor)
+            except BlockingIOError as error:
+                raise ModelError(
+                    f"'{download.name}' is being downloaded by another process; end it, or wait until it is done"
+                ) from error
+        yield
+
+
+_GGUF_HEADER = 8 << 20  # bytes asked for first: a vocabulary of 150,000 tokens and its merges take 6 MB
+_MOST_FACTORS = 4096  # bytes: of heads of 2,048 columns
+_REQUESTS = 8  # headers that are asked for at once
+
+
+class RemoteCheckpoint(Checkpoint):
+    """A checkpoint of which the headers alone are known: names, dtypes, shapes and sizes of its tensors. Reading a
+    value raises ModelError. headers: shard → its JSON header; sizes: shard → bytes."""
+
+    def __init__(self, directory: Path, name: str, headers: Mapping[str, bytes], sizes: Mapping[str, int]) -> None:
+        self.directory = directory
+        self.shards = [directory / shard for shard in headers]
+        self.tensors = {}
+        self._name = name
+        self._headers = list(headers.values())
+        self._fingerprint = None
+        self._files = FileReader()
+        for shard, header in headers.items():
+            self.tensors |= entries_of(directory / shard, header, 0, sizes[shard])
+
+    def _read(self, name: str, entry: TensorEntry, first: int, last: int) -> torch.Tensor:
+        raise ModelError(
+            f"{name} cannot be read, '{self._name}' is not downloaded; 'tiermoe pack {self._name}' downloads and packs"
+        )
+
+    def fingerprint(self) -> str:
+        """Fingerprint of config and headers. Samples of the values are missing, so it differs from that of the
+        download."""
+        return xxhash.xxh3_64(b"".join([(self.directory / "config.json").read_bytes(), *self._headers])).hexdigest()
+
+
+def safetensors_headers(repository: Repository, shards: list[str]) -> dict[str, bytes]:
+    """Shard → its JSON header, by range requests. ModelError as `hub_errors`."""
+    with ThreadPoolExecutor(_REQUESTS) as threads:
+        return dict(zip(shards, threads.map(lambda shard: _header(repository, shard), shards), strict=True))
+
+
+def fetch_headers(repository: Repository, files: Sequence[str]) -> Path:
+    """The first of a model's GGUF files, in a folder that is removed when this process ends: of each file the header,
+    its size, and the tensor whose values its config has; zeros where others lie. ModelError as `hub_errors`."""
+    folder = Path(tempfile.mkdtemp(prefix="tiermoe-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for file in files:
+        nbytes = _GGUF_HEADER
+        while not _fetch_header(repository, file, folder / file, nbytes):
+            nbytes *= 2
+        _fetch_factors(repository, file, folder / file)
+    return folder / files[0]
+
+
+def inspect_headers(repository: Repository, fetched: Path, name: str, store: Path | None = None) -> Blueprint:
+    """`inspect_model` of what `fetch_headers` gave; ModelErrors name the repository."""
+    try:
+        return inspect_model(fetched, name, store)
+    except ModelError as error:
+        raise ModelError(str(error).replace(str(fetched.parent), repository.name)) from error
+
+
+def _fetch_header(repository: Repository, file: str, path: Path, nbytes: int) -> bool:
+    """Writes the first bytes of a GGUF file. False where its header goes on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_fetched(repository, file, 0, nbytes))
+    try:
+        read_header(path)
+    except HeaderCutError:
+        if nbytes < min(repository.sizes[file], MOST_HEADER):
+            return False
+    except ModelError:  # of the tensors that are not there; any other is raised again where the file is opened
+        pass
+    os.truncate(path, repository.sizes[file])
+    return True
+
+
+def _fetch_factors(repository: Repository, file: str, path: Path) -> None:
+    """Writes the factors of a rotary embedding where a GGUF file with its header has zeros."""
+    try:
+        tensors = read_header(path).tensors
+    except ModelError:  # raised again where the file is opened
+        return
+    for name in (FREQUENCIES, *LONG_FACTORS):
+        factors = tensors.get(name)
+        if factors is not None and factors.nbytes <= _MOST_FACTORS:
+            with path.open("r+b") as opened:
+                opened.seek(factors.offset)
+                opened.write(_fetched(repository, file, factors.offset, factors.nbytes))
+
+
+def _fetched(repository: Repository, file: str, first: int, nbytes: int) -> bytes:
+    """So many bytes of a file from byte `first` on, or those up to its end."""
+    from huggingface_hub import get_session, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    url = hf_hub_url(repository.name, file, revision=repository.commit)
+    with hub_errors(repository.name):
+        answer = get_session().get(url, headers={**build_hf_headers(), "Range": f"bytes={first}-{first + nbytes - 1}"})
+        hf_raise_for_status(answer)
+    return bytes(answer.content)
+
+
+def _header(repository: Repository, shard: str) -> bytes:
+    """By a range request: the first bytes of a shard."""
+    from huggingface_hub import parse_safetensors_file_metadata
+
+    with hub_errors(repository.name):
+        found = parse_safetensors_file_metadata(repository.name, shard, revision=repository.commit)
+    tensors: dict[str, Any] = {
+        name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": tensor.data_offsets}
+        for name, tensor in found.tensors.items()
+    }
+    return json.dumps(tensors).encode()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.safetensors import INDEX, SINGLE, indexed
-from tiermoe.model.hf.gguf_models import gguf_models, named
+from tiermoe.model.hf.local_models import gguf_models, named
 
 _PLANNED = ("config.json", "generation_config.json", INDEX)
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")

@@ -21,14 +21,13 @@ from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
 from tiermoe.formats.outline import DenseTensor, Outline
 from tiermoe.formats.safetensors import Checkpoint, QuantizedTensor
 from tiermoe.formats.source import TensorSource
-from tiermoe.kernels.gates import gate_name, in_halves
 from tiermoe.model.families.family import Family
 from tiermoe.model.gguf.checkpoint import GgufExperts
 from tiermoe.model.hf.configs import text_config
 from tiermoe.model.hf.conversion import CheckpointExperts
-from tiermoe.model.hf.shells import (
+from tiermoe.model.hf.experts import (
     IMPLEMENTATION,
-    activation_of,
+    expert_gate,
     experts_left_out,
     register,
     routers_of,
@@ -236,11 +235,11 @@ class Skeleton:
 
     def _gate(self) -> tuple[Any, ...] | None:
         """The name of what all experts have between their matrices."""
-        names = {gate_name(activation_of(module)) for module in shells_of(self.model).values()}
-        name = names.pop() if len(names) == 1 else None
-        if isinstance(self.experts, GgufExperts) and name is not None:
-            return in_halves(name)
-        return name
+        gates = {expert_gate(module) for module in shells_of(self.model).values()}
+        if len(gates) != 1:
+            return None
+        gate = gates.pop()
+        return (gate.in_halves if isinstance(self.experts, GgufExperts) else gate).stored
 
 
 def _taken_as_they_are(tensors: dict[str, DenseTensor], tied: dict[str, str], joined: Container[str]) -> bool:

@@ -12,7 +12,7 @@ from tiermoe.types import ExpertKey
 DISK_GAP_BYTES = 128 << 10
 """Default gap for drives: bytes between two wanted neurons that are read through. That takes no longer than another
 read: with 45 % of the neurons active at random, smaller gaps took 1.5 to 4 times as long on an NVMe drive, whatever
-they saved in bytes (docs/notebook/reading-neurons.md)."""
+they saved in bytes (notebook/2026-11-22-reading-neurons.md)."""
 
 
 class NeuronCache:

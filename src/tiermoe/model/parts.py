@@ -1,0 +1,173 @@
+"""Parts of layers: linear layers on packed weights and on the checkpoint's own, norms with their descriptors for the
+native kernels, and functions that are computed token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiermoe.formats.plain import Plain
+from tiermoe.kernels import norm as native_norm
+from tiermoe.kernels.attention import PackedMatrix
+from tiermoe.kernels.linear import LinearKernel, linear, multiplies_bfloat16, product
+from tiermoe.kernels.matrix import matrix_form
+from tiermoe.kernels.norm import Norm as NativeNorm
+from tiermoe.native import available
+from tiermoe.types import FEW_TOKENS
+
+Computed = TypeVar("Computed", Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor])
+
+
+def by_token(compute: Callable[..., Computed], *xs: Tensor) -> Computed:
+    """compute(*xs), xs (T, ...). Up to FEW_TOKENS are computed one by one, so that a token has the bits that it has
+    alone."""
+    if not 1 < len(xs[0]) <= FEW_TOKENS:
+        return compute(*xs)
+    return joined([compute(*each) for each in zip(*(torch.split(x, 1) for x in xs), strict=True)])
+
+
+def joined(parts: Sequence[Computed]) -> Computed:
+    """The results of parts of the tokens, (T, ...) each, as one result."""
+    if len(parts) == 1:
+        return parts[0]
+    each: list[Any] = list(parts)
+    whole: Any = torch.cat(each) if isinstance(each[0], Tensor) else tuple(map(torch.cat, zip(*each, strict=True)))
+    found: Computed = whole
+    return found
+
+
+class Norm(Protocol):
+    """x (..., H) → (..., H) in x's dtype. native: the norm for the attention kernels."""
+
+    @property
+    def native(self) -> NativeNorm: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class RootMeanSquare:
+    """weight * x / sqrt(mean(x^2) + epsilon), weight (H).
+
+    late: rounded to x's dtype after the product with the weight and not before. centred: the weight is 1 + `weight`,
+    and rounding is late (Qwen3-Next). by_kernel: computed by the native kernel where it takes the weight; a prompt of
+    gpt-oss keeps the bits of torch's operations."""
+
+    def __init__(
+        self, weight: Tensor, epsilon: float, late: bool = False, centred: bool = False, by_kernel: bool = True
+    ) -> None:
+        self.weight, self.epsilon, self.late, self.centred = weight, epsilon, late, centred
+        self._kind: native_norm.Kind = "rms_centred" if centred else "rms_at_once" if late else "rms"
+        self._by_kernel = by_kernel and native_norm.takes(weight)
+
+    @property
+    def native(self) -> NativeNorm:
+        return NativeNorm(self.weight, self.epsilon, self._kind)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._by_kernel and x.dtype == torch.bfloat16 and x.is_contiguous():
+            return native_norm.norm(x, self.weight, self.epsilon, self._kind)
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        if self.centred:
+            return ((1.0 + self.weight.float()) * wide).to(x.dtype)
+        return (self.weight * wide).to(x.dtype) if self.late else self.weight * wide.to(x.dtype)
+
+
+class LayerNorm:
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias; weight and bias (H), in whose dtype it is computed."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, epsilon: float) -> None:
+        self.weight, self.bias, self.epsilon = weight, bias, epsilon
+
+    @property
+    def native(self) -> NativeNorm:
+        return NativeNorm(self.weight, self.epsilon, "layer", self.bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.to(self.weight.dtype)
+        return F.layer_norm(wide, self.weight.shape, self.weight, self.bias, self.epsilon).to(x.dtype)
+
+
+SMALL = 1 << 22
+"""Weights of a matrix at most that few tokens take one by one where the native kernels compute others and not this one,
+as of betas and decays in Qwen3.5 at 4 bits. So a token has the bits that it has alone."""
+
+
+class Linear(Protocol):
+    """x (T, in) → (T, out), with the bias where there is one. batch_invariant: a token's result does not depend on the
+    other tokens of a call of up to FEW_TOKENS. packed: the weight for the attention kernels."""
+
+    @property
+    def batch_invariant(self) -> bool: ...
+
+    @property
+    def packed(self) -> PackedMatrix: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer on packed weights (in_features → out_features), a module so that it can stand in a transformers
+    model. `weight` answers questions about shape and dtype only. columns: where each column of the weight lies in the
+    packed fields; None: in order. (Only layers that are called have another order: the attention kernels take `packed`
+    itself.)"""
+
+    def __init__(
+        self, kernel: LinearKernel, packed: PackedMatrix, dtype: torch.dtype, columns: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = packed.in_, packed.out
+        self.bias = packed.bias
+        self.weight = torch.empty((packed.out, packed.in_), dtype=dtype, device="meta")
+        self.packed = packed
+        native = matrix_form(packed.encoding, packed.out, packed.in_, dtype) is not None
+        beside = available() and all(field.device.type == "cpu" for field in packed.fields.values())
+        small = packed.out * packed.in_ <= SMALL
+        self._by_token = not native and beside and small and dtype == torch.bfloat16
+        self.batch_invariant = native or self._by_token
+        self._kernel = kernel
+        self._taken = None if columns is None else columns.argsort()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        if self._taken is not None:
+            rows = rows[:, self._taken]
+        result = by_token(self._product, rows) if self._by_token else self._product(rows)
+        if self.bias is not None:
+            result = result + self.bias
+        return result.view(*x.shape[:-1], self.out_features)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        return self._kernel(rows, self.packed.fields, self.out_features, self.in_features)
+
+
+class PlainLinear:
+    """A linear layer on a weight (out, in) as the checkpoint has it, in whose dtype it computes. Up to FEW_TOKENS take
+    the native product; more tokens take it where torch has no good one."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        out, in_ = weight.shape
+        self.packed = PackedMatrix(Plain(), {"weight": weight}, out, in_, bias)
+        fits = weight.is_contiguous() and weight.device.type == "cpu"
+        self._form = matrix_form(Plain(), out, in_, weight.dtype) if fits else None
+        self._tokens = FEW_TOKENS if multiplies_bfloat16() else math.inf
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self._form is not None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self.packed.fields["weight"], self.packed.bias
+        x = x.to(weight.dtype)
+        if self._form is not None and x.shape[0] <= self._tokens:
+            result = linear(x, self._form, self.packed.fields)
+        elif multiplies_bfloat16():
+            return F.linear(x, weight, bias)
+        else:
+            result = product(x, weight)
+        return result if bias is None else result + bias
