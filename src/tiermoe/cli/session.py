@@ -189,7 +189,7 @@ def planned_draft(draft: str, tokenizer: Any, blueprint: Any, asked: Settings) -
     """((blueprint, settings) of a draft model, settings of the model with the memory that it leaves). ModelError where
     its tokenizer is another, BudgetError where it does not fit whole."""
     from tiermoe.engine.budget import context_of
-    from tiermoe.engine.draft_model import check_vocabulary, plan_draft
+    from tiermoe.engine.drafts import check_vocabulary, plan_draft
     from tiermoe.model.hf.blueprint import inspect_model
     from tiermoe.model.hf.hub import resolve_model
     from tiermoe.model.hf.tokenizers import load_tokenizer
@@ -214,14 +214,14 @@ def speculation_of(draft: str, drafting: Any, engine: Any, progress: Callable[[s
     from tiermoe.engine.speculation import Speculation
 
     if draft == MTP:
-        from tiermoe.engine.mtp_draft import MtpDrafts, require_verification
+        from tiermoe.engine.drafts import MtpDrafts, require_verification
 
         require_verification(engine)
         drafts = MtpDrafts(engine, Lookup())
         return Speculation(drafts, drafts.draft_batch)
     if drafting is None:
         return Speculation(Lookup())
-    from tiermoe.engine.draft_model import DraftModel
+    from tiermoe.engine.drafts import DraftModel
     from tiermoe.engine.load import start
 
     blueprint, settings = drafting
