@@ -26,9 +26,8 @@ from benchmarks.rounds import parser_of
 from tiermoe.cli.options import changes
 from tiermoe.config import CacheSize
 from tiermoe.errors import TiermoeError
-from tiermoe.lab.measure.record import DISTANCES, Recorder, header_of
+from tiermoe.lab.measure.record import DISTANCES, Lap, Recorder, Stopwatch, header_of, times_of
 from tiermoe.lab.measure.texts import Feed, SequenceShape, cut_sequences
-from tiermoe.lab.measure.times import Lap, Stopwatch, times_of
 from tiermoe.lab.simulate import ReplaySettings, Result, replay
 from tiermoe.lab.trace import Header, Pass, Times, Trace
 from tiermoe.metrics import Metrics, PhaseMetrics

@@ -39,13 +39,11 @@ no test here. A family that is newer than the transformers beside it is refused 
 _LLAMA_CPP = """
 ## GGUF files beside llama.cpp
 
-The tests' files have the names, shapes and entries that llama.cpp's converter (llama-cpp-python 0.3.36) wrote of the
-same small models, and its order of elements: `tests/golden`. By hand are the order of columns in `hy_v4` (below), the
-experts of `deepseek4`, which the converter takes in MXFP4 alone, and the scale of temperatures of `mistral4`, which it
-writes of checkpoints in Mistral's own form.
-
-Logits were compared with llama.cpp's of such files: `notebook/2026-11-26-gguf-beside-llama-cpp.md` has the figures. The
-programs differ here:
+The tests' files have the names, shapes, entries and order of elements that llama.cpp's converter (llama-cpp-python
+0.3.36) wrote of the same small models: `tests/golden`. By hand are the order of columns in `hy_v4`, the experts of
+`deepseek4`, which the converter takes in MXFP4 alone, and the scale of temperatures of `mistral4`, which it writes of
+checkpoints in Mistral's own form. Logits were compared with llama.cpp's:
+`notebook/2026-11-26-gguf-beside-llama-cpp.md` has the figures. The programs differ here:
 
 * Hunyuan 4: llama.cpp rotates neighbouring columns of a head, transformers 5.23 those of both halves, of the same
   matrices. tiermoe reads a GGUF file as llama.cpp does, and safetensors as transformers does.

@@ -23,8 +23,7 @@ from channel_wise import round_experts
 from commands import Command
 from tiermoe.config import settings as make_settings
 from tiermoe.errors import BudgetError, ConfigError
-from tiermoe.lab.measure.bitwidths import find_bitwidths
-from tiermoe.lab.measure.importance import BitsMeter, Journal, ModelSource, by_ray, check_room, places_of
+from tiermoe.lab.measure.bitwidths import BitsMeter, Journal, ModelSource, by_ray, check_room, find_bitwidths, places_of
 from tiermoe.lab.measure.pairs import read_pairs
 from tiermoe.lab.measure.tasks import Perplexity, Rouge2
 from tiermoe.lab.papers.edgemoe import RelativeLoss, accept, bounds, lowered, search

@@ -245,6 +245,8 @@ def test_a_key_s_scheme_is_known_however_it_is_written(address: str, scheme: str
     with httpx.Client(base_url=address, timeout=PATIENCE_S) as http:
         for value, status in ((f"{scheme} {KEY}", 200), (f"{scheme} wrong", 401), (f"Basic {KEY}", 401)):
             assert http.get("/v1/models", headers={"Authorization": value}).status_code == status
+        assert http.get("/v1/models", headers={"X-Api-Key": ""}).json()["error"]["type"] == "authentication_error"
+        assert http.get("/health").json() == {"status": "ok"}  # without a key
 
 
 @pytest.mark.parametrize(

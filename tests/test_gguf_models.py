@@ -32,8 +32,6 @@ LEFT = (
     "glm5_next of shared choices",
 )  # fmt: skip
 """Models whose outlines are left to transformers' code."""
-IN_FLOAT32 = ("ling3", "hunyuan_v1_moe")
-"""Models of which transformers keeps some tensors in float32, and the outline by names does not."""
 ELSEWHERE = ("transformers_version", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "architectures")
 """Config entries that the tokenizer's entries say, or no entry."""
 _DENSE = {"intermediate_size"}  # of dense layers, which these models do not have
@@ -154,8 +152,6 @@ def test_a_ragged_batch_and_a_forked_prefix(written: Written) -> None:
 def test_names_and_shapes_tell_what_transformers_code_does(written: Written) -> None:
     found = written.blueprint.known
     assert (found is None) == (written.name in LEFT)
-    if written.name in IN_FLOAT32:
-        pytest.xfail("the outline by names has these tensors in bfloat16")
     if found is not None:
         wanted = replace(written.blueprint, known=None).outline
         widened = {path: found.tensors[path] for path in wanted.tensors if path.endswith(_WIDENED)}

@@ -13,14 +13,11 @@ import torch
 import tiermoe
 from commands import Command
 from parity import close, logits, tokens
-from tiermoe.formats import encode_matrix, int6
+from tiermoe.formats import int6
 from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR
 from tiermoe.formats.int6 import Int6
 from tiermoe.formats.quantizers import QUANTIZERS
-from tiermoe.formats.registry import encoding_for
 from tiermoe.formats.store import open_store
-from tiermoe.kernels import linear
-from tiermoe.kernels.linear import linear_for
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.packing import recipe, recipe_key
 from tiny import oracle, write
@@ -112,44 +109,6 @@ def test_the_better_of_two_scales_is_taken() -> None:
     fields = encoding.encode(weight, HQQ, torch.float32)
     assert torch.equal(encoding.decode(fields, 64, 128, torch.float32), weight)
     assert [scale_at(fields["scales"].flatten().tolist(), 2, row, 0) for row in (0, 1)] == [0.5, -0.5]
-
-
-def test_blocks_of_rows_are_those_of_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoding, weight, columns = Int6(CPU_LAYOUT, 64), random(320, 128).bfloat16(), 128
-    want = encoding.encode(weight, HQQ, torch.bfloat16)
-    monkeypatch.setattr(encode_matrix, "BLOCK_WEIGHTS", 1)
-    monkeypatch.setattr(int6, "BLOCK_WEIGHTS", 5 * columns)
-    got = {name: torch.empty_like(value) for name, value in want.items()}
-    done: list[int] = []
-    matrix = encode_matrix.Matrix(
-        encoding, HQQ, (320, columns), torch.bfloat16, lambda first, last: weight[first:last],
-        lambda field, first, value: got[field.name][first : first + len(value)].copy_(value),
-    )  # fmt: skip
-    assert len(list(encode_matrix.encode([matrix], done.append))) == 1
-    assert done == [1, 2, 3, 4, 5]
-    assert all(torch.equal(got[name], want[name]) for name in want)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_without_native_kernels_blocks_are_decoded_and_multiplied(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoding = Int6(CPU_LAYOUT, 64)
-    fields = encoding.encode(random(320, 128), HQQ, dtype)
-    monkeypatch.setattr(linear, "matrix_form", lambda *_: None)
-    monkeypatch.setattr(linear, "DECODED_BLOCKS", 130 * 128)  # two blocks at a time, and one is left
-    kernel, decoded = linear_for(encoding.name, "cpu", dtype), encoding.decode(fields, 320, 128, torch.float32)
-    step = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
-    for count in (1, 20):
-        x = random(count, 128, 1).to(dtype)
-        exact = x.double() @ decoded.double().t()
-        allowed = x.double().abs() @ decoded.double().abs().t() * step
-        assert bool(((kernel(x, fields, 320, 128).double() - exact).abs() <= allowed).all())
-
-
-@pytest.mark.parametrize(("out", "in_", "layout"), [(80, 64, CPU_LAYOUT), (64, 48, CPU_LAYOUT), (64, 64, ROW_MAJOR)])
-def test_what_6_bits_do_not_take_gets_8(out: int, in_: int, layout: str) -> None:
-    assert encoding_for(6, out, in_, torch.bfloat16, layout).name == "int8"
 
 
 # the output layer

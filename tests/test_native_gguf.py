@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gguf_blocks
+from native_products import assert_alone_as_among_others, columns_of, form_of, random
 from tiermoe import native
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.gguf_types import ENCODINGS, gguf_encoding
@@ -28,10 +29,6 @@ pytestmark = [
 NAMES = [each.type for each in ENCODINGS]
 
 
-def random(rows: int, columns: int, seed: int) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
 @pytest.mark.parametrize("type", NAMES)
 @settings(max_examples=12, deadline=None)
 @given(
@@ -46,27 +43,15 @@ def test_a_product_is_the_dequantised_weights_rounded_once(
     encoding = gguf_encoding(type)
     in_ = blocks * encoding.columns if encoding.columns == 32 else (blocks % 3 + 1) * encoding.columns
     slot, x = gguf_blocks.random_blocks(type, out, in_, seed), random(count, in_, seed + 1)
-    form = matrix_form(encoding, out, in_, torch.bfloat16)
-    assert form is not None
-    weight = gguf_blocks.weights(type, slot).double()
+    form, weight = form_of(encoding, out, in_), gguf_blocks.weights(type, slot).double()
     want = x.double() @ weight.t()
     assert (linear(x, form, slot).double() - want).abs().le(allowed(x, weight, want)).all()
 
 
 @pytest.mark.parametrize("type", NAMES)
 def test_a_tokens_product_depends_on_no_other_token_and_no_thread(type: str) -> None:
-    slot, x, before = gguf_blocks.random_blocks(type, 192, 512), random(53, 512, 1), torch.get_num_threads()
-    form = matrix_form(gguf_encoding(type), 192, 512, torch.bfloat16)
-    assert form is not None
-    try:
-        torch.set_num_threads(1)
-        alone = torch.cat([linear(token[None], form, slot) for token in x])
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            for count in (*range(1, 12), 19, 26, 49, 53):
-                assert torch.equal(linear(x[:count], form, slot), alone[:count])
-    finally:
-        torch.set_num_threads(before)
+    form, slot = form_of(gguf_encoding(type), 192, 512), gguf_blocks.random_blocks(type, 192, 512)
+    assert_alone_as_among_others(form, slot, 53, (*range(1, 12), 19, 26, 49, 53))
 
 
 @pytest.mark.parametrize("type", NAMES)
@@ -74,11 +59,9 @@ def test_every_code_in_every_place(type: str) -> None:
     """Each token takes one column: what a weight is, alone and beside others."""
     encoding = gguf_encoding(type)
     out, in_ = 64, max(encoding.columns, 64)
-    slot, x = gguf_blocks.random_blocks(type, out, in_, 5), torch.eye(in_).bfloat16()
-    form = matrix_form(encoding, out, in_, torch.bfloat16)
-    assert form is not None
+    slot = gguf_blocks.random_blocks(type, out, in_, 5)
     want = gguf_blocks.weights(type, slot).t()
-    for got in (linear(x, form, slot), torch.cat([linear(one[None], form, slot) for one in x])):
+    for got in columns_of(form_of(encoding, out, in_), slot):
         assert (got.float() - want).abs().le(want.abs() * ROUNDING + 1e-7).all()
 
 
@@ -86,9 +69,7 @@ def test_every_code_in_every_place(type: str) -> None:
 def test_every_place_of_a_grid(type: str) -> None:
     """A grid of IQ1, IQ2 or IQ3 has at most 2048 places of eight columns, which occur sixteen times each here."""
     slot, x = gguf_blocks.random_blocks(type, 1024, 256), torch.eye(256).bfloat16()
-    form = matrix_form(gguf_encoding(type), 1024, 256, torch.bfloat16)
-    assert form is not None
-    want = gguf_blocks.weights(type, slot).t()
+    form, want = form_of(gguf_encoding(type), 1024, 256), gguf_blocks.weights(type, slot).t()
     assert (linear(x, form, slot).float() - want).abs().le(want.abs() * ROUNDING + 1e-7).all()
 
 
@@ -96,8 +77,7 @@ def test_every_place_of_a_grid(type: str) -> None:
 def test_columns_that_are_zero_or_no_numbers(type: str) -> None:
     slot, x = gguf_blocks.random_blocks(type, 64, 512), random(7, 512, 1)
     x[0], x[1, 300], x[2, 300], x[3] = 0, torch.inf, torch.nan, 1e-38
-    form = matrix_form(gguf_encoding(type), 64, 512, torch.bfloat16)
-    assert form is not None
+    form = form_of(gguf_encoding(type), 64, 512)
     for got in (linear(x, form, slot), torch.cat([linear(one[None], form, slot) for one in x])):
         assert got[0].eq(0).all()
         assert not got[1:3].isfinite().any()

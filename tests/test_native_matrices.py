@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from native_products import assert_alone_as_among_others, columns_of, form_of, random
 from tiermoe import native
 from tiermoe.formats import int4, int6
 from tiermoe.formats.encoding import Encoding
@@ -48,13 +49,8 @@ class Given(LinearQuantizer):
         self.scale = scale
 
 
-def random(rows: int, columns: int, seed: int) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
 def encoded(encoding: Encoding, out: int, in_: int, seed: int = 0) -> tuple[MatrixForm, dict[str, torch.Tensor]]:
-    form = matrix_form(encoding, out, in_, torch.bfloat16)
-    assert form is not None
+    form = form_of(encoding, out, in_)
     quantizer = QUANTIZERS["hqq" if encoding.bits == 2 else "linear"]  # of linear, 2 bits have three of four codes
     return form, encoding.encode(random(out, in_, seed) * 0.05, quantizer, torch.bfloat16)
 
@@ -100,7 +96,7 @@ def test_a_product_is_the_decoded_weights_rounded_once(
 @pytest.mark.parametrize(
     "encoding",
     [
-        *(kind(CPU_LAYOUT, group) for kind, group in itertools.product([Int2, Int4, Int6], [32, 64, 128])),
+        *(kind(CPU_LAYOUT, group) for kind, group in itertools.product([Int2, Int4, Int6], native.GROUPS)),
         *(NonUniform(bits, CPU_LAYOUT, group) for bits, group in itertools.product(LEVELS, [32, 64])),
         *(Trellis(CPU_LAYOUT, group) for group in GROUPS),
     ],
@@ -130,12 +126,9 @@ def test_every_code_of_6_bits() -> None:
     weight = torch.cat((codes, codes.flip(0)), 1)
     stored = scales.t().contiguous().view(64, 2)  # one block: (G, 64)
     fields = {"codes": int6.pack(weight), "scales": stored}
-    form = matrix_form(Int6(CPU_LAYOUT, 64), 64, 128, torch.bfloat16)
-    assert form is not None
+    form = form_of(Int6(CPU_LAYOUT, 64), 64, 128)
     want = ((weight.float() - 32) * scales.float().repeat_interleave(64, 1)).bfloat16()
-    x = torch.eye(128).bfloat16()
-    assert torch.equal(linear(x, form, fields), want.t())
-    assert torch.equal(torch.cat([linear(one[None], form, fields) for one in x]), want.t())
+    assert all(torch.equal(got, want.t()) for got in columns_of(form, fields))
 
 
 @pytest.mark.parametrize("bits", LEVELS)
@@ -146,11 +139,7 @@ def test_every_level_of_uneven_bits(bits: int) -> None:
     scales = torch.linspace(-2, 2, 128).bfloat16().float().view(64, 2)  # (N, G)
     want = torch.tensor(LEVELS[bits]).float()[codes] * scales.repeat_interleave(32, 1)
     fields = encoding.encode(want, Given(scales), torch.bfloat16)
-    form = matrix_form(encoding, 64, 64, torch.bfloat16)
-    assert form is not None
-    x = torch.eye(64).bfloat16()
-    assert torch.equal(linear(x, form, fields), want.t().bfloat16())
-    assert torch.equal(torch.cat([linear(one[None], form, fields) for one in x]), want.t().bfloat16())
+    assert all(torch.equal(got, want.t().bfloat16()) for got in columns_of(form_of(encoding, 64, 64), fields))
 
 
 @pytest.mark.parametrize("kind", [Int4, Int2])
@@ -161,41 +150,22 @@ def test_every_code_of_4_and_2_bits(kind: type[Int4]) -> None:
     pairs = torch.linspace(-2, 2, 256).bfloat16().view(2, 64, 2)  # (G, N, 2)
     nibbles = as_nibbles(codes.to(torch.uint8), encoding.bits)
     fields = {"codes": int4.pack(nibbles), "scales_and_zeros": pairs}
-    form = matrix_form(encoding, 64, 64, torch.bfloat16)
-    assert form is not None
     scale, zero = (part.t().float().repeat_interleave(32, 1) for part in pairs.unbind(-1))
     want = ((codes - (1 << encoding.bits - 1)) * scale + zero).t().bfloat16()
-    x = torch.eye(64).bfloat16()
-    assert torch.equal(linear(x, form, fields), want)
-    assert torch.equal(torch.cat([linear(one[None], form, fields) for one in x]), want)
+    assert all(torch.equal(got, want) for got in columns_of(form_of(encoding, 64, 64), fields))
 
 
 def test_every_code_of_8_bits() -> None:
     codes = torch.arange(-128, 128, dtype=torch.int8).repeat(64, 1)
     codes = torch.stack([row.roll(shift) for shift, row in enumerate(codes)])
     fields = {"weight": codes, "scale": torch.linspace(0.5, 2, 64).bfloat16()}
-    form = matrix_form(Int8(), 64, 256, torch.bfloat16)
-    assert form is not None
-    x = torch.zeros(256, 256)
-    x[range(256), range(256)] = 1  # each token takes one code of each row
     want = (codes.t().float() * fields["scale"].float()).bfloat16()
-    for count in (1, 256):
-        assert torch.equal(linear(x[:count].bfloat16(), form, fields), want[:count])
+    assert all(torch.equal(got, want) for got in columns_of(form_of(Int8(), 64, 256), fields))
 
 
 @pytest.mark.parametrize("bits", ENCODINGS)
 def test_a_tokens_product_depends_on_no_other_token_and_no_thread(bits: str) -> None:
-    form, fields = encoded(ENCODINGS[bits], 192, 256)
-    x, before = random(23, 256, 1), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = torch.cat([linear(token[None], form, fields) for token in x])
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            for count in range(1, len(x) + 1):
-                assert torch.equal(linear(x[:count], form, fields), alone[:count])
-    finally:
-        torch.set_num_threads(before)
+    assert_alone_as_among_others(*encoded(ENCODINGS[bits], 192, 256), 23, range(1, 24), threads=(1, 2, 3))
 
 
 @pytest.mark.parametrize("bits", ENCODINGS)

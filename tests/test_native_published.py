@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from native_products import assert_alone_as_among_others, columns_of, form_of, random
 from tiermoe import native
 from tiermoe.errors import StoreError
 from tiermoe.formats.checkpoint_quant import CheckpointQuant, Transposed4
@@ -98,10 +99,6 @@ native_ones = [
 each = pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda encoding: encoding.name)
 
 
-def random(rows: int, columns: int, seed: int) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
 class TestNative:
     pytestmark = native_ones
 
@@ -118,9 +115,7 @@ class TestNative:
     ) -> None:
         in_, out = (64 if isinstance(encoding, Transposed4) else 32) * groups, out * max(1, encoding.matrices)
         slot, x = random_slot(encoding, out, in_, seed), random(count, in_, seed + 1)
-        form = matrix_form(encoding, out, in_, torch.bfloat16)
-        assert form is not None
-        weight = weights(encoding, slot, in_).double()
+        form, weight = form_of(encoding, out, in_), weights(encoding, slot, in_).double()
         want = x.double() @ weight.t()
         assert (linear(x, form, slot).double() - want).abs().le(allowed(x, weight, want)).all()
 
@@ -128,27 +123,15 @@ class TestNative:
     def test_a_tokens_product_depends_on_no_other_token_and_no_thread(
         self, encoding: CheckpointQuant | Transposed4
     ) -> None:
-        slot, x, before = random_slot(encoding, 192, 512), random(53, 512, 1), torch.get_num_threads()
-        form = matrix_form(encoding, 192, 512, torch.bfloat16)
-        assert form is not None
-        try:
-            torch.set_num_threads(1)
-            alone = torch.cat([linear(token[None], form, slot) for token in x])
-            for threads in (1, 3):
-                torch.set_num_threads(threads)
-                for count in (*range(1, 12), 19, 26, 49, 53):
-                    assert torch.equal(linear(x[:count], form, slot), alone[:count])
-        finally:
-            torch.set_num_threads(before)
+        form, slot = form_of(encoding, 192, 512), random_slot(encoding, 192, 512)
+        assert_alone_as_among_others(form, slot, 53, (*range(1, 12), 19, 26, 49, 53))
 
     @each
     def test_every_code_in_every_place(self, encoding: CheckpointQuant | Transposed4) -> None:
         """Each token takes one column: what a weight is, alone and beside others."""
-        slot, x = random_slot(encoding, 64, 192, 5), torch.eye(192).bfloat16()
-        form = matrix_form(encoding, 64, 192, torch.bfloat16)
-        assert form is not None
+        slot = random_slot(encoding, 64, 192, 5)
         want = weights(encoding, slot, 192).t()
-        for got in (linear(x, form, slot), torch.cat([linear(one[None], form, slot) for one in x])):
+        for got in columns_of(form_of(encoding, 64, 192), slot):
             assert (got.float() - want).abs().le(want.abs() * ROUNDING).all()
 
     @pytest.mark.parametrize("count", [1, 5, 100])

@@ -8,14 +8,11 @@ import torch
 
 from tiermoe import native
 from tiermoe.errors import StoreError
-from tiermoe.formats import encode_matrix, nonuniform
 from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR
 from tiermoe.formats.nonuniform import LEVELS, NonUniform
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for, encoding_named, quantizer_used
 from tiermoe.formats.store import precision_key
-from tiermoe.kernels import linear
-from tiermoe.kernels.linear import linear_for
 
 NONLINEAR = QUANTIZERS["nonlinear"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -141,66 +138,6 @@ def test_the_native_search_finds_what_torchs_does(bits: int, group: int, monkeyp
     assert torch.equal(encoding.encode(weight, NONLINEAR, torch.bfloat16)["blocks"], found)
 
 
-def test_blocks_of_rows_are_those_of_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoding, weight, columns = NonUniform(3, CPU_LAYOUT, 32), random(320, 128).bfloat16(), 128
-    want = encoding.encode(weight, NONLINEAR, torch.bfloat16)["blocks"]
-    monkeypatch.setattr(encode_matrix, "BLOCK_WEIGHTS", 1)
-    monkeypatch.setattr(nonuniform, "BLOCK_WEIGHTS", 5 * columns)
-    got, done = torch.empty_like(want), []
-    matrix = encode_matrix.Matrix(
-        encoding, NONLINEAR, (320, columns), torch.bfloat16, lambda first, last: weight[first:last],
-        lambda field, first, value: got[first : first + len(value)].copy_(value),
-    )  # fmt: skip
-    assert len(list(encode_matrix.encode([matrix], done.append))) == 1
-    assert done == [1, 2, 3, 4, 5]
-    assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", LEVELS)
-def test_without_native_kernels_blocks_are_decoded_and_multiplied(
-    bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoding = NonUniform(bits, CPU_LAYOUT, 32)
-    fields = encoding.encode(random(320, 128), NONLINEAR, dtype)
-    monkeypatch.setattr(linear, "matrix_form", lambda *_: None)
-    monkeypatch.setattr(linear, "DECODED_BLOCKS", 130 * 128)  # two blocks at a time, and one is left
-    kernel, weights = linear_for(encoding.name, "cpu", dtype), encoding.decode(fields, 320, 128, torch.float32)
-    step = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
-    for count in (1, 20):
-        x = random(count, 128, 1).to(dtype)
-        exact = x.double() @ weights.double().t()
-        allowed = x.double().abs() @ weights.double().abs().t() * step
-        assert bool(((kernel(x, fields, 320, 128).double() - exact).abs() <= allowed).all())
-
-
-@pytest.mark.parametrize(
-    ("bits", "out", "in_", "layout", "name"),
-    [
-        (4, 64, 96, CPU_LAYOUT, "nl4/{}/g32"),
-        (4, 80, 128, CPU_LAYOUT, "int4/{}/g64"),  # HQQ's
-        (4, 80, 96, CPU_LAYOUT, "int4/{}/g32"),
-        (4, 64, 48, CPU_LAYOUT, "int8"),
-        (4, 64, 128, ROW_MAJOR, "int4/rowmajor/g64"),
-        (3, 64, 128, CPU_LAYOUT, "nl3/{}/g64"),
-        (3, 64, 96, CPU_LAYOUT, "nl3/{}/g32"),
-        (3, 80, 128, CPU_LAYOUT, "int8"),
-        (3, 64, 128, ROW_MAJOR, "int8"),
-        (2, 64, 128, CPU_LAYOUT, "nl2/{}/g64"),
-        (2, 64, 96, CPU_LAYOUT, "nl2/{}/g32"),
-        (2, 80, 128, CPU_LAYOUT, "u2/{}/g64"),
-        (2, 64, 128, ROW_MAJOR, "u2/rowmajor/g64"),
-    ],
-)
-def test_what_is_not_taken_is_made_by_hqq_or_has_8_bits(bits: int, out: int, in_: int, layout: str, name: str) -> None:
-    encoding = encoding_for(bits, out, in_, torch.bfloat16, layout, "nonlinear")
-    assert encoding.name == name.format(layout)
-    if encoding.name.startswith(("int4", "u2")):
-        weight = random(out, in_)
-        made, hqq = (encoding.encode(weight, QUANTIZERS[each], torch.bfloat16) for each in ("nonlinear", "hqq"))
-        assert all(torch.equal(made[field], hqq[field]) for field in hqq)
-
-
 def test_a_store_calls_what_hqq_makes_by_its_name() -> None:
     cpu_ = CPU_LAYOUT
     assert precision_key(4, "nonlinear", cpu_) == "4-nonlinear"
@@ -226,10 +163,3 @@ def test_3_bits_are_uneven_whatever_the_quantizer() -> None:
 def test_names_that_no_version_writes_are_refused(name: str) -> None:
     with pytest.raises(StoreError, match="unknown encoding"):
         encoding_named(name.format(CPU_LAYOUT))
-
-
-@pytest.mark.parametrize(("bits", "stored"), [(4, 4.5), (3, 3.25), (2, 2.25)])
-def test_bits_of_a_weight_in_store_and_slot(bits: int, stored: float) -> None:
-    encoding = encoding_for(bits, 128, 256, torch.bfloat16, CPU_LAYOUT, "nonlinear")
-    for fields in (encoding.stored_fields(128, 256, torch.bfloat16), encoding.slot_fields(128, 256, torch.bfloat16)):
-        assert sum(field.nbytes for field in fields) * 8 == stored * 128 * 256

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from tiermoe.lab.bench.plots import compare_presets, curves, speed_over_budget, time_per_token
+from tiermoe.lab.bench.plots import compare_presets, speed_over_budget, time_per_token
 from tiermoe.offload.presets import PRESETS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -98,12 +98,3 @@ def test_without_a_reference_perplexity_takes_its_place() -> None:
     for row in rows:
         del row["kl"]
     assert "perplexity (less is better)" in texts(compare_presets(rows))
-
-
-def test_curves_take_nothing_one_point_and_zeros() -> None:
-    assert curves("t", "x", "y", [("empty", [], [])], "") == ""
-    one, zero = [(4.0, 1.0, 1.0, 1.0)], [(4.0, 0.0, 0.0, 0.0)]
-    for points in (one, zero, [(2.0, 0.0, 1.0, 2.0), (64.0, 1.0, 900.0, 1000.0)]):
-        picture = curves("t", "x", "y", [("one", points, [(2.0, 3.0)])], "dashes")
-        assert len(marks(picture, "#1f77b4")) == len(points) + 1  # and the key's
-        assert {"one", "dashes", f"{points[0][0]:g}"} <= texts(picture).keys()

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from measures import relative_error
 from tiermoe import native
-from tiermoe.errors import ConfigError, PackError, StoreError
+from tiermoe.errors import ConfigError, StoreError
 from tiermoe.formats import encode_matrix, int4, quantizers
 from tiermoe.formats.encode_matrix import in_order
 from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.quantizers import QUANTIZERS, nearest, nearest_codes
 from tiermoe.formats.registry import encoding_for, encoding_named
-from tiermoe.formats.trellis import Trellis
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -204,26 +203,6 @@ def test_hqq_result_does_not_depend_on_the_other_rows():
 CASES = [(bits, quantizer, dtype) for bits in (16, 8, 4, 2) for quantizer in QUANTIZERS for dtype in FLOATS]
 
 
-@pytest.mark.parametrize(("bits", "quantizer", "dtype"), CASES)
-def test_encode_gives_the_stored_fields(bits, quantizer, dtype):
-    out, in_ = 80, 192
-    weight = random_weight(out, in_)
-    encoding = encoding_for(bits, out, in_, dtype, CPU_LAYOUT, quantizer)
-    assert encoding.bits == bits
-    stored = encoding.encode(weight.to(dtype), QUANTIZERS[quantizer], dtype)
-    fields = encoding.stored_fields(out, in_, dtype)
-    assert list(stored) == [field.name for field in fields]
-    for field in fields:
-        value = stored[field.name]
-        assert (value.dtype, tuple(value.shape), value.nbytes) == (field.dtype, field.shape, field.nbytes)
-        assert value.is_contiguous()
-    decoded = encoding.decode(stored, out, in_, dtype)
-    assert decoded.shape == weight.shape
-    assert decoded.dtype == dtype
-    limit = 0.9 if (bits, quantizer) == (2, "linear") else RELATIVE_ERROR[bits]
-    assert relative_error(weight, decoded) < limit
-
-
 @settings(max_examples=40, deadline=None)
 @given(weights, st.sampled_from([8, 4]))
 def test_linear_encodings_are_within_half_a_step(weight, bits):
@@ -324,89 +303,6 @@ def test_int2_of_a_symmetric_row_is_exact():
     assert torch.equal(decoded, weight)
 
 
-@pytest.mark.parametrize("quantizer", EVEN)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(64, 1024), (16, 64), (80, 96), (48, 384), (16, 48), (7, 33)])
-@pytest.mark.parametrize("layout", [CPU_LAYOUT, "rowmajor"])
-def test_a_slot_at_2_bits_is_what_is_stored(layout, shape, dtype, quantizer):
-    low, high = (encoding_for(bits, *shape, dtype, layout, quantizer) for bits in (2, 4))
-    assert low.slot_fields(*shape, dtype) == low.stored_fields(*shape, dtype)
-    assert low.name.partition("/")[2] == high.name.partition("/")[2]
-
-
-def test_bytes_of_a_matrix():
-    def nbytes(bits, slot=False, quantizer="hqq"):
-        encoding = encoding_for(bits, 2048, 1024, torch.bfloat16, CPU_LAYOUT, quantizer)
-        fields = (encoding.slot_fields if slot else encoding.stored_fields)(2048, 1024, torch.bfloat16)
-        return sum(field.nbytes for field in fields)
-
-    weights = 2048 * 1024
-    assert nbytes(16) == 2 * weights
-    assert nbytes(8) == weights + 2048 * 2
-    assert nbytes(6) == nbytes(6, slot=True) == weights * 3 // 4 + weights // 32 * 2
-    assert nbytes(4) == nbytes(4, slot=True) == weights // 2 + weights // 64 * 4
-    assert nbytes(4, quantizer="linear") == weights // 2 + weights // 256 * 4
-    assert nbytes(2) == nbytes(2, slot=True) == weights * 5 // 16
-    assert nbytes(2, quantizer="linear") == weights // 4 + weights // 256 * 4
-
-
-@pytest.mark.parametrize("bits", [8, 6, 4, 2])
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("value", [0.0, 0.375, -0.375])
-def test_equal_weights_are_kept(bits, quantizer, dtype, value):
-    weight = torch.full((64, 64), value, dtype=dtype)
-    encoding = encoding_for(bits, 64, 64, dtype, CPU_LAYOUT, quantizer)
-    if isinstance(encoding, Trellis) and value:
-        pytest.skip("no run of a trellis has the same level 64 times")
-    _, decoded = encoded_and_decoded(weight, encoding, QUANTIZERS[quantizer], dtype)
-    torch.testing.assert_close(decoded, weight.float(), rtol=0.01, atol=0)
-
-
-@pytest.mark.parametrize("bits", [8, 6, 4, 2])
-@pytest.mark.parametrize("quantizer", QUANTIZERS)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_undefined_weights_are_refused(bits, quantizer, value):
-    weight = random_weight(64, 64)
-    weight[3, 5] = value
-    encoding = encoding_for(bits, 64, 64, torch.float32, CPU_LAYOUT, quantizer)
-    with pytest.raises(PackError, match="infinite or undefined"):
-        encoding.encode(weight, QUANTIZERS[quantizer], torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("bits", "out", "in_", "quantizer", "name"),
-    [
-        (16, 7, 33, "hqq", "plain"),
-        (8, 7, 33, "hqq", "int8"),
-        (6, 64, 128, "hqq", "int6/{}/g32"),
-        (6, 64, 96, "linear", "int6/{}/g32"),
-        (4, 64, 128, "hqq", "int4/{}/g64"),
-        (4, 64, 96, "hqq", "int4/{}/g32"),
-        (4, 64, 128, "gptq", "int4/{}/g64"),
-        (4, 64, 128, "gptq-nonlinear", "nl4/{}/g32"),
-        (2, 64, 128, "gptq-nonlinear", "tcq2/{}/g128"),
-        (2, 64, 192, "gptq-nonlinear", "tcq2/{}/g64"),
-        (2, 64, 96, "gptq-nonlinear", "nl2/{}/g32"),
-        (3, 64, 128, "gptq", "nl3/{}/g64"),
-        (3, 64, 128, "hqq", "nl3/{}/g64"),
-        (4, 64, 1024, "linear", "int4/{}/g256"),
-        (4, 64, 384, "linear", "int4/{}/g128"),
-        (4, 64, 100, "hqq", "int8"),
-        (4, 24, 128, "hqq", "int8"),
-        (2, 64, 128, "hqq", "u2/{}/g64"),
-        (2, 64, 96, "hqq", "u2/{}/g32"),
-        (2, 64, 1024, "linear", "u2/{}/g256"),
-        (2, 64, 48, "hqq", "int8"),
-        (2, 24, 128, "hqq", "int8"),
-    ],
-)
-def test_the_encoding_of_a_shape(bits, out, in_, quantizer, name):
-    encoding = encoding_for(bits, out, in_, torch.bfloat16, CPU_LAYOUT, quantizer)
-    assert encoding.name == name.format(CPU_LAYOUT)
-    assert encoding_named(encoding.name) == encoding
-
-
 def test_what_cannot_be_encoded_is_refused():
     with pytest.raises(ConfigError, match="no 5-bit encoding"):
         encoding_for(5, 64, 64, torch.bfloat16, CPU_LAYOUT)
@@ -492,31 +388,6 @@ def test_codes_lie_in_one_order_on_every_machine():
         assert done.returncode == 0, done.stderr
         found.add(done.stdout)
     assert len(found) == 1
-
-
-@pytest.mark.parametrize("rows", [2 * 640, 2 * 640 + 16 * 5])
-@pytest.mark.parametrize("name", ["int4/{}/g64", "u2/{}/g64", "int4/rowmajor/g64", "u2/rowmajor/g64", "int8"])
-def test_blocks_of_rows_are_those_of_the_whole_matrix(name, rows, monkeypatch):
-    encoding, columns = encoding_named(name.format(CPU_LAYOUT)), 704
-    weight = random_weight(rows, columns).bfloat16()
-    monkeypatch.setattr(encode_matrix, "BLOCK_WEIGHTS", 1)
-    monkeypatch.setattr(quantizers, "BLOCK_WEIGHTS", 20 * columns)
-    got = {f.name: torch.empty(f.shape, dtype=f.dtype) for f in encoding.stored_fields(rows, columns, torch.bfloat16)}
-
-    def write(field, first, value):
-        got[field.name].narrow(field.rows_at, first, value.shape[field.rows_at]).copy_(value)
-
-    done = []
-    matrix = encode_matrix.Matrix(
-        encoding, HQQ, (rows, columns), torch.bfloat16, lambda first, last: weight[first:last], write
-    )
-    (squares,) = encode_matrix.encode([matrix], done.append)
-    assert len(done) > 1
-    assert done == list(range(1, len(done) + 1))
-    want = encoding.encode(weight, HQQ, torch.bfloat16)
-    assert all(torch.equal(got[field], want[field]) for field in want)
-    _, decoded = encoded_and_decoded(weight, encoding, HQQ, torch.bfloat16, torch.bfloat16)
-    assert (squares[0] / squares[1]) ** 0.5 == pytest.approx(relative_error(weight.float(), decoded.float()), rel=1e-3)
 
 
 def test_workers_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from benchmarks.serving import free_port
 from commands import Command
 from patience import PATIENCE_S, until
 from serving import make_certificate, wait_until_loaded
-from tiermoe.cli.serve_replicas import one_share
+from tiermoe.cli.serve import one_share
 
 
 def replicas(server: subprocess.Popen[str]) -> list[psutil.Process]:

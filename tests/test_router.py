@@ -166,6 +166,8 @@ def test_ollamas_clients_find_all_models_and_name_them_with_a_tag() -> None:
         assert here.http.get("/api/version").json()["version"]
         refused = here.http.post("/api/chat", json={"model": "c"})
         assert (refused.status_code, list(refused.json())) == (404, ["error"])
+        refused = here.http.post("/v1/messages", json={"model": "c"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
 
 
 def test_an_idle_model_leaves_before_one_that_answers(tmp_path: Path) -> None:
@@ -292,14 +294,14 @@ def test_idle_models_are_unloaded(tmp_path: Path) -> None:
 
 
 def test_a_share_grows_in_a_pause_once_others_have_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(loaded_models, "PAUSE_S", 0.3)
+    monkeypatch.setattr(loaded_models, "PAUSE_S", 0.1)
     with front({"a": (60, 60), "b": (30, 200), "c": (20, 20)}) as here:
         here.ask("a")
         held = here.later("b", hold=str(tmp_path / "b"))
         until(lambda: here.of("b")["running"])
         here.ask("c")  # a leaves for it
         assert (here.status(), here.of("b")["memory_budget_bytes"]) == ("ull", 40)
-        time.sleep(1)
+        time.sleep(0.3)  # three pauses
         assert here.of("b")["loads"] == 1  # it answers
         (tmp_path / "b").touch()
         assert held.result().json()["by"] == "b"

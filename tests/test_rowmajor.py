@@ -9,7 +9,7 @@ from measures import relative_error
 from tiermoe.errors import ConfigError
 from tiermoe.formats.int4 import CPU_LAYOUT, Int2, Int4, RowMajorInt2, RowMajorInt4
 from tiermoe.formats.quantizers import QUANTIZERS
-from tiermoe.formats.registry import encoding_for, encoding_named
+from tiermoe.formats.registry import encoding_for
 from tiermoe.kernels.linear import linear_for
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,32 +59,6 @@ def test_decodes_as_defined_to_the_weights_of_the_cpu_encoding(bits, weight, dty
         assert torch.equal(decoded, expected)
     same = on_cpu.decode(on_cpu.encode(weight, QUANTIZERS[quantizer], dtype), out, in_, dtype)
     assert torch.equal(decoded, same)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_fields_are_what_encode_returns(dtype):
-    encoding = RowMajorInt4(32)
-    fields = encoding.encode(torch.randn(5, 96), QUANTIZERS["linear"], dtype)
-    declared = encoding.stored_fields(5, 96, dtype)
-    assert encoding.slot_fields(5, 96, dtype) == declared
-    assert [(f.name, f.dtype, f.shape) for f in declared] == [
-        (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in fields.items()
-    ]
-    assert all(tensor.is_contiguous() for tensor in fields.values())
-
-
-@pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize("encoding", [RowMajorInt4, RowMajorInt2])
-def test_is_found_by_name_on_every_machine(encoding, group):
-    name = f"{encoding.kind}/rowmajor/g{group}"
-    assert encoding_named(name) == encoding(group)
-    assert encoding(group).name == name
-
-
-def test_takes_any_number_of_rows_but_whole_groups():
-    for bits, kind in ((4, "int4"), (2, "u2")):
-        assert encoding_for(bits, 7, 96, torch.bfloat16, "rowmajor").name == f"{kind}/rowmajor/g32"
-        assert encoding_for(bits, 7, 100, torch.bfloat16, "rowmajor").name == "int8"
 
 
 @pytest.mark.parametrize(("bits", "error"), [(4, 0.1), (2, 0.45)])

@@ -10,7 +10,7 @@ import torch
 
 import tiermoe
 import tiny
-from tiermoe.lab.measure.times import Lap, Stopwatch, measure_times, times_of
+from tiermoe.lab.measure.record import Lap, Stopwatch, measure_times, times_of
 from tiermoe.lab.trace import Times
 
 

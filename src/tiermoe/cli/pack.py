@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.drafts import MTP
 from tiermoe.cli.output import note, progress_bar, starting
+from tiermoe.cli.session import MTP
 from tiermoe.config import BITS, Settings, format_size, settings
 from tiermoe.errors import ConfigError
 

@@ -11,9 +11,8 @@ import typer
 from rich.table import Table
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.drafts import MTP
 from tiermoe.cli.output import note, starting
-from tiermoe.cli.session import beyond_this_machine
+from tiermoe.cli.session import MTP, beyond_this_machine
 from tiermoe.cli.terminal import Terminal
 from tiermoe.config import Settings, format_size
 from tiermoe.config import settings as make_settings

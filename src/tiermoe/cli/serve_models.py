@@ -1,21 +1,28 @@
-"""`tiermoe serve A B`: several models behind one address and in one budget, each in a process of its own."""
+"""`tiermoe serve A B`: several models behind one address and in one budget, each in a process of its own.
+
+`python -m tiermoe.cli.serve_models serve MODEL …` is such a process: that command, which ends when its standard input
+does, and so when the router has ended, however it ended. `… serve_models budgets` plans all models in a process of its
+own, since planning needs torch and the router has none."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiermoe.cli import served_budgets
 from tiermoe.cli.listening import SOCKET, Listener, wait_for_a_signal
-from tiermoe.cli.output import note, spinner
+from tiermoe.cli.output import cause, note, spinner
 from tiermoe.config import MIB, format_size
 from tiermoe.errors import ConfigError
 from tiermoe.model.hf.local_models import check_local
@@ -56,7 +63,7 @@ def serve_models(
 
     with spinner("planning the models"):
         asked = {"models": list(places.values()), "options": options, "kv_memory": passed.get("kv_memory")}
-        planned = served_budgets.ask(asked | {"sampling": sampling})
+        planned = _ask_for_budgets(asked | {"sampling": sampling})
     ranges = dict(zip(places, planned["ranges"], strict=True))
     if any(each.get("on_gpu") for each in ranges.values()) and most_loaded is None:
         note("note: on a GPU one model is loaded at a time")
@@ -226,7 +233,7 @@ def _starter(words: Sequence[str], sockets: Path, number: int) -> Callable[[int]
 
     def process_of(nbytes: int) -> ModelProcess:
         path = sockets / f"{number}-{next(starts)}{SOCKET}"
-        full = [sys.executable, "-m", "tiermoe.cli.served_model", "serve", *words, "--host", str(path)]
+        full = [sys.executable, "-m", "tiermoe.cli.serve_models", "serve", *words, "--host", str(path)]
         return ModelProcess([*full, "--memory", str(nbytes)], path, nbytes, lambda line: note(f"{words[2]}: {line}"))
 
     return process_of
@@ -240,3 +247,78 @@ def _seconds(text: str) -> float | None:
     if match is None:
         raise ConfigError(f"--keep-alive {text!r} is not a time; write it like 90s, 10m, 2h or never")
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def _ask_for_budgets(asked: dict[str, Any]) -> dict[str, Any]:
+    """What `_budgets` answers in another process. ConfigError where that fails."""
+    words = [sys.executable, "-m", "tiermoe.cli.serve_models", "budgets"]
+    done = subprocess.run(words, input=json.dumps(asked, default=str), stdout=subprocess.PIPE, text=True)
+    answer = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"refused": "planning has failed"}
+    if "refused" in answer:
+        raise ConfigError(answer["refused"])
+    found: dict[str, Any] = answer
+    return found
+
+
+def _budgets(
+    models: list[str], options: dict[str, Any], kv_memory: str | None, sampling: dict[str, Any]
+) -> dict[str, Any]:
+    """The memory budget with its source, and for each model the budgets that it can use, or why it can use none.
+    ConfigError for values of `sampling` that are out of range."""
+    import tiermoe.serve.app  # noqa: F401 — a server holds it when it plans
+    from tiermoe.config import parse_size, settings
+    from tiermoe.engine.budget import memory_budget
+    from tiermoe.engine.sampling import Sampling
+
+    Sampling(**sampling)
+    asked = settings(**options)
+    kv_bytes = None if kv_memory is None else parse_size(kv_memory, "--kv-memory")
+    budget, source = memory_budget(asked)
+    ranges = []
+    for model in models:
+        try:
+            ranges.append(_range(model, asked, "batch" in options, kv_bytes))
+        except Exception as error:
+            ranges.append({"problem": cause(error)})
+    return {"budget": budget, "source": source, "ranges": ranges}
+
+
+def _range(model: str, asked: Any, batch_named: bool, kv_bytes: int | None) -> dict[str, Any]:
+    from tiermoe.model.hf.hub import inspect_without_download
+    from tiermoe.model.hf.tokenizers import load_tokenizer
+    from tiermoe.serve.batch_limits import budget_range, require_decoder
+
+    blueprint, download = inspect_without_download(model, asked.store)
+    require_decoder(blueprint)
+    tokenizer = load_tokenizer(blueprint.directory) if download is None else None
+    found = asdict(budget_range(blueprint, asked, batch_named, kv_bytes))
+    del tokenizer  # held until here: a server holds it when it plans
+    return found
+
+
+def _print_budgets() -> None:
+    """One JSON object in, one out."""
+    from tiermoe.platform.process_memory import import_libraries
+
+    import_libraries(own_process=True)
+    try:
+        answer = _budgets(**json.load(sys.stdin))
+    except Exception as error:
+        answer = {"refused": cause(error)}
+    print(json.dumps(answer))
+
+
+def _end_with_input() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)  # nobody is left to answer; a thread that hangs would keep Python from it
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["budgets"]:
+        _print_budgets()
+    else:
+        threading.Thread(target=_end_with_input, name="tiermoe-router-lives", daemon=True).start()
+        from tiermoe.cli.main import main
+
+        main()

@@ -405,11 +405,13 @@ def _end_beside(service: ExpertService, blueprint: Blueprint) -> None:
     running = _thread.allocate_lock()
     running.acquire()
     _ending.add(running)
+    parts: list[Any] = [service, blueprint]
 
     def end() -> None:
         try:
-            _end(service, blueprint)
+            _end(*parts)
         finally:
+            parts.clear()  # tensors are freed within C++: here, and not after the lock is released
             if _ending is not None:
                 _ending.discard(running)
             running.release()

@@ -78,9 +78,8 @@ class WholeExperts:
     ) -> LayerKernels:
         """What computes the experts of MoE layer `index`, which compute `gate` between their matrices; `formats` by
         precision."""
-        activation = gate.activation
-        kernels = {bits: expert_kernel(form, activation, self._device) for bits, form in formats.items()}
-        on_cpu = self._helper.layer(index, formats, activation) if self._helper else None
+        kernels = {bits: expert_kernel(form, gate.activation, self._device) for bits, form in formats.items()}
+        on_cpu = self._helper.layer(index, formats, gate.activation) if self._helper else None
         return LayerKernels(kernels, views_of, on_cpu)
 
     def stats(self) -> dict[str, float]:
@@ -196,10 +195,10 @@ class CpuHelper:
         self._lender = lender
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tiermoe-cpu")
 
-    def layer(self, index: int, formats: Mapping[int, ExpertFormat], activation: Gate) -> OnCpu:
+    def layer(self, index: int, formats: Mapping[int, ExpertFormat], gate: Gate) -> OnCpu:
         """What computes experts of MoE layer `index`; `formats` by precision. The Future raises LoadError where the
         expert cannot be read."""
-        kernels = {bits: expert_kernel(form, activation, "cpu") for bits, form in formats.items()}
+        kernels = {bits: expert_kernel(form, gate, "cpu") for bits, form in formats.items()}
 
         def compute(expert: int, bits: int, x: torch.Tensor) -> torch.Tensor:
             started = time.perf_counter()

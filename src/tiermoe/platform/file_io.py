@@ -89,14 +89,14 @@ def write_at(descriptor: int, content: memoryview | bytes, offset: int) -> None:
 
 
 def lock(descriptor: int) -> None:
-    """Locks a file until the descriptor is closed or the process ends. BlockingIOError where another process has the
+    """Locks a file until the descriptor is closed or the process ends. BlockingIOError if another process has the
     lock."""
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def lock_folder(folder: Path, shared: bool) -> int | None:
     """A descriptor that locks a folder until it is closed or the process ends, alone, or beside others that share it.
-    BlockingIOError where another process has a lock that this one cannot share. None if folders cannot be locked: some
+    BlockingIOError if another process has a lock that this one cannot share. None if folders cannot be locked: some
     network file systems, which keep a file that is removed until it is closed."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
@@ -122,7 +122,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def drop_cached(descriptor: int, offset: int = 0, nbytes: int = 0) -> bool:
-    """Drops a range of a file from the page cache, the whole file where `nbytes` is 0. False where the system has no
+    """Drops a range of a file from the page cache, the whole file where `nbytes` is 0. False if the system has no
     call for it."""
     if not hasattr(os, "posix_fadvise"):
         return False
@@ -131,7 +131,7 @@ def drop_cached(descriptor: int, offset: int = 0, nbytes: int = 0) -> bool:
 
 
 def read_ahead(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Asks the system to read a range of a file into the page cache, and waits for no drive. False where the system has
+    """Asks the system to read a range of a file into the page cache, and waits for no drive. False if the system has
     no call for it."""
     if not hasattr(os, "posix_fadvise"):
         return False

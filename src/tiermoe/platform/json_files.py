@@ -18,7 +18,7 @@ _TOO_DEEP = f"it is nested deeper than {DEEPEST} arrays and objects"
 
 
 def read_json(file: Path, most: int = MOST_BYTES) -> Any:
-    """The document in a file of at most `most` bytes. OSError where the file cannot be read. ValueError, with the
+    """The document in a file of at most `most` bytes. OSError if the file cannot be read. ValueError, with the
     reason, where it is larger, no JSON, or too deep."""
     with open(file, "rb") as handle:
         text = handle.read(most + 1)
@@ -28,7 +28,7 @@ def read_json(file: Path, most: int = MOST_BYTES) -> Any:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """The document in `text`. ValueError where it is no JSON, or deeper than `DEEPEST`."""
+    """The document in `text`. ValueError if it is no JSON, or deeper than `DEEPEST`."""
     try:
         document = json.loads(text)
     except RecursionError:
@@ -47,7 +47,7 @@ def _items(value: Any) -> Any:
 
 def stays_inside(name: str) -> bool:
     """Whether a file name in a document stays in the document's folder. The name alone decides: the hub's cache links
-    its files from elsewhere. TypeError where the name is no text."""
+    its files from elsewhere. TypeError if the name is no text."""
     path = PureWindowsPath(name)  # knows both separators, and drives
     return bool(path.parts) and not path.anchor and ".." not in path.parts
 

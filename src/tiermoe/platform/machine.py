@@ -53,7 +53,7 @@ def fields_of(file: Path) -> dict[str, str]:
 
 
 def installed_version(package: str) -> str | None:
-    """Version of an installed package; None where a program runs without having been installed."""
+    """Version of an installed package; None if a program runs without having been installed."""
     from importlib.metadata import PackageNotFoundError, version  # late: most starts need neither
 
     try:
@@ -126,7 +126,7 @@ def _macos_available() -> int | None:
 
 
 def vm_stat_available(text: str) -> int | None:
-    """Bytes of the free, inactive, speculative and purgeable pages in the output of macOS's `vm_stat`; None where the
+    """Bytes of the free, inactive, speculative and purgeable pages in the output of macOS's `vm_stat`; None if the
     output has no page size or no free pages."""
     size = re.search(r"page size of (\d+) bytes", text)
     pages = {name: int(count) for name, count in re.findall(r"^Pages (\w+):\s+(\d+)\.", text, re.MULTILINE)}
@@ -153,7 +153,7 @@ class _Cgroup:
     first_version: bool  # of the cgroup interface, else the second
 
     def limit(self) -> int | None:
-        """Bytes; None where there is no limit."""
+        """Bytes; None if there is no limit."""
         name = "memory.limit_in_bytes" if self.first_version else "memory.max"
         try:
             limit = int((self.folder / name).read_text())  # ValueError for "max"
@@ -162,7 +162,7 @@ class _Cgroup:
         return limit if limit < _NO_LIMIT else None
 
     def used(self) -> int | None:
-        """Bytes, with those of cached files; None where they cannot be read."""
+        """Bytes, with those of cached files; None if they cannot be read."""
         name = "memory.usage_in_bytes" if self.first_version else "memory.current"
         try:
             return int((self.folder / name).read_text())
@@ -190,7 +190,7 @@ class _Cgroup:
 
 
 def _cgroup_left() -> int | None:
-    """What the innermost memory control group with a limit of its own leaves, in bytes; None where there is none."""
+    """What the innermost memory control group with a limit of its own leaves, in bytes; None if there is none."""
     lefts = (path[0].left() for path in _cgroup_paths(Path("/")))
     return next((left for left in lefts if left is not None), None)
 

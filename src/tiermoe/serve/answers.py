@@ -28,7 +28,7 @@ ANSWERS: dict[int | str, Json] = {
 
 
 async def submitted(worker: Worker, requests: Sequence[Request], grammar: Compiling | None) -> Answers:
-    """Submits requests and returns their answers. grammar: compiles the grammar of the answers. Refused where one
+    """Submits requests and returns their answers. grammar: compiles the grammar of the answers. Refused if one
     cannot be answered."""
     if grammar is not None:
         each = await grammar(len(requests))
@@ -49,7 +49,7 @@ def failure(error: BaseException) -> Refused:
 
 
 async def whole(http: HttpRequest, answers: Answers, add: Callable[[int, Piece], object]) -> None:
-    """Passes all pieces to `add`. Refused where computing fails, or the client leaves."""
+    """Passes all pieces to `add`. Refused if computing fails, or the client leaves."""
     leaving = asyncio.ensure_future(_cancelled_where_gone(http, answers))
     try:
         async for index, piece in answers:
@@ -126,7 +126,7 @@ class Logprobs:
         self._offset = 0  # characters of the text so far
 
     def of(self, tokens: Sequence[TokenLogprob]) -> Json | None:
-        """None where the request has none."""
+        """None if the request has none."""
         if not tokens:
             return None
         return {"content": [self._chat_entry(each) for each in tokens]} if self._chat else self._completion(tokens)

@@ -157,7 +157,7 @@ class CountRequest(BaseModel):
 
     @property
     def choice(self) -> str:
-        """`Chat.choice`. Refused where a tool is to be called and none is named."""
+        """`Chat.choice`. Refused if a tool is to be called and none is named."""
         choice = self.tool_choice
         if choice is None or choice.type in ("auto", "none"):
             return "auto" if choice is None else choice.type

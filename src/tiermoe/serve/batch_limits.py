@@ -98,7 +98,7 @@ def requests_at_once(plan_for: Callable[[int], MemoryPlan]) -> int:
     """The most of 16, 8, 4 and 2 requests that leave memory for all experts, or whose keys and values take no more than
     a quarter of what experts have; else 1.
 
-    plan_for: the plan for the KV memory of so many of the longest requests; BudgetError where it does not fit."""
+    plan_for: the plan for the KV memory of so many of the longest requests; BudgetError if it does not fit."""
     count = MOST_AT_ONCE
     while count > 1:
         try:
@@ -158,7 +158,7 @@ def budget_range(blueprint: Blueprint, asked: Settings, batch_named: bool, kv_me
 def prefix_folder(root: Path, most: int, blueprint: Blueprint, asked: Settings) -> PrefixFolder:
     """The folder `root`, of at most `most` bytes, for the prefixes of a model's conversations.
 
-    ConfigError where it cannot be used, one conversation does not fit, or the model's KV cache has no form on disk:
+    ConfigError if it cannot be used, one conversation does not fit, or the model's KV cache has no form on disk:
     before minutes of loading."""
     used = resolve_for(blueprint, asked).settings
     option, device = "--prefix-disk", resolve_device(used.device)

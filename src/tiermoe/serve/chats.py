@@ -40,7 +40,7 @@ class Chat:
 
     @property
     def continued(self) -> str | None:
-        """Field of the last message that the answer continues, or None. Refused where it cannot be continued."""
+        """Field of the last message that the answer continues, or None. Refused if it cannot be continued."""
         if self.new_turn or not self.messages:
             return None
         if self.messages[-1].get("tool_calls"):
@@ -69,7 +69,7 @@ class ParsedChunk:
 
 
 class AnswerReader:
-    """Reads the pieces of one answer: thought, text and tool calls. thoughts, calls: None where there can be none.
+    """Reads the pieces of one answer: thought, text and tool calls. thoughts, calls: None if there can be none.
     channels: reads both."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Prepared:
 
 
 def prepare(served: Served, chat: Chat) -> Prepared:
-    """The prompt of a chat. Refused where the model's template does not take it, or the answer cannot be made so."""
+    """The prompt of a chat. Refused if the model's template does not take it, or the answer cannot be made so."""
     tools = [] if chat.choice == "none" else list(chat.tools)
     if chat.thought_tokens == 0:
         chat = replace(chat, variables={"enable_thinking": False, **chat.variables})
@@ -186,7 +186,7 @@ def _in_channels(served: Served, chat: Chat, tools: Sequence[Json]) -> Prepared:
 
 
 def _named(chat: Chat, tools: Sequence[Json]) -> list[Json]:
-    """The functions that may be called. Refused where the one that must be called is none of the tools."""
+    """The functions that may be called. Refused if the one that must be called is none of the tools."""
     named = [tool["function"] for tool in tools if chat.choice in ("auto", "required", tool["function"]["name"])]
     if chat.forced and not tools:
         raise Refused(400, "tool_choice asks for a call, and there are no tools", "tool_choice")
@@ -222,7 +222,7 @@ def grammar_of(served: Served, constraint: Constraint | None) -> Compiling | Non
 
 
 def _followed(served: Served, rules: str, constraint: Constraint | None) -> Compiling:
-    """Compiler of these rules, which raises Refused where they cannot be followed. constraint: what they say of the
+    """Compiler of these rules, which raises Refused if they cannot be followed. constraint: what they say of the
     answer; None: a call of a tool."""
     param, grammar = ("tools", "") if constraint is None else (constraint.field, constraint.grammar)
 

@@ -34,7 +34,7 @@ LATEST = ":latest"
 
 
 def from_json(text: bytes | str) -> Any:
-    """Value of a JSON text, without NaN and half surrogate pairs. ValueError where it is no such text, or nested deeper
+    """Value of a JSON text, without NaN and half surrogate pairs. ValueError if it is no such text, or nested deeper
     than 200 levels."""
     return pydantic_core.from_json(text, allow_inf_nan=False, cache_strings="keys")
 
@@ -55,11 +55,6 @@ class Refused(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.kind, self.code = status, param, kind, code
-
-
-def unavailable(message: str) -> Refused:
-    """The refusal of what may be asked again later."""
-    return Refused(503, message, kind="server_error")
 
 
 _ANTHROPIC_KINDS = {

@@ -126,7 +126,7 @@ _UNKEPT = ("previous_response_id", "conversation", "prompt", "background")
 
 
 def check_fields(asked: BaseModel) -> None:
-    """Refused where a body has a field that this server does not know, unless the field changes no answer or its value
+    """Refused if a body has a field that this server does not know, unless the field changes no answer or its value
     asks for nothing. asked: a model that keeps unknown fields."""
     for name, value in (asked.model_extra or {}).items():
         nothing = value is None or value in ("", [], {}) or value in NEUTRAL.get(name, ())
@@ -195,7 +195,7 @@ class SamplerFields(BaseModel):
     ignore_eos: bool | None = None
 
     def named(self, most: int) -> Json:
-        """Fields of `Sampling` that the request names. most: tokens that the answer may have. Refused where two of its
+        """Fields of `Sampling` that the request names. most: tokens that the answer may have. Refused if two of its
         fields contradict each other."""
         values = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         for name in ("top_k", "top_n_sigma"):  # -1 is off

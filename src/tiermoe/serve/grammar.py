@@ -78,7 +78,7 @@ class Grammars:
         self._lock = Lock()
 
     async def compiled(self, rules: str, count: int, grammar: str = "") -> list[Grammar]:
-        """`compile`, beside the event loop. Refused where too many grammars wait."""
+        """`compile`, beside the event loop. Refused if too many grammars wait."""
         if self._under_way >= MOST_WAITING:
             raise Refused(503, f"{MOST_WAITING} grammars are being compiled; ask again later", kind="server_error")
         self._under_way += 1
@@ -89,7 +89,7 @@ class Grammars:
 
     def compile(self, rules: str, count: int = 1, grammar: str = "") -> list[Grammar]:
         """A grammar for each of `count` answers. rules: in llguidance's form of Lark. grammar: what their rule
-        `grammar` is, where they name it, in GBNF or Lark. ConfigError where the rules, or a JSON schema in them, cannot
+        `grammar` is, where they name it, in GBNF or Lark. ConfigError if the rules, or a JSON schema in them, cannot
         be followed within the limits."""
         from llguidance import LLMatcher, LLParserLimits
 
@@ -161,7 +161,7 @@ class _Vocabulary:
 @functools.lru_cache(maxsize=16)
 def _as_lark(grammar: str) -> str:
     """A grammar in GBNF or Lark, in Lark. It is converted in a trial's process: that may take time in proportion to the
-    square of its length. ConfigError where it cannot be."""
+    square of its length. ConfigError if it cannot be."""
     _check_length(grammar)
     lark, fault = _run_trial({"grammar": grammar})
     if fault:
@@ -176,7 +176,7 @@ def _tried(rules: str, special: list[str]) -> str:
 
 
 def _run_trial(asked: Json) -> tuple[Any, str]:
-    """(result, what is wrong) of `grammar_trial.py`; nothing is wrong where the second is empty. Refused where the
+    """(result, what is wrong) of `grammar_trial.py`; nothing is wrong where the second is empty. Refused if the
     machine is too busy."""
     command = [sys.executable, "-P", str(Path(__file__).with_name("grammar_trial.py"))]
     given = json.dumps({**asked, "seconds": MOST_SECONDS, "memory": MOST_MEMORY})
@@ -272,7 +272,7 @@ class ConstraintFields(BaseModel):
 
     @property
     def constraint(self) -> Constraint | None:
-        """What the answer must be; None: any text. Refused where two fields say it, or a schema is no JSON."""
+        """What the answer must be; None: any text. Refused if two fields say it, or a schema is no JSON."""
         schema = None if self.response_format is None else self.response_format.schema_of_answer
         found = [json_constraint(schema)]
         named = {name: getattr(self, name) for name in _READ if name in ConstraintFields.model_fields}

@@ -145,7 +145,7 @@ class _Incoming:
 
 
 async def _whole(incoming: _Incoming, share: Share) -> bytes | None:
-    """The body; None where the client leaves. Refused where it is too large, or takes too long."""
+    """The body; None if the client leaves. Refused if it is too large, or takes too long."""
     parts = list[bytes]()
     try:
         async with asyncio.timeout(_BODY_S):
@@ -184,7 +184,7 @@ _OTHERS = 0o077  # bits of a mode that let others than the owner at a file
 def read_keys(path: Path) -> list[str]:
     """The API keys of a file: one a line, without empty lines and those that begin with '#'.
 
-    ConfigError where it cannot be read, others than its owner may read or write it, or it has no key, or one that no
+    ConfigError if it cannot be read, others than its owner may read or write it, or it has no key, or one that no
     HTTP header can have."""
     try:
         with path.open("rb") as file:
@@ -207,8 +207,8 @@ def read_keys(path: Path) -> list[str]:
 
 
 def check_certificate(certfile: Path, keyfile: Path | None) -> None:
-    """ConfigError where the files are no certificate chain and its private key, in PEM and without a passphrase.
-    keyfile: None where the certificate's file has the key too."""
+    """ConfigError if the files are no certificate chain and its private key, in PEM and without a passphrase.
+    keyfile: None if the certificate's file has the key too."""
     for what, path in (("certificate", certfile), ("private key", keyfile)):
         if path is None:
             continue

@@ -77,7 +77,7 @@ class Intake:
         self.large = ThreadPoolExecutor(1, "tiermoe-large")
 
     def add(self, nbytes: int) -> None:
-        """Takes bytes for a request. Refused with 503 where there is no room for them."""
+        """Takes bytes for a request. Refused with 503 if there is no room for them."""
         with self._lock:
             if self.nbytes + nbytes <= self.most:
                 self.nbytes += nbytes
@@ -119,7 +119,7 @@ class Share:
         self._intake.remove(self._nbytes)
 
     def hold_part(self, part: bytes) -> None:
-        """Adds a part of the body. Refused with 413 or 503 where it is too much."""
+        """Adds a part of the body. Refused with 413 or 503 if it is too much."""
         self._body += len(part)
         if self._body > self._intake.largest_body:
             raise too_large(self._intake.largest_body)
@@ -127,7 +127,7 @@ class Share:
 
     async def hold_values(self, body: bytes) -> None:
         """Adds the values of the whole body, which is parsed next; a large one in its own round of the event loop, so
-        that other requests come between two of them. Refused with 413 or 503 where they would be too much."""
+        that other requests come between two of them. Refused with 413 or 503 if they would be too much."""
         values = values_of(body, self._intake.largest // _VALUE)
         self._take((_TEXT - 1) * len(body) + _VALUE * values)
         if not self._small:
@@ -135,7 +135,7 @@ class Share:
                 await asyncio.sleep(0)
 
     def hold_tokens(self, count: int) -> None:
-        """Adds token ids. Refused with 413 or 503 where they are too many."""
+        """Adds token ids. Refused with 413 or 503 if they are too many."""
         self._take(_TOKEN * count)
 
     def _take(self, nbytes: int) -> None:
@@ -157,7 +157,7 @@ async def aside(work: Callable[_P, _T], *args: _P.args, **named: _P.kwargs) -> _
 
 
 def hold_tokens(count: int) -> None:
-    """Adds token ids to the current request's share, where there is one. Refused with 413 or 503 where they are too
+    """Adds token ids to the current request's share, where there is one. Refused with 413 or 503 if they are too
     many."""
     if (share := _CURRENT.get(None)) is not None:
         share.hold_tokens(count)

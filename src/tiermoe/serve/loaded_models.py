@@ -98,7 +98,7 @@ class LoadedModels:
         self._closing = False
 
     def find(self, name: str) -> Model:
-        """The model of a name or an alias. Refused where there is none, or it can never be loaded."""
+        """The model of a name or an alias. Refused if there is none, or it can never be loaded."""
         have = ", ".join(model.name for model in self.models)
         if not name:
             raise Refused(400, f"name a model; this server has {have}", "model")
@@ -117,7 +117,7 @@ class LoadedModels:
         return len(self._waiting)
 
     async def begin(self, model: Model) -> ModelProcess:
-        """The process of a model, once the model is loaded, for one request; `end` must follow. Refused where it cannot
+        """The process of a model, once the model is loaded, for one request; `end` must follow. Refused if it cannot
         be loaded, too many requests wait, or the server is about to end."""
         if self._closing:
             raise _about_to_end()
@@ -242,7 +242,7 @@ class LoadedModels:
         return left
 
     async def _drained(self, model: Model, wanted: Model) -> bool:
-        """Waits until a model has answered what it has begun; False where nobody waits for `wanted` any more."""
+        """Waits until a model has answered what it has begun; False if nobody waits for `wanted` any more."""
         model.leaving = True
         while model.running:
             self.doing = f"waiting for the running answers of {model.name} ({model.running})"
@@ -255,7 +255,7 @@ class LoadedModels:
         return True
 
     async def _load(self, model: Model) -> None:
-        """Starts a model's process and waits until it is loaded. LoadError where it ends instead."""
+        """Starts a model's process and waits until it is loaded. LoadError if it ends instead."""
         began = time.monotonic()
         self.doing = f"loading {model.name}"
         process = model.process = model.process_of(self._share(model))
@@ -364,7 +364,7 @@ class ModelProcess:
         self._reading: asyncio.Task[None] | None = None
 
     async def load(self) -> None:
-        """Starts the process and waits until its model is loaded. LoadError where it ends instead."""
+        """Starts the process and waits until its model is loaded. LoadError if it ends instead."""
         environment = {name: value for name, value in os.environ.items() if name != "TIERMOE_API_KEY"}
         self._process = await asyncio.create_subprocess_exec(
             *self._words, stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=_LINE, env=environment,

@@ -103,7 +103,7 @@ class Asked(BaseModel):
 
     @property
     def likeliest(self) -> int | None:
-        """`Request.logprobs`. Refused where its fields contradict each other."""
+        """`Request.logprobs`. Refused if its fields contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise Refused(400, "top_logprobs needs logprobs=true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -273,7 +273,7 @@ def routes(app: FastAPI, served: Served) -> None:
 
 
 def _check(served: Served, asked: Asked) -> None:
-    """Refused where a field is unknown, another model is named, or the model cannot do what is asked for."""
+    """Refused if a field is unknown, another model is named, or the model cannot do what is asked for."""
     check_fields(asked)
     check_fields(asked.options)
     check_model(served, asked.model)
@@ -290,7 +290,7 @@ def _check(served: Served, asked: Asked) -> None:
 
 
 def check_model(served: Served, name: str) -> None:
-    """Refused where a client names another model; a tag behind a name says nothing."""
+    """Refused if a client names another model; a tag behind a name says nothing."""
     if name != served.name:
         served.check_model(name.removesuffix(LATEST))
 

@@ -147,7 +147,7 @@ class ChatRequest(Common):
 
     @property
     def new_turn(self) -> bool:
-        """`Chat.new_turn`. Refused where its fields contradict each other or the messages."""
+        """`Chat.new_turn`. Refused if its fields contradict each other or the messages."""
         begins, goes_on = self.add_generation_prompt, self.continue_final_message
         last = self.messages[-1].role == "assistant"
         if goes_on and begins:
@@ -421,7 +421,7 @@ def _requests(
 
 
 def _check_count(served: Served, count: int) -> None:
-    """Refused where the answers exceed the queue."""
+    """Refused if the answers exceed the queue."""
     most = served.worker.most_waiting
     if count > max(1, most):
         raise Refused(400, f"{count:,} answers are asked for, {most} at most may wait; lower n", "n")
@@ -441,7 +441,7 @@ def _prepared(served: Served, asked: CompletionRequest) -> list[Prepared]:
 
 
 def prompts_of(served: Served, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
-    """Token ids of each prompt. Refused where there is none."""
+    """Token ids of each prompt. Refused if there is none."""
     if isinstance(prompt, str):
         return [served.text_ids(prompt)]
     if not prompt:

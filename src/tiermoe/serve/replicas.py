@@ -175,7 +175,7 @@ async def _body_parts(receive: Receive) -> list[Message]:
 
 def session_of(body: bytes) -> str | None:
     """Session of a request in any dialect: a digest of `prompt_cache_key`, else of the conversation up to the user's
-    first message. None where it has neither."""
+    first message. None if it has neither."""
     try:
         asked = from_json(body)
     except ValueError:

@@ -179,7 +179,7 @@ class Router:
         return _Passed(self._loaded, model, _request(request, body), kind)
 
     def _named(self, request: Request) -> ASGIApp | None:
-        """Passes a request on to the loaded model of `?model=NAME`; None without. Refused where it is not loaded."""
+        """Passes a request on to the loaded model of `?model=NAME`; None without. Refused if it is not loaded."""
         if (name := request.query_params.get("model")) is None:
             return None
         model = self._loaded.find(name)
@@ -262,7 +262,7 @@ class _Passed:
             await send({"type": "http.response.body", "body": self._kind.waiting(doing), "more_body": True})
 
     async def _pass_on(self, process: ModelProcess, send: Send) -> None:
-        """Sends what the process answers. Refused where it has ended before."""
+        """Sends what the process answers. Refused if it has ended before."""
         try:
             async with process.client.stream(**self._asked) as answer:
                 if self._started and self._kind and answer.status_code != 200:

@@ -57,7 +57,7 @@ class Served:
         return found
 
     def check_model(self, name: str) -> None:
-        """Refused where a client names another model than this one."""
+        """Refused if a client names another model than this one."""
         if name and name != self.name:
             raise Refused(
                 404,
@@ -67,14 +67,14 @@ class Served:
             )
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
-        """Refused where an id is no token's."""
+        """Refused if an id is no token's."""
         most = len(self.tokenizer)
         wrong = next((token for token in ids if not 0 <= token < most), None)
         if wrong is not None:
             raise Refused(400, f"there is no token {wrong}; the vocabulary has {most:,}", param)
 
     def text_ids(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text. special: with the tokens that every text begins with. Refused where the text is longer
+        """Token ids of a text. special: with the tokens that every text begins with. Refused if the text is longer
         than `longest_text`."""
         size, most = len(text.encode()), longest_text(self.context)
         if size > most:
@@ -100,7 +100,7 @@ class Served:
         messages: with role and content. The answer continues the last message where that is `continued`, unless it is
         to be a `new_turn`. variables: of the template; those that it does not know are left out. A model without a
         template is given the contents, one after the other. A template that does not take the messages is given
-        `system_first` of them. Refused where it does not take that either, and where it leaves out what the answer
+        `system_first` of them. Refused if it does not take that either, and where it leaves out what the answer
         continues, as some do with thoughts."""
         goes_on = None if new_turn else continued(messages)
         template, render = self.template, self.tokenizer.apply_chat_template

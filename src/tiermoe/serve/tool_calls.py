@@ -120,7 +120,7 @@ class _JsonBlock:
 
 
 def _whole_call(text: str) -> tuple[str, str]:
-    """Function and arguments; ValueError where the text is no call."""
+    """Function and arguments; ValueError if the text is no call."""
     said = from_json(text)
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         raise ValueError("no name")
@@ -131,7 +131,7 @@ def _whole_call(text: str) -> tuple[str, str]:
 
 
 def _cut_call(text: str) -> tuple[str, str]:
-    """The function alone; ValueError where the text does not name one."""
+    """The function alone; ValueError if the text does not name one."""
     found = _CALL.match(text)
     if found is None:
         raise ValueError("no name")

@@ -123,7 +123,7 @@ counts."""
 
 
 def format_of(template: str | None) -> Format | None:
-    """The format of tool calls in a chat template; None where this server does not know it."""
+    """The format of tool calls in a chat template; None if this server does not know it."""
     return next((each for each in FORMATS if each.mark in (template or "")), None)
 
 

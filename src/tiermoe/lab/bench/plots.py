@@ -1,5 +1,5 @@
 """Pictures as SVG text, drawn by matplotlib (extra `plots`): speed over memory budgets, the time of a token in parts,
-presets' speed beside what they cost, also over the values of a setting, and curves."""
+presets' speed beside what they cost, also over the values of a setting."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ _SPEED = "decode, tokens per second (more is better)"
 
 Case = dict[str, Any]
 """What `summary.summarise` says of a case."""
-Curve = tuple[str, Sequence[tuple[float, float, float, float]], Sequence[tuple[float, float]]]
-"""Name; (x, lowest, median, highest) by rising x; (x, bound)."""
 
 
 def missing_plots() -> str | None:
@@ -308,32 +306,3 @@ def _rows(
         axes.annotate(figure, (1.01, row), xycoords=("axes fraction", "data"), va="center", color="#555555")
     if axes.get_xscale() == "log":
         axes.set_xlim(left=lowest)
-
-
-def curves(title: str, along: str, up: str, lines: Sequence[Curve], bound: str) -> str:
-    """Curves over a logarithmic x, with their ranges; bounds as dashes. along, up: what the axes are; bound: what
-    dashes are. Empty where no curve has points."""
-    xs = sorted({point[0] for _, points, _ in lines for point in points})
-    if not xs:
-        return ""
-    with _drawing(8.6, 4.2) as (figure, text):
-        axes, levels, bounded = figure.add_subplot(), list[float](), False
-        for index, (name, points, bounds) in enumerate(lines):
-            places, lows, middles, highs = ([each[at] for each in points] for at in range(4))
-            axes.errorbar(places, middles, _ranges(lows, middles, highs), fmt="o-", color=f"C{index}", label=name)
-            axes.plot([x for x, _ in bounds], [y for _, y in bounds], "--", color=f"C{index}")
-            levels += [*lows, *highs, *(y for _, y in bounds)]
-            bounded = bounded or bool(bounds)
-        if bounded:
-            axes.plot([], [], "--", color="#222222", label=bound)
-        axes.set_xscale("log")
-        axes.set_xticks(xs, [f"{x:g}" for x in xs])
-        axes.minorticks_off()
-        if _far_apart(levels, _LOG_FROM):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-        else:
-            axes.set_ylim(bottom=0)
-        axes.set(title=title, xlabel=along, ylabel=up)
-        figure.legend(loc="outside lower center", ncols=2)
-    return _svg(text)

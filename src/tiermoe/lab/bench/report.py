@@ -42,7 +42,7 @@ def html_report(document: dict[str, Any]) -> str:
     no_plots = missing_plots()
     parts = [
         f"<p>{_text(document['date'])}. <code>{_text(document['command'])}</code></p>",
-        machine_words(document["machine"]),
+        _machine_words(document["machine"]),
         f"<p>{_text(_EXPLAINED)}</p>",
         *([f"<p>{_text(no_plots)}</p>"] if no_plots else _pictures(document["cases"])),
         "<h2>Speed</h2>",
@@ -52,10 +52,10 @@ def html_report(document: dict[str, Any]) -> str:
         parts += ["<h2>Where the time of a token goes</h2>", "" if no_plots else time_per_token(ours)]
         parts += [f"<p>{_text(_BOUND)}</p>", _table(ours, spent())]
     parts += _left_out(document)
-    return page(title, parts)
+    return _page(title, parts)
 
 
-def page(title: str, parts: Sequence[str]) -> str:
+def _page(title: str, parts: Sequence[str]) -> str:
     """A whole document under a heading. parts: HTML."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
@@ -69,7 +69,7 @@ def _text(words: str) -> str:
     return html.escape(" ".join(words.split()))
 
 
-def machine_words(machine: dict[str, Any]) -> str:
+def _machine_words(machine: dict[str, Any]) -> str:
     """A paragraph on what was measured on."""
     if not machine:
         return ""

@@ -34,7 +34,7 @@ def common_fields(file: GgufFile) -> Config:
         "num_hidden_layers": layer_count(file),
         "num_attention_heads": file.uniform_count("attention.head_count"),
         "max_position_embeddings": file.count("context_length"),
-        "rms_norm_eps": file.decimal("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": file.decimal(f"attention.{_epsilon(file)}"),
         "num_experts_per_tok": file.count("expert_used_count"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": rope_parameters(file),
@@ -42,6 +42,12 @@ def common_fields(file: GgufFile) -> Config:
         "eos_token_id": end_ids(file) or None,
         "pad_token_id": token_id(file, "padding"),
     }
+
+
+def _epsilon(file: GgufFile) -> str:
+    """The entry of the norms' epsilon: of a config that has the other name alone the converter writes the second."""
+    names = ("layer_norm_rms_epsilon", "layer_norm_epsilon")
+    return next((name for name in names if file.of_model(f"attention.{name}", None) is not None), names[0])
 
 
 def grouped_fields(file: GgufFile) -> Config:

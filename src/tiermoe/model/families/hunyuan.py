@@ -68,6 +68,7 @@ class HunyuanV1(Family):
 
     name, model_type = "Hunyuan (A13B)", "hunyuan_v1_moe"
     gguf = Gguf(("hunyuan-moe",), V1_NAMES)
+    wide = ("mlp.gate.wg.weight",)
     normalised = True
 
     def layer(self, w: Scope, config: Any, index: int) -> Layer:

@@ -36,6 +36,7 @@ class Ling(LatentFamily):
     gguf = Gguf(("bailingmoe3",), V3_NAMES | NAMES, within="self_attn")
     gguf_parts = staticmethod(positive_rates)
     latent_kv = False
+    wide = ("e_score_correction_bias", "conv1d.weight", "A_log", "dt_bias")
 
     def layer(self, w: Scope, config: Any, index: int) -> Layer:
         own, heads = w.at("self_attn"), config.num_attention_heads

@@ -1,17 +1,20 @@
-"""Models on the hub: ids, snapshots, downloads with progress."""
+"""Hub: from the model's name to a directory or GGUF file. A hub id, or a GGUF file of one (HUB-ID:FILE), is found in
+the local hub cache, downloaded, or inspected before it is downloaded, by its headers.
+
+The hub's own client keeps the files that are finished. A shard has gigabytes, so an interrupted one is kept too: beside
+the cache's blobs until it is whole, then as one of them."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from tiermoe.formats.safetensors import Checkpoint, FileReader, TensorEntry, ent
 from tiermoe.model.families.fields import FREQUENCIES, LONG_FACTORS
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.configs import read_fields
+from tiermoe.model.hf.downloads import PART
 from tiermoe.model.hf.local_models import find_local, in_snapshot, split_name
 from tiermoe.model.hf.repository import Repository, fetch, first_line, hub_errors, read_repository
 from tiermoe.platform import file_io
@@ -193,77 +197,6 @@ def inspect_without_download(model: str | os.PathLike[str], store: Path | None) 
     checkpoint = RemoteCheckpoint(folder, name, safetensors_headers(repository, shards), repository.sizes)
     download = Download(len(shards), repository.nbytes(shards))
     return inspect_model(folder, name, store, checkpoint), download
-
-
-PART = ".tiermoe-part"
-"""Ending of a file whose download has not ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class CachedDownload:
-    """A model in the hub's cache."""
-
-    name: str
-    root: Path
-    weights: tuple[str, ...]  # files of weights, by their names
-    nbytes: int  # of all files, unfinished ones too
-    used: float  # when a file was last read or written; seconds since the epoch
-
-
-def cached_downloads() -> list[CachedDownload]:
-    """Models in the hub's cache, the one that was used last first. What is no repository of the hub's is left out."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
-    try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:
-        return []
-    found = [_described(each) for each in repositories if each.repo_type == "model"]
-    return sorted(found, key=lambda download: -download.used)
-
-
-def _described(repository: Any) -> CachedDownload:
-    files = {file.file_name for revision in repository.revisions for file in revision.files}
-    weights = sorted(name for name in files if name.endswith((".safetensors", ".gguf")))
-    unfinished = sum(part.stat().st_size for part in _parts(repository.repo_path))
-    used = max(repository.last_accessed, repository.last_modified)
-    return CachedDownload(
-        repository.repo_id, repository.repo_path, tuple(weights), repository.size_on_disk + unfinished, used
-    )  # fmt: skip
-
-
-def _parts(root: Path) -> list[Path]:
-    return list((root / "blobs").glob(f"*{PART}"))
-
-
-def remove_download(download: CachedDownload) -> None:
-    """Removes a model from the hub's cache, all revisions. ModelError where another process downloads it, or it cannot
-    be removed."""
-    from huggingface_hub import scan_cache_dir
-
-    info = scan_cache_dir()
-    # alone: a copy of a repository has commits of the same names
-    own = frozenset(each for each in info.repos if each.repo_path == download.root)
-    revisions = [revision.commit_hash for each in own for revision in each.revisions]
-    with _nobody_downloads(download):
-        replace(info, repos=own).delete_revisions(*revisions).execute()
-    if download.root.exists():  # the hub's client only warns
-        raise ModelError(f"{download.root} cannot be removed; check its permissions")
-
-
-@contextlib.contextmanager
-def _nobody_downloads(download: CachedDownload) -> Iterator[None]:
-    with contextlib.ExitStack() as opened:
-        for part in _parts(download.root):
-            descriptor = file_io.open_to_write(part)
-            opened.callback(os.close, descriptor)
-            try:
-                file_io.lock(descriptor)
-            except BlockingIOError as error:
-                raise ModelError(
-                    f"'{download.name}' is being downloaded by another process; end it, or wait until it is done"
-                ) from error
-        yield
 
 
 _GGUF_HEADER = 8 << 20  # bytes asked for first: a vocabulary of 150,000 tokens and its merges take 6 MB

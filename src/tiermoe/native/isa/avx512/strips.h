@@ -13,12 +13,8 @@
 
 enum { SPREAD = 64 }; /* columns unpacked at a time */
 
-/* bfloat16 of 0 to 31; of 0 to 15, of those less 8, and of what the nibbles of IQ4 and FP4 stand for, twice: the tables are
- * indexed by 5 bits, of which the highest belongs to the next nibble. */
-static const bf16 FIVE_BITS[32] __attribute__((aligned(64))) = {
-    0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
-    0x4180, 0x4188, 0x4190, 0x4198, 0x41A0, 0x41A8, 0x41B0, 0x41B8, 0x41C0, 0x41C8, 0x41D0, 0x41D8, 0x41E0, 0x41E8, 0x41F0, 0x41F8,
-};
+/* bfloat16 of 0 to 15, of those less 8, and of what the nibbles of IQ4 and FP4 stand for, twice: the tables are indexed by 5
+ * bits, of which the highest belongs to the next nibble. */
 static const bf16 NIBBLES[32] __attribute__((aligned(64))) = {
     0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
     0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
@@ -203,16 +199,6 @@ static inline __m512 lane_scales(size_t group, __m512 scales, size_t p) {
 
 static inline __mmask16 groups_of(size_t width, size_t group) { return (__mmask16)((1u << width / group) - 1); }
 
-/* Eight scales of Q4_K or Q5_K, and behind them its eight minima, negative. */
-static inline __m512 k_lanes(const block_q4_k *block) {
-    uint32_t halves_at;
-    memcpy(&halves_at, block->d, 4); /* and m */
-    const __m512i integers = _mm512_cvtepu8_epi32(k_integers(block));
-    const __m128 both = _mm_xor_ps(_mm_cvtph_ps(_mm_cvtsi32_si128((int)halves_at)), _mm_setr_ps(0, -0.0f, 0, 0));
-    const __m512i of = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-    return _mm512_mul_ps(_mm512_permutexvar_ps(of, _mm512_castps128_ps512(both)), _mm512_cvtepi32_ps(integers));
-}
-
 /* Bytes, signed, times a factor. */
 static inline __m512 sixteen_times(float factor, __m128i bytes) {
     return _mm512_mul_ps(_mm512_set1_ps(factor), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
@@ -300,42 +286,6 @@ INLINE __m512 published_lanes(Coding coding, size_t group, RowPlace place, size_
     published_scales(matrix, place.row, place.column, width, &of);
     if (has_offsets(coding)) *offsets = _mm512_maskz_loadu_ps(groups_of(width, group), of.offsets);
     return _mm512_maskz_loadu_ps(groups_of(width, group), of.scales);
-}
-
-/* The scales and offsets of a strip's groups, in order, as strip_scales finds them; 0 behind them. For most types they do not
- * go through memory, which a wide load would have to wait for. */
-INLINE void groups_from(Coding coding, size_t group, const uint8_t *at, RowPlace place, size_t width, __m512 *scales,
-                        __m512 *offsets) {
-    *offsets = _mm512_setzero_ps();
-    if (coding >= FIRST_PUBLISHED) {
-        *scales = published_lanes(coding, group, place, width, offsets);
-    } else if (coding == Q4_K || coding == Q5_K) {
-        const __m512 both = k_lanes(AT(q4_k, at));
-        *scales = both; /* the second half is asked for by no column */
-        *offsets = _mm512_zextps256_ps512(_mm512_extractf32x8_ps(both, 1));
-    } else if (coding == Q2_K) {
-        *scales = sixteen_times(from_half(AT(q2_k, at)->d), q2_k_integers(AT(q2_k, at), 0));
-        *offsets = sixteen_times(-from_half(AT(q2_k, at)->m), q2_k_integers(AT(q2_k, at), 1));
-    } else if (coding == Q3_K) {
-        *scales = sixteen_times(from_half(AT(q3_k, at)->d), q3_k_integers(AT(q3_k, at)));
-    } else if (coding == Q6_K) {
-        *scales = sixteen_times(from_half(AT(q6_k, at)->d), _mm_loadu_si128((const void *)AT(q6_k, at)->scales));
-    } else if (is_grid(coding)) {
-        *scales = sixteen_times(grid_factor(coding, at), grid_scale_bytes(coding, at));
-    } else if (width == STRIP && block_columns(coding) < STRIP && coding != MXFP4) {
-        *scales = eight_halves(AT(q4_0, at)->d, block_bytes(coding));
-        if (has_offsets(coding)) *offsets = eight_halves(AT(q4_1, at)->m, block_bytes(coding));
-    } else if (width == STRIP && coding == MXFP4) {
-        uint64_t bytes = 0;
-        for (int i = 7; i >= 0; i--) bytes = bytes << 8 | AT(mxfp4, at)[i].exponent;
-        *scales = eight_exponents(bytes);
-    } else {
-        StripScales of;
-        const __mmask16 groups = groups_of(width, group);
-        strip_scales(coding, at, width, &of);
-        *scales = _mm512_maskz_loadu_ps(groups, of.scales);
-        if (has_offsets(coding)) *offsets = _mm512_maskz_loadu_ps(groups, of.offsets);
-    }
 }
 
 #endif

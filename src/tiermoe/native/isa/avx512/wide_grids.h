@@ -11,27 +11,7 @@ enum { WIDE = 8 }; /* registers of a strip */
 
 static inline int is_permuted(Coding coding) { return coding >= IQ2_XXS && coding <= IQ3_S; }
 
-/* bfloat16 of the sizes of IQ2 by the lowest two bits of an index of five; of IQ3 by three bits and a sign; of TQ2_0. */
 #define FOUR_TIMES(...) __VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__
-static const bf16 IQ2_SIZES[32] __attribute__((aligned(64))) = {
-    FOUR_TIMES(0x4100, 0x41C8, 0x422C, 0, 0x4100, 0x41C8, 0x422C, 0), /* 8, 25, 43 */
-};
-static const bf16 IQ3_XXS_VALUES[32] __attribute__((aligned(64))) = {
-    0x4080, 0x4140, 0x41A0, 0x41E0, 0x4210, 0x4230, 0x4250, 0x4278, 0xC080, 0xC140, 0xC1A0, 0xC1E0, 0xC210, 0xC230, 0xC250, 0xC278,
-    0x4080, 0x4140, 0x41A0, 0x41E0, 0x4210, 0x4230, 0x4250, 0x4278, 0xC080, 0xC140, 0xC1A0, 0xC1E0, 0xC210, 0xC230, 0xC250, 0xC278,
-};
-static const bf16 IQ3_S_VALUES[32] __attribute__((aligned(64))) = {
-    0x3F80, 0x4040, 0x40A0, 0x40E0, 0x4110, 0x4130, 0x4150, 0x4170, 0xBF80, 0xC040, 0xC0A0, 0xC0E0, 0xC110, 0xC130, 0xC150, 0xC170,
-    0x3F80, 0x4040, 0x40A0, 0x40E0, 0x4110, 0x4130, 0x4150, 0x4170, 0xBF80, 0xC040, 0xC0A0, 0xC0E0, 0xC110, 0xC130, 0xC150, 0xC170,
-};
-static const bf16 TERNARY[32] __attribute__((aligned(64))) = {
-    FOUR_TIMES(0xBF80, 0x0000, 0x3F80, 0x4000, 0xBF80, 0x0000, 0x3F80, 0x4000),
-};
-
-/* Four signs, in the highest bits of a word's nibbles. */
-#define SIGN_NIBBLES                                                                                                  \
-    0x0000, 0x0008, 0x0080, 0x0088, 0x0800, 0x0808, 0x0880, 0x0888, 0x8000, 0x8008, 0x8080, 0x8088, 0x8800, 0x8808, 0x8880, 0x8888
-static const uint16_t NIBBLE_SIGNS[32] __attribute__((aligned(64))) = {SIGN_NIBBLES, SIGN_NIBBLES};
 
 /* Words of a grid of 64 times 4, 8 or 16. */
 INLINE __m512i permuted_words(const uint16_t *grid, int registers, __m512i places) {
@@ -58,8 +38,6 @@ static inline __m512i by_four(int first, int second, int third, int fourth) {
     return _mm512_set1_epi64((int64_t)((uint64_t)fourth << 48 | (uint64_t)third << 32 | (uint64_t)second << 16 | (uint64_t)first));
 }
 
-static inline __m512i thirty_two(const uint8_t *at) { return _mm512_castsi256_si512(_mm256_loadu_si256((const void *)at)); }
-
 /* Places with their bits from 8 on: those of `bytes`, once they are moved there. */
 INLINE __m512i with_bits(__m512i places, __m512i bytes, __m512i moved, int mask) {
     return _mm512_ternarylogic_epi64(places, _mm512_sllv_epi16(bytes, moved), _mm512_set1_epi16((short)mask), 0xF8); /* a | (b & c) */
@@ -69,6 +47,22 @@ INLINE __m512i with_bits(__m512i places, __m512i bytes, __m512i moved, int mask)
 INLINE __m512i bytes_by_four(const uint8_t *at) {
     return words_from(_mm512_castsi128_si512(_mm_loadl_epi64((const void *)at)), 0, 1, 4);
 }
+
+/* Every other word of pairs of registers: of each pair the even ones, behind them those of all pairs the odd ones. */
+static inline void part_words(size_t pairs, const __m512i *from, __m512i *to) {
+    const __m512i even = _mm512_load_si512(EVEN), odd = _mm512_add_epi16(even, _mm512_set1_epi16(1));
+    for (size_t i = 0; i < pairs; i++) {
+        to[i] = _mm512_permutex2var_epi16(from[2 * i], even, from[2 * i + 1]);
+        to[pairs + i] = _mm512_permutex2var_epi16(from[2 * i], odd, from[2 * i + 1]);
+    }
+}
+
+/* IQ2: eight columns to a place. */
+
+/* bfloat16 of the sizes by the lowest two bits of an index of five. */
+static const bf16 IQ2_SIZES[32] __attribute__((aligned(64))) = {
+    FOUR_TIMES(0x4100, 0x41C8, 0x422C, 0, 0x4100, 0x41C8, 0x422C, 0), /* 8, 25, 43 */
+};
 
 INLINE __m512i eight_words(Coding coding, const uint8_t *at) {
     switch (coding) {
@@ -92,6 +86,23 @@ INLINE void wide_eights(Coding coding, const uint8_t *at, __m512i values[WIDE]) 
     }
 }
 
+/* IQ3: four columns to a place. */
+
+/* bfloat16 by three bits and a sign. */
+static const bf16 IQ3_XXS_VALUES[32] __attribute__((aligned(64))) = {
+    0x4080, 0x4140, 0x41A0, 0x41E0, 0x4210, 0x4230, 0x4250, 0x4278, 0xC080, 0xC140, 0xC1A0, 0xC1E0, 0xC210, 0xC230, 0xC250, 0xC278,
+    0x4080, 0x4140, 0x41A0, 0x41E0, 0x4210, 0x4230, 0x4250, 0x4278, 0xC080, 0xC140, 0xC1A0, 0xC1E0, 0xC210, 0xC230, 0xC250, 0xC278,
+};
+static const bf16 IQ3_S_VALUES[32] __attribute__((aligned(64))) = {
+    0x3F80, 0x4040, 0x40A0, 0x40E0, 0x4110, 0x4130, 0x4150, 0x4170, 0xBF80, 0xC040, 0xC0A0, 0xC0E0, 0xC110, 0xC130, 0xC150, 0xC170,
+    0x3F80, 0x4040, 0x40A0, 0x40E0, 0x4110, 0x4130, 0x4150, 0x4170, 0xBF80, 0xC040, 0xC0A0, 0xC0E0, 0xC110, 0xC130, 0xC150, 0xC170,
+};
+
+/* Four signs, in the highest bits of a word's nibbles. */
+#define SIGN_NIBBLES                                                                                                  \
+    0x0000, 0x0008, 0x0080, 0x0088, 0x0800, 0x0808, 0x0880, 0x0888, 0x8000, 0x8008, 0x8080, 0x8088, 0x8800, 0x8808, 0x8880, 0x8888
+static const uint16_t NIBBLE_SIGNS[32] __attribute__((aligned(64))) = {SIGN_NIBBLES, SIGN_NIBBLES};
+
 /* Register 4 h + j has column 32 (n / 4) + 16 h + 4 (n % 4) + j in word n. */
 INLINE void wide_fours(Coding coding, const uint8_t *at, __m512i values[WIDE]) {
     const __m512i codes = _mm512_loadu_si512(coding == IQ3_XXS ? AT(iq3_xxs, at)->codes : AT(iq3_s, at)->codes);
@@ -108,6 +119,12 @@ INLINE void wide_fours(Coding coding, const uint8_t *at, __m512i values[WIDE]) {
     }
 }
 
+/* TQ2_0 */
+
+static const bf16 TERNARY[32] __attribute__((aligned(64))) = {
+    FOUR_TIMES(0xBF80, 0x0000, 0x3F80, 0x4000, 0xBF80, 0x0000, 0x3F80, 0x4000),
+};
+
 /* Register 2 q + o has column 128 (n / 16) + 32 q + 2 (n % 16) + o in word n. */
 INLINE void wide_tq2_0(const uint8_t *at, __m512i values[WIDE]) {
     const __m512i words = _mm512_loadu_si512(AT(tq2_0, at)->codes), table = _mm512_load_si512(TERNARY);
@@ -116,14 +133,7 @@ INLINE void wide_tq2_0(const uint8_t *at, __m512i values[WIDE]) {
             values[2 * q + o] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, (unsigned)(2 * q + 8 * o)), table);
 }
 
-/* Every other word of pairs of registers: of each pair the even ones, behind them those of all pairs the odd ones. */
-static inline void part_words(size_t pairs, const __m512i *from, __m512i *to) {
-    const __m512i even = _mm512_load_si512(EVEN), odd = _mm512_add_epi16(even, _mm512_set1_epi16(1));
-    for (size_t i = 0; i < pairs; i++) {
-        to[i] = _mm512_permutex2var_epi16(from[2 * i], even, from[2 * i + 1]);
-        to[pairs + i] = _mm512_permutex2var_epi16(from[2 * i], odd, from[2 * i + 1]);
-    }
-}
+/* All of them. */
 
 /* to = the columns of a strip in the order of the registers. */
 INLINE void arrange_grid(Coding coding, const bf16 *x, bf16 *to) {

@@ -1,5 +1,7 @@
-/* Whole strips of some types in eight registers of bfloat16, of which each has columns of all groups: two lanes to 32 columns,
- * one to 16. So one scale of each lane serves all eight of them.
+/* Whole strips of some types, each with what belongs to it, and what chooses among all types.
+ *
+ * A whole strip is in eight registers of bfloat16, of which each has columns of all groups: two lanes to 32 columns, one to 16.
+ * So one scale of each lane serves all eight of them.
  *
  * Bytes of a strip are brought together by quarters of 128 bits and pairs of lanes, and the words of a register are shifted:
  * in Q4_K, Q5_K and Q6_K those of its first lanes for the low nibbles, those of the others for the high ones. There register
@@ -11,7 +13,6 @@
 #include "row_blocks.h"
 #include "strips.h"
 #include "wide_grids.h"
-
 
 static inline int is_wide(Coding coding, size_t group) {
     switch (coding) {
@@ -26,21 +27,39 @@ static inline __m512i by_pairs(int first, int second) {
     return _mm512_set4_epi64(high, low, high, low);
 }
 
+static inline __m512i pairs_exchanged(__m512i words) { return _mm512_shuffle_epi32(words, 0x4E); }
+
+/* Of a type: its values in registers (wide_...), the columns of 64 that quarters of registers 0, 2, 4 and 6 have (IN_...; those
+ * of the others lie one column on, or two), and its scales where they are taken apart otherwise than in strips.h. */
+
+/* Q4_K and Q5_K */
+
+/* bfloat16 of 0 to 31. */
+static const bf16 FIVE_BITS[32] __attribute__((aligned(64))) = {
+    0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+    0x4180, 0x4188, 0x4190, 0x4198, 0x41A0, 0x41A8, 0x41B0, 0x41B8, 0x41C0, 0x41C8, 0x41D0, 0x41D8, 0x41E0, 0x41E8, 0x41F0, 0x41F8,
+};
+
+static const uint16_t IN_PAIRS[32] __attribute__((aligned(64))) = {
+    0,  2,  4,  6,  40, 42, 44, 46, 8,  10, 12, 14, 32, 34, 36, 38, 16, 18, 20, 22, 56, 58, 60, 62, 24, 26, 28, 30, 48, 50, 52, 54,
+};
+
+/* Eight scales of Q4_K or Q5_K, and behind them its eight minima, negative. */
+static inline __m512 k_lanes(const block_q4_k *block) {
+    uint32_t halves_at;
+    memcpy(&halves_at, block->d, 4); /* and m */
+    const __m512i integers = _mm512_cvtepu8_epi32(k_integers(block));
+    const __m128 both = _mm_xor_ps(_mm_cvtph_ps(_mm_cvtsi32_si128((int)halves_at)), _mm_setr_ps(0, -0.0f, 0, 0));
+    const __m512i of = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    return _mm512_mul_ps(_mm512_permutexvar_ps(of, _mm512_castps128_ps512(both)), _mm512_cvtepi32_ps(integers));
+}
+
 /* The group of each word of 32 columns' registers, plus `more`. */
 static inline __m512i by_group(int more) {
     const int64_t each = 0x0001000100010001;
     return _mm512_set_epi64((more + 7) * each, (more + 6) * each, (more + 5) * each, (more + 4) * each, (more + 3) * each,
                             (more + 2) * each, (more + 1) * each, more * each);
 }
-
-/* Twice the quarter of its 128 columns that each word of 16 columns' registers is of, plus `more`. */
-static inline __m512i by_quarter(int more) {
-    const int64_t each = 0x0001000100010001;
-    const int64_t of[] = {more * each, (more + 4) * each, (more + 2) * each, (more + 6) * each};
-    return _mm512_set_epi64(of[3], of[2], of[3], of[2], of[1], of[0], of[1], of[0]);
-}
-
-static inline __m512i pairs_exchanged(__m512i words) { return _mm512_shuffle_epi32(words, 0x4E); }
 
 /* Fifth bits lie in 32 bytes of their own, bit g for group g. */
 static inline void wide_nibbles(int five, const uint8_t *codes, const uint8_t *fifth, __m512i values[WIDE]) {
@@ -62,6 +81,15 @@ static inline void wide_nibbles(int five, const uint8_t *codes, const uint8_t *f
         }
 }
 
+/* Q6_K */
+
+/* Twice the quarter of its 128 columns that each word of 16 columns' registers is of, plus `more`. */
+static inline __m512i by_quarter(int more) {
+    const int64_t each = 0x0001000100010001;
+    const int64_t of[] = {more * each, (more + 4) * each, (more + 2) * each, (more + 6) * each};
+    return _mm512_set_epi64(of[3], of[2], of[3], of[2], of[1], of[0], of[1], of[0]);
+}
+
 /* Half of the registers' lanes are of one half of a block, every other one. An index counts by its 6 lowest bits: four of
  * `low`, two of `high`. */
 static inline void wide_q6_k(const block_q6_k *block, __m512i values[WIDE]) {
@@ -81,6 +109,24 @@ static inline void wide_q6_k(const block_q6_k *block, __m512i values[WIDE]) {
             values[4 * i + 2 * s + 1] = _mm512_permutex2var_epi16(first, odd, last);
         }
 }
+
+/* Instead of quarters_of: from half of the columns of each 64 of a strip four registers, of which each has those of one pair of
+ * lanes of all of them. */
+static inline void lanes_from(const __m512i of[4], __m512i to[4]) {
+    for (int i = 0; i < 2; i++) {
+        const __m512i low = i ? _mm512_unpackhi_epi32(of[0], of[2]) : _mm512_unpacklo_epi32(of[0], of[2]);
+        const __m512i high = i ? _mm512_unpackhi_epi32(of[1], of[3]) : _mm512_unpacklo_epi32(of[1], of[3]);
+        const __m512d a = _mm512_castsi512_pd(low), b = _mm512_castsi512_pd(high);
+        to[2 * i] = _mm512_castpd_si512(_mm512_shuffle_pd(a, b, 0xAA));
+        to[2 * i + 1] = _mm512_castpd_si512(_mm512_shuffle_pd(a, b, 0x55));
+    }
+}
+
+/* MXFP4 */
+
+static const uint16_t IN_BLOCKS[32] __attribute__((aligned(64))) = {
+    0,  2,  4,  6,  32, 34, 36, 38, 8,  10, 12, 14, 40, 42, 44, 46, 16, 18, 20, 22, 48, 50, 52, 54, 24, 26, 28, 30, 56, 58, 60, 62,
+};
 
 /* Where the first eight bytes of codes of each block of MXFP4 lie; the others lie 8 bytes on. */
 static const uint8_t MXFP4_CODES[64] __attribute__((aligned(64))) = {
@@ -105,7 +151,13 @@ static inline void wide_mxfp4(const uint8_t *at, __m512i values[WIDE]) {
     }
 }
 
-/* Of published codes: which half of the bytes, which nibble, and whether the bytes are odd ones. */
+/* E2M1, S4 and U4 */
+
+static const uint16_t IN_BYTES[32] __attribute__((aligned(64))) = {
+    0,  4,  8,  12, 32, 36, 40, 44, 1,  5,  9,  13, 33, 37, 41, 45, 16, 20, 24, 28, 48, 52, 56, 60, 17, 21, 25, 29, 49, 53, 57, 61,
+};
+
+/* A register's number: which half of the bytes, which nibble, and whether the bytes are odd ones. */
 static inline void wide_pairs(const uint8_t *at, const bf16 of[32], __m512i values[WIDE]) {
     const __m512i one = _mm512_loadu_si512(at), other = _mm512_loadu_si512(at + 64), table = _mm512_load_si512(of);
     const __m512i even = _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14);
@@ -115,6 +167,8 @@ static inline void wide_pairs(const uint8_t *at, const bf16 of[32], __m512i valu
             for (int odd = 0; odd < 2; odd++) values[4 * i + 2 * high + odd] = nibbles_at(bytes, high, odd, table);
     }
 }
+
+/* All types. */
 
 INLINE void spread_wide(Coding coding, const uint8_t *at, __m512i values[WIDE]) {
     switch (coding) {
@@ -128,6 +182,42 @@ INLINE void spread_wide(Coding coding, const uint8_t *at, __m512i values[WIDE]) 
         case E2M1: wide_pairs(at, FP4_VALUES, values); return;
         case S4: wide_pairs(at, NIBBLES_LESS_8, values); return;
         default: wide_pairs(at, NIBBLES, values); /* U4 */
+    }
+}
+
+/* The scales and offsets of a strip's groups, in order, as strip_scales finds them; 0 behind them. For most types they do not
+ * go through memory, which a wide load would have to wait for. */
+INLINE void groups_from(Coding coding, size_t group, const uint8_t *at, RowPlace place, size_t width, __m512 *scales,
+                        __m512 *offsets) {
+    *offsets = _mm512_setzero_ps();
+    if (coding >= FIRST_PUBLISHED) {
+        *scales = published_lanes(coding, group, place, width, offsets);
+    } else if (coding == Q4_K || coding == Q5_K) {
+        const __m512 both = k_lanes(AT(q4_k, at));
+        *scales = both; /* the second half is asked for by no column */
+        *offsets = _mm512_zextps256_ps512(_mm512_extractf32x8_ps(both, 1));
+    } else if (coding == Q2_K) {
+        *scales = sixteen_times(from_half(AT(q2_k, at)->d), q2_k_integers(AT(q2_k, at), 0));
+        *offsets = sixteen_times(-from_half(AT(q2_k, at)->m), q2_k_integers(AT(q2_k, at), 1));
+    } else if (coding == Q3_K) {
+        *scales = sixteen_times(from_half(AT(q3_k, at)->d), q3_k_integers(AT(q3_k, at)));
+    } else if (coding == Q6_K) {
+        *scales = sixteen_times(from_half(AT(q6_k, at)->d), _mm_loadu_si128((const void *)AT(q6_k, at)->scales));
+    } else if (is_grid(coding)) {
+        *scales = sixteen_times(grid_factor(coding, at), grid_scale_bytes(coding, at));
+    } else if (width == STRIP && block_columns(coding) < STRIP && coding != MXFP4) {
+        *scales = eight_halves(AT(q4_0, at)->d, block_bytes(coding));
+        if (has_offsets(coding)) *offsets = eight_halves(AT(q4_1, at)->m, block_bytes(coding));
+    } else if (width == STRIP && coding == MXFP4) {
+        uint64_t bytes = 0;
+        for (int i = 7; i >= 0; i--) bytes = bytes << 8 | AT(mxfp4, at)[i].exponent;
+        *scales = eight_exponents(bytes);
+    } else {
+        StripScales of;
+        const __mmask16 groups = groups_of(width, group);
+        strip_scales(coding, at, width, &of);
+        *scales = _mm512_maskz_loadu_ps(groups, of.scales);
+        if (has_offsets(coding)) *offsets = _mm512_maskz_loadu_ps(groups, of.offsets);
     }
 }
 
@@ -146,28 +236,6 @@ static inline void quarters_of(const __m512i of[4], __m512i to[4]) {
     to[0] = _mm512_shuffle_i32x4(a, b, 0x88), to[1] = _mm512_shuffle_i32x4(a, b, 0xDD);
     to[2] = _mm512_shuffle_i32x4(c, d, 0x88), to[3] = _mm512_shuffle_i32x4(c, d, 0xDD);
 }
-
-/* The same for Q6_K: of one pair of lanes of all of them. */
-static inline void lanes_from(const __m512i of[4], __m512i to[4]) {
-    for (int i = 0; i < 2; i++) {
-        const __m512i low = i ? _mm512_unpackhi_epi32(of[0], of[2]) : _mm512_unpacklo_epi32(of[0], of[2]);
-        const __m512i high = i ? _mm512_unpackhi_epi32(of[1], of[3]) : _mm512_unpacklo_epi32(of[1], of[3]);
-        const __m512d a = _mm512_castsi512_pd(low), b = _mm512_castsi512_pd(high);
-        to[2 * i] = _mm512_castpd_si512(_mm512_shuffle_pd(a, b, 0xAA));
-        to[2 * i + 1] = _mm512_castpd_si512(_mm512_shuffle_pd(a, b, 0x55));
-    }
-}
-
-/* Columns of 64 in the order of the quarters of registers 0, 2, 4 and 6. Those of the others lie one column on, or two. */
-static const uint16_t IN_PAIRS[32] __attribute__((aligned(64))) = { /* Q4_K, Q5_K */
-    0,  2,  4,  6,  40, 42, 44, 46, 8,  10, 12, 14, 32, 34, 36, 38, 16, 18, 20, 22, 56, 58, 60, 62, 24, 26, 28, 30, 48, 50, 52, 54,
-};
-static const uint16_t IN_BLOCKS[32] __attribute__((aligned(64))) = { /* MXFP4 */
-    0,  2,  4,  6,  32, 34, 36, 38, 8,  10, 12, 14, 40, 42, 44, 46, 16, 18, 20, 22, 48, 50, 52, 54, 24, 26, 28, 30, 56, 58, 60, 62,
-};
-static const uint16_t IN_BYTES[32] __attribute__((aligned(64))) = { /* E2M1, S4, U4 */
-    0,  4,  8,  12, 32, 36, 40, 44, 1,  5,  9,  13, 33, 37, 41, 45, 16, 20, 24, 28, 48, 52, 56, 60, 17, 21, 25, 29, 49, 53, 57, 61,
-};
 
 static inline const uint16_t *wide_order(Coding coding) {
     switch (coding) {
