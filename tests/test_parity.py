@@ -36,6 +36,10 @@ ROW_BY_ROW = {"deepseek_v4", "minimax_m3_vl_text"}
 """Families whose own code takes padding for text: it compresses it too, or attends to other blocks of positions."""
 
 
+WIDE_ROUTERS = {"ernie4_5_moe", "hunyuan_v1_moe"}
+"""Families whose routers are float32 in every version of transformers."""
+
+
 def model_of(family: str, dtype: torch.dtype, tiny_model: Model) -> Path:
     """Of many files in float32, of one in bfloat16."""
     return tiny_model(family, dtype, **({"shard": "60KB"} if dtype == torch.float32 else {}))
@@ -110,6 +114,13 @@ def test_one_token(pair: Any) -> None:
     each = [tokens(1, 1, seed=seed) for seed in (1, 2, 3)]
     mine, theirs = (torch.cat([logits(model, family, ids) for ids in each]) for model in (ours, plain))
     assert close(mine, theirs)
+
+
+def test_kernels_take_the_routers_that_come_in_the_models_dtype(pair: Any) -> None:
+    """Whatever transformers widens: a wider matrix is computed by torch's operations."""
+    family, dtype, ours, _ = pair
+    if dtype == torch.bfloat16 and ours.tiermoe.settings.decoder == "auto" and family not in WIDE_ROUTERS:
+        assert {router.weight.dtype for router in ours.tiermoe.decoder.routers} == {dtype}
 
 
 def test_greedy_tokens(pair: Any) -> None:
