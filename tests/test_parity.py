@@ -120,7 +120,7 @@ def test_kernels_take_the_routers_that_come_in_the_models_dtype(pair: Any) -> No
     """Whatever transformers widens: a wider matrix is computed by torch's operations."""
     family, dtype, ours, _ = pair
     if dtype == torch.bfloat16 and ours.tiermoe.settings.decoder == "auto" and family not in WIDE_ROUTERS:
-        assert {router.weight.dtype for router in ours.tiermoe.decoder.routers} == {dtype}
+        assert {router.weight.dtype for router in ours.tiermoe.decoder.routers if router} == {dtype}
 
 
 def test_greedy_tokens(pair: Any) -> None:
