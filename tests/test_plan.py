@@ -82,9 +82,12 @@ def test_dense_weights_are_those_of_the_model(blueprint: Blueprint, planned: Pla
 
 
 def test_dense_weights_that_stay_in_float32_are_counted_as_such(tmp_path: Path) -> None:
-    """Hunyuan 4's output layer."""
+    """Hunyuan 4's output layer. Its routers, which newer transformers widen, are taken as they are stored."""
     found = inspect_model(write(tmp_path / "tiny", "hy_v4", torch.bfloat16), "tiny")
     loaded = oracle(tmp_path / "tiny", "hy_v4", torch.bfloat16)
+    for name, parameter in loaded.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.data = parameter.data.bfloat16()
     parts = [*loaded.named_parameters(), *loaded.named_buffers()]
     assert found.dense_bytes() == sum(tensor.nbytes for name, tensor in parts if ".experts." not in name)
     layers = [loaded.get_submodule(name) for name in packable(found)]
