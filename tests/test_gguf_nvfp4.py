@@ -33,7 +33,7 @@ def test_a_slot_stands_for_what_the_gguf_package_dequantises(matrices: int) -> N
     encoding = gguf_encoding("nvfp4").stacked(0) if not matrices else Nvfp4(matrices)
     assert encoding_named(encoding.name) == encoding
     assert [each.name for each in encoding.stored_fields(6, 128, torch.bfloat16)] == list(stored)
-    slot = encoding.slot(stored, 128)
+    slot = encoding.slot_of(stored, 6, 128)
     assert [(name, value.shape) for name, value in slot.items()] == [
         (each.name, each.shape) for each in encoding.slot_fields(6, 128, torch.bfloat16)
     ]
@@ -43,7 +43,8 @@ def test_a_slot_stands_for_what_the_gguf_package_dequantises(matrices: int) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products(dtype: torch.dtype) -> None:
     encoding = Nvfp4(2)
-    slot = encoding.slot({**gguf_blocks.random_blocks("nvfp4", 64, 256), "factors": torch.tensor([0.5, 3.0])}, 256)
+    stored = {**gguf_blocks.random_blocks("nvfp4", 64, 256), "factors": torch.tensor([0.5, 3.0])}
+    slot = encoding.slot_of(stored, 64, 256)
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
     wanted = x.double() @ encoding.decode(slot, 64, 256, torch.float32).double().t()
     found = linear_for(encoding.name, "cpu", dtype)(x, slot, 64, 256)

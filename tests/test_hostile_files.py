@@ -21,7 +21,7 @@ import tiny
 from commands import Command, Outcome
 from tiermoe.errors import ConfigError, StoreError, TraceError
 from tiermoe.formats.store import open_store
-from tiermoe.formats.stores import cache_folder
+from tiermoe.formats.store_files import cache_folder
 from tiermoe.lab.trace import read_trace
 
 Alteration = Callable[[Path], object]

@@ -271,7 +271,7 @@ def _messages() -> Iterator[str]:
 def _keep_history(readline: Any) -> Callable[[str], None]:
     """Has the terminal recall messages of earlier conversations, and keep those of this one: the function that adds a
     message to them, as one entry however many lines it has."""
-    from tiermoe.formats.stores import cache_folder
+    from tiermoe.formats.store_files import cache_folder
 
     file = cache_folder() / HISTORY
 

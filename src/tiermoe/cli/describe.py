@@ -23,8 +23,7 @@ from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.registry import encoding_named
 from tiermoe.formats.source import label_of
 from tiermoe.formats.store import MTP_FOLDER, Store, open_store, precision_key
-from tiermoe.kernels.linear import cpu_kernels, machine_layout
-from tiermoe.kernels.matrix import matrix_form
+from tiermoe.kernels.linear import cpu_kernels, machine_layout, matrix_form
 from tiermoe.model.families import FAMILIES, has_decoder, not_computed
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.hub import inspect_without_download

@@ -96,7 +96,7 @@ def _kernels() -> dict[str, Any]:
 def _drive() -> dict[str, Any]:
     """The cache folder, and what was measured with its drive: None where it could not be, and `problem` says why."""
     from tiermoe.engine.machine_rates import machine_rates
-    from tiermoe.formats.stores import cache_folder
+    from tiermoe.formats.store_files import cache_folder
 
     try:
         folder = cache_folder()

@@ -13,7 +13,7 @@ from rich.table import Table
 from tiermoe.cli.output import note
 from tiermoe.cli.terminal import WIDE, Terminal
 from tiermoe.config import format_size
-from tiermoe.formats.stores import CachedStore, cache_folder, cached_stores
+from tiermoe.formats.store_files import CachedStore, cache_folder, cached_stores
 from tiermoe.model.hf.downloads import CachedDownload, cached_downloads
 
 

@@ -12,7 +12,7 @@ import typer
 from tiermoe.cli.output import note, plain
 from tiermoe.config import format_size, parse_size
 from tiermoe.errors import ConfigError, ModelError
-from tiermoe.formats.stores import CachedStore, cached_stores, removable, remove_store
+from tiermoe.formats.store_files import CachedStore, cached_stores, removable, remove_store
 from tiermoe.model.hf.downloads import CachedDownload, cached_downloads, remove_download
 
 

@@ -20,7 +20,7 @@ from tiermoe.engine.expert_sums import Sums, sums_of
 from tiermoe.engine.forward_context import ForwardContext
 from tiermoe.engine.units import LayerKernels, NeuronExpert
 from tiermoe.errors import TiermoeError
-from tiermoe.formats.scratch import scratch
+from tiermoe.formats.encoding import scratch
 from tiermoe.kernels.experts import ExpertKernel, FusedExperts, SlotViews, Views
 from tiermoe.kernels.router import Router as NativeRouter
 from tiermoe.kernels.router import router_of

@@ -15,8 +15,7 @@ from tiermoe.engine.memory_plan import total
 from tiermoe.errors import ConfigError
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.store import Store
-from tiermoe.kernels.linear import decoded_bytes, machine_layout, prepared_bytes
-from tiermoe.kernels.matrix import prepared_at_most
+from tiermoe.kernels.linear import decoded_bytes, machine_layout, prepared_at_most, prepared_bytes
 from tiermoe.model.attention.linear import LinearSizes
 from tiermoe.model.cache import kv as kv_cache
 from tiermoe.model.hf.blueprint import Blueprint

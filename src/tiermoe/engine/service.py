@@ -18,7 +18,7 @@ from tiermoe.engine.reading import Reading
 from tiermoe.engine.units import LayerKernels, unit_of
 from tiermoe.formats.expert_format import ExpertFormat, Layout
 from tiermoe.formats.store import Store, precision_key
-from tiermoe.formats.stores import hold
+from tiermoe.formats.store_files import hold
 from tiermoe.kernels.experts import Views
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.moe import ExpertGate

@@ -18,15 +18,14 @@ import torch
 
 from tiermoe.config import Settings
 from tiermoe.errors import LoadError
-from tiermoe.formats import encode_matrix
-from tiermoe.formats.expert_format import PAGE, ExpertFormat, align, relative_error
+from tiermoe.formats.encoding import Matrix, WriteField, encode_matrices, scratch, workspace_bytes
+from tiermoe.formats.expert_format import PAGE, ExpertFormat, ExtentWriter, align, relative_error
 from tiermoe.formats.in_place import OWN_BITS
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for, encoding_named
-from tiermoe.formats.scratch import scratch
 from tiermoe.formats.source import label_of
 from tiermoe.formats.store import Store, adding_to, dense_file_name, dense_key, machine_of, one_matrix
-from tiermoe.formats.store_files import ExtentWriter, Progress, Waiting, forget_cached, whole_or_nothing
+from tiermoe.formats.store_files import Progress, Waiting, forget_cached, whole_or_nothing
 from tiermoe.kernels.attention import PackedMatrix
 from tiermoe.kernels.linear import linear_for, machine_layout
 from tiermoe.model.hf.blueprint import Blueprint
@@ -151,7 +150,7 @@ def _pack_layers(
         progress(blocks, total)
 
     table = {}
-    found = zip(formats.items(), extents, encode_matrix.encode(matrices, report, workers), strict=True)
+    found = zip(formats.items(), extents, encode_matrices(matrices, report, workers), strict=True)
     for (name, form), extent, squares in found:
         table[name] = {
             "encoding": form.encodings["weight"].name,
@@ -163,9 +162,7 @@ def _pack_layers(
     return table
 
 
-def _matrix(
-    blueprint: Blueprint, sources: Sequence[str], form: ExpertFormat, write: encode_matrix.WriteField
-) -> encode_matrix.Matrix:
+def _matrix(blueprint: Blueprint, sources: Sequence[str], form: ExpertFormat, write: WriteField) -> Matrix:
     checkpoint = blueprint.checkpoint
     ends = list(accumulate(checkpoint.tensors[source].shape[0] for source in sources))
 
@@ -178,7 +175,7 @@ def _matrix(
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     encoding = form.encodings["weight"]
-    return encode_matrix.Matrix(encoding, QUANTIZERS["hqq"], form.layer.parts[0].out_in, form.dtype, read, write)
+    return Matrix(encoding, QUANTIZERS["hqq"], form.layer.parts[0].out_in, form.dtype, read, write)
 
 
 def packing_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
@@ -189,7 +186,7 @@ def packing_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
         stored = blueprint.checkpoint.tensors[sources[0]].dtype
         converted = stored.itemsize if stored != blueprint.dtype else 0
         encoding, shape = form.encodings["weight"], form.layer.parts[0].out_in
-        most = max(most, encode_matrix.workspace_bytes(encoding, quantizer, *shape, blueprint.dtype, converted))
+        most = max(most, workspace_bytes(encoding, quantizer, *shape, blueprint.dtype, converted))
     return most
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from tiermoe.formats.plain import Plain
 from tiermoe.kernels import norm as native_norm
 from tiermoe.kernels.attention import PackedMatrix
-from tiermoe.kernels.linear import LinearKernel, linear, multiplies_bfloat16, product
-from tiermoe.kernels.matrix import matrix_form
+from tiermoe.kernels.linear import LinearKernel, linear, matrix_form, multiplies_bfloat16, product
 from tiermoe.kernels.norm import Norm as NativeNorm
 from tiermoe.native import available
 from tiermoe.types import FEW_TOKENS

@@ -25,8 +25,7 @@ from tiermoe.formats.store import (
     pack_anew,
     precision_key,
 )
-from tiermoe.formats.store_files import exclusive
-from tiermoe.formats.stores import TABLE
+from tiermoe.formats.store_files import TABLE, exclusive
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.hf.blueprint import Blueprint, chosen_store_root
 from tiermoe.model.packing import pack_dense, recipe_key

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiermoe.formats.encoding import scratch
 from tiermoe.formats.plain import Plain
-from tiermoe.formats.scratch import scratch
 from tiermoe.kernels import attention as native
 from tiermoe.kernels.attention import (
     DecodeAttention,

@@ -21,7 +21,7 @@ from tiermoe.formats.quant_schemes import pair_codes_with_scales
 from tiermoe.formats.safetensors import Checkpoint
 from tiermoe.formats.source import TensorSource, label_of
 from tiermoe.formats.store import Precision
-from tiermoe.formats.stores import cache_folder
+from tiermoe.formats.store_files import cache_folder
 from tiermoe.model.decoder import plan_layers
 from tiermoe.model.families import family_of
 from tiermoe.model.families.family import Family
