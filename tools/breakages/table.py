@@ -388,14 +388,14 @@ BREAKAGES = (
         "EstimatedNextUse._rank",
         "always * shares[layer][expert] if shares else 0.0",
         "0.0",
-        ("tests/test_eviction.py", "test_eviction_begins_with_the_uses_of_earlier_runs"),
+        ("tests/test_policies.py", "test_eviction_begins_with_the_uses_of_earlier_runs"),
     ),
     Breakage(
         "an expert's rate does not fade after its last use",
         "EstimatedNextUse._rank",
         "longer * record.longer * _LONGER**since",
         "longer * record.longer",
-        ("test_an_experts_rate_halves_in_32_tokens",),
+        ("tests/test_policies.py",),
     ),
     Breakage(
         "prefetching that names the wrong experts is tried",
@@ -552,11 +552,11 @@ BREAKAGES = (
     ),
     Breakage(
         "the most recently used expert leaves first",
-        "LeastRecentlyUsed.victim",
+        "FirstInFirstOut.victim",
         "self._order",
         "reversed(self._order)",
         (
-            "tests/test_eviction.py",
+            "tests/test_policies.py",
             "tests/test_simulate.py",
         ),
     ),
@@ -1053,7 +1053,7 @@ BREAKAGES = (
         "ScoredEviction.new_sequence",
         "self._per_sequence",
         "False",
-        ("tests/test_eviction.py",),
+        ("tests/test_policies.py",),
     ),
     Breakage(
         "distance does not count",
@@ -1074,21 +1074,21 @@ BREAKAGES = (
         "Weighted.score",
         "recency + frequency",
         "recency",
-        ("tests/test_eviction.py",),
+        ("tests/test_policies.py",),
     ),
     Breakage(
         "high uses do not count",
         "Weighted.score",
         "self._w_lhu * self._high_uses[key]",
         "0",
-        ("tests/test_eviction.py",),
+        ("tests/test_policies.py",),
     ),
     Breakage(
         "EdgeMoE's two readings of a distance are one",
         "DistanceByFrequency.priority",
         "ahead if self.distance == 'ahead' else -ahead",
         "ahead",
-        ("test_distance_behind_is_the_formula_that_edgemoe_prints", "tests/test_parts.py"),
+        ("tests/test_policies.py", "tests/test_parts.py"),
     ),
     Breakage(
         "tokens that go on with the prediction use the router's experts",
@@ -1113,9 +1113,9 @@ BREAKAGES = (
     ),
     Breakage(
         "the discarded pass is forgotten",
-        "Recalled.candidates",
-        "forecasts.recalled(target)[:count]",
-        "forecasts.recalled(target)[:0]",
+        "Recalled.named",
+        "self.most(self.context.top_k[target])",
+        "0",
         ("tests/test_parts.py",),
     ),
     Breakage(

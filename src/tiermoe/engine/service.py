@@ -34,11 +34,10 @@ from tiermoe.offload.policies.prefetch_trial import PrefetchTrial, promising
 from tiermoe.offload.presets import Resolved
 from tiermoe.offload.probe import DriveProbe
 from tiermoe.offload.reader import ExtentReader, HeldReader
-from tiermoe.offload.run_record import RunRecord, read_record, record_path, write_record
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.offload.second_drive import TwoDrives
 from tiermoe.offload.slots import DeviceSlots, FilledSlots, HostSlots, SlotRuns, Slots
-from tiermoe.offload.usage import SizeCurve, Uses, merged
+from tiermoe.offload.usage import RunRecord, SizeCurve, Uses, merged, read_record, record_path, write_record
 from tiermoe.platform.machine import processors
 from tiermoe.platform.process_memory import free_pages
 from tiermoe.types import ExpertKey, Extent

@@ -21,8 +21,8 @@ from tiermoe.offload.disk import SlotFiller
 from tiermoe.offload.gpu import GpuLink
 from tiermoe.offload.link import MeteredLink
 from tiermoe.offload.neurons import NeuronFiller, PartReader, to_bits, to_indices
-from tiermoe.offload.policies.cpu_fallback import MissCosts, averaged
 from tiermoe.offload.policies.neurons import whole
+from tiermoe.offload.policies.routing import MissCosts, averaged
 from tiermoe.types import ExpertKey, Extent
 
 ExtentOf = Callable[[ExpertKey], Extent]

@@ -39,7 +39,7 @@ def most_lanes(settings: Settings) -> int:
 
 
 def staging_bytes(formats: Sequence[ExpertFormat], lanes: int) -> int:
-    """What I/O threads have beside the slots: a bounce buffer for experts served from the checkpoint in place, whose
+    """What I/O threads have besides the slots: a bounce buffer for experts served from the checkpoint in place, whose
     offsets are not aligned, and the stored bytes of codes that are rearranged in the slot."""
     buffers = any(form.bits == 16 for form in formats) + any(form.widened for form in formats)
     return buffers * lanes * (align(max(form.stored.nbytes for form in formats), PAGE) + PAGE)
@@ -51,7 +51,7 @@ class Reader(Protocol):
     bytes_read: int
 
     def read(self, extent: Extent, target: memoryview, key: ExpertKey) -> None:
-        """Fills `target` (page-aligned, writable) with the extent's bytes, verified. LoadError where it cannot."""
+        """Fills `target` (page-aligned, writable) with the extent's bytes, verified. LoadError if it cannot."""
 
     def close(self) -> None: ...
 
@@ -92,7 +92,7 @@ class SlotFiller:
         return self.reader.bytes_read
 
     def fill(self, key: ExpertKey, slot: torch.Tensor) -> None:
-        """Reads expert `key` into `slot` (uint8, page-aligned). LoadError where it cannot be read."""
+        """Reads expert `key` into `slot` (uint8, page-aligned). LoadError if it cannot be read."""
         with self._reading():
             self._read(key, slot)
 
@@ -200,7 +200,7 @@ class DiskLink:
 
 
 _CACHED, _DROPPED, _DIRECT, _MAPPED = range(4)  # io.c: How
-_DONE, _SYSTEM, _, _DAMAGED = range(4)  # io.c: Outcome, beside ENDS_EARLY
+_DONE, _SYSTEM, _, _DAMAGED = range(4)  # io.c: Outcome, and ENDS_EARLY
 _SHORT = 240  # bytes: the native checksum takes more
 _REQUEST = struct.Struct("=Qii")
 _PIECE = struct.Struct("=qqqiiii")

@@ -14,7 +14,7 @@ from tiermoe.types import ExpertKey, Load
 class IOThreads:
     """`count` threads that call `work` for one load at a time each. `work` itself reports how a load ended
     and raises nothing. Of several threads one is kept free of background loads, so that an urgent one never waits for
-    these; where there is one, for the one that has begun. `starts`: how many loads, background ones apart, found a
+    these; if there is one, for the one that has begun. `starts`: how many loads, background ones apart, found a
     thread without work; `start_s`: seconds from their submission until it took them, or until all were taken back: a
     start that would have come later is then no less in the mean, `start_s / starts`.
 
@@ -63,7 +63,7 @@ class IOThreads:
             return loads
 
     def withdraw(self, key: ExpertKey) -> Load | None:
-        """Takes back the background load of `key`; None where it has begun."""
+        """Takes back the background load of `key`; None if it has begun."""
         with self._lock:
             return self._background.pop(key, None)
 
@@ -106,7 +106,7 @@ class IOThreads:
             working.release()
 
     def _take(self, working: threading.Lock) -> Load | None:
-        """The next load, for which a thread is woken, and with which it works from now on; None where there is none."""
+        """The next load, for which a thread is woken, and with which it works from now on; None if there is none."""
         slept = self._wakes.empty()
         self._wakes.get()
         with self._lock:

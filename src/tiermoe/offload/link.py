@@ -31,7 +31,7 @@ class Link(Protocol):
         """Takes back the speculative loads that have not begun, but none in the background."""
 
     def withdraw(self, key: ExpertKey) -> bool:
-        """Takes back the background load of `key`; False where it has begun."""
+        """Takes back the background load of `key`; False if it has begun."""
 
     def now(self) -> float:
         """Seconds since some moment, by the clock in which loads take their time."""

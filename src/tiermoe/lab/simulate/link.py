@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiermoe.offload.link import Finished
-from tiermoe.offload.policies.cpu_fallback import averaged
+from tiermoe.offload.policies.routing import averaged
 from tiermoe.offload.second_level import SecondLevelCache
 from tiermoe.types import ExpertKey, Load
 

@@ -43,8 +43,7 @@ from tiermoe.offload.assembly import FutureTrace, assemble, cache_bytes, divide,
 from tiermoe.offload.composition import Composition, filled, with_low_share
 from tiermoe.offload.computers import NamedLink
 from tiermoe.offload.loader import CPU_FALLBACK
-from tiermoe.offload.policies.cpu_fallback import MissCosts
-from tiermoe.offload.policies.routing import as_predicted
+from tiermoe.offload.policies.routing import MissCosts, as_predicted
 from tiermoe.offload.profiles import Profile, tables
 from tiermoe.offload.second_level import SecondLevelCache
 from tiermoe.types import ExpertKey, Routed
