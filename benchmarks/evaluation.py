@@ -29,7 +29,7 @@ from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.lab.measure.harness import begins, hosted, results_of
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.hub import resolve_model
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 
 TASKS = ("piqa", "winogrande", "wikitext")
 LOADING_S = 3600  # packing included

@@ -75,7 +75,7 @@ def summary(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 def first_run(args: argparse.Namespace) -> dict[str, Any]:
     from tiermoe.engine.generate import encode_prompt
-    from tiermoe.model.hf.tokenizers import load_tokenizer
+    from tiermoe.model.tokenizer import load_tokenizer
 
     def progress(what: str, done: int, total: int) -> None:
         if done == 0:

@@ -18,7 +18,7 @@ from tiermoe.lab.measure.evaluate import Evaluation, prepare
 from tiermoe.lab.measure.scoring import TokenScores, mean_over_windows, score_tokens, summarise
 from tiermoe.lab.measure.texts import WindowShape, cut_windows
 from tiermoe.metrics import ExpertCounts, PhaseMetrics
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 from tiny import oracle, write
 
 SHAPE = WindowShape(prompt=8, window=12, tokens=36)

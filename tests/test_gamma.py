@@ -20,7 +20,7 @@ from tiermoe.lab.measure.gamma import GAMMAS, find_gamma, find_gamma_for, scored
 from tiermoe.lab.measure.profiles import MadeProfile, make_profiles
 from tiermoe.lab.measure.texts import Feed, SequenceShape
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 from tiermoe.offload.profiles import Profile, profile_path, read_profile, to_json
 
 PROMPT, LENGTH, SEQUENCES = 8, 20, 4

@@ -23,8 +23,8 @@ from tiermoe.formats.gguf_file import GgufFile, open_gguf
 from tiermoe.formats.outline import Origin
 from tiermoe.model.families.fields import end_ids
 from tiermoe.model.gguf.tokenizer import PRE_TOKENIZERS, load_tokenizer
-from tiermoe.model.hf.tokenizers import load_tokenizer as load_any
 from tiermoe.model.tokenizer import keep_tokenizer, read_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer as load_any
 
 PEER = os.environ.get("TIERMOE_PEER_PYTHON", sys.executable)
 _COMBINING = "Việt Nam ไทย हिन्दी"

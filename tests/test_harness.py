@@ -13,7 +13,7 @@ import tiny
 from commands import Command
 from tiermoe.errors import ConfigError
 from tiermoe.lab.measure.harness import FILES, evaluate_tasks, results_of, tasks_asked
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 
 QUESTION = "question,choice0,choice1,choice2,choice3,answer\n"
 

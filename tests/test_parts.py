@@ -20,7 +20,7 @@ from tiermoe.lab.measure.texts import Feed
 from tiermoe.lab.papers.statistics import frequencies, routings
 from tiermoe.lab.trace import Header, Trace
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 from tiermoe.offload.policies.eviction import EVICTIONS, EvictionContext
 from tiermoe.offload.policies.eviction.edgemoe import DistanceByFrequency
 from tiermoe.offload.policies.eviction.hobbit import Weighted

@@ -194,7 +194,7 @@ def test_recording_a_lossy_preset_is_refused(mixtral: Path) -> None:
 
 
 def test_sequences_are_spread_over_the_text_and_refused_with_numbers(shipped: Path) -> None:
-    from tiermoe.model.hf.tokenizers import load_tokenizer
+    from tiermoe.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(shipped)
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids

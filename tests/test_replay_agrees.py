@@ -23,7 +23,7 @@ from tiermoe.lab.simulate import BeladyHits, ReplaySettings, Result, replay
 from tiermoe.lab.trace import LayerTrace, Little, Pass, Times, Trace
 from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 from tiermoe.offload.assembly import PrecisionSlots
 from tiermoe.offload.policies.prediction import count_paths, paths_to_json
 from tiermoe.offload.profiles import Profile, profile_path, read_profile, to_json

@@ -26,7 +26,7 @@ from tiermoe.batch import prompt as row
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.request import Piece, TokenLogprob
 from tiermoe.engine.sampling import Grammar
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.serve.app import create_app
 from tiermoe.serve.served import Served

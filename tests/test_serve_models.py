@@ -21,7 +21,7 @@ from commands import Command
 from patience import PATIENCE_S, until
 from serving import wait_until_loaded
 from tiermoe.config import parse_size
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 from tiny import oracle
 
 FAMILIES = ("qwen3_moe", "mixtral")

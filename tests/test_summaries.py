@@ -18,7 +18,7 @@ from tiermoe.lab.measure.pairs import Pair
 from tiermoe.lab.measure.scoring import mean_over_windows
 from tiermoe.lab.measure.summaries import METRICS, prepare
 from tiermoe.lab.measure.texts import WindowShape
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 from tiny import oracle, write
 
 PAIRS: list[Pair] = [

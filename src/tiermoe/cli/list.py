@@ -14,7 +14,7 @@ from tiermoe.cli.output import note
 from tiermoe.cli.terminal import WIDE, Terminal
 from tiermoe.config import format_size
 from tiermoe.formats.stores import CachedStore, cache_folder, cached_stores
-from tiermoe.model.hf.downloads import CachedDownload, cached_downloads
+from tiermoe.model.hf.local_models import CachedDownload, cached_downloads
 
 
 def list_models(

@@ -23,9 +23,8 @@ def pull(
     a file's name, or the end of it, like Q4_K_M. What is interrupted goes on where it stopped."""
     with starting("asking the hub"):
         from tiermoe.engine.gguf_choice import choose
-        from tiermoe.model.hf.hub import download, download_files, inspect_without_download, local_model
-        from tiermoe.model.hf.local_models import split_name
-        from tiermoe.model.hf.repository import read_repository
+        from tiermoe.model.hf.hub import download, download_files, inspect_without_download, read_repository
+        from tiermoe.model.hf.local_models import local_model, split_name
 
         asked, chosen, why = settings(**options), None, ""
         if found := local_model(model):

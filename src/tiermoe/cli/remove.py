@@ -13,7 +13,7 @@ from tiermoe.cli.output import note, plain
 from tiermoe.config import format_size, parse_size
 from tiermoe.errors import ConfigError, ModelError
 from tiermoe.formats.stores import CachedStore, cached_stores, removable, remove_store
-from tiermoe.model.hf.downloads import CachedDownload, cached_downloads, remove_download
+from tiermoe.model.hf.local_models import CachedDownload, cached_downloads, remove_download
 
 
 def remove(

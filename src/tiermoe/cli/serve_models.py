@@ -285,7 +285,7 @@ def _budgets(
 
 def _range(model: str, asked: Any, batch_named: bool, kv_bytes: int | None) -> dict[str, Any]:
     from tiermoe.model.hf.hub import inspect_without_download
-    from tiermoe.model.hf.tokenizers import load_tokenizer
+    from tiermoe.model.tokenizer import load_tokenizer
     from tiermoe.serve.batch_limits import budget_range, require_decoder
 
     blueprint, download = inspect_without_download(model, asked.store)

@@ -81,8 +81,8 @@ def open_session(
         from tiermoe.model.gguf.checkpoint import open_checkpoint
         from tiermoe.model.hf.blueprint import inspect_model
         from tiermoe.model.hf.hub import resolve_model
-        from tiermoe.model.hf.tokenizers import kept_tokenizer, leave_tokenizer, load_tokenizer
         from tiermoe.model.prepare_store import store_root
+        from tiermoe.model.tokenizer import keep_tokenizer, load_tokenizer, read_tokenizer, tokenizer_origin
         from tiermoe.types import USUAL
 
         asked = settings(**options)
@@ -93,7 +93,8 @@ def open_session(
 
             blueprint = with_mtp(blueprint, asked.store)
         root = store_root(blueprint, asked.store)
-        kept = None if served else kept_tokenizer(blueprint, root)  # a server's grammars need transformers'
+        # a server's grammars need transformers'
+        kept = None if served else read_tokenizer(root, tokenizer_origin(blueprint))
         tokenizer = kept or load_tokenizer(directory)
         if template is not None:
             tokenizer.chat_template = template
@@ -121,7 +122,7 @@ def open_session(
         engine = start(blueprint, asked, packing, use)
         speculation = speculation_of(draft, drafting, engine, packing)
     if kept is None and template is None:
-        leave_tokenizer(blueprint, root, tokenizer)
+        keep_tokenizer(root, tokenizer_origin(blueprint), tokenizer)
     if times and (packed := _packed_bytes(root) - packed_before) > 0:
         took = f"packed {format_size(packed)} in {times[-1] - times[0]:.0f} s, once; later runs read it from {root}"
         note("\n".join(filter(None, (took, loss_of(engine, blueprint)))))
@@ -192,7 +193,7 @@ def planned_draft(draft: str, tokenizer: Any, blueprint: Any, asked: Settings) -
     from tiermoe.engine.drafts import check_vocabulary, plan_draft
     from tiermoe.model.hf.blueprint import inspect_model
     from tiermoe.model.hf.hub import resolve_model
-    from tiermoe.model.hf.tokenizers import load_tokenizer
+    from tiermoe.model.tokenizer import load_tokenizer
 
     directory = resolve_model(draft)
     check_vocabulary(tokenizer.get_vocab(), load_tokenizer(directory).get_vocab(), draft)

@@ -14,7 +14,7 @@ from tiermoe.engine.forward_context import given_tokens, past_tokens
 from tiermoe.engine.steps import is_finite, not_finite
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.families.family import Family
-from tiermoe.model.hf.cache_argument import cache_of
+from tiermoe.model.hf.configs import cache_of
 from tiermoe.model.hf.experts import shells_of
 from tiermoe.model.hf.face import Face, SlabCache, face_base, takes_own_cache
 from tiermoe.model.hf.generic import pieces

@@ -38,7 +38,7 @@ from tiermoe.offload.disk import most_lanes
 from tiermoe.offload.policies.prediction import PREDICTIONS
 from tiermoe.offload.presets import Resolved
 from tiermoe.platform.machine import available_memory
-from tiermoe.platform.process_memory import ACTIVATIONS_HEAP, can_free_pages, resident_bytes
+from tiermoe.platform.process_memory import ACTIVATIONS_HEAP, resident_bytes
 from tiermoe.types import USUAL, MoeLayer, Need, Phase, Use
 
 DEFAULT_CONTEXT = 4096
@@ -187,12 +187,11 @@ def shape_of(layers: Sequence[MoeLayer]) -> ModelShape:
 def _divided(base: MemoryPlan, wanted: int, model: PlanInputs, sizes: Mapping[int, int]) -> MemoryPlan:
     """The plan with slots from the rest of the budget, of at most `wanted` bytes."""
     room = min(base.budget - base.fixed, wanted)
-    whole_slots = not can_free_pages()
-    least = least_room(base, model.resolved, sizes, whole_slots)
+    least = least_room(base, model.resolved, sizes, whole_slots=False)
     if room < least:
         _refuse(base, model, wanted, least)
     _check_phases(base)
-    pools = planned_slots(room, model.resolved, sizes, base.all_slots, whole_slots)
+    pools = planned_slots(room, model.resolved, sizes, base.all_slots, whole_slots=False)
     slots = sum(pool.slots for pool in pools)
     if model.resolved.composition.cache == "all" and slots < base.all_slots:
         raise BudgetError(

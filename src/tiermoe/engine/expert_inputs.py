@@ -30,10 +30,9 @@ from tiermoe.formats.store_files import exclusive, write_atomically
 from tiermoe.kernels.experts import UnfusedExperts
 from tiermoe.kernels.gates import Gate
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.moe import named_gates
 from tiermoe.model.prepare_store import Progress
-from tiermoe.model.tokenizer import Tokenizer
+from tiermoe.model.tokenizer import Tokenizer, load_tokenizer
 from tiermoe.platform.json_files import read_json
 from tiermoe.types import MoeLayer, Routed
 

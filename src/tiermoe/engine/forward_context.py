@@ -15,7 +15,7 @@ from tiermoe.batch import Batch
 from tiermoe.engine.forecasts import Forecaster
 from tiermoe.engine.observer import Observer
 from tiermoe.errors import ConfigError
-from tiermoe.model.hf.cache_argument import cache_of
+from tiermoe.model.hf.configs import cache_of
 from tiermoe.offload.policies.routing import little
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.types import Ready, Routed

@@ -13,8 +13,7 @@ from tiermoe.engine.load import plan_for
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.errors import BudgetError, ModelError
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
-from tiermoe.model.hf.hub import fetch_headers, inspect_headers
-from tiermoe.model.hf.repository import Repository
+from tiermoe.model.hf.hub import Repository, fetch_headers, inspect_headers
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,11 @@ from tiermoe.model.decoder import Decoder, decoder_for
 from tiermoe.model.families import decoder_family
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import inspect_without_download, resolve_model
-from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.moe import named_gates
 from tiermoe.model.packing import recipe_key, with_own_dense
 from tiermoe.model.prepare_store import Progress, ensure_packed, found_store, is_packed, open_or_create, store_root
 from tiermoe.model.stored_weights import StoredWeights
+from tiermoe.model.tokenizer import load_tokenizer
 from tiermoe.offload.cuda import resolve_device
 from tiermoe.offload.presets import Resolved, compose, resolve
 from tiermoe.platform import process_memory

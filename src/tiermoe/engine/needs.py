@@ -28,7 +28,6 @@ from tiermoe.model.stored_weights import loading_needs, table_keys
 from tiermoe.model.streams import streams_of
 from tiermoe.offload.disk import most_lanes, staging_bytes
 from tiermoe.offload.presets import Resolved
-from tiermoe.platform.process_memory import can_free_pages
 from tiermoe.types import Need, Phase, Use, Workload
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def _most_chunks(model: PlanInputs) -> int:
     composition, settings = model.resolved.composition, model.settings
     layers = layers_of(model.blueprint, settings, model.device)
     exact = not composition.lossy and composition.unit == "expert" and composition.store == "disk"
-    if layers is None or not exact or not can_free_pages():
+    if layers is None or not exact:
         return 1
     chunks = -(-model.context // settings.chunk)
     return chunks if settings.batch == 1 else min(chunks, len(layers))

@@ -40,7 +40,7 @@ class ExpertGate:
     activation: Gate
 
     def require_elementwise(self) -> Activation:
-        """act of experts that are W2 (act(W1 x) * W3 x). ModelError where they are gated otherwise, so that the neuron
+        """act of experts that are W2 (act(W1 x) * W3 x). ModelError if they are gated otherwise, so that the neuron
         unit cannot take them."""
         found = self.activation.kind.elementwise
         if found is None:
@@ -76,7 +76,7 @@ class Experts(Protocol):
 
     def block(self, router: Router, hidden: Tensor, residual: Tensor | None) -> Tensor | None:
         """residual, if any, + the sum of the experts that the router chooses for hidden, (T, H) each, in one call; None
-        where no call computes that."""
+        if no call computes that."""
         ...
 
     def route(self, router: Router, *parts: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -149,7 +149,6 @@ class DenseBlock:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
         return all(matrix.batch_invariant for matrix in (*self.first, self.down))
 
     def watched(self, wrap: Callable[[Any], Any]) -> DenseBlock:
@@ -157,11 +156,9 @@ class DenseBlock:
         return replace(self, first=tuple(map(wrap, self.first)), down=wrap(self.down))
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
-        """residual + multiplier * the block of x, (T, H) each."""
         return add_to(residual, self(x), multiplier)
 
     def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
-        """`add` of each (x, residual)."""
         return [self.add(x, residual, multiplier) for x, residual in parts]
 
 
@@ -190,7 +187,6 @@ class MoeBlock:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
         always = [part for part in (self.shared, self.shared_gate, *(self.latent or ())) if part is not None]
         return self.experts.batch_invariant and all(part.batch_invariant for part in always)
 
@@ -217,7 +213,6 @@ class MoeBlock:
         return [self._whole(x, result) for x, result in zip(xs, routed, strict=True)]
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
-        """residual + multiplier * the block of x, (T, H) each."""
         if self.fused and self.shared is None and self.norm is None and multiplier == 1:
             result = self.experts.block(self.router, x, residual)
             if result is not None:
@@ -225,7 +220,6 @@ class MoeBlock:
         return add_to(residual, self(x), multiplier)
 
     def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
-        """`add` of each (x, residual), bit for bit; each expert is read once for all of them."""
         results = self.forward_ragged([x for x, _ in parts])
         return [add_to(residual, result, multiplier) for (_, residual), result in zip(parts, results, strict=True)]
 

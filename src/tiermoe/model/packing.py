@@ -54,7 +54,7 @@ def kind_of(name: str) -> str:
 
 
 def bits_of(blueprint: Blueprint, name: str, bits: int, layout: str) -> int:
-    """The precision of the linear layer at path `name` for the kernels of `layout` where `bits` are asked for."""
+    """The precision of the linear layer at path `name` for the kernels of `layout` if `bits` are asked for."""
     if kind_of(name) not in _KEPT_AT_6:
         return bits
     out, in_ = blueprint.outline.tensors[f"{name}.weight"].shape
@@ -75,7 +75,7 @@ def recipe_key(blueprint: Blueprint, bits: int, layout: str) -> str:
 
 
 def dense_format(blueprint: Blueprint, name: str, bits: int, layout: str) -> ExpertFormat:
-    """How the linear layer at path `name` is packed for the kernels of `layout` where `bits` are asked for."""
+    """How the linear layer at path `name` is packed for the kernels of `layout` if `bits` are asked for."""
     bits = bits_of(blueprint, name, bits, layout)
     out, in_ = blueprint.outline.tensors[f"{name}.weight"].shape
     layer = one_matrix(name, out, in_)
@@ -182,7 +182,7 @@ def _matrix(
 
 
 def packing_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
-    """Largest memory of each worker of `pack_dense`, in bytes; 0 where it packs nothing."""
+    """Largest memory of each worker of `pack_dense`, in bytes; 0 if it packs nothing."""
     quantizer, most = QUANTIZERS["hqq"], 0
     for name, sources in packable(blueprint).items():
         form = dense_format(blueprint, name, bits, layout)
@@ -287,7 +287,7 @@ def with_own_dense(settings: Settings, blueprint: Blueprint, device: str) -> Set
 
 def shared_table(blueprint: Blueprint, device: str) -> str | None:
     """The key of an embedding that the output layer shares in the checkpoint's type: its rows are read from the file,
-    and nothing else needs the tensor. None where there is no such embedding."""
+    and nothing else needs the tensor. None if there is no such embedding."""
     tied = {path.removesuffix(".weight") for path in blueprint.outline.tied}
     return next((key for path, key in own_linears(blueprint, device).items() if path in tied), None)
 
@@ -311,7 +311,7 @@ def read_own(
     blueprint: Blueprint, device: str, bias_of: Callable[[str], torch.Tensor | None]
 ) -> Iterator[tuple[str, PackedLinear]]:
     """`own_linears`, each with its path, read one after the other and given the bias that `bias_of` has for its path.
-    ModelError where one cannot be read."""
+    ModelError if one cannot be read."""
     for path, key in own_linears(blueprint, device).items():
         form = _own_format(blueprint, key)
         encoding, (out, in_) = form.encodings["weight"], form.layer.parts[0].out_in

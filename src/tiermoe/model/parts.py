@@ -99,7 +99,7 @@ as of betas and decays in Qwen3.5 at 4 bits. So a token has the bits that it has
 
 
 class Linear(Protocol):
-    """x (T, in) → (T, out), with the bias where there is one. batch_invariant: a token's result does not depend on the
+    """x (T, in) → (T, out), with the bias if there is one. batch_invariant: a token's result does not depend on the
     other tokens of a call of up to FEW_TOKENS. packed: the weight for the attention kernels."""
 
     @property

@@ -106,7 +106,7 @@ def app_of(deployed: Deployed) -> FastAPI:
     from tiermoe.engine.speculation import Speculation
     from tiermoe.model.hf.blueprint import inspect_model
     from tiermoe.model.hf.hub import resolve_model
-    from tiermoe.model.hf.tokenizers import load_tokenizer
+    from tiermoe.model.tokenizer import load_tokenizer
     from tiermoe.serve.app import create_app
     from tiermoe.serve.batch_limits import use_of_server
     from tiermoe.serve.served import served_of

@@ -26,8 +26,8 @@ from tiermoe.lab.trace import Trace, read_trace
 from tiermoe.model.families.family import Family
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import resolve_model
-from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.prepare_store import Progress, store_root
+from tiermoe.model.tokenizer import load_tokenizer
 from tiermoe.offload.profiles import FOLDER
 
 LEAST_TOKENS = 1024

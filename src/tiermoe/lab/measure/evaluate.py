@@ -39,8 +39,8 @@ from tiermoe.lab.measure.texts import Feed, Windows, WindowShape, cut_pairs, cut
 from tiermoe.metrics import Metrics, named
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import resolve_model
-from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.prepare_store import Progress, store_root
+from tiermoe.model.tokenizer import load_tokenizer
 
 SCORING = "scoring"
 """Name of the progress over an evaluation's windows."""

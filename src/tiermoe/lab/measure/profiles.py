@@ -28,8 +28,8 @@ from tiermoe.lab.papers import corm, fate, hobbit, statistics
 from tiermoe.lab.papers.hobbit import MissPenalties
 from tiermoe.lab.papers.statistics import frequencies, halves, routings
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.prepare_store import Progress
+from tiermoe.model.tokenizer import load_tokenizer
 from tiermoe.offload.policies.precision import Popularity, PrecisionContext
 from tiermoe.offload.policies.prediction import count_paths, paths_to_json
 from tiermoe.offload.presets import PRESETS

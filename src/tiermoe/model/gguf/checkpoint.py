@@ -57,7 +57,7 @@ _OF_ONE = ("shared_expert_gate", "moe_statics.e_score_correction_bias")
 
 
 def family_in(file: GgufFile) -> tuple[Family, Gguf]:
-    """The family of a file, and its names there. ModelError where there is none, or the file is of a dense model."""
+    """The family of a file, and its names there. ModelError if there is none, or the file is of a dense model."""
     name = file.architecture
     if not file.count("expert_count", 0):
         raise ModelError(
@@ -79,7 +79,7 @@ def family_in(file: GgufFile) -> tuple[Family, Gguf]:
 
 
 def config_of(file: GgufFile) -> Config:
-    """The fields of transformers' config, with 'model_type'. ModelError as `family_in`, or where the file lacks an
+    """The fields of transformers' config, with 'model_type'. ModelError as `family_in`, or if the file lacks an
     entry."""
     config = family_in(file)[0].config(file)
     used = config["num_experts_per_tok"]
@@ -118,7 +118,7 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
 
 
 def mtp_parameters(file: GgufFile, dense: bool = False) -> dict[str, Parameter]:
-    """Path → parameter of the MTP head behind the last layer (llama.cpp's NextN); empty where the file has none. dense:
+    """Path → parameter of the MTP head after the last layer (llama.cpp's NextN); empty if the file has none. dense:
     its layer has no experts. ModelError as `open_checkpoint`."""
     (family, form), layer = family_in(file), layer_count(file)
     names = {**form.names, **_NEXTN}
@@ -280,7 +280,7 @@ _CONVERTED = 12  # bytes a weight: blocks, float32, and joined in the compute dt
 
 
 def expert_parameters(file: GgufFile, layer: int, block: str) -> dict[str, Parameter]:
-    """The stacked matrices and biases of a layer's experts. ModelError where one is missing."""
+    """The stacked matrices and biases of a layer's experts. ModelError if one is missing."""
     found: dict[str, Parameter] = {}
     for suffix, end in (("weight", ""), ("bias", "_bias")):
         there = {
@@ -313,7 +313,7 @@ def _named(there: Mapping[str, GgufTensor]) -> str:
 
 class GgufExperts:
     """`formats.source.ExpertSource` of a GGUF file. model: on the meta device, with `shells` for experts by path.
-    Matrices are (out, in) whatever the family's own are, and gate comes before up. ModelError where config and tensors
+    Matrices are (out, in) whatever the family's own are, and gate comes before up. ModelError if config and tensors
     do not belong together."""
 
     def __init__(

@@ -23,7 +23,7 @@ _KINDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 def load_tokenizer(file: GgufFile) -> Any:
-    """transformers' fast tokenizer. ModelError where the file has none, or one of a kind that is not read."""
+    """transformers' fast tokenizer. ModelError if the file has none, or one of a kind that is not read."""
     from transformers import PreTrainedTokenizerFast
 
     tokens = _tokens(file)

@@ -210,7 +210,7 @@ def shells_of(model: Any) -> dict[str, Any]:
 
 def routers_of(model: Any) -> list[tuple[str, Any]]:
     """Of each shell in the order of layers: what the router beside it is called in their block, and the router;
-    ('', None) where there is none."""
+    ('', None) if there is none."""
     beside: dict[Any, tuple[str, Any]] = {}
     for block in model.modules():
         shell = getattr(block, "experts", None)
