@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tiermoe.formats.gguf_file import GgufFile, GgufTensor
+from tiermoe.formats.gguf_file import GgufFile
+from tiermoe.formats.gguf_header import GgufTensor
 from tiermoe.formats.gguf_types import PREFIX, Nvfp4, gguf_encoding
 from tiermoe.formats.registry import encoding_named
 from tiermoe.formats.safetensors import FileReader, fingerprint_of

@@ -16,7 +16,7 @@ from tiermoe import native
 from tiermoe.errors import StoreError
 from tiermoe.formats.checkpoint_quant import CheckpointQuant
 from tiermoe.formats.encoding import DECODED_WEIGHTS, Field, FixedEncoding, InC
-from tiermoe.formats.ggml_types import TYPES
+from tiermoe.formats.gguf_header import TYPES
 from tiermoe.formats.quantizers import Quantizer
 
 PREFIX = "gguf/"

@@ -17,6 +17,7 @@ from torch import Tensor
 from tiermoe.errors import ModelError
 from tiermoe.formats.outline import Outline
 from tiermoe.kernels.gates import Activation, Gate, gate_named, gelu_tanh, relu_squared
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.parts import Linear, Norm, by_token
 from tiermoe.model.routers import Router, RouterRule
 from tiermoe.model.weights import Scope
@@ -266,8 +267,8 @@ def dense(
     norm: Norm | None = None,
 ) -> DenseBlock:
     """The dense block with the weights of `w` ('mlp'), of `inner` columns between its matrices. activation: one of
-    `ACTIVATIONS`, or what is between the matrices. first, down: names of the matrices; two first ones are gate and up,
-    one is both (fused), or up alone. norm: of what the block gives."""
+    `ACTIVATIONS`, or what is between the matrices. first, down: names of the matrices; the first ones are gate and up
+    in this order, or one that is both (fused: rows of gate, then of up), or up alone. norm: of what the block gives."""
     between = activation if callable(activation) else ACTIVATIONS[activation]
     if not callable(activation) and (fused or len(first) == 2):
         between = gated(between)
@@ -294,10 +295,11 @@ def moe(
 ) -> MoeBlock:
     """The MoE block with the weights of `w` ('mlp'): so many `experts` of `inner` columns between their matrices.
 
-    router: name of the router's matrix; correction: of the bias by which it chooses, if it has one. shared: an expert
-    of every token; shared_gate: name of the matrix of its gate. latent: names of the projections before and after the
-    experts, and the columns that they take. table: name of the table of tokens' experts, of layers that have one.
-    weighs_input, norm: of `MoeBlock`. gateless: experts have no gate. biased: their matrices have biases."""
+    router: name of the router's matrix; correction: of the bias that is added to its scores for the choice alone, if
+    the layer has one. shared: an expert of every token; shared_gate: name of the matrix of its gate. latent: names of
+    the projections before and after the experts, and the columns that they take. table: name of the table of tokens'
+    experts, of layers that have one. weighs_input, norm: of `MoeBlock`. gateless: experts have no gate. biased: their
+    matrices have biases."""
     bias = w.tensor(f"{router}.bias", experts) if w.has(f"{router}.bias") else None
     corrects = correction is not None and w.has(correction)
     routed = Router(
@@ -327,23 +329,27 @@ def moe(
 
 def moe_or_dense(
     w: Scope,
+    config: ModelConfig,
     rule: RouterRule,
-    activation: str | Callable[..., Tensor],
-    *,
     experts: int,
-    inner: int,
-    dense_inner: int,
-    shared_inner: int = 0,
-    shared: str = "shared_experts",
+    *,
+    shared: int | None = 0,
+    inner: int | None = None,
+    activation: Callable[..., Tensor] | None = None,
     router: str = "gate",
     correction: str | None = None,
+    shared_name: str = "shared_experts",
     norm: Norm | None = None,
 ) -> MoeBlock | DenseBlock:
-    """The feed-forward part with the weights of `w`: `moe`, with a shared expert of `shared_inner` columns if the
-    layer has one, or `dense` in a layer without a router."""
+    """The feed-forward part with the weights of `w`: `moe`, or `dense` in a layer without a router, of the config's
+    `intermediate_size`. shared: experts beside the routed ones, in one matrix, if the layer has some. inner: columns of
+    an expert, None: the config's `moe_intermediate_size`. activation: of dense blocks, None: the config's `hidden_act`.
+    router, correction, norm: of `moe`."""
+    between = config.hidden_act if activation is None else activation
     if not w.has(f"{router}.weight"):
-        return dense(w, dense_inner, activation, norm=norm)
-    beside = dense(w.at(shared), shared_inner, activation) if w.has(shared) else None
+        return dense(w, config.intermediate_size, between, norm=norm)
+    inner = config.moe_intermediate_size if inner is None else inner
+    beside = dense(w.at(shared_name), (shared or 0) * inner, between) if w.has(shared_name) else None
     return moe(w, rule, experts, inner, router=router, correction=correction, shared=beside, norm=norm)
 
 

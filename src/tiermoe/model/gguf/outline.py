@@ -102,17 +102,19 @@ def _outline(
     table: str | None,
 ) -> Outline:
     experts, dense, gate = _experts_of(layers), shapes.taken, family.gate(config)
-    tensors = {
-        path: _tensor(path, shape, torch.float32 if path.endswith(family.wide) else dtype)
-        for path, shape in dense.items()
-    }
+    wide = {path: torch.float32 if path.endswith(family.wide) else dtype for path in dense}
+    tensors = {path: DenseTensor(path, shape, wide[path], wide[path]) for path, shape in dense.items()}
     tensors |= {path: DenseTensor(None, dense[source], dtype, dtype) for path, source in tied.items()}
     return Outline(
         layers=layers,
         sources=tuple({part.name: (f"{layer.name}.{part.name}",) for part in layer.parts} for layer in layers),
         tensors=tensors,
         tied=tied,
-        packable=tuple(path for path in shapes.matrices if _is_packable(path, dense[f"{path}.weight"])),
+        packable=tuple(
+            path
+            for path in shapes.matrices
+            if math.prod(dense[f"{path}.weight"]) >= _SMALLEST and not path.endswith(_COMPUTED_WITH)
+        ),
         table=table,
         tables={},
         joined={},
@@ -121,11 +123,3 @@ def _outline(
         gate=None if gate is None else gate.stored,
         whole=True,
     )
-
-
-def _tensor(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> DenseTensor:
-    return DenseTensor(path, shape, dtype, dtype)
-
-
-def _is_packable(path: str, shape: tuple[int, ...]) -> bool:
-    return math.prod(shape) >= _SMALLEST and not path.endswith(_COMPUTED_WITH)

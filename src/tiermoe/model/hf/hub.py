@@ -23,9 +23,9 @@ import xxhash
 
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_file import MOST_HEADER, HeaderCutError, read_header
+from tiermoe.formats.gguf_header import MOST_HEADER, HeaderCutError, read_header
 from tiermoe.formats.safetensors import Checkpoint, FileReader, TensorEntry, entries_of
-from tiermoe.model.families.fields import FREQUENCIES, LONG_FACTORS
+from tiermoe.model.families.gguf import FREQUENCIES, LONG_FACTORS
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.configs import read_fields
 from tiermoe.model.hf.downloads import PART

@@ -1,20 +1,96 @@
-"""Fields of transformers' config that a GGUF file describes, in the parts that several families share. Sizes come from
-the tensors' shapes if these tell them."""
+"""GGUF files of families: what llama.cpp's converter (`conversion/`, a class an architecture) calls the weights, and
+the fields of transformers' config that a file describes, in the parts that several families share. Sizes come from the
+tensors' shapes if these tell them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_file import GgufFile, Strings, rounded
+from tiermoe.formats.gguf_file import AGAIN, GgufFile, rounded
 from tiermoe.formats.safetensors import FileReader
 
+# names of weights
+
+OUTSIDE = {"token_embd": "embed_tokens", "output_norm": "norm"}
+"""Tensors outside of blocks → modules of transformers' `model`; the output layer is beside it."""
+LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
+"""Of latent attention: tensors of a block → modules of a layer."""
+SINKS = {"attn_sinks": "self_attn.sinks"}
+LATE_NORM = {"post_attention_norm": "post_attention_layernorm"}
+"""Of files that call the second norm otherwise than most."""
+
+
+def block_names(
+    block: str = "mlp",
+    *,
+    router: str = "gate",
+    correction: str | None = None,
+    shared: str | None = None,
+    attention: str = "self_attn",
+    output: str = "o_proj",
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    head_norms: tuple[str, str] = ("q_norm", "k_norm"),
+    dense: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> dict[str, str]:
+    """Tensors of a block → modules of a layer, by what transformers calls the feed-forward part, the router in it, its
+    correction, its shared expert, attention, its output layer, the two norms, the norms of heads and the matrices of
+    dense blocks."""
+    names = {
+        "attn_norm": norms[0],
+        "attn_q": f"{attention}.q_proj",
+        "attn_k": f"{attention}.k_proj",
+        "attn_v": f"{attention}.v_proj",
+        "attn_output": f"{attention}.{output}",
+        "attn_q_norm": f"{attention}.{head_norms[0]}",
+        "attn_k_norm": f"{attention}.{head_norms[1]}",
+        "ffn_norm": norms[1],
+        "ffn_gate_inp": f"{block}.{router}",
+    }
+    for tensor, name in zip(("gate", "up", "down"), dense, strict=True):
+        names[f"ffn_{tensor}"] = f"{block}.{name}"
+        if shared:
+            names[f"ffn_{tensor}_shexp"] = f"{block}.{shared}.{name}"
+    return names | ({"exp_probs_b": f"{block}.{correction}"} if correction else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """A family in GGUF files."""
+
+    architectures: tuple[str, ...]  # llama.cpp's names
+    names: Mapping[str, str]  # tensors of a block → modules or parameters of a layer
+    experts: str = "mlp.experts"  # path of a layer's experts in it
+    outside: Mapping[str, str] = field(default_factory=lambda: OUTSIDE)
+    turned: bool = False  # the halves of each head's queries and keys take turns (`LlamaModel.permute`)
+    centred: bool = False  # norms have their weights, and transformers' these less 1
+    apart: tuple[str, ...] = ()  # tensors that are no parameter of their own; of blocks by their stems
+    within: str = "linear_attn"  # the block that `Family.gguf_parts` are of
+    fused: Mapping[str, str] = field(default_factory=dict)
+    """End of the names of gate and up → the module that is both in the model, and in the file is not."""
+    part_of: str = ""  # model_type of a larger model, if transformers has no class for the text part alone
+    states_shapes: bool = True
+    """A file's outline follows from the blocks alone (`gguf.outline`); else transformers' code gives it."""
+
+
+# fields of the config
+
 Config = dict[str, Any]
-_SOFTMAX, SIGMOID = 1, 2
+SOFTMAX, SIGMOID = 1, 2
 """`expert_gating_func`."""
 _THETA = 10000.0  # of the rotary embedding where the file says nothing
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # llama.cpp's of YaRN
@@ -29,18 +105,18 @@ _ENDS = (
 def common_fields(file: GgufFile) -> Config:
     """The fields that all families have."""
     return {
-        "vocab_size": shape_of(file, "token_embd.weight", 2)[0],
+        "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": file.count("embedding_length"),
-        "num_hidden_layers": layer_count(file),
+        "num_hidden_layers": file.layers,
         "num_attention_heads": file.uniform_count("attention.head_count"),
         "max_position_embeddings": file.count("context_length"),
         "rms_norm_eps": file.decimal(f"attention.{_epsilon(file)}"),
         "num_experts_per_tok": file.count("expert_used_count"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": rope_parameters(file),
-        "bos_token_id": token_id(file, "bos"),
+        "bos_token_id": file.token_id("bos"),
         "eos_token_id": end_ids(file) or None,
-        "pad_token_id": token_id(file, "padding"),
+        "pad_token_id": file.token_id("padding"),
     }
 
 
@@ -80,11 +156,18 @@ def latent_fields(file: GgufFile) -> Config:
         "qk_rope_head_dim": rotary,
         "qk_nope_head_dim": key - rotary,
         "v_head_dim": file.count("attention.value_length_mla", file.count("attention.value_length")),
-        "n_routed_experts": expert_count(file),
+        **routed_fields(file),
+    }
+
+
+def routed_fields(file: GgufFile) -> Config:
+    """A feed-forward part by the names of DeepSeek-V3's config."""
+    return {
+        "n_routed_experts": file.experts,
         "n_shared_experts": file.count("expert_shared_count"),
-        "moe_intermediate_size": expert_columns(file),
-        "intermediate_size": dense_columns(file),
-        "first_k_dense_replace": leading_dense(file),
+        "moe_intermediate_size": file.expert_columns,
+        "intermediate_size": file.dense_columns,
+        "first_k_dense_replace": file.leading_dense,
         "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(file.of_model("expert_weights_norm", False)),
         "n_group": file.count("expert_group_count", 1),
@@ -94,10 +177,25 @@ def latent_fields(file: GgufFile) -> Config:
 
 def window_layers(file: GgufFile) -> list[str]:
     """`layer_types` of a config by which layers have a window. ModelError where the file does not say."""
-    slides, count = file.of_model("attention.sliding_window_pattern"), layer_count(file)
-    if not isinstance(slides, list) or len(slides) < count:
-        raise ModelError(f"{file.path} does not say which of its layers have a window; {AGAIN}")
-    return ["sliding_attention" if each else "full_attention" for each in slides[:count]]
+    slides = file.of_layers("attention.sliding_window_pattern", "which of its layers have a window")
+    return ["sliding_attention" if each else "full_attention" for each in slides]
+
+
+def mlp_layer_types(file: GgufFile) -> list[str]:
+    """`mlp_layer_types` of a config: the first layers are dense."""
+    dense = file.leading_dense
+    return ["dense"] * dense + ["sparse"] * (file.layers - dense)
+
+
+def kv_heads(file: GgufFile, kinds: list[str]) -> dict[str, list[Any]]:
+    """Kind of layers → the numbers of heads of keys that its layers have, by an entry for each layer or for all; None
+    for a layer of which the file says nothing."""
+    found = file.of_model("attention.head_count_kv")
+    each = found if isinstance(found, list) else [found] * len(kinds)
+    counts: dict[str, set[Any]] = {kind: set() for kind in kinds}
+    for kind, count in zip_longest(kinds, each[: len(kinds)]):
+        counts[kind].add(count)
+    return {kind: sorted(own, key=str) for kind, own in counts.items()}
 
 
 def rope_parameters(file: GgufFile) -> dict[str, Any]:
@@ -136,85 +234,13 @@ def _yarn(file: GgufFile) -> dict[str, Any]:
 def end_ids(file: GgufFile) -> list[int]:
     """Ids of the tokens that end an answer, the file's end token first."""
     tokens = file.strings("tokenizer.ggml.tokens")
-    found = [token_id(file, name) for name in ("eos", "eot", "eom")]
+    found = [file.token_id(name) for name in ("eos", "eot", "eom")]
     there = {token: index for index, token in enumerate(tokens) if token in _ENDS}
     if "<|return|>" in there and "<|call|>" in there:  # gpt-oss: it ends a message, not the answer
         there.pop("<|end|>", None)
     if "<|tool_response>" in there:  # Gemma 4: HTML's tag
         there.pop("</s>", None)
     return list(dict.fromkeys([*(token for token in found if token is not None), *there.values()]))
-
-
-def token_id(file: GgufFile, name: str) -> int | None:
-    """The id of a token that the file names ('bos', 'eos', 'padding', …); None where it names none of its own."""
-    token = file.entries.get(f"tokenizer.ggml.{name}_token_id")
-    tokens = file.entries.get("tokenizer.ggml.tokens")
-    return token if isinstance(token, int) and isinstance(tokens, Strings) and 0 <= token < tokens.count else None
-
-
-# layers, experts and sizes by the names and shapes of tensors
-
-AGAIN = "download it again"
-"""What to do about a file that contradicts itself."""
-
-
-def layer_count(file: GgufFile) -> int:
-    """Layers, without those that predict several tokens. ModelError where there are more than tensors, or none."""
-    layers = file.count("block_count") - file.count("nextn_predict_layers", 0)
-    if not 0 < layers <= len(file.tensors):
-        raise ModelError(f"{file.path} says that it has {layers:,} layers, of {len(file.tensors):,} tensors; {AGAIN}")
-    return layers
-
-
-def linear_layers(file: GgufFile) -> list[bool]:
-    """Which layers have linear attention."""
-    return [f"blk.{layer}.ssm_a" in file.tensors for layer in range(layer_count(file))]
-
-
-def expert_count(file: GgufFile) -> int:
-    """Experts of a layer."""
-    return file.count("expert_count")
-
-
-def dense_layers(file: GgufFile) -> list[int]:
-    """Layers without a router."""
-    return [layer for layer in range(layer_count(file)) if f"blk.{layer}.ffn_gate_inp.weight" not in file.tensors]
-
-
-def leading_dense(file: GgufFile) -> int:
-    """Dense layers before those with experts. ModelError where one comes after."""
-    layers = dense_layers(file)
-    if layers != list(range(len(layers))):
-        raise ModelError(f"{file.path} has dense layers among those with experts: {', '.join(map(str, layers))}")
-    return len(layers)
-
-
-def expert_columns(file: GgufFile) -> int:
-    """Columns between an expert's matrices."""
-    return in_first_block(file, "ffn_down_exps.weight", 3)[2]
-
-
-def dense_columns(file: GgufFile) -> int:
-    """Columns between a dense layer's matrices; of no matter where there are none."""
-    dense = dense_layers(file)
-    return shape_of(file, f"blk.{dense[0]}.ffn_down.weight", 2)[1] if dense else expert_columns(file)
-
-
-def in_first_block(file: GgufFile, name: str, dimensions: int) -> tuple[int, ...]:
-    """The shape of a tensor in the first layer with experts."""
-    dense = set(dense_layers(file))
-    layer = next((layer for layer in range(layer_count(file)) if layer not in dense), 0)
-    return shape_of(file, f"blk.{layer}.{name}", dimensions)
-
-
-def shape_of(file: GgufFile, name: str, dimensions: int) -> tuple[int, ...]:
-    """The shape of a tensor of so many dimensions. ModelError where there is none."""
-    if name not in file.tensors:
-        raise ModelError(f"{file.path} has no tensor {name}; convert the model again with a current llama.cpp")
-    found = file.tensors[name].shape
-    if len(found) != dimensions:
-        raise ModelError(f"{file.path} has {name} of shape {found}, not of {dimensions} dimensions; {AGAIN}")
-    return found
 
 
 # tensors by which the frequencies of a rotary embedding are divided
