@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, shown
-from tiermoe.engine.prompt_lookup import Lookup
+from tiermoe.engine.drafts import Lookup
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Grammar, Sampling

@@ -19,9 +19,9 @@ import tiermoe
 from commands import Command
 from fake_link import Said, scheduler_with
 from tiermoe.config import settings
-from tiermoe.engine.cached_routing import PredictedRouting
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import start
+from tiermoe.engine.rerouting import PredictedRouting
 from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.lab.measure import prior
 from tiermoe.lab.measure.prior import STRENGTHS, Trials, cost, find_prior

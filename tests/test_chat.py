@@ -24,9 +24,9 @@ from small_engines import OnRoute
 from tiermoe.batch import Batch
 from tiermoe.cli.chat import HISTORY
 from tiermoe.cli.output import shows_markdown
-from tiermoe.engine.chat import Conversation
 from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.engine import Engine
+from tiermoe.engine.generate import Conversation
 from tiermoe.types import Routed
 from tiny import TEMPLATE, write
 

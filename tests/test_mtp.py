@@ -27,10 +27,9 @@ from test_speculation import requests as longer
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.config import settings
-from tiermoe.engine.drafts import MtpDrafts, require_verification
+from tiermoe.engine.drafts import Lookup, MtpDrafts, require_verification
+from tiermoe.engine.engine import numerics
 from tiermoe.engine.load import start
-from tiermoe.engine.numerics import numerics
-from tiermoe.engine.prompt_lookup import Lookup
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.errors import ConfigError, LoadError, ModelError, StoreError

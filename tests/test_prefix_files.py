@@ -17,7 +17,7 @@ from benchmarks.serving import free_port
 from commands import Command
 from serving import Letters, WrappedEngine, ids
 from tiermoe import native
-from tiermoe.engine.numerics import numerics
+from tiermoe.engine.engine import numerics
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serving import parts_of
-from tiermoe.engine.thought_budget import ThoughtBudget
+from tiermoe.engine.request import ThoughtBudget
 from tiermoe.serve.harmony import ChannelReader, thought_end
 from tiermoe.serve.thoughts import ThoughtReader, opened, thinks
 

@@ -73,11 +73,11 @@ def test_naming_what_to_read_ahead_is_timed_apart(tmp_path: Path) -> None:
     with Stopwatch(model) as watch:
         model(ids)
         watch.lap()
-        before, waited, began = scheduler.predicted_s, model.tiermoe.wait_s, time.perf_counter()
+        before, waited, began = scheduler.predicted_s, model.tiermoe.service.wait_s, time.perf_counter()
         watch.lap()
         model(ids)
         lap = watch.lap()
-        elapsed = time.perf_counter() - began - (model.tiermoe.wait_s - waited)
+        elapsed = time.perf_counter() - began - (model.tiermoe.service.wait_s - waited)
     assert lap.prefetch_s == pytest.approx(scheduler.predicted_s - before)
     assert lap.prefetch_s > 0
     assert lap.seconds + lap.prefetch_s <= elapsed

@@ -1377,14 +1377,14 @@ BREAKAGES = (
         "Dry._end_at_breaker",
         "behind is not None",
         "behind is None",
-        ("tests/test_samplers.py",),
+        ("tests/test_sampling.py",),
     ),
     Breakage(
         "the likeliest of the top choices stays",
         "without_top_choices",
         "shares[above].argmin()",
         "shares[above].argmax()",
-        ("tests/test_samplers.py",),
+        ("tests/test_sampling.py",),
     ),
     Breakage(
         "a slash ends a regular expression",

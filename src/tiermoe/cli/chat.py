@@ -123,7 +123,7 @@ class _Chat:
     """A conversation in the terminal: replies, /commands and sampling parameters."""
 
     def __init__(self, session: Session, sampling: Any, system: str, markdown: bool) -> None:
-        from tiermoe.engine.chat import Conversation
+        from tiermoe.engine.generate import Conversation
 
         self._session = session
         self._sampling = sampling

@@ -210,7 +210,7 @@ def speculation_of(draft: str, drafting: Any, engine: Any, progress: Callable[[s
     """The `Speculation` of request loops over an engine; None: no guesses."""
     if draft == NONE:
         return None
-    from tiermoe.engine.prompt_lookup import Lookup
+    from tiermoe.engine.drafts import Lookup
     from tiermoe.engine.speculation import Speculation
 
     if draft == MTP:

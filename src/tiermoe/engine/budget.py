@@ -126,7 +126,7 @@ def _check_options(blueprint: Blueprint, resolved: Resolved) -> None:
 
 
 def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> None:
-    """ConfigError where keys and values have 16 bits alone."""
+    """ConfigError if keys and values have 16 bits alone."""
     if settings.kv_bits == 16:
         return
     option = f"kv_bits={settings.kv_bits}"
@@ -146,7 +146,7 @@ def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> Non
 
 
 def _check_kv_memory(blueprint: Blueprint, settings: Settings, use: Use, device: str) -> None:
-    """ConfigError where the memory that sequences share for keys and values holds no sequence of the whole context, or
+    """ConfigError if the memory that sequences share for keys and values holds no sequence of the whole context, or
     where the decoder shares none."""
     if use.kv_memory is None:
         return
@@ -252,7 +252,7 @@ def _slow_gate(blueprint: Blueprint) -> list[str]:
 
 def gpu_budget(settings: Settings, device: str) -> tuple[int, str] | None:
     """(bytes, source for people) of a GPU's budget; None for the CPU. ConfigError for a budget of a GPU that is not
-    used, BudgetError where the GPU has less free."""
+    used, BudgetError if the GPU has less free."""
     if device == "cpu":
         if settings.gpu_memory is not None:
             raise ConfigError("--gpu-memory was given, but the model runs on the CPU; leave it out")
@@ -333,7 +333,7 @@ def _gpu_warnings(plan: GpuMemoryPlan, holds_all: bool) -> list[str]:
 
 
 def _check_phases(plan: MemoryPlan) -> None:
-    """BudgetError where packing or loading takes more than the budget."""
+    """BudgetError if packing or loading takes more than the budget."""
     for phase, happens in ((Phase.PACKING, "packing, once,"), (Phase.LOADING, "loading")):
         needed = total(plan.needs, phase)
         if needed > plan.budget:

@@ -39,7 +39,7 @@ MOST_BREAKERS, LONGEST_BREAKER = 32, 40
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of a request. ConfigError where a value is out of range."""
+    """Sampling parameters of a request. ConfigError if a value is out of range."""
 
     max_tokens: int = 256
     temperature: float = 0.0  # 0: greedy; then no value matters that says how tokens are drawn
@@ -98,7 +98,7 @@ class Sampling:
 
 def sampling_for(config: Any, named: Mapping[str, Any], otherwise: Sampling) -> Sampling:
     """Sampling parameters of a model: those in `named`, else those of its generation config where that samples at all,
-    else `otherwise`. config: transformers' GenerationConfig or None; named: fields of `Sampling`. ConfigError where a
+    else `otherwise`. config: transformers' GenerationConfig or None; named: fields of `Sampling`. ConfigError if a
     named value would do nothing."""
     chosen = otherwise
     if config is not None and config.do_sample:
@@ -237,7 +237,7 @@ class Grammar:
         return stopped
 
     def restrict(self, logits: Tensor) -> Tensor:
-        """Logits (vocabulary) with minus infinity for each token that must not come next. TiermoeError where finding
+        """Logits (vocabulary) with minus infinity for each token that must not come next. TiermoeError if finding
         these tokens exceeds llguidance's limits of a step."""
         # by hand: llguidance.torch has torch compile a kernel while the server answers. That needs a compiler, and with
         # torch held to AVX2 the kernel let other tokens pass.
@@ -247,7 +247,7 @@ class Grammar:
         return logits.float().masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
 
     def accept(self, token: int) -> None:
-        """Goes on behind the token that was chosen. TiermoeError as in `restrict`."""
+        """Goes on after the token that was chosen. TiermoeError as in `restrict`."""
         self._matcher.consume_token(token)
         self._check()
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tiermoe.engine.request import Piece, Request
+from tiermoe.engine.request import Piece, Request, Thinking, ThoughtBudget
 from tiermoe.engine.sampling import Grammar, Sampling
-from tiermoe.engine.thought_budget import Thinking, ThoughtBudget
 from tiermoe.errors import ConfigError
 from tiermoe.serve import harmony
 from tiermoe.serve.dialects import Json, Refused

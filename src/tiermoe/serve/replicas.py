@@ -101,8 +101,8 @@ def app_of(deployed: Deployed) -> FastAPI:
     from tiermoe.platform import process_memory
 
     process_memory.import_libraries(own_process=True)
+    from tiermoe.engine.drafts import Lookup
     from tiermoe.engine.load import start as start_engine
-    from tiermoe.engine.prompt_lookup import Lookup
     from tiermoe.engine.speculation import Speculation
     from tiermoe.model.hf.blueprint import inspect_model
     from tiermoe.model.hf.hub import resolve_model

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from tiermoe.engine.engine import Engine
+from tiermoe.engine.engine import Engine, numerics
 from tiermoe.engine.expectation import OtherBudget, other_budgets
-from tiermoe.engine.numerics import numerics
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling, end_tokens
 from tiermoe.engine.speculation import Speculation

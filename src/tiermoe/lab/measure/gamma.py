@@ -16,7 +16,7 @@ from statistics import fmean
 import torch
 
 from tiermoe.engine.engine import Engine
-from tiermoe.engine.fallback import ConfidentDecoding
+from tiermoe.engine.rerouting import ConfidentDecoding
 from tiermoe.engine.sampling import Sampler, Sampling, end_tokens
 from tiermoe.errors import ConfigError
 from tiermoe.lab.measure.scoring import total_nll

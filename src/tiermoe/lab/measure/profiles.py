@@ -201,7 +201,7 @@ def calibrate_fate(calibration: Calibration, progress: Progress) -> Contents:
     low_bits = PRESETS["fate"]["low_bits"]
 
     def on_engine(engine: Engine, _: Blueprint) -> tuple[list[tuple[float, float]], float]:
-        return popularity_losses(engine, calibration.ids, low_bits, progress), engine.bandwidth
+        return popularity_losses(engine, calibration.ids, low_bits, progress), engine.service.bandwidth
 
     losses, bandwidth = calibration.on_engine(
         {

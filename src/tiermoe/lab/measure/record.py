@@ -119,7 +119,7 @@ class Recorder(Observer):
         self._experts = [layer.experts for layer in layers]
         self._top_k = [layer.top_k for layer in layers]
         family = family_of(engine.config.model_type)
-        self.little = little and not family.encoder_decoder and engine.can_rollback and max(self._top_k) > 1
+        self.little = little and not family.encoder_decoder and engine.decoder.can_rollback and max(self._top_k) > 1
         if little_k is not None:
             require_little("confident", little_k, self._top_k)
         engine.context.little = little_k
@@ -416,4 +416,4 @@ class Stopwatch(Observer):
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # so that each part's work is done within it
-        return time.perf_counter() - float(self._engine.wait_s) - float(self._engine.scheduler.predicted_s)
+        return time.perf_counter() - float(self._engine.service.wait_s) - float(self._engine.scheduler.predicted_s)

@@ -194,7 +194,7 @@ def shell_of(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def register() -> None:
-    """Makes transformers' experts modules call `run_experts`, which the engine gives shells (`engine.attachment`)."""
+    """Makes transformers' experts modules call `run_experts`, which the engine gives shells (`engine.loading`)."""
 
     def forward(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = module.run_experts(hidden, index, weights)
