@@ -25,8 +25,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.model.cache.kv import KVCache, LayerShape
 from tiermoe.model.cache.prefix_disk import BLOCK, PrefixDisk, PrefixFolder, check_size, first_name
 from tiermoe.model.cache.recurrent import StateShape
-from tiermoe.serve.metrics import PrometheusMetrics
-from tiermoe.serve.served import prefix_disk
+from tiermoe.serve.served import PrometheusMetrics, prefix_disk
 from tiny import write
 
 NATIVE = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}

@@ -10,7 +10,7 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -19,6 +19,10 @@ from tiermoe.cli.output import cause, note, one_line, printed, prompt_progress, 
 from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session, read_ahead
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError, ModelError, PromptError
+
+if TYPE_CHECKING:
+    from tiermoe.engine.sampling import Sampling
+    from tiermoe.model.hf.blueprint import Blueprint
 
 OTHERWISE = {"temperature": 0.7, "top_p": 0.95}
 """Sampling where neither options nor the model's generation_config.json name it."""
@@ -106,7 +110,7 @@ def chat(
     )  # fmt: skip
     sampling = make_sampling(**named)
 
-    def no_context(tokenizer: Any, blueprint: Any) -> None:
+    def no_context(tokenizer: Any, blueprint: Blueprint) -> None:
         nonlocal sampling
         _refuse_encoder_decoder(blueprint)
         sampling = choose_sampling(blueprint, named, make_sampling(**OTHERWISE))
@@ -122,7 +126,7 @@ def chat(
 class _Chat:
     """A conversation in the terminal: replies, /commands and sampling parameters."""
 
-    def __init__(self, session: Session, sampling: Any, system: str, markdown: bool) -> None:
+    def __init__(self, session: Session, sampling: Sampling, system: str, markdown: bool) -> None:
         from tiermoe.engine.chat import Conversation
 
         self._session = session
@@ -218,7 +222,7 @@ class _Chat:
                 raise ConfigError(f"the model has the tokens 0 to {vocabulary - 1:,}, not {token}")
 
 
-def _refuse_encoder_decoder(blueprint: Any) -> None:
+def _refuse_encoder_decoder(blueprint: Blueprint) -> None:
     if blueprint.family.encoder_decoder:
         raise ModelError(f"{blueprint.family.name} models do not chat; use 'tiermoe run'")
 

@@ -176,7 +176,7 @@ def _earlier_run(blueprint: Blueprint, resolved: Resolved) -> SizeCurve | None:
 
 
 def _unknown(blueprint: Blueprint, composition: Composition, plan: MemoryPlan) -> str:
-    """Why there is no expectation; empty where there can be one."""
+    """Why there is no expectation; empty if there can be one."""
     if isinstance(plan, GpuMemoryPlan):
         return "a GPU's rates are not known"
     if blueprint.family.encodes:

@@ -17,17 +17,21 @@ from tiermoe.platform import file_io
 from tiermoe.platform.machine import most_memory, processors
 
 if TYPE_CHECKING:
+    from tiermoe.engine.engine import Engine
+    from tiermoe.engine.sampling import Sampling
+    from tiermoe.engine.speculation import Speculation
     from tiermoe.formats.gguf_file import GgufFile
+    from tiermoe.model.hf.blueprint import Blueprint
 
 
 @dataclass(slots=True)
 class Session:
     """A loaded model."""
 
-    engine: Any
+    engine: Engine
     tokenizer: Any
     load_s: float  # seconds from the command's start of loading
-    speculation: Any  # of request loops; None: no guesses
+    speculation: Speculation | None  # of request loops; None: no guesses
 
 
 def read_ahead(model: str, options: dict[str, Any]) -> GgufFile | None:
@@ -56,7 +60,7 @@ def read_ahead(model: str, options: dict[str, Any]) -> GgufFile | None:
 def open_session(
     model: str,
     options: dict[str, Any],
-    context_for: Callable[[Any, Any], int | None],
+    context_for: Callable[[Any, Blueprint], int | None],
     *,
     headers: GgufFile | None = None,
     on_progress: Callable[[str, int, int], None] | None = None,
@@ -68,8 +72,8 @@ def open_session(
     """Loads `model` and prints the plan's warnings on standard error.
 
     context_for: called with (tokenizer, blueprint) before anything heavy happens; gives the tokens to reserve memory
-    for where --context is not named, and may refuse the prompt. headers: of a GGUF file, where they are read already
-    (`read_ahead`). on_progress: called with the progress of packing (task, done, total), beside the terminal. served:
+    for if --context is not named, and may refuse the prompt. headers: of a GGUF file, if they are read already
+    (`read_ahead`). on_progress: called with the progress of packing (task, done, total). served:
     memory is reserved for a server's steps; without a named batch 16 requests run at once. kv_memory: bytes of the KV
     cache that a server's requests share; None: as there is room for. draft: where guesses come from (`options.Draft`);
     the memory of a draft model, or of an MTP head, is a part of --memory. template: a chat template in place of the
@@ -154,7 +158,7 @@ def beyond_this_machine(asked: Settings) -> Iterator[str]:
         )
 
 
-def make_sampling(**values: Any) -> Any:
+def make_sampling(**values: Any) -> Sampling:
     """A `Sampling` of these values. ConfigError where one is out of range."""
     with starting():
         from tiermoe.engine.sampling import Sampling
@@ -162,7 +166,7 @@ def make_sampling(**values: Any) -> Any:
     return Sampling(**values)
 
 
-def choose_sampling(blueprint: Any, named: dict[str, Any], otherwise: Any) -> Any:
+def choose_sampling(blueprint: Blueprint, named: dict[str, Any], otherwise: Sampling) -> Sampling:
     """A `Sampling` for a model: values that are `named`, else those of the model's generation_config.json, else
     `otherwise`. Prints a line on standard error where the file makes the answer random."""
     from tiermoe.engine.sampling import sampling_for
@@ -185,9 +189,11 @@ def names_model(draft: str) -> bool:
     return draft not in (LOOKUP, MTP, NONE)
 
 
-def planned_draft(draft: str, tokenizer: Any, blueprint: Any, asked: Settings) -> tuple[tuple[Any, Settings], Settings]:
+def planned_draft(
+    draft: str, tokenizer: Any, blueprint: Blueprint, asked: Settings
+) -> tuple[tuple[Blueprint, Settings], Settings]:
     """((blueprint, settings) of a draft model, settings of the model with the memory that it leaves). ModelError where
-    its tokenizer is another, BudgetError where it does not fit whole."""
+    its tokenizer is another, BudgetError if it does not fit whole."""
     from tiermoe.engine.budget import context_of
     from tiermoe.engine.drafts import check_vocabulary, plan_draft
     from tiermoe.model.hf.blueprint import inspect_model
@@ -206,7 +212,12 @@ def planned_draft(draft: str, tokenizer: Any, blueprint: Any, asked: Settings) -
     return (small, own), replace(asked, memory=plan.budget - (plan.total - plan.interpreter))
 
 
-def speculation_of(draft: str, drafting: Any, engine: Any, progress: Callable[[str, int, int], None]) -> Any:
+def speculation_of(
+    draft: str,
+    drafting: tuple[Blueprint, Settings] | None,
+    engine: Engine,
+    progress: Callable[[str, int, int], None],
+) -> Speculation | None:
     """The `Speculation` of request loops over an engine; None: no guesses."""
     if draft == NONE:
         return None
@@ -225,6 +236,7 @@ def speculation_of(draft: str, drafting: Any, engine: Any, progress: Callable[[s
     from tiermoe.engine.load import start
 
     blueprint, settings = drafting
+    assert settings.context is not None  # `planned_draft`
     small = start(blueprint, settings, progress)
     engine.before_closing(small.close)
     vocabulary = min(small.config.vocab_size, engine.config.vocab_size)

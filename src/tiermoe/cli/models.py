@@ -1,19 +1,109 @@
-"""`tiermoe remove`: a model's store, or its download too, leaves this machine."""
+"""Models on this machine: `tiermoe pull` downloads one from the hub, `list` shows them, `remove` removes a store, or a
+download too."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from tiermoe.cli.output import note, plain
-from tiermoe.config import format_size, parse_size
+from tiermoe.cli import options as opt
+from tiermoe.cli.output import note, plain, starting
+from tiermoe.cli.terminal import WIDE, Terminal
+from tiermoe.config import format_size, parse_size, settings
 from tiermoe.errors import ConfigError, ModelError
-from tiermoe.formats.stores import CachedStore, cached_stores, removable, remove_store
+from tiermoe.formats.stores import CachedStore, cache_folder, cached_stores, removable, remove_store
 from tiermoe.model.hf.downloads import CachedDownload, cached_downloads, remove_download
+
+
+@opt.engine_options(only=["memory", "context"])
+def pull(
+    model: Annotated[
+        str, typer.Argument(help="A hub id, or HUB-ID:FILE for one of its GGUF files.", show_default=False)
+    ],
+    options: dict[str, Any],
+) -> None:
+    """Download a model, and print where it lies. Of a repository with GGUF files alone, the largest one is taken whose
+    experts the memory budget holds all; where it holds no one's, the smallest one of at least 4 bits a weight. FILE is
+    a file's name, or the end of it, like Q4_K_M. What is interrupted goes on where it stopped."""
+    with starting("asking the hub"):
+        from tiermoe.engine.gguf_choice import choose
+        from tiermoe.model.hf.hub import download, download_files, inspect_without_download, local_model
+        from tiermoe.model.hf.local_models import split_name
+        from tiermoe.model.hf.repository import read_repository
+
+        asked, chosen, why = settings(**options), None, ""
+        if found := local_model(model):
+            note("it is on this machine already")
+            print(found)
+            return
+        name, file = split_name(model)
+        repository = read_repository(name)
+        if not file and repository.gguf_models() and not repository.has_safetensors:
+            chosen, why = choose(repository, asked)
+        elif not file:
+            inspect_without_download(name, None)  # says what is wrong with it first
+    if chosen is None:
+        print(download(model))
+        return
+    note(f"{chosen.name}, {format_size(chosen.nbytes)}: {why}")
+    note(f"'tiermoe run {name}:{chosen.name}' runs it")
+    print(download_files(repository, chosen.files) / chosen.files[0])
+
+
+def list_models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """List the models in the hub's cache and the stores in the user's cache folder: name, precisions, size, last use.
+    Stores in folders of --store are not known."""
+    downloads, stores = cached_downloads(), cached_stores()
+    if as_json:
+        print(json.dumps({"downloads": list(map(_facts, downloads)), "stores": list(map(_facts, stores))}))
+        return
+    if not downloads and not stores:
+        note(f"nothing is downloaded, and nothing is packed in {cache_folder()}; 'tiermoe pull ORG/MODEL' downloads")
+        return
+    table = Table()
+    for column in ("name", "what", "precisions"):
+        table.add_column(column)
+    table.add_column("size", justify="right")
+    table.add_column("last used")
+    for download in downloads:
+        table.add_row(download.name, "downloaded", _files(download), *_size_and_use(download))
+    for store in stores:
+        table.add_row(store.name, "packed", _precisions(store), *_size_and_use(store))
+    Terminal(piped=WIDE).print(table)
+    total = sum(each.nbytes for each in downloads) + sum(each.nbytes for each in stores)
+    note(f"{format_size(total)} in all; 'tiermoe remove NAME' gives them back")
+
+
+def _facts(each: CachedDownload | CachedStore) -> dict[str, Any]:
+    used = datetime.fromtimestamp(each.used).astimezone().isoformat(timespec="seconds")
+    return {**asdict(each), "root": str(each.root), "used": used}
+
+
+def _size_and_use(each: CachedDownload | CachedStore) -> tuple[str, str]:
+    return format_size(each.nbytes), f"{datetime.fromtimestamp(each.used):%Y-%m-%d %H:%M}"
+
+
+def _files(download: CachedDownload) -> str:
+    """Of a GGUF file the name, which has its precision; safetensors are the checkpoint itself."""
+    named = [name for name in download.weights if name.endswith(".gguf")]
+    return ", ".join(named) or ("as published" if download.weights else "no weights")
+
+
+def _precisions(store: CachedStore) -> str:
+    if store.problem:
+        return f"damaged: {store.problem}"
+    dense = [f"dense layers {key}" for key in store.dense]
+    return ", ".join([*store.precisions, *dense]) or "as published"
 
 
 def remove(
@@ -65,7 +155,7 @@ def remove(
 def _named(
     name: str, known: Sequence[CachedStore], downloaded: Sequence[CachedDownload], download: bool
 ) -> list[CachedStore]:
-    """The store of a name; none where the name is a download's alone. ConfigError where it is nothing's, or several
+    """The store of a name; none if the name is a download's alone. ConfigError if it is nothing's, or several
     stores'."""
     found = [store for store in known if store.root.name == name] or [each for each in known if each.answers_to(name)]
     if len(found) > 1:
