@@ -23,8 +23,8 @@ from tiermoe.engine.cached_routing import PredictedRouting
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import start
 from tiermoe.errors import ConfigError, ProfileError
-from tiermoe.lab.measure import prior
-from tiermoe.lab.measure.prior import STRENGTHS, Trials, cost, find_prior
+from tiermoe.lab.measure import searches as prior
+from tiermoe.lab.measure.searches import STRENGTHS, Trials, cost, find_prior
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.routers import Router, RouterRule
 from tiermoe.offload.composition import Composition, changed

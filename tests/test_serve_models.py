@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -16,7 +17,6 @@ import pytest
 import torch
 
 from benchmarks.serving import free_port
-from benchmarks.several_models import Memory
 from commands import Command
 from patience import PATIENCE_S, until
 from serving import wait_until_loaded
@@ -33,6 +33,34 @@ PROMPT = "Once upon a time"
 def models(tiny_model: Callable[..., Path]) -> dict[str, Path]:
     """Family → a checkpoint."""
     return {family: tiny_model(family, torch.float32) for family in FAMILIES}
+
+
+class Memory:
+    """The most that a process and its descendants held together in resident sets, in bytes, sampled until the end of a
+    `with`."""
+
+    def __init__(self, process: int) -> None:
+        self.resident = self.samples = 0
+        self._root = psutil.Process(process)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Memory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.05):
+            resident = 0
+            for each in (self._root, *self._root.children(recursive=True)):
+                with suppress(psutil.Error):
+                    resident += each.memory_info().rss
+            self.resident = max(self.resident, resident)
+            self.samples += 1
 
 
 @contextmanager

@@ -191,7 +191,7 @@ def _distinct(layer: LayerWork, tokens: int) -> float:
 @dataclass(frozen=True, slots=True)
 class Recording:
     """Hit rates on a model's recorded routing: what the default preset hits without prefetch, in the worst and the best
-    64 tokens of the recorded texts. Made by `python -m benchmarks.hit_rates TRACE...`."""
+    64 tokens that follow each other of the recorded texts, the cache as the tokens before left it."""
 
     model: str
     experts: int  # a layer
