@@ -27,7 +27,7 @@ _REFUSAL = "are too little"  # what the plan's messages have in common
 
 def prompt_of(model: Path, tokens: int) -> str:
     """A text of so many tokens."""
-    from tiermoe.model.hf.tokenizers import load_tokenizer
+    from tiermoe.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     ids = tokenizer(_TEXT * (1 + tokens // 8))["input_ids"][:tokens]

@@ -84,7 +84,7 @@ def run(model: str, options: dict[str, Any], prompt: list[int], before: list[int
     engine.observe(clock)
     decoding.feed(measured[-1:] * again)
     engine.observe(None)
-    stats, bandwidth = engine.stats(), engine.bandwidth
+    stats, bandwidth = engine.stats(), engine.service.bandwidth
     kept = ("peak_memory_bytes", "lanes", "direct_io", "mapped", "prefetching")
     chosen = [choices.chosen[layer] for layer in sorted(choices.chosen)]
     engine.close()

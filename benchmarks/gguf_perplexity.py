@@ -22,14 +22,17 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 import tiermoe
 from benchmarks.llamacpp import ROOT, Peer, convert
-from benchmarks.perplexity import TEXT, Ids, logits_of, surprisals, token_ids
 from benchmarks.rounds import parser_of
+from benchmarks.surprisals import Ids, Logits, surprisals
 from benchmarks.widen import widen
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.formats.gguf_file import open_gguf
+from tiermoe.lab.bench.cases import DEFAULT_TEXT, token_ids
+from tiermoe.model.tokenizer import load_tokenizer
 
 FTYPES = {
     "f32": "ALL_F32", "bf16": "MOSTLY_BF16", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0",
@@ -71,10 +74,21 @@ def written(args: argparse.Namespace, kind: str, peer: Peer) -> Path:
     return out
 
 
+def logits_of(model: Any) -> Logits:
+    """The logits of what `tiermoe.load` returns."""
+
+    @torch.inference_mode()
+    def logits(ids: Ids) -> npt.NDArray[np.float32]:
+        found: npt.NDArray[np.float32] = model(torch.from_numpy(ids)[None], use_cache=False).logits[0].float().numpy()
+        return found
+
+    return logits
+
+
 def ours(args: argparse.Namespace, file: Path, ids: Ids) -> npt.NDArray[np.float64]:
     """The mean surprisal of each window under tiermoe, in nats."""
     model, _ = tiermoe.load(file, store=args.work / f"store-{file.stem}", threads=args.threads)
-    found = [window.mean() for window in surprisals(logits_of(model), ids, args.context, args.context)]
+    found = [window.mean() for window in surprisals(logits_of(model), ids, args.context)]
     model.tiermoe.close()
     return np.array(found)
 
@@ -82,7 +96,7 @@ def ours(args: argparse.Namespace, file: Path, ids: Ids) -> npt.NDArray[np.float
 def compared(args: argparse.Namespace, kind: str, ids: Ids, peer: Peer) -> dict[str, Any]:
     """Both perplexities of a type, their difference as a share of llama.cpp's, and its standard error."""
     file = written(args, kind, peer)
-    sums, counts = peer.surprisals(file, ids, args.context, args.context, args.attention)
+    sums, counts = peer.surprisals(file, ids, args.context, args.attention)
     mine, its = ours(args, file, ids), sums / counts
     difference = mine - its
     return {
@@ -111,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--converter", type=Path, help="folder of llama.cpp's convert_hf_to_gguf.py, for the first file")
     top.add_argument("--peer-python", default=sys.executable, help="interpreter that has llama-cpp-python")
     top.add_argument("--types", default=",".join(FTYPES), help=f"of {', '.join(FTYPES)}; default: all")
-    top.add_argument("--text", type=Path, default=TEXT)
+    top.add_argument("--text", type=Path, default=DEFAULT_TEXT)
     top.add_argument("--tokens", type=int, default=32768, help="of the text's beginning")
     top.add_argument("--context", type=int, default=256, help="tokens of a window; windows do not overlap")
     top.add_argument("--attention", choices=["default", "exact"], default="default", help="of llama.cpp")
@@ -125,7 +139,8 @@ def main() -> None:
     if unknown := [kind for kind in kinds if kind not in FTYPES]:
         sys.exit(f"gguf_perplexity: no type {unknown[0]}; there are {', '.join(FTYPES)}")
     args.work.mkdir(parents=True, exist_ok=True)
-    ids, peer = token_ids(args.model, args.text)[: args.tokens], Peer(args.peer_python, args.threads)
+    whole = token_ids(load_tokenizer(args.model), args.text.read_text(encoding="utf-8"))
+    ids, peer = np.asarray(whole[: args.tokens], dtype=np.int64), Peer(args.peer_python, args.threads)
     print("type      tiermoe llama.cpp  difference  standard error  types in the file", file=sys.stderr)
     results = []
     try:

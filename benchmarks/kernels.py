@@ -27,8 +27,7 @@ from tiermoe.formats.gguf_types import gguf_encoding
 from tiermoe.formats.registry import encoding_for, encoding_named
 from tiermoe.kernels.experts import ExpertKernel, SlotViews, expert_kernel
 from tiermoe.kernels.gates import gate_named
-from tiermoe.kernels.linear import linear, machine_layout
-from tiermoe.kernels.matrix import matrix_form
+from tiermoe.kernels.linear import linear, machine_layout, matrix_form
 from tiermoe.lab.bench.summary import spread
 from tiermoe.platform.bandwidth import last_cache_bytes
 from tiermoe.platform.machine import processors

@@ -57,14 +57,14 @@ class Peer:
         self.run("quantise", gguf.resolve(), "--ftype", ftype, "--out", out.resolve(), *(["--pure"] if pure else []))
 
     def surprisals(
-        self, gguf: Path, ids: npt.NDArray[np.int64], context: int, stride: int, attention: str
+        self, gguf: Path, ids: npt.NDArray[np.int64], context: int, attention: str
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        """Of each window of `benchmarks.perplexity`: the sum of its surprisals in nats, and how many they are."""
+        """Of each window of `benchmarks.surprisals`: the sum of its surprisals in nats, and how many they are."""
         with tempfile.TemporaryDirectory() as folder:
             file, out = Path(folder) / "ids.npy", Path(folder) / "out.npz"
             np.save(file, ids)
             words = ("surprisals", gguf.resolve(), "--ids", file, "--out", out, "--context", context)
-            self.run(*words, "--stride", stride, "--attention", attention)
+            self.run(*words, "--attention", attention)
             with np.load(out) as found:
                 return found["sums"], found["counts"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from benchmarks.perplexity import Ids, surprisals
+from benchmarks.surprisals import Ids, surprisals
 from tiermoe.lab.bench.run_peer import ATTENTION, LlamaEngine
 
 _WARNING, _ERROR = 3, 4  # ggml_log_level
@@ -27,7 +27,7 @@ def score(args: argparse.Namespace) -> None:
         engine.clear()
         return engine.append([ids.tolist()], every=True)
 
-    found = list(surprisals(logits, np.load(args.ids), args.context, args.stride))
+    found = list(surprisals(logits, np.load(args.ids), args.context))
     np.savez(args.out, sums=[window.sum() for window in found], counts=[len(window) for window in found])
 
 
@@ -55,7 +55,6 @@ def parse() -> argparse.Namespace:
         else:
             add.add_argument("--ids", type=Path, required=True)
             add.add_argument("--context", type=int, required=True)
-            add.add_argument("--stride", type=int, required=True)
             add.add_argument("--attention", choices=ATTENTION, default="default")
     return parser.parse_args()
 

@@ -208,41 +208,11 @@ def _olmoe(config: Config, number: int) -> dict[str, Spec]:
     return _block(hidden, {**_attention(config), **norms}, mlp)
 
 
-def _deepseek(config: Config, number: int) -> dict[str, Spec]:
-    return _block(config["hidden_size"], _attention(config), _shared_and_routed(config, number))
-
-
 def _glm4(config: Config, number: int) -> dict[str, Spec]:
     mlp = _shared_and_routed(config, number)
     if "gate.weight" in mlp:
         mlp["gate.e_score_correction_bias"] = Spec((config["n_routed_experts"],), "vector")
     return _block(config["hidden_size"], _attention(config), mlp)
-
-
-def _t5_attention(config: Config, name: str) -> dict[str, Spec]:
-    hidden, inner = config["d_model"], config["num_heads"] * config["d_kv"]
-    found = {f"{each}.weight": Spec((inner, hidden)) for each in "qkv"} | {"o.weight": Spec((hidden, inner))}
-    return _under(name, found)
-
-
-def _switch(config: Config, number: int) -> dict[str, Spec]:
-    """A layer of the encoder and one of the decoder; every second of either has experts. Their first layers have the
-    positions of all."""
-    hidden, inner, experts = config["d_model"], config["d_ff"], config["num_experts"]
-    dense = {"wi.weight": Spec((inner, hidden)), "wo.weight": Spec((hidden, inner))}
-    mlp = {"router.classifier.weight": Spec((experts, hidden))}
-    for expert in range(experts):
-        mlp |= _under(f"experts.expert_{expert}", dense)
-    found: dict[str, Spec] = {}
-    for stack, attentions in (("encoder", ["SelfAttention"]), ("decoder", ["SelfAttention", "EncDecAttention"])):
-        parts = [_t5_attention(config, name) for name in attentions] + [_under("mlp", mlp if number % 2 else dense)]
-        if number == 0:
-            buckets = Spec((config["relative_attention_num_buckets"], config["num_heads"]), "vector")
-            parts[0]["SelfAttention.relative_attention_bias.weight"] = buckets
-        for at, part in enumerate(parts):
-            norm = {"layer_norm.weight": Spec((hidden,), "ones")}
-            found |= _under(f"{stack}.block.{number}.layer.{at}", {**norm, **part})
-    return found
 
 
 KINDS = {
@@ -309,7 +279,7 @@ KINDS = {
 KINDS["gpt-oss-120b"] = Kind(
     KINDS["gpt-oss-20b"].config | {"num_hidden_layers": 36, "num_local_experts": 128}, _gpt_oss
 )
-PAPERS = {
+CHECKPOINTS = {
     "mixtral-8x7b": Kind(
         {
             "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_hidden_layers": 32,
@@ -351,30 +321,9 @@ PAPERS = {
         },
         _olmoe,
     ),
-    "deepseek-moe-16b": Kind(
-        {
-            "architectures": ["DeepseekForCausalLM"], "model_type": "deepseek", "num_hidden_layers": 28,
-            "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64,
-            "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1,
-            "vocab_size": 102400, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128,
-            "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000, "norm_topk_prob": False,
-            "scoring_func": "softmax", "attention_bias": False,
-        },
-        _deepseek,
-    ),
-    "switch-base-8": Kind(
-        {
-            "architectures": ["SwitchTransformersForConditionalGeneration"], "model_type": "switch_transformers",
-            "num_layers": 12, "num_decoder_layers": 12, "num_sparse_encoder_layers": 6, "num_sparse_decoder_layers": 6,
-            "d_model": 768, "d_ff": 3072, "d_kv": 64, "num_heads": 12, "num_experts": 8, "expert_capacity": 64,
-            "vocab_size": 32128, "relative_attention_num_buckets": 32, "dense_act_fn": "relu",
-            "is_encoder_decoder": True, "decoder_start_token_id": 0, "tie_word_embeddings": True,
-        },
-        _switch,
-    ),
 }  # fmt: skip
-"""The models that the papers of the systems measure: as safetensors alone."""
-ALL = {**KINDS, **PAPERS}
+"""Shapes that are written as safetensors alone."""
+ALL = {**KINDS, **CHECKPOINTS}
 _COMMON = {
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None, "torch_dtype": "bfloat16",
@@ -382,35 +331,17 @@ _COMMON = {
 
 
 def config_of(kind: str, layers: int | None = None, **changes: Any) -> Config:
-    """config.json of `kind` with so many layers (an encoder and a decoder: each; None: as the model has), and sizes
-    replaced by `changes`."""
-    config = {**_COMMON, **ALL[kind].config, **changes}
-    if layers is None:
-        return config
-    if not config.get("is_encoder_decoder"):
-        return {**config, "num_hidden_layers": layers}
-    sparse = dict.fromkeys(("num_sparse_encoder_layers", "num_sparse_decoder_layers"), layers // 2)
-    return {**config, **dict.fromkeys(("num_layers", "num_decoder_layers"), layers), **sparse}
-
-
-def _layers_of(config: Config) -> int:
-    return int(config["num_layers" if config.get("is_encoder_decoder") else "num_hidden_layers"])
+    """config.json of `kind` with so many layers (None: as the model has), and sizes replaced by `changes`."""
+    own = {} if layers is None else {"num_hidden_layers": layers}
+    return {**_COMMON, **ALL[kind].config, **changes, **own}
 
 
 def specs(kind: str, config: Config) -> Iterator[tuple[str, Spec]]:
     """Every tensor, from the embedding to the output layer."""
-    vocabulary, layer = config["vocab_size"], ALL[kind].layer
-    if config.get("is_encoder_decoder"):
-        yield "shared.weight", Spec((vocabulary, config["d_model"]), "embedding")
-        for number in range(_layers_of(config)):
-            yield from layer(config, number).items()
-        for stack in ("encoder", "decoder"):
-            yield f"{stack}.final_layer_norm.weight", Spec((config["d_model"],), "ones")
-        return
-    hidden = config["hidden_size"]
+    vocabulary, hidden = config["vocab_size"], config["hidden_size"]
     yield "model.embed_tokens.weight", Spec((vocabulary, hidden), "embedding")
-    for number in range(_layers_of(config)):
-        yield from _under(f"model.layers.{number}", layer(config, number)).items()
+    for number in range(config["num_hidden_layers"]):
+        yield from _under(f"model.layers.{number}", ALL[kind].layer(config, number)).items()
     yield "model.norm.weight", Spec((hidden,), "ones")
     yield "lm_head.weight", Spec((vocabulary, hidden))
     if config["model_type"] == "phimoe":
@@ -422,7 +353,7 @@ def layers_within(kind: str, nbytes: float) -> int:
     """As many layers as a checkpoint of so many bytes has, no more than the model's own, and at least one."""
     config = config_of(kind, 0)
     left, layers = nbytes - sum(spec.nbytes for _, spec in specs(kind, config)), 0
-    while layers < _layers_of(ALL[kind].config) and left >= 0:
+    while layers < ALL[kind].config["num_hidden_layers"] and left >= 0:
         left -= sum(spec.nbytes for spec in ALL[kind].layer(config, layers).values())
         layers += left >= 0
     return max(layers, 1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rounds import about, at_least_one, parser_of, print_table, shown
-from tiermoe.engine.prompt_lookup import Lookup
+from tiermoe.engine.drafts import Lookup
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Grammar, Sampling
@@ -27,7 +27,7 @@ from tiermoe.lab.bench.cases import DEFAULT_TEXT, alternating
 from tiermoe.lab.bench.run_tiermoe import start_engine
 from tiermoe.lab.bench.summary import spread
 from tiermoe.model.hf.hub import resolve_model
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 
 _PROGRAM = Path(__file__)
 _NEW, _QUOTED = 30, 60  # tokens of a sentence of one's own, and of the quotation behind it

@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
 
 from benchmarks.rounds import parser_of
-from tiermoe.lab.measure.profiles import CALIBRATORS
+from tiermoe.lab.measure.calibrate import CALIBRATORS
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.prepare_store import store_root
 from tiermoe.offload.profiles import FOLDER, profile_path, read_profile, to_json

@@ -25,7 +25,7 @@ nitpick_ignore_regex = [("py:.*", ".*")]  # types in signatures need no page; li
 
 CHAPTERS = {
     "Use": [
-        "docs/quickstart", "docs/which-model", "docs/options", "docs/families", "docs/server", "docs/troubleshooting",
+        "docs/quickstart", "docs/which-model", "docs/families", "docs/server", "docs/troubleshooting",
     ],
     "Python": ["docs/api", "examples/README"],
     "Inside": ["docs/life-of-a-token", "docs/architecture", "docs/formats", "CONTRIBUTING", "training/README"],

@@ -85,6 +85,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return model
 
 
+@pytest.fixture(scope="session", name="tiny")
+def _tiny(tiny_model: Callable[..., Path]) -> Path:
+    """A tiny checkpoint in float32, without a chat template."""
+    return tiny_model("qwen3_moe", torch.float32)
+
+
 @pytest.fixture(scope="session")
 def shipped() -> Path:
     """The model that the project ships."""

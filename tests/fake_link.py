@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,8 +14,8 @@ from tiermoe.offload.cache import ExpertCache
 from tiermoe.offload.link import Finished
 from tiermoe.offload.loader import ExpertLoader
 from tiermoe.offload.policies.allotment import Pool
-from tiermoe.offload.policies.cpu_fallback import MissCosts
 from tiermoe.offload.policies.eviction import EVICTIONS, Clock, Eviction, EvictionContext
+from tiermoe.offload.policies.routing import MissCosts
 from tiermoe.offload.presets import compose
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.types import Demand, ExpertKey, Load, Ready, Routed
@@ -126,24 +126,33 @@ SHAPE = ModelShape(experts=[4, 4, 4], top_k=[2, 2, 2])
 HOBBIT = {"t1": 0.6, "t2": 0.9, "weights": "0.25,0.25,0.25,0.25", "prefetch": "none"}
 
 
-class Said:
-    """Forecasts that a test writes down: layer → [(expert, weight)]."""
+Weights = Mapping[int, Sequence[tuple[int, float]]]
 
-    def __init__(self, ranked: dict[int, list[tuple[int, float]]] | None = None, **recalled: Any) -> None:
-        self._ranked = ranked or {}
-        self._recalled: dict[int, list[tuple[int, float]]] = recalled.get("recalled", {})
+
+class Said:
+    """Forecasts that a test writes down: layer → [(expert, weight)]; the tokens of the pass."""
+
+    def __init__(
+        self,
+        ranked: Weights | None = None,
+        recalled: Weights | None = None,
+        counted: Weights | None = None,
+        tokens: Sequence[int] = (),
+    ) -> None:
+        self._ranked, self._recalled, self._counted = ranked or {}, recalled or {}, counted or {}
+        self._tokens = tokens
 
     def ranked(self, target: int) -> Sequence[tuple[int, float]]:
         return self._ranked.get(target, ())
 
     def counted(self, target: int) -> Sequence[tuple[int, float]]:
-        return ()
+        return self._counted.get(target, ())
 
     def recalled(self, target: int) -> Sequence[tuple[int, float]]:
         return self._recalled.get(target, ())
 
     def token_ids(self) -> Sequence[int]:
-        return ()
+        return self._tokens
 
 
 def scheduler_with(

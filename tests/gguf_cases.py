@@ -1,4 +1,4 @@
-"""Small models that tests have as GGUF files: a family, and changes of its small config (`tiny`, `small_families`).
+"""Small models that tests have as GGUF files: a family, and changes of its small config (`tiny`).
 
 llama.cpp's converter wrote a header of each (`golden/gguf`): `python tests/golden/remake.py` after a change here."""
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-import small_families
 import tiny
 
 
@@ -192,8 +191,7 @@ def case_of(name: str) -> Case:
 def random_model(case: Case, **changes: Any) -> Any:
     """transformers' eager model with random weights in float32."""
     torch.manual_seed(0)
-    config_of = tiny.config_of if case.family in tiny.CONFIGS else small_families.config_of
-    config = config_of(case.family, **{**case.changes, **changes})
+    config = tiny.config_of(case.family, **{**case.changes, **changes})
     model = tiny.auto_class(case.family).from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():

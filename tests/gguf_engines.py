@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from parity import close
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.config import settings
 from tiermoe.engine.load import start
@@ -27,6 +28,27 @@ def logits_of(engine: Any, ids: list[int]) -> torch.Tensor:
     cache = engine.new_cache(1, len(ids))
     found: torch.Tensor = engine.step(Batch((prompt(cache.open(), ids),)), cache, every=True)
     return found
+
+
+def logits_in(file: Path, ids: list[int], dtype: torch.dtype = torch.float32, **options: Any) -> torch.Tensor:
+    """`logits_of` an engine that is closed again."""
+    engine = engine_of(file, dtype, **options)
+    found = logits_of(engine, ids)
+    engine.close()
+    return found
+
+
+def eager(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor([ids])).logits[0]
+    return found
+
+
+def agree(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether logits are the same but for rounding: of blocks' scales, and of products of blocks."""
+    if mine.dtype == torch.float32:
+        return bool((mine - theirs).abs().max() <= 1e-3 * theirs.abs().max())
+    return close(mine, theirs)
 
 
 def greedy(engine: Any, ids: list[int], count: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,16 @@ class WrappedEngine:
         return getattr(self._engine, name)
 
 
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ m.role }}"
+    "{{ m.name or '' }}:{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}({{ call.function.arguments.city }}){% endfor %};{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}"
+)
+"""A chat template with tools and thoughts."""
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
+
+
 class Scripted:
     """A worker whose answers are given: a piece for each letter. asked: what it was asked for. finish: why they end."""
 
@@ -185,3 +197,56 @@ class Scripted:
             for piece in self.pieces:
                 answers.put(index, piece)
         return answers
+
+
+def call_app(app: Any, path: str, body: Any = None, method: str = "", **headers: str) -> Any:
+    """The response of an app, without a socket. body: JSON, or its bytes; None: GET."""
+    import httpx
+
+    async def asked() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            content = body if body is None or isinstance(body, bytes) else json.dumps(body)
+            named = {} if body is None else {"content-type": "application/json"}
+            named |= {name.lower(): value for name, value in headers.items()}
+            verb = method or ("GET" if body is None else "POST")
+            return await client.request(verb, path, content=content, headers=named)
+
+    return asyncio.run(asked())
+
+
+class Stage:
+    """A server whose answers are given."""
+
+    def __init__(self, served: Any) -> None:
+        from tiermoe.serve.app import create_app
+
+        self._served = replace(served)
+        self.app = create_app(self._served)
+        self.worker: Any = None
+
+    def says(self, text: str, template: str | None = TEMPLATE, finish: str = "stop") -> Any:
+        """From now on. Its worker."""
+        self._served.tokenizer.chat_template = template
+        self.worker = self._served.worker = Scripted(self._served, text, finish)
+        return self.worker
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> Any:
+        return call_app(self.app, path, body, **headers)
+
+    @property
+    def prompt(self) -> str:
+        """Of the last request."""
+        text: str = self._served.tokenizer.decode(self.worker.asked[-1].ids)
+        return text
+
+
+@pytest.fixture(scope="module")
+def _stage(served: Any) -> Stage:
+    return Stage(served)
+
+
+@pytest.fixture
+def stage(_stage: Stage, served: Any, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.setattr(served.tokenizer, "chat_template", served.tokenizer.chat_template)  # as it was, in the end
+    return _stage

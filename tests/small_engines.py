@@ -25,11 +25,12 @@ def engine_of(directory: Path, **options: Any) -> Any:
     return tiermoe.load(directory, memory="4GiB", device="cpu", lanes=1, **options)[0].tiermoe
 
 
-def logits_of_steps(engine: Any, ids: list[int], first: int) -> torch.Tensor:
-    """Logits (1 + len(ids) - first, vocabulary) of a prompt of the first tokens, then of each of the others alone."""
+def logits_of_steps(engine: Any, ids: list[int], first: int, every: bool = False) -> torch.Tensor:
+    """Logits (1 + len(ids) - first, vocabulary) of a prompt of the first tokens, then of each of the others alone.
+    every: (len(ids), vocabulary), of each of the first tokens too."""
     cache = engine.new_cache()
     slab = cache.open()
-    steps = [engine.step(Batch((prompt(slab, ids[:first]),)), cache)]
+    steps = [engine.step(Batch((prompt(slab, ids[:first]),)), cache, every)]
     steps += [engine.step(Batch((decode(slab, at, ids[at]),)), cache) for at in range(first, len(ids))]
     return torch.cat(steps)
 

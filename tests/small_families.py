@@ -1,10 +1,8 @@
-"""Tiny random checkpoints of the families that transformers' code runs: a table of what their configs need beside the
-usual small sizes."""
+"""Tiny random checkpoints of the families that transformers' code runs, and of models that read more than text: tables
+of what their configs need beside `tiny`'s usual entries."""
 
 from __future__ import annotations
 
-import copy
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +11,22 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from tiny import CONFIGS, make_random, write_tokenizer
+import tiny
+from tiny import make_random, write_tokenizer
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
-    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 1,
-    "topk_group": 1, "n_shared_experts": 1, "num_shared_experts": 1, "shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32, "sliding_window": 6, "first_k_dense_replace": 1, "num_dense_layers": 1,
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2, "hc_mult": 2,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "mamba_d_state": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _LATENT = {"num_key_value_heads": 4}
 _THREE = ["linear_attention", "full_attention", "linear_attention"]
 _SPARSE = ["dense", "sparse", "sparse"]
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "aria_text": {"moe_num_experts": 8, "moe_topk": 3},
+    "aria_text": {"moe_topk": 3},
     "axk2": {**_LATENT, "gated_norm_rank": 8},
     "beam": {"mlp_layer_types": _SPARSE},
     "cohere2_moe": {},
     "dots3_note_text": _LATENT,
     "flint": {"mlp_only_layers": [0]},
-    "gemma4_text": {
-        "enable_moe_block": True, "top_k_experts": 3, "hidden_size_per_layer_input": 8, "global_head_dim": 32,
-        "vocab_size_per_layer_input": 128,
-    },
+    "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
     "inkling2_text": {
         "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "d_rel": 4,
         "unpadded_vocab_size": 128,
@@ -141,9 +126,7 @@ _SPEAKING: dict[str, dict[str, Any]] = {
 
 def config_of(model_type: str, **changes: Any) -> Any:
     """A small config of a family."""
-    usual, its = _known(CONFIG_MAPPING[model_type], _SMALL), FAMILIES.get(model_type) or CONFIGS.get(model_type, {})
-    values = copy.deepcopy({**usual, **its, **changes})  # configs write into what they are given
-    return AutoConfig.for_model(model_type, **values)
+    return tiny.config_of(model_type, **{**FAMILIES.get(model_type, {}), **changes})
 
 
 def larger_config(model_type: str) -> Any:
@@ -154,17 +137,11 @@ def larger_config(model_type: str) -> Any:
     text, its, changes = LARGER[model_type]
     usual = CONFIG_MAPPING[model_type]()
     parts = {
-        name: {**_known(type(getattr(usual, name)), _SMALL_PART), **changes.get(name, {})}
+        name: {**tiny.known(type(getattr(usual, name)), _SMALL_PART), **changes.get(name, {})}
         for name in usual.sub_configs
         if name != "text_config" and getattr(usual, name, None) is not None
     }
     return AutoConfig.for_model(model_type, text_config=config_of(text, **its).to_dict(), **{**changes, **parts})
-
-
-def _known(cls: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """The entries that a config class has."""
-    names = {*inspect.signature(cls).parameters, *cls.attribute_map}
-    return {name: value for name, value in values.items() if name in names}
 
 
 def write_small(directory: Path, model_type: str, **changes: Any) -> Path:

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from tiermoe.formats.store import Source, Store
-from tiermoe.types import MoeLayer, Part, Segment
+from tiermoe.offload.reader import ExtentReader, aligned_memory
+from tiermoe.types import ExpertKey, MoeLayer, Part, Segment
 
 EXPERTS = 4
 PARTS = (Part("gate_up_proj", (96, 64)), Part("down_proj", (64, 48)), Part("bias", (64,)))
@@ -47,3 +48,12 @@ def empty_store(root: Path, fingerprint: str = "0123456789abcdef", count: int = 
 def contents(root: Path) -> dict[str, bytes]:
     """All files of a store but its lock."""
     return {file.name: file.read_bytes() for file in sorted(root.iterdir()) if file.name != ".lock"}
+
+
+def stored(store: Store, key: str, layer: int, expert: int) -> torch.Tensor:
+    """The bytes of an expert in a store, checked."""
+    form, reader = store.expert_format(key, layer), ExtentReader()
+    memory = aligned_memory(form.stored.nbytes)
+    reader.read(store.precisions[key].layers[layer].extents[expert], memory, ExpertKey(layer, expert, form.bits))
+    reader.close()
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -24,6 +24,7 @@ from additions.gate import RELU
 from additions.native import GATE, INSTRUCTION_SET, ROUTER_FIELD, Changes, change
 from additions.precision import FirstHigh
 from additions.prediction import LikeliestExpert, SameAgain
+from additions.sampling import EpsilonCutoff
 from additions.speculation import speculate
 from c_builds import LIBRARIES, STRICT, built, compiler, ran
 from commands import Command
@@ -34,6 +35,7 @@ from tiermoe import config, native
 from tiermoe.batch import Batch
 from tiermoe.batch import decode as decode_row
 from tiermoe.batch import prompt as prompt_row
+from tiermoe.engine.sampling import TRUNCATIONS, Sampler, Sampling
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for, encoding_named
@@ -458,19 +460,49 @@ def test_a_gate_in_c_and_a_field_that_a_kernel_takes(tmp_path: Path) -> None:
     assert COUNTS[len(ROUTER_FIELD)] in row_of("a field that a kernel takes")
 
 
+# a sampling field
+
+
+def test_a_sampling_field_in_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of .5, .3, .15 and .05: above a tenth three are drawn, above nine tenths the likeliest alone."""
+    logits = torch.log(torch.tensor([0.15, 0.5, 0.05, 0.3]))
+    with pytest.raises(ConfigError, match="unknown sampling field 'epsilon_cutoff'"):
+        Sampling(own={"epsilon_cutoff": 0.1})
+    monkeypatch.setitem(TRUNCATIONS, "epsilon_cutoff", EpsilonCutoff())
+    for cutoff, drawn in ((0.0, {0, 1, 2, 3}), (0.1, {0, 1, 3}), (0.9, {1})):
+        sampler = Sampler(Sampling(temperature=1.0, seed=1, own={"epsilon_cutoff": cutoff}))
+        assert {sampler.choose(logits) for _ in range(200)} == drawn
+    with pytest.raises(ConfigError, match="epsilon-cutoff must be from 0 to 1, got 2"):
+        Sampling(own={"epsilon_cutoff": 2})
+
+
+def test_a_sampling_field_of_a_request(http: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(**fields: Any) -> Any:
+        asked = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 8, **fields}
+        return http.post("/v1/completions", json=asked)
+
+    def message(cutoff: Any) -> str:
+        refused = answer(temperature=1.0, epsilon_cutoff=cutoff)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "epsilon_cutoff")
+        return str(refused.json()["error"]["message"])
+
+    assert message(0.9) == "epsilon_cutoff is not supported by this server; leave it out"
+    monkeypatch.setitem(TRUNCATIONS, "epsilon_cutoff", EpsilonCutoff())
+    assert message(1.5) == "epsilon_cutoff must be from 0 to 1, got 1.5"
+    assert message("much") == "epsilon_cutoff must be from 0 to 1, got 'much'"
+    likeliest, cut, free = (
+        answer(**fields).json()["choices"][0]["text"]
+        for fields in ({"temperature": 0}, {"temperature": 1.5, "seed": 3, "epsilon_cutoff": 1},
+                       {"temperature": 1.5, "seed": 3, "epsilon_cutoff": 0})
+    )  # fmt: skip
+    assert likeliest == cut != free
+
+
 # the guide
 
 
-def test_the_guides_examples_are_what_runs_here() -> None:
-    """Every Python block of CONTRIBUTING.md's section stands in the files beside this one, but for its indent."""
-    guide = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text().partition("## Adding to it")[2]
-    files = [*(Path(__file__).parent / "additions").glob("*.py"), Path(__file__)]
-    sources = "\n".join(_flat(file.read_text()) for file in files)
-    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    assert len(blocks) >= 7
-    for block in blocks:
-        assert _flat(block) in sources, block
-
-
-def _flat(text: str) -> str:
-    return "\n".join(line.strip() for line in text.strip().splitlines() if line.strip())
+def test_the_guide_links_every_example() -> None:
+    root = Path(__file__).parent
+    linked = re.findall(r"\[Example\]\(tests/(additions/\w+\.py)\)", (root.parent / "CONTRIBUTING.md").read_text())
+    files = {str(file.relative_to(root)) for file in (root / "additions").glob("*.py")}
+    assert sorted(linked) == sorted(files - {"additions/__init__.py", "additions/native.py"})

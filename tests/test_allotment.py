@@ -7,40 +7,49 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermoe.errors import ConfigError
-from tiermoe.offload.policies.allotment import (
-    ALLOTMENTS,
-    Pool,
-    Share,
-    even,
-    one_pool,
-    shallow_and_shared,
-    shallow_first,
-)
+from tiermoe.offload.policies.allotment import ALLOTMENTS, Pool, Share, shallow_and_shared
 
 
 def sizes(pools: list[Pool]) -> list[int]:
     return [pool.slots for pool in pools]
 
 
-def test_one_pool_serves_all_layers() -> None:
-    assert one_pool(Share(10, [8] * 24)) == [Pool(10, None, range(24))]
+@pytest.mark.parametrize(
+    ("name", "share", "expected"),
+    [
+        ("pool", Share(10, [8] * 24), [10]),
+        # what does not divide goes to the first layers
+        ("even", Share(11, [8] * 4), [3, 3, 3, 2]),
+        # Fate: (N - bE) / (L - b) = (300 - 4 * 60) / (24 - 4) = 3; (70 - 2 * 16) / (6 - 2) = 9.5
+        ("shallow", Share(300, [60] * 24, boundary=4), [60] * 4 + [3] * 20),
+        ("shallow", Share(70, [16] * 6, boundary=2), [16, 16, 10, 10, 9, 9]),
+        # one slot each for six layers, 20 left: 15 make layer 0 whole, 5 go to layer 1
+        ("shallow", Share(26, [16] * 6, boundary=3), [16, 6, 1, 1, 1, 1]),
+        ("shallow", Share(26, [16] * 6, boundary=3, minimum=2), [16, 2, 2, 2, 2, 2]),
+        # layers of different sizes are whole at their own
+        ("shallow", Share(30, [4, 8, 8, 8], boundary=2), [4, 8, 9, 9]),
+        # boundaries at the ends
+        ("shallow", Share(11, [8] * 4), [3, 3, 3, 2]),
+        ("shallow", Share(16, [4] * 4, boundary=4), [4, 4, 4, 4]),
+        ("shallow", Share(18, [4] * 4, boundary=4), [5, 5, 4, 4]),
+    ],
+)
+def test_slots_are_divided(name: str, share: Share, expected: list[int]) -> None:
+    assert sizes(ALLOTMENTS[name](share)) == expected
 
 
-def test_even_gives_what_does_not_divide_to_the_first_layers() -> None:
-    assert even(Share(11, [8] * 4)) == [Pool(n, None, range(i, i + 1)) for i, n in enumerate((3, 3, 3, 2))]
-
-
-def test_shallow_layers_are_whole_and_the_others_share_the_rest() -> None:
-    # Fate: (N - bE) / (L - b) = (300 - 4 * 60) / (24 - 4) = 3
-    assert sizes(shallow_first(Share(300, [60] * 24, boundary=4))) == [60] * 4 + [3] * 20
-    # (70 - 2 * 16) / (6 - 2) = 9.5
-    assert sizes(shallow_first(Share(70, [16] * 6, boundary=2))) == [16, 16, 10, 10, 9, 9]
-
-
-def test_shallow_layers_are_filled_in_order_where_memory_is_short() -> None:
-    # one slot each for six layers, 20 left: 15 make layer 0 whole, 5 go to layer 1
-    assert sizes(shallow_first(Share(26, [16] * 6, boundary=3))) == [16, 6, 1, 1, 1, 1]
-    assert sizes(shallow_first(Share(26, [16] * 6, boundary=3, minimum=2))) == [16, 2, 2, 2, 2, 2]
+@pytest.mark.parametrize(
+    ("name", "share", "message"),
+    [
+        *((name, Share(7, [8] * 4, boundary=1, minimum=2), r"at least 8 slots \(2 each\), there are 7.*allotment=pool")
+          for name in ("even", "shallow")),
+        ("pool", Share(1, [8] * 4, minimum=2), r"at least 2 slots \(2 each\), there are 1; give more memory$"),
+        ("shallow", Share(100, [8] * 4, boundary=5), "from 0 to 4, the model's MoE layers, got 5"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_divided_is_refused_with_the_numbers(name: str, share: Share, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ALLOTMENTS[name](share)
 
 
 @pytest.mark.parametrize(
@@ -58,32 +67,6 @@ def test_below_a_layers_k_each_the_shallow_come_first_and_the_others_share_a_poo
 ) -> None:
     pools = shallow_and_shared(Share(slots, [6] * 6, boundary=2, minimum=4))
     assert [(pool.slots, pool.layers) for pool in pools] == expected
-
-
-def test_layers_of_different_sizes_are_whole_at_their_own_size() -> None:
-    assert sizes(shallow_first(Share(30, [4, 8, 8, 8], boundary=2))) == [4, 8, 9, 9]
-
-
-def test_boundaries_at_the_ends() -> None:
-    assert sizes(shallow_first(Share(11, [8] * 4))) == sizes(even(Share(11, [8] * 4)))
-    assert sizes(shallow_first(Share(16, [4] * 4, boundary=4))) == [4, 4, 4, 4]
-    assert sizes(shallow_first(Share(18, [4] * 4, boundary=4))) == [5, 5, 4, 4]
-
-
-@pytest.mark.parametrize("name", ["even", "shallow"])
-def test_too_few_slots_name_how_many_are_needed(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"at least 8 slots \(2 each\), there are 7.*allotment=pool"):
-        ALLOTMENTS[name](Share(7, [8] * 4, boundary=1, minimum=2))
-
-
-def test_one_pool_too_small() -> None:
-    with pytest.raises(ConfigError, match=r"at least 2 slots \(2 each\), there are 1; give more memory$"):
-        ALLOTMENTS["pool"](Share(1, [8] * 4, minimum=2))
-
-
-def test_a_boundary_beyond_the_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="from 0 to 4, the model's MoE layers, got 5"):
-        shallow_first(Share(100, [8] * 4, boundary=5))
 
 
 @given(st.data())

@@ -22,65 +22,36 @@ from patience import PATIENCE_S
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, PromptError, TraceError
 from tiermoe.lab.bench import child, run_peer, run_tiermoe, session
-from tiermoe.lab.bench.bounds import Ideal, ideal, read_routing, with_bounds
 from tiermoe.lab.bench.cases import (
     Case,
     Condition,
     Measured,
-    alternating,
     check_lengths,
     conditions,
-    parse_budgets,
-    parse_groups,
-    parse_numbers,
-    parse_peers,
-    parse_starts,
     random_ids,
     rows,
 )
 from tiermoe.lab.bench.child import Bounds, CannotLimit, CaseFailed, Hierarchy, find_hierarchy, last_object, run_child
-from tiermoe.lab.bench.engines import Accelerate, BenchEngine, Common, LlamaCpp, Transformers, not_installed
-from tiermoe.lab.bench.kernel_clock import KernelClock
-from tiermoe.lab.bench.plots import missing_plots
-from tiermoe.lab.bench.report import html_report
+from tiermoe.lab.bench.engines import (
+    Accelerate,
+    BenchEngine,
+    Common,
+    Ideal,
+    LlamaCpp,
+    Transformers,
+    ideal,
+    not_installed,
+    read_routing,
+    with_bounds,
+)
+from tiermoe.lab.bench.report import html_report, missing_plots
 from tiermoe.lab.bench.session import Journal, Step, measure, writable
 from tiermoe.lab.bench.summary import describe_machine, number, summarise
 from tiermoe.lab.simulate import compare_evictions
 from tiermoe.lab.trace import Pass, Trace
 from tiermoe.model.hf.blueprint import Blueprint
-from tiny import write
 
 MIB = 1 << 20
-
-
-def test_lists_are_read() -> None:
-    assert parse_budgets("700MiB, none,700MiB") == [700 * MIB, None]
-    assert parse_budgets(None) == [None]
-    assert parse_groups("16x32,128X128") == [(16, 32), (128, 128)]
-    assert parse_groups("none") == []
-    assert parse_numbers("1,4,16", "batch") == [1, 4, 16]
-    assert parse_starts("warm,cold") == ["warm", "cold"]
-    assert parse_peers("all") == ["llama.cpp", "transformers", "accelerate"]
-    assert parse_peers("none") == []
-
-
-@pytest.mark.parametrize(
-    ("read", "text", "reason"),
-    [
-        (parse_groups, "16", "group '16' is not PROMPTxOUTPUT"),
-        (parse_groups, "0x4", "group '0x4' is not"),
-        (parse_groups, "16x32x2", "is not PROMPTxOUTPUT"),
-        (parse_budgets, "banana", "memory 'banana' is not a size"),
-        (lambda text: parse_numbers(text, "batch"), "4,0", "batch '0' is not a whole number"),
-        (lambda text: parse_numbers(text, "batch"), ",", "--batch names nothing"),
-        (parse_starts, "warn", "did you mean warm"),
-        (parse_peers, "lama.cpp", "did you mean llama.cpp"),
-        (parse_peers, "vllm", "there are llama.cpp, transformers, accelerate"),
-    ],
-)
-def test_what_is_no_list_is_said(read: object, text: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        read(text)  # type: ignore[operator]
 
 
 def test_prompts_alone_run_in_a_batch_of_one() -> None:
@@ -90,11 +61,6 @@ def test_prompts_alone_run_in_a_batch_of_one() -> None:
     assert [condition.label for condition in found[:4]] == [
         "1 MiB, 16+32, warm", "1 MiB, 16+32, batch 4, warm", "1 MiB, prompt 512, warm", "1 MiB, 16+32, cold",
     ]  # fmt: skip
-
-
-def test_engines_alternate_and_every_other_round_goes_back() -> None:
-    assert [name for _, name in alternating("abc", 3)] == list("abccbaabc")
-    assert [number for number, _ in alternating("ab", 2)] == [0, 0, 1, 1]
 
 
 def test_rows_are_different_stretches_at_equal_distances() -> None:
@@ -322,13 +288,6 @@ def test_on_a_gguf_file_llama_cpp_runs_the_very_file_and_transformers_nothing(co
     assert "not on a GGUF file" in str(Accelerate(on_file).missing())
 
 
-def test_on_a_checkpoint_llama_cpp_asks_for_a_file(common: Common) -> None:
-    reason = LlamaCpp(common, None, sys.executable).missing()
-    assert reason is not None
-    assert "--gguf" in reason
-    assert "convert_hf_to_gguf.py" in reason
-
-
 def test_the_peers_script_needs_no_tiermoe() -> None:
     command = [sys.executable, "-I", "-S", run_peer.__file__, '{"task": "llama.cpp"}']
     with pytest.raises(CaseFailed, match=r"^No module named 'llama_cpp'$"):
@@ -349,18 +308,19 @@ def test_a_peer_is_fed_alike(warm: int, fed: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def recorded(shipped: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """Routing of two rows of 6 + 4 tokens, the model and their ids."""
+def recorded(shipped: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Routing of two rows of 6 + 4 tokens."""
     model, _ = tiermoe.load(shipped, bits=4, dense_bits=8, cache="25%", device="cpu", threads=1, batch=2)
     ids = torch.arange(40, 60).view(2, 10)
     path = tmp_path_factory.mktemp("routing") / "routing.jsonl"
     with torch.inference_mode():
         run_tiermoe.write_routing(model.tiermoe, ids, 6, path)
-    return path, model, ids
+    model.tiermoe.close()
+    return path
 
 
-def test_routing_is_read_as_it_ran(recorded: tuple[Path, Any, Any], shipped: Path, tmp_path: Path) -> None:
-    routing = read_routing(recorded[0], 4)
+def test_routing_is_read_as_it_ran(recorded: Path, shipped: Path, tmp_path: Path) -> None:
+    routing = read_routing(recorded, 4)
     assert routing is not None
     config = json.loads((shipped / "config.json").read_text())
     assert [len(passed.layers) for passed in routing.prompt] == [config["num_hidden_layers"]]
@@ -368,10 +328,10 @@ def test_routing_is_read_as_it_ran(recorded: tuple[Path, Any, Any], shipped: Pat
     assert {len(row) for passed in routing.decode for layer in passed.layers for row in layer.experts} == {
         config["num_experts_per_tok"]
     }
-    assert read_routing(recorded[0].parent / "none", 4) is None
+    assert read_routing(recorded.parent / "none", 4) is None
     with pytest.raises(TraceError, match="4 of 5 tokens"):
-        read_routing(recorded[0], 5)
-    lines = recorded[0].read_text().splitlines()
+        read_routing(recorded, 5)
+    lines = recorded.read_text().splitlines()
     part = tmp_path / "part"
     part.write_text("\n".join(line for line in lines if not line.startswith("[3,")))
     with pytest.raises(TraceError, match="some layers"):
@@ -389,9 +349,9 @@ def test_routing_of_one_layer_is_a_pass_a_line(tmp_path: Path) -> None:
     assert best == Ideal(hit_rate=0.75, missed_bytes=5.0, experts=2.0)  # only 3 was not there, for 1 goes and 0 stays
 
 
-@pytest.mark.parametrize("slots", [20, 64, 128])
-def test_the_bound_has_the_simulators_belady(recorded: tuple[Path, Any, Any], slots: int) -> None:
-    routing = read_routing(recorded[0], 4)
+def test_the_bound_has_the_simulators_belady(recorded: Path) -> None:
+    slots = 64
+    routing = read_routing(recorded, 4)
     assert routing is not None
     best = ideal(routing, slots, warm_prompt=False, warm_output=False)
     passes = [Pass(one.phase, 0, [], one.layers) for one in [*routing.prompt, *routing.decode]]
@@ -422,60 +382,24 @@ def test_bounds_by_hand() -> None:
     assert with_bounds(run, None, 4e9)["fraction_of_bound"] is None
 
 
-def test_the_clock_counts_kernels_and_changes_nothing(recorded: tuple[Path, Any, Any]) -> None:
-    _, model, ids = recorded
-
-    def logits() -> torch.Tensor:
-        return model(input_ids=ids).logits
-
-    with torch.inference_mode():
-        before = logits()
-        with KernelClock(model.tiermoe) as clock:
-            within = logits()
-            model(input_ids=ids[:1, :1])
-        experts, dense = clock.experts_s, clock.dense_s
-        after = logits()
-    assert experts > 0
-    assert dense > 0
-    assert (clock.experts_s, clock.dense_s) == (experts, dense)
-    assert torch.equal(before, within)
-    assert torch.equal(before, after)
-
-
-def test_the_clock_counts_the_kernels_of_the_neuron_unit(tmp_path: Path) -> None:
-    directory = write(tmp_path, "qwen3_moe", torch.bfloat16)
-    changes = {"unit": "neuron", "theta": 0.02}
-    model, _ = tiermoe.load(directory, memory="4GiB", device="cpu", cache="60%", preset="lru", set=changes)
-    ids = torch.arange(40, 50)[None]
-    with torch.inference_mode():
-        before = model(ids[:, :1]).logits
-        with KernelClock(model.tiermoe) as clock:
-            model(ids)
-            prompt = clock.experts_s
-            within = model(ids[:, :1]).logits
-        counted = clock.experts_s
-        after = model(ids[:, :1]).logits
-    model.tiermoe.close()
-    assert 0 < prompt < counted == clock.experts_s
-    assert torch.equal(before, within)
-    assert torch.equal(before, after)
-
-
-@pytest.mark.parametrize("length", [10, 6])
-def test_one_run_of_ours(shipped: Path, tmp_path: Path, length: int) -> None:
+@pytest.mark.parametrize(("length", "unit"), [(10, "expert"), (6, "expert"), (10, "neuron")])
+def test_one_run_of_ours(shipped: Path, tmp_path: Path, length: int, unit: str) -> None:
     np.save(tmp_path / "ids.npy", np.arange(40, 60).reshape(2, 10)[:, :length])
     options = {"preset": "lru", "bits": 4, "dense_bits": 8, "cache": "25%", "device": "cpu", "threads": 1, "batch": 2}
+    options |= {"set": {"unit": "neuron", "theta": 0.02}} if unit == "neuron" else {}
     job = {"model": str(shipped), "options": options, "ids": str(tmp_path / "ids.npy"), "prompt": 6, "warm": 6,
            "routing": str(tmp_path / "routing")}  # fmt: skip
     found = run_tiermoe.measure(job)
-    assert (found["slots"], found["batch"], found["lossy"]) == (64, 2, [])
+    assert (found["slots"], found["batch"], bool(found["lossy"])) == (64, 2, unit == "neuron")
     assert found["prefill_tok_s"] > 0
     assert (found["decode_tok_s"] is None) == (length == 6)
     assert 0 <= found["hit_rate"] < 1
     assert found["kernel_s"] > 0
     assert found["token_s"] >= found["wait_s"] >= 0
     routing = read_routing(tmp_path / "routing", length - 6)
-    assert routing is not None
+    assert (routing is None) == (unit == "neuron")  # no one cache of equal experts serves it exactly
+    if routing is None:
+        return
     assert len(routing.decode) == length - 6
     assert (ideal(routing, 64, True, False) is None) == (length == 6)
 
@@ -533,6 +457,8 @@ def test_a_report_shows_every_case() -> None:
         case("transformers", 700 << 20, None, error="killed: needs more than 700 MiB"),
         case("llama.cpp", None, 80.0),
     )
+    failed = document(case("tiermoe", 1, None, preset="default", error="too little"))
+    assert "too little" in " ".join(parts_of(html_report(failed)).itertext())
     report = html_report(whole)
     body = parts_of(report)
     text = " ".join(body.itertext())
@@ -550,11 +476,6 @@ def test_without_matplotlib_a_report_has_tables_and_says_why(monkeypatch: pytest
     assert "pip install 'tiermoe[plots]'" in text
     assert "80.0 (72.0–88.0)" in text
     assert not list(body.iter(f"{SVG}svg"))
-
-
-def test_a_report_of_nothing_is_one() -> None:
-    failed = document(case("tiermoe", 1, None, preset="default", error="too little"))
-    assert "too little" in " ".join(parts_of(html_report(failed)).itertext())
 
 
 def test_the_whole_command(tiermoe_: Command, shipped: Path, tmp_path: Path) -> None:
@@ -610,6 +531,11 @@ def test_interrupted_it_prints_what_there_is(
     ("words", "reason"),
     [
         (["--peers", "lama.cpp"], "did you mean llama.cpp"),
+        (["--peers", "vllm"], "there are llama.cpp, transformers, accelerate"),
+        (["--start", "warn"], "did you mean warm"),
+        (["--batch", "4,0"], "batch '0' is not a whole number"),
+        (["--batch", ","], "--batch names nothing"),
+        (["--groups", "0x4"], "group '0x4' is not"),
         (["--groups", "16by32"], "is not PROMPTxOUTPUT"),
         (["--groups", "2000x49"], "the model's context has 2048"),
         (["--groups", "1000x1000", "--batch", "64"], "tokens of text"),

@@ -6,43 +6,24 @@ import math
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmark_commands import Printed, benchmark_runner, command_of
-from benchmarks import first_run, kernels, rounds
-from benchmarks.first_run import FIGURES, measure, ours, summary
-from benchmarks.kernels import Turns
+from benchmarks import kernels, rounds
 from benchmarks.llamacpp import Peer, convert
 from benchmarks.load import broken_rules, drift, hostile_broken
 from benchmarks.load_clients import Tally
-from benchmarks.perplexity import load_eager, logits_of, perplexity, token_ids, windows
 from benchmarks.rounds import ratios, timed
-from tests import tiny
+from benchmarks.surprisals import surprisals
 from tiermoe import native
 from tiermoe.lab.bench.child import CaseFailed
 
 
-@given(st.integers(2, 200), st.integers(2, 40), st.data())
-def test_windows_score_every_token_once(length: int, context: int, data: st.DataObject) -> None:
-    stride = data.draw(st.integers(1, context))
-    found = list(windows(length, context, stride))
-    scored = [position for _, end, first in found for position in range(first, end)]
-    unscored = set(range(context, length, context)) if stride == context else set()
-    assert scored == [position for position in range(1, length) if position not in unscored]
-    for begin, end, first in found:
-        assert end - begin <= context
-        assert first > begin
-        assert begin == 0 or stride == context or first - begin == context - stride
-
-
-def test_perplexity_is_that_of_cross_entropy() -> None:
+def test_surprisals_are_cross_entropies_of_windows_that_do_not_overlap() -> None:
     generator = torch.Generator().manual_seed(0)
     table = 5 * torch.randn(11, 11, generator=generator)
     ids = torch.randint(0, 11, (50,), generator=generator)
@@ -51,18 +32,11 @@ def test_perplexity_is_that_of_cross_entropy() -> None:
         array: npt.NDArray[np.float32] = (1000 + table[torch.from_numpy(window)]).numpy()
         return array
 
-    result = perplexity(logits_fn, ids.numpy(), context=8, stride=3)
-    expected = torch.nn.functional.cross_entropy(table[ids[:-1]], ids[1:]).exp()
-    assert result.tokens == 49
-    assert result.value == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_perplexity_refuses_what_it_cannot_score() -> None:
-    one = np.zeros(1, dtype=np.int64)
-    with pytest.raises(ValueError, match="1 tokens leave nothing"):
-        perplexity(lambda ids: np.zeros((len(ids), 4), dtype=np.float32), one, 8, 4)
-    with pytest.raises(ValueError, match="stride 9"):
-        list(windows(20, 8, 9))
+    found = list(surprisals(logits_fn, ids.numpy(), context=7))
+    assert [len(window) for window in found] == [6] * 7  # the last token stands alone and is not scored
+    for window, tokens in zip(found, ids[:49].view(7, 7), strict=True):
+        expected = torch.nn.functional.cross_entropy(table[tokens[:-1]], tokens[1:], reduction="none")
+        assert window == pytest.approx(expected.numpy(), rel=1e-4, abs=1e-4)
 
 
 CONVERTER = """
@@ -70,8 +44,6 @@ import sys
 model, _, kind, _, out = sys.argv[1:]
 open(out, "w").write(f"{kind} of {model}")
 """
-
-
 PEER = """#!{python}
 import json, sys
 command, gguf, _, ftype, _, out, *rest = sys.argv[3:]
@@ -104,24 +76,6 @@ def test_where_the_converter_fails_or_is_not_there_nothing_is_written(shipped: P
     assert [path.name for path in tmp_path.iterdir()] == ["convert_hf_to_gguf.py"]
 
 
-@pytest.mark.parametrize("words", [["transformers"], ["tiermoe", "--bits", "16", "--cache", "50%"]])
-def test_both_engines_score_the_same_tokens(
-    words: list[str], tmp_path: Path, shipped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text"
-    text.write_text((shipped.parents[1] / "data/heldout.txt").read_text()[:1500])
-    run_ = benchmark_runner(monkeypatch, capsys)
-    engine, *options = words
-    found, _ = run_("benchmarks.perplexity", engine, shipped, "--text", text, "--context", 64, "--stride", 32,
-                    "--threads", 1, *options)  # fmt: skip
-    assert found["engine"] == engine
-    assert found["tokens"] > 200
-    model = load_eager(shipped, torch.float32)
-    expected = perplexity(logits_of(model), token_ids(shipped, text), 64, 32)
-    assert found["tokens"] == expected.tokens
-    assert found["value"] == pytest.approx(expected.value, rel=0.01)
-
-
 @pytest.fixture
 def run_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
     return benchmark_runner(monkeypatch, capsys)
@@ -130,7 +84,7 @@ def run_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
-SHARED = {"__init__", "rounds", "serving", "load_clients", "load_dialects", "hostile_clients", "first_run_child",
+SHARED = {"__init__", "rounds", "serving", "surprisals", "load_clients", "load_dialects", "hostile_clients",
           "run_converter", "peer", "full_size_child", "recorded_routing"}  # fmt: skip
 
 
@@ -169,11 +123,6 @@ def test_calls_alternate_after_one_that_does_not_count() -> None:
     assert ratios({"a": [1.0, 2.0, 4.0], "b": [3.0, 2.0, 2.0]}, "a") == {"b": {"median": 1.0, "low": 0.5, "high": 3.0}}
 
 
-def test_turns_come_round() -> None:
-    turns = Turns([1, 2, 3])
-    assert [*turns.take(2), *turns.take(2)] == [1, 2, 3, 1]
-
-
 def positive(spread: dict[str, float]) -> bool:
     return 0 < spread["low"] <= spread["median"] <= spread["high"] < math.inf
 
@@ -193,40 +142,11 @@ def test_kernels_prints_every_part(run_: Printed, monkeypatch: pytest.MonkeyPatc
         assert [row["part"] for row in rest] == ["experts", "query", "key", "attention's output", "output layer"]
         assert all(positive(row["gb_s"]) and positive(row["share"]) for row in rest)
     assert "clamped, output layer" in err
-
-
-@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
-def test_kernels_prints_types(run_: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SHAPES", {"small": kernels.Shape(256, 64, 2, 4, 2, 32, 320)})
     types = ["q8_0", "iq2_xxs", "tcq2/cpu-avx512/g128"]
-    words = {"shapes": "small", "types": ",".join(types), "threads": "1", "megabytes": 1, "rounds": 2}
-    found, _ = run_("benchmarks.kernels", *(f"--{name}={value}" for name, value in words.items()))
-    _, *rest = found["small"]
-    assert [row["part"] for row in rest] == types
-    assert all(positive(row["gb_s"]) for row in rest)
-
-
-def test_packing_prints_its_speed_and_memory(tmp_path: Path, run_: Printed) -> None:
-    model = tiny.write(tmp_path / "model", "qwen3_moe", torch.bfloat16)
-    words = ["--layers", "1", "--dense-bits", "4", "--rounds", "1", "--workers", "2", "--out", tmp_path]
-    found, err = run_("benchmarks.packing", model, *words)
-    assert 0 < found["dense_weights"] < found["weights"]
-    assert found["bytes"] > 2 * found["dense_weights"]
-    assert all(map(positive, [found["weights_per_s"], *found["gb_s"].values(), *found["ratios"].values()]))
-    assert found["peak_bytes_above"] >= 0
-    assert "packing / plain read" in err
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["model"]
-
-
-def test_a_run_and_its_replay_stand_side_by_side(shipped: Path, run_: Printed) -> None:
-    text = shipped.parents[1] / "data" / "heldout.txt"
-    words = ["--tokens", "16", "--sequence", "16", "--prompt", "8", "--lanes", "1"]
-    found, err = run_("benchmarks.replay", shipped, "--text", text, *words, "--preset", "lru")
-    assert found["hits_agree"]
-    assert found["run"]["decode"]["misses"] == found["replay"]["decode"]["misses"] > 0
-    assert all(ratio > 0 for ratio in found["replay_to_run"].values())
-    assert found["start"] >= 0
-    assert "points" in err
+    found, _ = run_("benchmarks.kernels", "--shapes=small", "--types", ",".join(types), "--threads=1", "--megabytes=1")
+    assert [row["part"] for row in found["small"][1:]] == types
+    assert all(positive(row["gb_s"]) for row in found["small"][1:])
 
 
 ENDED = {"exit": 0, "oom_kills": 0}
@@ -278,35 +198,3 @@ def test_what_hostile_clients_cost_others_is_told_of(
 
 def test_hostile_clients_that_cost_two_steps_break_no_rule() -> None:
     assert hostile_broken([], {"first token": 1.0}, {"first token": 1.6}, 0.31, 100, 100) == []
-
-
-def figures(seconds: float) -> dict[str, Any]:
-    return {**dict.fromkeys(FIGURES, 1.0), "seconds": seconds}
-
-
-def test_engines_alternate_and_files_are_dropped_before_the_cold_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-
-    def run(name: str) -> dict[str, Any]:
-        order.append(name)
-        return figures({"tiermoe": 2.0, "llama.cpp": 6.0}[name])
-
-    monkeypatch.setattr(first_run, "drop_from_page_cache", lambda files: order.append(f"drop {files[0]}"))
-    runs = {name: (lambda name=name: run(name)) for name in ("tiermoe", "llama.cpp")}
-    found = measure(runs, {"tiermoe": [Path("store")], "llama.cpp": [Path("gguf")]}, 2, lambda _: None)
-    mine, theirs = ["drop store", "tiermoe", "tiermoe"], ["drop gguf", "llama.cpp", "llama.cpp"]
-    assert order == [*mine, *theirs, *theirs, *mine]
-    said = summary(found["cold"])
-    assert said["seconds_ratio"] == {"median": 3.0, "low": 3.0, "high": 3.0}
-    assert said["tiermoe"]["seconds"]["median"] == 2.0
-
-
-def test_our_side_answers_with_as_many_tokens(shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIERMOE_CACHE", str(tmp_path))
-    found = ours(shipped, "Once upon a time", 6, 300)()
-    assert found["completion_tokens"] == 6
-    assert found["seconds"] == pytest.approx(found["load_s"] + found["ttft_s"] + 5 / found["decode_tok_s"])
-    assert found["imports_s"] + found["seconds"] < found["process_s"]
-    monkeypatch.setattr(first_run, "run_child", lambda *_: {**found, "completion_tokens": 1})
-    with pytest.raises(CaseFailed, match="ended after 1 of 6"):
-        ours(shipped, "Once upon a time", 6, 300)()

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
-from patience import PATIENCE_S
-from serving import KEY, Scripted, running
-from tiermoe.serve.app import create_app
-from tiermoe.serve.served import Served
+from serving import Stage
 
 TEMPLATE = (
     "{# <tool_call> #}{% for m in messages %}{% for call in m.tool_calls or [] %}"
@@ -43,20 +39,6 @@ def ollamas(arguments: Any) -> tuple[str, dict[str, Any]]:
     return "/api/chat", {"messages": [said, {"role": "tool", "content": "sun"}], "stream": False}
 
 
-@pytest.fixture(scope="module")
-def scripted(served: Served) -> Scripted:
-    return Scripted(served, "So.")
-
-
-@pytest.fixture(scope="module")
-def http(served: Served, scripted: Scripted) -> Any:
-    before, worker = served.tokenizer.chat_template, served.worker
-    served.tokenizer.chat_template, served.worker = TEMPLATE, scripted  # type: ignore[assignment]
-    with running(create_app(served, [KEY])) as address:
-        yield httpx.Client(base_url=address, headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S)
-    served.tokenizer.chat_template, served.worker = before, worker
-
-
 @pytest.mark.parametrize("dialect", [openais, responses, anthropics, ollamas])
 @pytest.mark.parametrize(
     ("arguments", "read"),
@@ -74,16 +56,14 @@ def http(served: Served, scripted: Scripted) -> Any:
         (None, ""),
     ],
 )
-def test_a_session_goes_on(
-    http: httpx.Client, served: Served, scripted: Scripted, dialect: Any, arguments: Any, read: str
-) -> None:
-    path, body = dialect(arguments)
-    answer = http.post(path, json=body)
+def test_a_session_goes_on(stage: Stage, dialect: Any, arguments: Any, read: str) -> None:
+    stage.says("So.", TEMPLATE)
+    answer = stage.ask(*dialect(arguments))
     assert answer.status_code == 200, answer.text
-    assert served.tokenizer.decode(scripted.asked[-1].ids) == f"{read};sun;"
+    assert stage.prompt == f"{read};sun;"
 
 
 @pytest.mark.parametrize("dialect", [openais, responses, anthropics, ollamas])
-def test_arguments_that_no_model_wrote_are_refused(http: httpx.Client, dialect: Any) -> None:
-    path, body = dialect(["Bonn"])
-    assert http.post(path, json=body).status_code == 400
+def test_arguments_that_no_model_wrote_are_refused(stage: Stage, dialect: Any) -> None:
+    stage.says("So.", TEMPLATE)
+    assert stage.ask(*dialect(["Bonn"])).status_code == 400

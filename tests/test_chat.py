@@ -24,20 +24,14 @@ from small_engines import OnRoute
 from tiermoe.batch import Batch
 from tiermoe.cli.chat import HISTORY
 from tiermoe.cli.output import shows_markdown
-from tiermoe.engine.chat import Conversation
 from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.engine import Engine
+from tiermoe.engine.generate import Conversation
 from tiermoe.types import Routed
-from tiny import TEMPLATE, write
+from tiny import TEMPLATE
 
 FAST = ("--memory", "4GiB", "--lanes", "1")
 GREEDY = (*FAST, "--max-tokens", "5", "--temperature", "0")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny fp32 checkpoint without a chat template."""
-    return write(tmp_path_factory.mktemp("cli") / "tiny", "qwen3_moe", torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +166,11 @@ def test_a_message_that_begins_with_a_slash(tiermoe_: Command, tiny: Path) -> No
 
 
 def test_a_system_prompt(tiermoe_: Command, tiny: Path) -> None:
-    lines = ["/system", "/system Be  brief", "/system", "/clear", "hi", "/system none", "/clear", "hi"]
+    lines = ["/system", "/system a\\", "/system Be  brief", "/clear", "hi", "/system none", "/clear", "hi"]
     outcome = tiermoe_("chat", tiny, *GREEDY, "--system", "Be kind", stdin="\n".join(lines))
-    assert re.findall(r"^system = (.*)$", outcome.err, re.MULTILINE) == ["Be kind", "Be  brief", "Be  brief", "None"]
+    assert re.findall(r"^system = (.*)$", outcome.err, re.MULTILINE) == [
+        "Be kind", "a\\", "Be  brief", "None",  # in a pipe each line is a message
+    ]  # fmt: skip
     told, untold = outcome.out.splitlines()
     assert told != untold
     assert [told] == tiermoe_("chat", tiny, *GREEDY, "--system", "Be  brief", stdin="hi\n").out.splitlines()
@@ -185,65 +181,47 @@ HIDDEN_CURSOR = b"\x1b[?25l"
 """What is drawn hides the cursor meanwhile."""
 
 
-def test_lines_that_are_pasted_are_one_message(tiny: Path) -> None:
-    """On a terminal: a terminal that marks what is pasted, as readline asks for, and one that does not."""
-    with in_a_terminal(tiny) as ours:
+def test_messages_on_a_terminal(tiny: Path, tmp_path: Path) -> None:
+    """Several lines that are pasted, into a terminal that marks what is pasted, as readline asks for, and into one that
+    does not; lines that are typed with Alt-Enter, or a backslash at the end of a line. Another day all come back
+    whole; the file has a line for each, so that every version reads it."""
+    earlier = "/system of an older version\\n"  # a backslash and a letter are no line break
+    (tmp_path / HISTORY).write_text(earlier + "\n")
+    with in_a_terminal(tiny, TIERMOE_CACHE=str(tmp_path)) as ours:
         read_until(ours, b"> ")
         os.write(ours, b"/set temperature 0\r")
         said = read_until(ours, b"temperature = 0.0", b"> ")
         assert b"\x1b[?2004h" in said  # the terminal is asked to mark what is pasted
         os.write(ours, b"\x1b[200~one\rtwo\r\x1b[201~\r")
         said = read_until(ours, b"[1 tokens", b"> ")
+        assert HIDDEN_CURSOR in said  # answers are drawn
         os.write(ours, b"three\nfour\n")
-        said += read_until(ours, b"[1 tokens", b"> ")
-        os.write(ours, b"five\n\x04")
-        said += read_until(ours)
-    assert said.count(b"[1 tokens") == 3
-    assert HIDDEN_CURSOR in said  # answers are drawn
-
-
-def test_a_message_of_several_lines_is_typed(tiny: Path) -> None:
-    """With Alt-Enter, or a backslash at the end of a line; `/system` shows what has come."""
-    with in_a_terminal(tiny) as ours:
-        read_until(ours, b"> ")
-        os.write(ours, b"/system one\x1b\rtwo\x1b\r three\r")
-        read_until(ours, b"system = one\r\ntwo\r\n three", b"> ")
-        os.write(ours, b"/system four\\\r")
-        read_until(ours, b"... ")
-        os.write(ours, b"five\\ \r")
-        read_until(ours, b"system = four\r\nfive\\\r\n", b"> ")
-        os.write(ours, b"\x04")
-        read_until(ours)
-
-
-def test_in_a_pipe_each_line_is_a_message(tiermoe_: Command, tiny: Path) -> None:
-    outcome = tiermoe_("chat", tiny, *FAST, stdin="/system one\\\n/system two\n")
-    assert re.findall(r"^system = (.*)$", outcome.err, re.MULTILINE) == ["one\\", "two"]
-
-
-def test_earlier_messages_come_back_another_day(tiny: Path, tmp_path: Path) -> None:
-    """Whole, however their lines were begun. The file has a line for each, so that every version reads it."""
-    earlier = "/system of an older version\\n"  # a backslash and a letter are no line break
-    (tmp_path / HISTORY).write_text(earlier + "\n")
-    with in_a_terminal(tiny, TIERMOE_CACHE=str(tmp_path)) as ours:
-        read_until(ours, b"> ")
+        assert read_until(ours, b"[1 tokens", b"> ").count(b"[1 tokens") == 1
+        os.write(ours, b"/system x\\ \r")  # no backslash at the end of a line
+        read_until(ours, b"system = x\\\r\n", b"> ")
         os.write(ours, b"/system c\\\r")
         read_until(ours, b"... ")
-        for typed in (b"d\r", b"/system a\x1b\rb\r", b"/set seed 8\r", b"/set seed 8\r"):
+        for typed, said in (
+            (b"d\r", b"system = c\r\nd\r\n"),
+            (b"/system a\x1b\rb\x1b\r c\r", b"system = a\r\nb\r\n c"),
+            (b"/set seed 8\r", b"= 8"),
+            (b"/set seed 8\r", b"= 8"),
+            (b"\x1b[200~/system e\r\r f\r\x1b[201~\r", b"system = e\r\n\r\n f"),
+        ):
             os.write(ours, typed)
-            read_until(ours, b"= ", b"> ")
-        os.write(ours, b"\x1b[200~/system e\r\r f\r\x1b[201~\r")
-        read_until(ours, b"system = e\r\n\r\n f", b"> ")
+            read_until(ours, said, b"> ")
         os.write(ours, b"\x04")
         read_until(ours)
     assert (tmp_path / HISTORY).stat().st_mode & 0o077 == 0  # nobody else reads it
-    assert (tmp_path / HISTORY).read_bytes().count(b"\n") == 5  # what is said twice in a row counts once
+    assert (tmp_path / HISTORY).read_bytes().count(b"\n") == 9  # what is said twice in a row counts once
     with in_a_terminal(tiny, TIERMOE_CACHE=str(tmp_path)) as ours:
         read_until(ours, b"> ")
-        saids = (b"e\r\n\r\n f", b"8", b"a\r\nb", b"c\r\nd", b"of an older version\\n")
-        for back, said in zip((1, 2, 4, 6, 8), saids, strict=True):  # what is said again becomes the last entry
+        saids = (b"e\r\n\r\n f", b"8", b"a\r\nb\r\n c", b"c\r\nd")
+        for back, said in zip((1, 2, 4, 6), saids, strict=True):  # what is said again becomes the last entry
             os.write(ours, b"\x10" * back + b"\r")
             read_until(ours, b" = " + said + b"\r\n", b"> ")
+        os.write(ours, b"\x10" * 12 + b"\r")
+        read_until(ours, b" = of an older version\\n\r\n", b"> ")
         os.write(ours, b"\x04")
         read_until(ours)
 
@@ -270,13 +248,19 @@ def test_answers_are_drawn_on_a_terminal_that_can(
     assert shows_markdown() == drawn
 
 
-def test_bare_text_is_not_drawn(tiny: Path) -> None:
-    with in_a_terminal(tiny, "--plain") as ours:
-        read_until(ours, b"> ")
-        os.write(ours, b"hello\r")
-        assert HIDDEN_CURSOR not in read_until(ours, b"[1 tokens", b"> ")
-        os.write(ours, b"\x04")
-        read_until(ours)
+def test_bare_text_is_not_drawn(tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = list[bool]()
+
+    @contextmanager
+    def printed(markdown: bool) -> Iterator[Any]:
+        drawn.append(markdown)
+        yield lambda piece: None
+
+    monkeypatch.setattr("tiermoe.cli.chat.shows_markdown", lambda: True)
+    monkeypatch.setattr("tiermoe.cli.chat.printed", printed)
+    for more in ((), ("--plain",)):
+        assert tiermoe_("chat", tiny, *GREEDY, *more, stdin="hello\n").code == 0
+    assert drawn == [True, False]
 
 
 @contextmanager
@@ -312,10 +296,6 @@ def read_until(terminal: int, *wanted: bytes) -> bytes:
     return come
 
 
-def test_chat_ends_with_its_input(tiermoe_: Command, tiny: Path) -> None:
-    assert tiermoe_("chat", tiny, *FAST, stdin="").code == 0
-
-
 def test_interrupting_a_reply_stops_it_alone(tiermoe_: Command, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C after the second token of the first reply; the second turn answers as in a fresh chat."""
     add, calls = Detokenizer.add, []
@@ -347,7 +327,7 @@ def test_interrupting_at_the_prompt_changes_nothing(
         raise line
 
     monkeypatch.setattr("builtins.input", read)
-    outcome = tiermoe_("chat", tiny, *FAST)
+    outcome = tiermoe_("chat", tiny, *FAST, "--temperature", "0")
     assert outcome.code == 0
     assert len(outcome.out.split()) == 1
 
@@ -411,18 +391,6 @@ def test_earlier_turns_are_not_computed_again(loaded: Any, monkeypatch: pytest.M
     lengths.clear()
     conversation.reply("more", tiermoe.Sampling(max_tokens=2), lambda _: None)
     assert lengths[0] <= spoken + len("more") + 1
-
-
-def test_a_prompt_that_fails_leaves_the_conversation_as_it_was(loaded: Any) -> None:
-    model, tokenizer = loaded
-    conversation, greedy = Conversation(model, tokenizer), tiermoe.Sampling(max_tokens=4)
-    conversation.reply("abc", greedy, lambda _: None)
-    with pytest.raises(tiermoe.PromptError, match=r"has 3[0-9]+ tokens, there is room for 256"):
-        conversation.reply("x" * 300, greedy, lambda _: None)
-    after = conversation.reply("def", greedy, lambda _: None)
-    other = Conversation(model, tokenizer)
-    other.reply("abc", greedy, lambda _: None)
-    assert other.reply("def", greedy, lambda _: None).token_ids == after.token_ids
 
 
 def test_an_interruption_in_the_middle_of_a_pass_leaves_nothing_behind(loaded: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -13,8 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-from tiermoe.serve.tool_calls import CallReader
-from tiermoe.serve.tool_formats import format_of, types_of
+from tiermoe.serve.tool_calls import CallReader, format_of, types_of
 from training.chats import chat, is_held_out, question, texts, tool_question, write
 from training.export import export
 from training.listings import python_class, python_functions
@@ -44,6 +44,7 @@ def test_the_same_seed_writes_the_same_bytes_and_no_more_than_asked(tmp_path: Pa
     assert len(a[: a[: -len(END)].rfind(END.encode())]) < 20_000 <= len(a)  # it ends with the text that fills it
 
 
+@cache
 def asked(held_out: bool) -> set[str]:
     """What 3,000 items of a part ask, those for tools with them."""
     rng, found = Random(0), set()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermoe.config import CacheSize
-from tiermoe.errors import ProfileError
 from tiermoe.lab.simulate.link import InstantLink
 from tiermoe.offload.assembly import FutureTrace, ModelShape, PrecisionSlots, assemble, cache_bytes, divide, precisions
 from tiermoe.offload.composition import Composition, filled, with_low_share
@@ -41,9 +41,44 @@ def assembled(composition: Composition, slots: list[PrecisionSlots]) -> Schedule
     return assemble(composition, SHAPE, slots, link(), 4, tables(PROFILE), foresight)
 
 
-def test_a_share_is_kept_for_low_copies() -> None:
-    # 80 % of 1000 bytes in slots of 100, 20 % in slots of 50
-    assert divide(1000, HOBBIT, {4: 100, 2: 50}, (), 100) == [PrecisionSlots((4,), 8), PrecisionSlots((2,), 4)]
+FATE = compose("fate", {"low_popularity": 0.4, "low_share": 0})
+EDGEMOE = compose("edgemoe")
+TWO = {4: 100, 2: 50}
+TABLE = [4, 4, 4, 2, 2] * 6
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "composition", "sizes", "table", "options", "expected"),
+    [
+        # 80 % of 1000 bytes in slots of 100, 20 % in slots of 50
+        (1000, HOBBIT, TWO, (), {}, [((4,), 8), ((2,), 4)]),
+        # 20 % of 1400 bytes are 5 slots of 50; of 1000 bytes, 6 take one from the larger pool
+        (1400, HOBBIT, TWO, (), {"least": 6}, [((4,), 11), ((2,), 6)]),
+        (1000, HOBBIT, TWO, (), {"least": 6}, [((4,), 7), ((2,), 6)]),
+        (0, HOBBIT, TWO, (), {"least": 6}, [((4,), 6), ((2,), 6)]),
+        # precisions share bytes where nothing divides them; no more than there are: 18 of 100 bytes and 12 of 50
+        (1050, FATE, TWO, (), {}, [((4, 2), 10, (100, 50))]),
+        (2000, EDGEMOE, TWO, TABLE, {}, [((4, 2), 20, (100, 50))]),
+        (9999, EDGEMOE, TWO, TABLE, {}, [((4, 2), 24, (100, 50))]),
+        (1000, EDGEMOE, {4: 100}, [4] * 7, {}, [((4,), 7)]),
+        # whole slots: of the largest, or as a table uses them: three at 100 bytes, two at 50: 3/4 and 1/4 of 2000
+        (1000, FATE, TWO, (), {"whole_slots": True}, [((4, 2), 10)]),
+        (1000, EDGEMOE, {4: 100, 2: 84}, [4, 2] * 16, {"whole_slots": True}, [((4, 2), 10)]),
+        (1000, EDGEMOE, {4: 100}, [4] * 7, {"whole_slots": True}, [((4,), 7)]),
+        (2000, EDGEMOE, TWO, TABLE, {"whole_slots": True}, [((4,), 15), ((2,), 10)]),
+        (9999, EDGEMOE, TWO, TABLE, {"whole_slots": True}, [((4,), 18), ((2,), 12)]),
+    ],
+)
+def test_bytes_are_divided(
+    nbytes: int,
+    composition: Composition,
+    sizes: dict[int, int],
+    table: list[int],
+    options: dict[str, Any],
+    expected: list[tuple[Any, ...]],
+) -> None:
+    experts = len(table) or 100
+    assert divide(nbytes, composition, sizes, table, experts, **options) == [PrecisionSlots(*each) for each in expected]
 
 
 def test_fates_low_copies_have_their_share_of_one_layers_part() -> None:
@@ -55,16 +90,6 @@ def test_fates_low_copies_have_their_share_of_one_layers_part() -> None:
     assert [cache.reserve(ExpertKey(2, expert, 2)) for expert in range(5)] == [38, 39, 40, 41, None]
     assert with_low_share(compose("fate", {"low_popularity": 0.4, "low_share": 0}), 8).low_share == 0
     assert with_low_share(compose("fate", {"low_popularity": 0.4, "mispredicted": "low"}), 8).low_share is None
-
-
-def test_precisions_share_bytes_where_nothing_divides_them() -> None:
-    fate = compose("fate", {"low_popularity": 0.4, "low_share": 0})
-    assert divide(1050, fate, {4: 100, 2: 50}, (), 100) == [PrecisionSlots((4, 2), 10, (100, 50))]
-    edgemoe, table = compose("edgemoe"), [4, 4, 4, 2, 2] * 6
-    assert divide(2000, edgemoe, {4: 100, 2: 50}, table, 30) == [PrecisionSlots((4, 2), 20, (100, 50))]
-    # no more than there are: 18 of 100 bytes and 12 of 50
-    assert divide(9999, edgemoe, {4: 100, 2: 50}, table, 30) == [PrecisionSlots((4, 2), 24, (100, 50))]
-    assert divide(1000, edgemoe, {4: 100}, (), 7) == [PrecisionSlots((4,), 7)]
 
 
 def test_a_high_copy_takes_the_bytes_of_two_low_ones() -> None:
@@ -83,32 +108,6 @@ def test_a_high_copy_takes_the_bytes_of_two_low_ones() -> None:
     assert (cache.evictions, cache.free(0)) == (1, 0)
     assert cache.reserve(high[3]) is not None
     assert cache.evictions == 3
-
-
-def test_precisions_share_whole_slots_where_nothing_divides_them() -> None:
-    fate = compose("fate", {"low_popularity": 0.4, "low_share": 0})
-    assert divide(1000, fate, {4: 100, 2: 50}, (), 100, whole_slots=True) == [PrecisionSlots((4, 2), 10)]
-    table = compose("edgemoe")
-    assert divide(1000, table, {4: 100, 2: 84}, [4, 2], 100, whole_slots=True) == [PrecisionSlots((4, 2), 10)]
-    assert divide(1000, table, {4: 100}, (), 7, whole_slots=True) == [PrecisionSlots((4,), 7)]
-
-
-def test_a_table_shares_whole_slots_as_it_uses_them() -> None:
-    # three experts at 100 bytes, two at 50: 3/4 and 1/4 of 2000 bytes
-    edgemoe, table = compose("edgemoe"), [4, 4, 4, 2, 2] * 6
-    shares = divide(2000, edgemoe, {4: 100, 2: 50}, table, 30, whole_slots=True)
-    assert shares == [PrecisionSlots((4,), 15), PrecisionSlots((2,), 10)]
-    # no more than there are
-    shares = divide(9999, edgemoe, {4: 100, 2: 50}, table, 30, whole_slots=True)
-    assert shares == [PrecisionSlots((4,), 18), PrecisionSlots((2,), 12)]
-
-
-def test_a_pool_has_its_least_slots_before_bytes_are_divided() -> None:
-    # 20 % of 1400 bytes are 5 slots of 50; of 1000 bytes, 6 take one from the larger pool
-    hobbit = {4: 100, 2: 50}
-    assert divide(1400, HOBBIT, hobbit, (), 100, least=6) == [PrecisionSlots((4,), 11), PrecisionSlots((2,), 6)]
-    assert divide(1000, HOBBIT, hobbit, (), 100, least=6) == [PrecisionSlots((4,), 7), PrecisionSlots((2,), 6)]
-    assert divide(0, HOBBIT, hobbit, (), 100, least=6) == [PrecisionSlots((4,), 6), PrecisionSlots((2,), 6)]
 
 
 @given(
@@ -174,9 +173,38 @@ def test_nothing_is_decided_where_everything_fits(
     assert assembled(compose(name, changes), [PrecisionSlots((4,), slots)]).settles is settles
 
 
-def test_an_open_setting_names_the_command_that_fills_it() -> None:
-    with pytest.raises(ProfileError, match=r"hobbit has no t1 and no t2 and no weights.*--for hobbit"):
-        assemble(compose("hobbit"), SHAPE, [PrecisionSlots((4, 2), 8)], link(), 4)
+def room(composition: Composition, *slots: PrecisionSlots, bits: int = 4) -> list[int]:
+    """How many experts of each layer find a slot, layer after layer; what has one is in flight."""
+    cache = assembled(composition, list(slots)).loader.cache
+    return [sum(cache.reserve(ExpertKey(layer, expert, bits)) is not None for expert in range(8)) for layer in range(4)]
+
+
+SHALLOW = compose("fate", {"precision": "fixed", "boundary": 1, "window": 2})
+NO_CACHE = compose("mixtral-offload", {"cache": "none", "prefetch": "none"})
+
+
+@pytest.mark.parametrize(
+    ("composition", "slots", "bits", "expected"),
+    [
+        # slots that do not give every layer its K are one pool
+        *((compose(name), [((4,), count)], 4, [layers, *[0 if layers > 3 else layers] * 3])
+          for name in ("default", "mixtral-offload") for count, layers in ((7, 7), (8, 2))),
+        # below a layer's K each, shallow layers still come first: they have what the others leave of their two
+        *((SHALLOW, [((4,), count)], 4, layers)
+          for count, layers in ((3, [3, 0, 0, 0]), (4, [2, 2, 0, 0]), (6, [4, 2, 0, 0]), (7, [5, 2, 0, 0]))),
+        # precisions evict in pools of their own, or share one; where slots do not go round they are one pool
+        *((HOBBIT, [((4,), 2), ((2,), 1)], bits, [count, 0, 0, 0]) for bits, count in ((4, 2), (2, 1))),
+        (EDGEMOE, [((4, 2), 2)], 2, [2, 0, 0, 0]),
+        *((filled(compose("corm"), PROFILE), [((4,), 8), ((2,), 3)], bits, layers)
+          for bits, layers in ((4, [2, 2, 2, 2]), (2, [3, 0, 0, 0]))),
+        # without a cache there is one pool, whatever the allotment
+        (NO_CACHE, [((4,), 2)], 4, [2, 0, 0, 0]),
+    ],
+)  # fmt: skip
+def test_slots_are_pools(
+    composition: Composition, slots: list[tuple[tuple[int, ...], int]], bits: int, expected: list[int]
+) -> None:
+    assert room(composition, *(PrecisionSlots(*each) for each in slots), bits=bits) == expected
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -189,50 +217,3 @@ def test_every_preset_assembles(name: str) -> None:
     assert scheduler.together is (name == "hobbit")
     assert scheduler.whole_layer is (name == "sti")
     assert scheduler.proceed is (name == "corm")
-
-
-def test_precisions_evict_in_pools_of_their_own() -> None:
-    cache = assembled(HOBBIT, [PrecisionSlots((4,), 2), PrecisionSlots((2,), 1)]).loader.cache
-    assert [cache.reserve(ExpertKey(0, expert, 4)) for expert in range(3)] == [0, 1, None]  # all in flight
-    assert [cache.reserve(ExpertKey(0, expert, 2)) for expert in range(2)] == [2, None]
-
-
-def test_one_share_serves_every_precision() -> None:
-    cache = assembled(compose("edgemoe"), [PrecisionSlots((4, 2), 2)]).loader.cache
-    assert [cache.reserve(key) for key in (ExpertKey(0, 0, 4), ExpertKey(3, 0, 2), ExpertKey(1, 0, 4))] == [0, 1, None]
-
-
-def test_no_cache_is_one_pool_whatever_the_allotment() -> None:
-    none = compose("mixtral-offload", {"cache": "none", "prefetch": "none"})
-    assert none.allotment == "even"
-    assert assembled(none, [PrecisionSlots((4,), 2)]).loader.cache.slots == 2
-
-
-@pytest.mark.parametrize("preset", ["default", "mixtral-offload"])
-def test_slots_that_do_not_give_every_layer_its_k_are_one_pool(preset: str) -> None:
-    def of_layer_0(slots: int) -> int:
-        cache = assembled(compose(preset), [PrecisionSlots((4,), slots)]).loader.cache
-        return sum(cache.reserve(ExpertKey(0, expert, 4)) is not None for expert in range(8))
-
-    assert [of_layer_0(slots) for slots in (2, 7, 8, 9)] == [2, 7, 2, 3]
-
-
-def test_below_a_layers_k_each_shallow_layers_still_come_first() -> None:
-    """Six slots for four layers of K = 2: the shallow one has four, the others share two; seven: all but those two."""
-
-    def room(slots: int) -> list[int]:
-        fate = compose("fate", {"precision": "fixed", "boundary": 1, "window": 2})
-        cache = assembled(fate, [PrecisionSlots((4,), slots)]).loader.cache
-        return [
-            sum(cache.reserve(ExpertKey(layer, expert, 4)) is not None for expert in range(8)) for layer in range(4)
-        ]
-
-    assert [room(slots) for slots in (3, 4, 6, 7)] == [[3, 0, 0, 0], [2, 2, 0, 0], [4, 2, 0, 0], [5, 2, 0, 0]]
-
-
-def test_a_precision_whose_slots_do_not_go_round_is_one_pool() -> None:
-    corm = filled(compose("corm"), PROFILE)
-    cache = assembled(corm, [PrecisionSlots((4,), 8), PrecisionSlots((2,), 3)]).loader.cache
-    low = [cache.reserve(ExpertKey(0, expert, 2)) for expert in range(4)]
-    high = [cache.reserve(ExpertKey(0, expert, 4)) for expert in range(3)]
-    assert (low, high) == ([8, 9, 10, None], [0, 1, None])

@@ -165,9 +165,3 @@ def test_dense_layers_follow_the_experts() -> None:
     assert {bits: settings(bits=bits).dense_bits_used for bits in BITS} == {16: 16, 8: 8, 4: 4, 3: 4, 2: 4}
     assert settings(bits=16, dense_bits=4).dense_bits_used == 4
     assert settings(bits=2, dense_bits=16).dense_bits_used == 16
-
-
-@given(st.sampled_from(tuple(BITS)), st.integers(1, 4096), st.integers(1, 64))
-def test_right_values_are_kept(bits: int, chunk: int, lanes: int) -> None:
-    made = settings(bits=bits, chunk=chunk, lanes=lanes)
-    assert (made.bits, made.chunk, made.lanes) == (bits, chunk, lanes)

@@ -6,11 +6,10 @@ import os
 import queue
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,38 +24,20 @@ from tiermoe.platform import file_io
 from tiermoe.types import ExpertKey, Extent, Load, Segment
 
 
-@pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("shift", [0, 24, 4096, 5000])
-def test_reads_any_alignment(tmp_path: Path, direct: bool, shift: int) -> None:
-    path = tmp_path / "experts"
-    extents = write_experts(path, shift)
-    reader, memory = ExtentReader(direct), aligned_memory(SIZE)
-    for extent in extents:
-        reader.read(extent, memory, ExpertKey(0, 0, 16))
-        assert bytes(memory[:SIZE]) == bytes_of(path, extent)
-    assert reader.bytes_read == EXPERTS * SIZE
-    reader.close()
-
-
-def test_segments_are_put_in_their_places(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    content = bytes(range(256)) * 64
-    path.write_bytes(content)
-    segments = (Segment(str(path), 1000, 300, 64), Segment(str(path), 10, 50, 0))
-    extent = Extent(segments, xxhash.xxh3_64_hexdigest(content[1000:1300] + content[10:60]))
-    memory = aligned_memory(4096)
-    ExtentReader().read(extent, memory, ExpertKey(0, 0, 16))
-    assert bytes(memory[64:364]) == content[1000:1300]
-    assert bytes(memory[:50]) == content[10:60]
-
-
-@given(st.integers(0, 3 * PAGE), st.integers(1, 5 * PAGE), st.integers(0, 2), st.booleans())
-def test_what_lies_in_pages_as_in_the_file_leaves_its_neighbours(
-    file_of_pages: Path, offset: int, nbytes: int, pages: int, direct: bool
+@given(
+    st.integers(0, 3 * PAGE),
+    st.integers(1, 5 * PAGE),
+    st.integers(0, 2),
+    st.none() | st.integers(0, PAGE),
+    st.booleans(),
+)
+def test_a_part_comes_to_its_place_and_leaves_its_neighbours(
+    file_of_pages: Path, offset: int, nbytes: int, pages: int, within: int | None, direct: bool
 ) -> None:
+    """within: its page, else as in the file's."""
     content = file_of_pages.read_bytes()
     nbytes = min(nbytes, len(content) - offset)
-    at = pages * PAGE + offset % PAGE
+    at = pages * PAGE + (offset % PAGE if within is None else within)
     memory = aligned_memory(9 * PAGE)
     memory[:] = b"\xaa" * len(memory)
     reader = ExtentReader(direct)
@@ -89,35 +70,34 @@ def test_a_read_that_ends_early_goes_on(file_of_pages: Path, monkeypatch: pytest
     assert bytes(memory[100 : 100 + 5 * PAGE]) == file_of_pages.read_bytes()[100 : 100 + 5 * PAGE]
 
 
-def test_a_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
-    path = tmp_path / "experts"
-    extents = write_experts(path)
+def damage(path: Path) -> None:
     with open(path, "r+b") as handle:
         handle.seek(3 * SIZE + 77)
         byte = handle.read(1)
         handle.seek(3 * SIZE + 77)
         handle.write(bytes([byte[0] ^ 1]))
-    reader, memory = ExtentReader(), aligned_memory(SIZE)
-    reader.read(extents[2], memory, ExpertKey(5, 2, 4))
-    with pytest.raises(LoadError, match=r"layer 5, expert 3 \(4 bits\) is damaged.*experts"):
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        (damage, r"layer 5, expert 3 \(4 bits\) is damaged.*experts"),
+        (lambda path: os.truncate(path, 3 * SIZE + 100), r"layer 5, expert 3.*ends 8,092 bytes early"),
+        (Path.unlink, "layer 5, expert 3.*No such file"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, wrong: Callable[[Path], None], cause: str) -> None:
+    extents, memory = write_experts(tmp_path / "experts"), aligned_memory(SIZE)
+    wrong(tmp_path / "experts")
+    reader = ExtentReader()
+    with pytest.raises(LoadError, match=cause):
         reader.read(extents[3], memory, ExpertKey(5, 3, 4))
+    if (tmp_path / "experts").exists():
+        reader.read(extents[2], memory, ExpertKey(5, 2, 4))
+    reader.close()
 
 
-def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "experts"
-    extents = write_experts(path)
-    os.truncate(path, 4 * SIZE + 100)
-    with pytest.raises(LoadError, match=r"layer 1, expert 4.*ends"):
-        ExtentReader().read(extents[4], aligned_memory(SIZE), ExpertKey(1, 4, 4))
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    extent = Extent((Segment(str(tmp_path / "gone"), 0, SIZE, 0),), "")
-    with pytest.raises(LoadError, match="No such file"):
-        ExtentReader().read(extent, aligned_memory(SIZE), ExpertKey(0, 0, 4))
-
-
-@pytest.mark.parametrize("lanes", [1, 2, 8])
+@pytest.mark.parametrize("lanes", [1, 8])
 def test_every_load_arrives_once_with_its_bytes(tmp_path: Path, lanes: int) -> None:
     path = tmp_path / "experts"
     extents = write_experts(path)

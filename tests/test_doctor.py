@@ -58,6 +58,7 @@ def test_the_facts_are_those_of_the_machine(tiermoe_: Command, folder: Path) -> 
 
 
 def test_an_issue_report_has_no_path_but_the_cache_folder(tiermoe_: Command, folder: Path) -> None:
+    keep_rates(folder, drive=3e9)
     for words in ((), ("--json",)):
         told = said(tiermoe_("doctor", *words).out).replace(str(folder), "")
         assert not [
@@ -75,37 +76,29 @@ def test_about_ten_lines(tiermoe_: Command, folder: Path) -> None:
     assert "its drive reads 3 GB/s" in said("".join(lines))
 
 
-def test_kernels_that_are_missing(tiermoe_: Command, folder: Path, without_native: None) -> None:
-    keep_rates(folder, drive=3e9)
-    assert "TIERMOE_NATIVE=0 keeps the compiled kernels out: torch computes, slowly; unset it" in said(
-        tiermoe_("doctor").out
-    )
-    assert json.loads(tiermoe_("doctor", "--json").out)["kernels"]["used"] is None
-
-
-def test_kernels_that_the_machine_does_not_run(
-    tiermoe_: Command, folder: Path, without_native: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keep_rates(folder, drive=3e9)
-    monkeypatch.delenv(native.SWITCH)
-    monkeypatch.setenv(native.ISA, "abacus")
-    ended = tiermoe_("doctor")
-    assert ended.code == 0
-    assert "TIERMOE_ISA='abacus'" in said(ended.out)
-
-
-def test_a_slower_choice_of_kernels_is_said(
-    tiermoe_: Command, folder: Path, without_native: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("", "TIERMOE_NATIVE=0 keeps the compiled kernels out: torch computes, slowly; unset it"),
+        ("abacus", "TIERMOE_ISA='abacus'"),
+        ("generic", "generic kernels are asked for, BEST are faster; unset TIERMOE_ISA"),
+    ],
+)  # fmt: skip
+def test_kernels_that_are_missing_or_slow(
+    asked: str, told: str, tiermoe_: Command, folder: Path, without_native: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if len(native.instruction_sets()) < 2:
         pytest.skip("this machine runs one instruction set")
     keep_rates(folder, drive=3e9)
-    before = native.instruction_sets()[0]
-    monkeypatch.delenv(native.SWITCH)
-    monkeypatch.setenv(native.ISA, "generic")
-    advice = json.loads(tiermoe_("doctor", "--json").out)["advice"]
-    native.use(before)
-    assert f"generic kernels are asked for, {before} are faster; unset TIERMOE_ISA" in advice
+    if asked:
+        monkeypatch.delenv(native.SWITCH)
+        monkeypatch.setenv(native.ISA, asked)
+    ended, found = tiermoe_("doctor"), json.loads(tiermoe_("doctor", "--json").out)
+    if asked == "generic":
+        native.use(native.instruction_sets()[0])
+    assert ended.code == 0
+    assert told.replace("BEST", native.instruction_sets()[0]) in said(ended.out)
+    assert found["kernels"]["used"] == (asked if asked == "generic" else None)
 
 
 @pytest.mark.parametrize(("drive", "slow"), [(4e7, True), (3e9, False)])

@@ -30,13 +30,23 @@ def blueprint(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 1), (2, 7), (5,), (1, 0)])
-def test_rows_are_those_of_the_whole_table(dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path) -> None:
-    found = blueprint(tmp_path, dtype=dtype)
+def test_rows_are_those_of_the_whole_table_each_read_once(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, read = blueprint(tmp_path, dtype=dtype), list[int]()
+    whole, one = found.checkpoint.read(KEY).bfloat16(), found.checkpoint.read
+
+    def counted(name: str, row: int) -> torch.Tensor:
+        read.append(row)
+        return one(name, row)
+
+    monkeypatch.setattr(found.checkpoint, "read", counted)
     on_disk = EmbeddingOnDisk(found.checkpoint, [KEY], torch.bfloat16)
-    tokens = torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(0))
-    want = torch.nn.functional.embedding(tokens, found.checkpoint.read(KEY).bfloat16())
-    assert torch.equal(on_disk(tokens), want)
+    for ids in ([[3]], [[3, 70, 3], [101, 0, 127]], [5, 5], [[]]):
+        tokens = torch.tensor(ids, dtype=torch.long)
+        read.clear()
+        assert torch.equal(on_disk(tokens), torch.nn.functional.embedding(tokens, whole))
+        assert len(read) == len(set(tokens.flatten().tolist()))
 
 
 def test_ids_without_a_row_and_rows_that_are_gone_are_named(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import Command
-from tiermoe.errors import BudgetError, ConfigError, ModelError
+from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.lab.measure.evaluate import Evaluation, prepare
 from tiermoe.lab.measure.scoring import TokenScores, mean_over_windows, score_tokens, summarise
 from tiermoe.lab.measure.texts import WindowShape, cut_windows
 from tiermoe.metrics import ExpertCounts, PhaseMetrics
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 from tiny import oracle, write
 
 SHAPE = WindowShape(prompt=8, window=12, tokens=36)
@@ -163,13 +163,11 @@ def test_a_text_that_is_too_short_says_what_would_do() -> None:
         cut_windows(Letters(), "x" * 57, WindowShape(8, 12, 36))
 
 
-@pytest.mark.parametrize(
-    ("values", "cause"),
-    [((0, 8, 8), "prompt must be"), ((8, 0, 8), "window must be"), ((8, 9, 8), r"tokens \(8\) is less than one")],
-)
-def test_shapes_that_score_nothing_are_refused(values: tuple[int, int, int], cause: str) -> None:
-    with pytest.raises(ConfigError, match=cause):
-        WindowShape(*values)
+def test_shapes_that_score_nothing_are_refused() -> None:
+    cases = {(0, 8, 8): "prompt must be", (8, 0, 8): "window must be", (8, 9, 8): r"tokens \(8\) is less than one"}
+    for values, cause in cases.items():
+        with pytest.raises(ConfigError, match=cause):
+            WindowShape(*values)
 
 
 # ---- a model
@@ -206,22 +204,8 @@ def test_sixteen_bits_do_not_differ_from_themselves(against_itself: dict[str, An
     assert against_itself["kl"] == pytest.approx(0, abs=1e-6)
     assert against_itself["same_top1"] == 1
     assert against_itself["lossy"] == []
-
-
-def test_costs_are_counted(against_itself: dict[str, Any]) -> None:
-    assert against_itself["tokens"] == 36
     assert 0.3 < against_itself["cache_fraction"] <= 0.4
-    assert 0 < against_itself["hit_rate"] < 1
     assert against_itself["bytes_read"] > 3 * 11 * against_itself["bytes_per_token"] > 0
-    assert against_itself["decode_tok_s"] > 0
-    assert against_itself["prefill_tok_s"] > 0
-
-
-def test_a_lower_precision_differs(tiny: Path) -> None:
-    result = prepare(str(tiny), TEXT, SHAPE, {**OPTIONS, "bits": 4}).run("16bit", nothing)
-    assert result["kl"] > 1e-4
-    assert result["kl_se"] > 0
-    assert result["perplexity"] != pytest.approx(result["perplexity_16bit"], rel=1e-6)
 
 
 def test_prefill_runs_in_the_engines_chunks(tiny: Path, against_itself: dict[str, Any]) -> None:
@@ -297,12 +281,6 @@ def test_a_budget_that_the_sixteen_bit_model_exceeds_names_the_way_out(
         sixteen.run("16bit", nothing)
 
 
-def test_models_that_do_not_continue_a_text_are_refused(tmp_path: Path) -> None:
-    switch = write(tmp_path / "switch", "switch_transformers", torch.float32)
-    with pytest.raises(ModelError, match="by --pairs, or evaluate a decoder-only model"):
-        prepare(str(switch), TEXT, SHAPE, {})
-
-
 def test_a_window_longer_than_the_context_is_refused(tiny: Path) -> None:
     with pytest.raises(ConfigError, match=r"window of 8 \+ 249 tokens is longer than the model's context of 256"):
         prepare(str(tiny), TEXT, WindowShape(8, 249, 249), OPTIONS)
@@ -311,22 +289,8 @@ def test_a_window_longer_than_the_context_is_refused(tiny: Path) -> None:
 # ---- the command
 
 HELD_OUT = Path(__file__).parent.parent / "data" / "heldout.txt"
-SMALL = (
-    "--text",
-    HELD_OUT,
-    "--tokens",
-    16,
-    "--window",
-    8,
-    "--prompt",
-    8,
-    "--bits",
-    8,
-    "--memory",
-    "4GiB",
-    "--lanes",
-    1,
-)
+WORDS = ("--tokens", 16, "--window", 8, "--prompt", 8, "--bits", 8, "--memory", "4GiB", "--lanes", 1)
+SMALL = ("--text", HELD_OUT, *WORDS)
 
 
 def test_eval_prints_a_list_of_one_object(tiermoe_: Command, shipped: Path) -> None:
@@ -357,20 +321,16 @@ def test_eval_says_what_parts_did(
     words = [word for setting in settings for word in ("--set", setting)]
     start = ("eval", shipped, *SMALL, "--bits", 4, "--reference", "none", "--cache", "45%", "--preset", preset, *words)
     (result,) = json.loads(tiermoe_(*start, "--json").out)
-    table = tiermoe_(*start).out
+    ended = tiermoe_(*start)
+    table = ended.out
+    assert f"{preset} {settings[0]}" in table
+    assert "perplexity" in table
+    assert "16 bits" not in table
+    assert "16 tokens in 2 windows of 8 + 8" in ended.err
     for label, name in shown.items():
         assert result[name] > 0
         assert label in table
     assert ("neurons spared" in table) == (preset == "corm")
-
-
-def test_eval_prints_a_table_and_its_conditions(tiermoe_: Command, shipped: Path) -> None:
-    ended = tiermoe_("eval", shipped, *SMALL, "--reference", "none", "--set", "prefetch=none")
-    assert ended.code == 0, ended.err
-    assert "default prefetch=none" in ended.out
-    assert "perplexity" in ended.out
-    assert "16 bits" not in ended.out
-    assert "16 tokens in 2 windows of 8 + 8" in ended.err
 
 
 def test_eval_refuses_in_one_line(tiermoe_: Command, shipped: Path, tmp_path: Path) -> None:

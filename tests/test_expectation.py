@@ -47,17 +47,6 @@ def test_all_in_memory_is_bound_by_memory() -> None:
     assert found.first_token_s.low == pytest.approx(102.4 / 100 + 0.01)
 
 
-def test_a_small_cache_is_bound_by_the_drive() -> None:
-    found = expect(replace(WORK, share=0.1), RATES)
-    (low, high), _ = hit_rates(64, 4, 0.1)
-    assert found.drive_bytes.high == pytest.approx(40e6 * (1 - low))
-    decisions = 10 * 1e-4 + 40 * (1 - high) * 5e-5
-    assert found.decode_tok_s.high == pytest.approx(1 / (40e6 * (1 - high) / 1e9 + decisions))
-    assert found.decode_tok_s.high < expect(WORK, RATES).decode_tok_s.high
-    # at worst 512 tokens use nearly every expert, and nothing is there yet
-    assert found.first_token_s.high > 640e6 / 1e9
-
-
 def test_small_experts_take_the_time_of_deciding() -> None:
     small = [LayerWork(experts=64, top_k=4, slot_bytes=1_000, stored_bytes=1_000)] * 10
     work = replace(WORK, moe=small, dense_bytes=0, share=0.25)
@@ -179,14 +168,17 @@ def test_named_machines_are_ordered_as_people_know_them() -> None:
     assert all(computer.source for computer in COMPUTERS.values())
 
 
-def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads of each measurement, which is a short one."""
+    found: list[int] = []
+    monkeypatch.setattr(bandwidth, "measure", lambda threads: found.append(threads) or {"bandwidth": 12e9})
+    monkeypatch.setattr(measured, "_SECONDS", 0.01)
+    monkeypatch.setattr(measured, "_SCRATCH", 8 << 20)
+    return found
 
-    def measure(threads: int) -> dict[str, Any]:
-        calls.append(threads)
-        return {"bandwidth": 12e9}
 
-    monkeypatch.setattr(bandwidth, "measure", measure)
+def test_a_machine_is_measured_once(tmp_path: Path, calls: list[int]) -> None:
     threads = torch.get_num_threads()
     folder = tmp_path / "cache"
     first = measured.machine_rates(folder, 1)
@@ -209,8 +201,8 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert calls == [1] * 5
 
 
+@pytest.mark.usefixtures("calls")
 def test_what_is_measured_on_a_busy_machine_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "measure", lambda threads: {"bandwidth": 12e9})
     monkeypatch.setattr(measured, "ALONE_SHARE", 0.75)
     monkeypatch.setattr(measured, "product_rate", lambda: (1e9, 0.4))
     found = measured.machine_rates(tmp_path, 2)

@@ -99,15 +99,6 @@ def test_layers_of_another_text_are_packed_anew(tmp_path: Path) -> None:
     assert open_store(tmp_path).precisions["4-gptq"].made_from == "another text"
 
 
-def test_without_inputs_packing_names_the_command(tmp_path: Path) -> None:
-    store = empty_store(tmp_path)
-    with pytest.raises(
-        PackError, match=r"calibrated on a text, .*: tiermoe pack MODEL --bits 4 --quantizer gptq packs them"
-    ):
-        pack_experts(store, RandomExperts(), 4, "gptq")
-    assert pack_experts(store, RandomExperts(), 8, "gptq").made_from == ""
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_moments_are_those_of_transformers(
     family: str, tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,6 @@ from fake_link import (
     scheduler_with,
 )
 from gpu_rig import Rig
-from patience import until
 from tiermoe.errors import ConfigError, LoadError
 from tiermoe.lab.simulate.link import Move, VirtualClock, VirtualLink
 from tiermoe.offload.assembly import ModelShape, PrecisionSlots, assemble
@@ -39,26 +38,106 @@ from tiermoe.offload.io_threads import IOThreads
 from tiermoe.offload.link import Finished
 from tiermoe.offload.loader import CPU_FALLBACK, ExpertLoader
 from tiermoe.offload.policies.allotment import Pool
-from tiermoe.offload.policies.cpu_fallback import MissCosts, averaged, misses_on_cpu
+from tiermoe.offload.policies.routing import MissCosts, averaged
 from tiermoe.offload.presets import PRESETS, compose
 from tiermoe.offload.profiles import Tables
 from tiermoe.offload.slots import HostSlots
 from tiermoe.types import Demand, ExpertKey, Extent, Load, Ready, Routed
 
 
-def test_misses_are_loaded_and_hits_are_not() -> None:
-    controller, link = controller_with(4)
-    assert sorted(expert for expert, *_ in each(controller.run_layer(0, demands(3, 1)))) == [1, 3]
-    assert len(link.submitted) == 2
-    assert sorted(expert for expert, *_ in each(controller.run_layer(0, demands(1, 3)))) == [1, 3]
-    assert len(link.submitted) == 2
-    assert (controller.counts.hits, controller.counts.misses, controller.counts.loads) == (2, 2, 2)
+def key(layer: int, expert: int) -> ExpertKey:
+    return ExpertKey(layer, expert, 4)
 
 
-def test_what_is_here_comes_before_what_must_arrive() -> None:
-    controller, _ = controller_with(4)
-    list(controller.run_layer(0, demands(5)))
-    assert next(each(controller.run_layer(0, demands(2, 5))))[0] == 5
+def every(misses: int) -> int:
+    return misses
+
+
+def arrive(controller: ExpertLoader, link: FakeLink) -> None:
+    while controller.filling:
+        link.step()
+        controller.collect()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    slots=st.integers(2, 30),
+    prefetch=st.booleans(),
+    fill=st.booleans(),
+    on_cpu=st.booleans(),
+    layers=st.lists(st.sets(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=12),
+)
+def test_every_demand_is_served_from_a_slot_that_holds_it(
+    seed: int, slots: int, prefetch: bool, fill: bool, on_cpu: bool, layers: list[set[int]]
+) -> None:
+    """Invariant 3: while an expert is yielded its slot holds it, whatever arrives and is evicted meanwhile. on_cpu:
+    misses are computed on the CPU."""
+    controller, link = controller_with(slots, seed=seed)
+    chance = random.Random(seed)
+    everything = [key(layer, expert) for layer in range(3) for expert in range(10)]
+    told: dict[ExpertKey, int] = {}
+    controller.listen(lambda key, slot: told.update({key: slot}))
+    if fill:
+        controller.fill(chance.sample(everything, chance.randrange(31)))
+    for number, experts in enumerate(layers):
+        layer = number % 3
+        served = []
+
+        def speculate(after: int = layer) -> None:
+            controller.prefetch(key((after + 1) % 3, chance.randrange(10)) for _ in range(6))
+
+        ahead = speculate if prefetch else None
+        run = controller.run_layer(layer, demands(*experts), ahead, cpu_fallback=every if on_cpu else None)
+        for expert, slot, *_ in each(run):
+            assert slot == CPU_FALLBACK or link.contents[slot] == key(layer, expert)
+            link.step()  # transfers go on while the expert is computed with
+            assert slot == CPU_FALLBACK or link.contents[slot] == key(layer, expert)
+            served.append(expert)
+        assert sorted(served) == sorted(experts)
+        if prefetch:
+            controller.prefetch(key((layer + 1) % 3, chance.randrange(10)) for _ in range(4))
+        if fill and chance.random() < 0.3:
+            controller.fill(chance.sample(everything, 3))
+        assert len(controller.cache) <= slots
+    controller.drain()
+    controller.report_warmed(1000)
+    counts = controller.counts
+    assert not controller.cache.in_flight
+    assert not link.background + link.running
+    assert not controller.filling
+    assert counts.warmed >= len(told) >= bool(counts.warmed)
+    here = {one: slot for one in everything if (slot := controller.cache.slot(one)) is not None}
+    assert all(link.contents[slot] == one for one, slot in here.items())
+    assert counts.hits + counts.misses == sum(map(len, layers))
+    assert counts.loads + counts.cpu_fallback <= counts.misses
+    assert sum(load.urgent for load in link.submitted) == counts.loads
+    assert not (on_cpu and counts.loads)
+
+
+def test_a_cache_without_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one slot"):
+        one_pool(0, lru(0))
+
+
+@pytest.mark.parametrize("begin", ["prefetch", "fill"])
+def test_what_has_begun_to_no_use_is_waited_for_and_what_failed_is_asked_for_again(begin: str) -> None:
+    """Both slots are full of loads that have begun, and one of them fails, which a layer needs then."""
+    controller, link = controller_with(2, failing=frozenset({key(0, 7)}))
+    link.poll = lambda: None  # type: ignore[method-assign]
+    getattr(controller, begin)([key(0, 7), key(1, 6)])
+    link.running, link.speculative, link.background = link.speculative + link.background, [], []
+    original = link.wait
+
+    def heals() -> Finished:
+        finished = original()
+        if finished.error is not None:
+            link.failing = frozenset()
+        return finished
+
+    link.wait = heals  # type: ignore[method-assign]
+    assert sorted(one.expert for one in each(controller.run_layer(0, demands(1, 2, 7)))) == [1, 2, 7]
+    assert controller.counts.misses == 3
 
 
 def test_hits_are_computed_while_misses_are_under_way() -> None:
@@ -77,26 +156,6 @@ def test_most_used_experts_come_first() -> None:
     assert [load.key.expert for load in link.submitted] == [1, 2, 0]
 
 
-def test_the_least_recently_used_expert_leaves() -> None:
-    controller, link = controller_with(2)
-    list(controller.run_layer(0, demands(0)))
-    list(controller.run_layer(0, demands(1)))
-    list(controller.run_layer(0, demands(0)))
-    list(controller.run_layer(0, demands(2)))
-    before = len(link.submitted)
-    list(controller.run_layer(0, demands(0)))
-    assert len(link.submitted) == before
-    list(controller.run_layer(0, demands(1)))
-    assert len(link.submitted) == before + 1
-
-
-def test_a_layer_larger_than_the_cache_streams_through_it() -> None:
-    controller, link = controller_with(2)
-    seen = [expert for expert, *_ in each(controller.run_layer(0, demands(*range(9))))]
-    assert sorted(seen) == list(range(9))
-    assert max(load.slot for load in link.submitted) <= 1
-
-
 def test_a_group_does_not_hold_slots_that_misses_wait_for() -> None:
     controller, link = controller_with(3)
     list(controller.run_layer(0, demands(0, 1, 2)))
@@ -108,28 +167,18 @@ def test_a_group_does_not_hold_slots_that_misses_wait_for() -> None:
 
 
 def test_a_damaged_expert_raises_and_the_next_request_works() -> None:
-    controller, link = controller_with(3, failing=frozenset({ExpertKey(0, 1, 4)}))
+    controller, link = controller_with(3, failing=frozenset({key(0, 1)}))
     with pytest.raises(LoadError, match="layer 0, expert 1"):
         list(controller.run_layer(0, demands(0, 1, 2)))
     link.failing = frozenset()
     assert sorted(expert for expert, *_ in each(controller.run_layer(0, demands(0, 1, 2)))) == [0, 1, 2]
 
 
-def test_an_abandoned_run_is_rolled_back() -> None:
-    controller, link = controller_with(2)
-    run = controller.run_layer(0, demands(0, 1))
-    next(run)
-    link.roll_back()
-    controller.roll_back()
-    assert len(controller.cache) + controller.cache.free(0) == 2
-    assert sorted(expert for expert, *_ in each(controller.run_layer(1, demands(2, 3)))) == [2, 3]
-
-
 def test_who_may_have_been_read_over_is_not_taken_for_resident() -> None:
     controller, link = controller_with(1)
     list(controller.run_layer(0, demands(0)))
-    controller.prefetch([ExpertKey(1, 7, 4)])  # into the slot of the one that leaves for it as soon as it begins
-    assert controller.cache.slot(ExpertKey(0, 0, 4)) is not None
+    controller.prefetch([key(1, 7)])  # into the slot of the one that leaves for it as soon as it begins
+    assert controller.cache.slot(key(0, 0)) is not None
     link.roll_back()
     controller.roll_back()
     assert len(controller.cache) == 0
@@ -138,7 +187,7 @@ def test_who_may_have_been_read_over_is_not_taken_for_resident() -> None:
 
 def test_a_prefetch_in_time_is_a_hit_of_its_own_kind() -> None:
     controller, link = controller_with(4)
-    controller.prefetch([ExpertKey(1, 7, 4)])
+    controller.prefetch([key(1, 7)])
     link.step()
     list(controller.run_layer(1, demands(7)))
     assert controller.counts.misses == 0
@@ -150,7 +199,7 @@ def test_a_prefetch_in_time_is_a_hit_of_its_own_kind() -> None:
 def test_a_late_prefetch_is_a_miss_but_not_a_second_load() -> None:
     controller, link = controller_with(4, seed=3)
     link.poll = lambda: None  # type: ignore[method-assign]
-    controller.prefetch([ExpertKey(1, 7, 4)])
+    controller.prefetch([key(1, 7)])
     link.running.append(link.speculative.pop())  # it has begun
     list(controller.run_layer(1, demands(7)))
     assert controller.counts.misses == 1
@@ -163,24 +212,24 @@ def test_a_prefetch_that_is_taken_back_costs_no_resident() -> None:
     for expert in (3, 2, 1, 0):
         list(controller.run_layer(0, demands(expert)))
     link.poll = lambda: link.finished.popleft() if link.finished else None  # type: ignore[method-assign]
-    assert controller.prefetch([ExpertKey(1, expert, 4) for expert in range(6)])
+    assert controller.prefetch([key(1, expert) for expert in range(6)])
     assert len(link.speculative) == 4  # as many as there are slots
     link.running.append(link.speculative.pop(0))  # one has begun
     assert [expert for expert, *_ in each(controller.run_layer(0, demands(0, 1, 2)))] == [0, 1, 2]
     assert (controller.counts.hits, controller.counts.speculative_loads) == (3, 1)
-    assert controller.cache.slot(ExpertKey(0, 3, 4)) is None  # its place was taken
+    assert controller.cache.slot(key(0, 3)) is None  # its place was taken
     controller.drain()
-    assert controller.cache.slot(ExpertKey(1, 0, 4)) is not None
+    assert controller.cache.slot(key(1, 0)) is not None
     list(controller.run_layer(0, demands(7)))
-    assert controller.cache.slot(ExpertKey(1, 0, 4)) is None  # the oldest of those that are left
+    assert controller.cache.slot(key(1, 0)) is None  # the oldest of those that are left
 
 
 def test_another_prediction_takes_the_place_of_what_waited() -> None:
     controller, link = controller_with(4)
     link.poll = lambda: None  # type: ignore[method-assign]
-    controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
+    controller.prefetch([key(1, 5), key(1, 6)])
     link.running.append(link.speculative.pop(0))  # 5 has begun
-    assert controller.prefetch([ExpertKey(1, 7, 4)]), "though a lane reads for no layer"
+    assert controller.prefetch([key(1, 7)]), "though a lane reads for no layer"
     assert [load.key.expert for load in link.speculative] == [7]
     assert controller.counts.speculative_loads == 1
 
@@ -188,148 +237,31 @@ def test_another_prediction_takes_the_place_of_what_waited() -> None:
 def test_who_is_to_leave_for_two_prefetches_leaves_for_one() -> None:
     controller, link = controller_with(2)
     list(controller.run_layer(0, demands(0, 1)))
-    controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
+    controller.prefetch([key(1, 5), key(1, 6)])
     assert len({load.slot for load in link.speculative}) == 2
     while controller.cache.in_flight:
         link.step()
         controller.collect()
-    assert [controller.cache.slot(ExpertKey(1, expert, 4)) is not None for expert in (5, 6)] == [True, True]
+    assert [controller.cache.slot(key(1, expert)) is not None for expert in (5, 6)] == [True, True]
     assert len(controller.cache) == 2
-
-
-def test_prefetches_that_have_not_begun_make_room() -> None:
-    controller, _ = controller_with(2)
-    controller.prefetch([ExpertKey(1, 5, 4), ExpertKey(1, 6, 4)])
-    seen = [expert for expert, *_ in each(controller.run_layer(0, demands(1, 2)))]
-    assert sorted(seen) == [1, 2]
-
-
-def test_wrong_prefetches_in_every_slot_are_waited_for() -> None:
-    controller, link = controller_with(3)
-    link.poll = lambda: None  # type: ignore[method-assign]
-    controller.prefetch([ExpertKey(1, expert, 4) for expert in (5, 6, 7)])
-    link.running, link.speculative = link.speculative, []  # all have begun
-    assert sorted(expert for expert, *_ in each(controller.run_layer(0, demands(1, 2, 3)))) == [1, 2, 3]
 
 
 def test_no_prediction_makes_another_leave() -> None:
     controller, link = controller_with(3)
     list(controller.run_layer(1, demands(5, 6, 7)))
     loads = len(link.submitted)
-    controller.prefetch([ExpertKey(1, expert, 4) for expert in (1, 6, 2, 7)], protect=True)  # 5 alone may leave
+    controller.prefetch([key(1, expert) for expert in (1, 6, 2, 7)], protect=True)  # 5 alone may leave
     assert [load.key.expert for load in link.submitted[loads:]] == [1]
-    assert controller.cache.slot(ExpertKey(1, 6, 4)) is not None
-    assert controller.cache.slot(ExpertKey(1, 7, 4)) is not None
+    assert controller.cache.slot(key(1, 6)) is not None
+    assert controller.cache.slot(key(1, 7)) is not None
 
 
 def test_no_prefetch_while_the_link_is_busy() -> None:
     controller, link = controller_with(4)
     link.poll = lambda: None  # type: ignore[method-assign]
     controller.run_layer(9, demands(9))
-    assert not controller.prefetch([ExpertKey(1, 5, 4)])
+    assert not controller.prefetch([key(1, 5)])
     assert len(link.submitted) == 1
-
-
-def test_a_failed_prefetch_is_asked_for_again() -> None:
-    key = ExpertKey(1, 7, 4)
-    controller, link = controller_with(4, failing=frozenset({key}))
-    controller.prefetch([key])
-    link.running.append(link.speculative.pop())
-    link.poll = lambda: None  # type: ignore[method-assign]
-    original = link.wait
-
-    def heals() -> Finished:
-        finished = original()
-        link.failing = frozenset()
-        return finished
-
-    link.wait = heals  # type: ignore[method-assign]
-    assert [expert for expert, *_ in each(controller.run_layer(1, demands(7)))] == [7]
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    seed=st.integers(0, 10_000),
-    slots=st.integers(3, 30),
-    prefetch=st.booleans(),
-    fill=st.booleans(),
-    layers=st.lists(st.sets(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=12),
-)
-def test_every_demand_is_served_from_a_slot_that_holds_it(
-    seed: int, slots: int, prefetch: bool, fill: bool, layers: list[set[int]]
-) -> None:
-    """Invariant 3: while an expert is yielded its slot holds it, whatever arrives and is evicted meanwhile."""
-    controller, link = controller_with(slots, seed=seed)
-    chance = random.Random(seed)
-    everything = [ExpertKey(layer, expert, 4) for layer in range(3) for expert in range(10)]
-    told: dict[ExpertKey, int] = {}
-    controller.listen(lambda key, slot: told.update({key: slot}))
-    if fill:
-        controller.fill(chance.sample(everything, chance.randrange(31)))
-    for number, experts in enumerate(layers):
-        layer = number % 3
-        served = []
-
-        def speculate(after: int = layer) -> None:
-            controller.prefetch(ExpertKey((after + 1) % 3, chance.randrange(10), 4) for _ in range(6))
-
-        ahead = speculate if prefetch else None
-        for expert, slot, *_ in each(controller.run_layer(layer, demands(*experts), ahead)):
-            assert link.contents[slot] == ExpertKey(layer, expert, 4)
-            link.step()  # transfers go on while the expert is computed with
-            assert link.contents[slot] == ExpertKey(layer, expert, 4)
-            served.append(expert)
-        assert sorted(served) == sorted(experts)
-        if prefetch:
-            controller.prefetch(ExpertKey((layer + 1) % 3, chance.randrange(10), 4) for _ in range(4))
-        if fill and chance.random() < 0.3:
-            controller.fill(chance.sample(everything, 3))
-        assert len(controller.cache) <= slots
-    controller.drain()
-    controller.report_warmed(1000)
-    assert not controller.cache.in_flight
-    assert not link.background + link.running
-    assert not controller.filling
-    assert controller.counts.warmed >= len(told) >= bool(controller.counts.warmed)
-    here = {key: slot for key in everything if (slot := controller.cache.slot(key)) is not None}
-    assert all(link.contents[slot] == key for key, slot in here.items())
-    assert controller.counts.hits + controller.counts.misses == sum(map(len, layers))
-
-
-def test_cache_never_evicts_what_is_pinned_or_in_flight() -> None:
-    cache = one_pool(2, lru(2))
-    first, second, third = (ExpertKey(0, expert, 4) for expert in range(3))
-    cache.reserve(first)
-    cache.arrived(first)
-    cache.pin(first)
-    assert cache.reserve(second) is not None
-    assert cache.reserve(third) is None
-    cache.arrived(second)
-    assert cache.reserve(third) is not None
-    assert cache.slot(first) is not None
-    assert cache.slot(second) is None
-
-
-def test_pins_count() -> None:
-    cache = one_pool(1, lru(1))
-    key = ExpertKey(0, 0, 4)
-    cache.reserve(key)
-    cache.arrived(key)
-    cache.pin(key)
-    cache.pin(key)
-    cache.unpin(key)
-    assert cache.reserve(ExpertKey(0, 1, 4)) is None
-    cache.unpin(key)
-    assert cache.reserve(ExpertKey(0, 1, 4)) == 0
-
-
-def test_a_cache_without_slots_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one slot"):
-        one_pool(0, lru(0))
-
-
-def every(misses: int) -> int:
-    return misses
 
 
 def test_misses_go_elsewhere_first_and_are_not_loaded() -> None:
@@ -344,58 +276,6 @@ def test_misses_go_elsewhere_first_and_are_not_loaded() -> None:
     assert (counts.hits, counts.misses, counts.cpu_fallback) == (2, 4, 2)
 
 
-def test_what_is_on_its_way_is_waited_for_and_what_no_token_needs_is_loaded() -> None:
-    controller, link = controller_with(4)
-    link.poll = lambda: None  # type: ignore[method-assign]
-    controller.prefetch([ExpertKey(0, 7, 4)])
-    link.running.append(link.speculative.pop())  # it has begun
-    ready = list(each(controller.run_layer(0, [*demands(7), Demand(3, 0, 4), Demand(4, 1, 0)], cpu_fallback=every)))
-    assert {(one.expert, link.contents[one.slot].expert) for one in ready} == {(7, 7), (3, 3)}
-    counts = controller.counts
-    assert (counts.misses, counts.cpu_fallback, counts.skipped, counts.loads) == (1, 0, 1, 1)
-
-
-def test_misses_go_elsewhere_before_loads_are_waited_for() -> None:
-    controller, link = controller_with(4)
-    link.wait = lambda: pytest.fail("waited for a load first")  # type: ignore[method-assign]
-    steps = each(controller.run_layer(0, [Demand(1, 0, 4), *demands(2)], together=True, cpu_fallback=every))
-    assert next(steps) == Ready(2, CPU_FALLBACK, 4)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    seed=st.integers(0, 10_000),
-    slots=st.integers(2, 12),
-    layers=st.lists(st.sets(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=12),
-)
-def test_every_demand_comes_once_from_its_slot_or_from_elsewhere(seed: int, slots: int, layers: list[set[int]]) -> None:
-    controller, link = controller_with(slots, seed=seed)
-    chance = random.Random(seed)
-    for number, experts in enumerate(layers):
-        layer, served = number % 3, []
-        for expert, slot, *_ in each(controller.run_layer(layer, demands(*experts), cpu_fallback=every)):
-            link.step()
-            assert slot == CPU_FALLBACK or link.contents[slot] == ExpertKey(layer, expert, 4)
-            served.append(expert)
-        assert sorted(served) == sorted(experts)
-        controller.prefetch(ExpertKey((layer + 1) % 3, chance.randrange(10), 4) for _ in range(4))
-    controller.drain()
-    assert not any(one.urgent for one in link.submitted)
-    counts = controller.counts
-    assert counts.hits + counts.misses == sum(map(len, layers))
-    assert counts.cpu_fallback <= counts.misses
-
-
-def test_prefill_loads_and_decode_does_not() -> None:
-    scheduler, link = scheduler_with("lru", misses="cpu")
-    scheduler.begin_pass(2, Said(), "prefill")
-    list(scheduler.run_layer(Routed(0, "prefill", [[0, 1], [1, 2]], [[]]), Said()))
-    assert [each.expert for each in keys(link, urgent=True)] == [1, 0, 2]  # by falling number of tokens
-    scheduler.begin_pass(1, Said(), "decode")
-    assert [one.slot == CPU_FALLBACK for one in run(scheduler, 0, [1, 3], [0.5, 0.5])] == [False, True]
-    assert len(link.submitted) == 3
-
-
 def test_hobbit_asks_elsewhere_in_the_precision_that_a_load_would_have() -> None:
     scheduler, link = scheduler_with("hobbit", bits=(4, 2), **HOBBIT, misses="cpu")
     scheduler.begin_pass(1, Said(), "decode")
@@ -404,17 +284,19 @@ def test_hobbit_asks_elsewhere_in_the_precision_that_a_load_would_have() -> None
     assert link.submitted == []
 
 
-def test_prefetches_fill_even_a_cache_with_room_for_all() -> None:
-    scheduler, link = scheduler_with("mixtral-offload", slots=12, misses="cpu")
-    scheduler.begin_pass(1, Said(), "decode")
-    run(scheduler, 0, [0, 1], [0.5, 0.5], Said({1: [(2, 0.7), (3, 0.3)]}))
-    assert keys(link, urgent=False) == [ExpertKey(1, 2, 4), ExpertKey(1, 3, 4)]
-
-
-def test_it_counts_as_lossy_and_exact_takes_it_out() -> None:
-    changed = compose("lru", {"misses": "cpu"})
-    assert changed.lossy == ["misses=cpu"]
-    assert changed.exact() == compose("lru")
+def test_what_is_on_its_way_is_waited_for_and_what_no_token_needs_is_loaded() -> None:
+    controller, link = controller_with(4)
+    link.poll = lambda: None  # type: ignore[method-assign]
+    controller.prefetch([key(0, 7)])
+    link.running.append(link.speculative.pop())  # it has begun
+    wanted = [*demands(7, 9), Demand(3, 0, 4), Demand(4, 1, 0)]
+    steps = each(controller.run_layer(0, wanted, together=True, cpu_fallback=every))
+    wait, link.wait = link.wait, lambda: pytest.fail("waited for a load first")  # type: ignore[method-assign]
+    assert next(steps) == Ready(9, CPU_FALLBACK, 4)
+    link.wait = wait  # type: ignore[method-assign]
+    assert {(one.expert, link.contents[one.slot].expert) for one in steps} == {(7, 7), (3, 3)}
+    counts = controller.counts
+    assert (counts.misses, counts.cpu_fallback, counts.skipped, counts.loads) == (2, 1, 1, 1)
 
 
 def test_of_some_misses_those_of_the_fewest_tokens_go_elsewhere() -> None:
@@ -426,33 +308,13 @@ def test_of_some_misses_those_of_the_fewest_tokens_go_elsewhere() -> None:
     assert (controller.counts.misses, controller.counts.cpu_fallback, controller.counts.loads) == (3, 2, 2)
 
 
-@given(misses=st.integers(0, 12), load=st.floats(1e-6, 1), elsewhere=st.floats(1e-6, 1))
-def test_both_ways_end_soonest(misses: int, load: float, elsewhere: float) -> None:
-    def lasts(away: int) -> float:
-        return max((misses - away) * load, away * elsewhere)
-
-    chosen = misses_on_cpu(misses, MissCosts(load, elsewhere))
-    assert 0 <= chosen <= misses
-    assert all(lasts(chosen) <= lasts(away) for away in range(misses + 1))
-
-
 @pytest.mark.parametrize(
-    ("costs", "expected"),
-    [((1.0, None), [0, 1, 1]), ((None, 1.0), [0, 0, 2]), ((None, None), [0, 1, 1]), ((3.0, 1.0), [0, 1, 2])],
+    ("costs", "away"),
+    [((1.0, 0.4), 3), ((0.1, 5.0), 0), ((3.0, 1.0), 3), ((1.0, 1.0), 2), ((1.0, None), 1), ((None, 1.0), 3)],
 )
-def test_what_was_not_measured_is_tried_once(costs: tuple[float | None, float | None], expected: list[int]) -> None:
-    assert [misses_on_cpu(misses, MissCosts(*costs)) for misses in (0, 1, 3)] == expected
-
-
-def test_averages_forget() -> None:
-    average = averaged(None, 2.0)
-    for _ in range(100):
-        average = averaged(average, 1.0)
-    assert 1.0 <= average < 1.001
-
-
-@pytest.mark.parametrize(("costs", "away"), [((1.0, 0.4), 3), ((0.1, 5.0), 0)])
-def test_the_measured_way_asks_what_both_have_taken(costs: tuple[float, float], away: int) -> None:
+def test_the_measured_way_ends_soonest_and_tries_once_what_was_not_measured(
+    costs: tuple[float | None, float | None], away: int
+) -> None:
     scheduler, link = scheduler_with("lru", slots=12, misses="measured", miss_costs=lambda: MissCosts(*costs))
     scheduler.begin_pass(1, Said(), "prefill")
     list(scheduler.run_layer(Routed(0, "prefill", [[0, 1]], [[0.5, 0.5]]), Said()))
@@ -460,21 +322,22 @@ def test_the_measured_way_asks_what_both_have_taken(costs: tuple[float, float], 
     scheduler.begin_pass(1, Said(), "decode")
     ready = run(scheduler, 1, [0, 1, 2, 3], [0.25] * 4)
     assert [one.slot == CPU_FALLBACK for one in ready].count(True) == away
-
-
-def test_without_measurements_the_measured_way_is_refused() -> None:
     with pytest.raises(ConfigError, match="use --set misses=load"):
         scheduler_with("lru", misses="measured")
 
 
-def key(layer: int, expert: int) -> ExpertKey:
-    return ExpertKey(layer, expert, 4)
+def test_prefetches_fill_even_a_cache_with_room_for_all() -> None:
+    scheduler, link = scheduler_with("mixtral-offload", slots=12, misses="cpu")
+    scheduler.begin_pass(1, Said(), "decode")
+    run(scheduler, 0, [0, 1], [0.5, 0.5], Said({1: [(2, 0.7), (3, 0.3)]}))
+    assert keys(link, urgent=False) == [key(1, 2), key(1, 3)]
 
 
-def arrive(controller: ExpertLoader, link: FakeLink) -> None:
-    while controller.filling:
-        link.step()
-        controller.collect()
+def test_averages_forget() -> None:
+    average = averaged(None, 2.0)
+    for _ in range(100):
+        average = averaged(average, 1.0)
+    assert 1.0 <= average < 1.001
 
 
 @pytest.mark.parametrize("taken", [[], [key(1, 9)]], ids=["all free", "one taken"])
@@ -486,7 +349,9 @@ def test_each_pool_takes_what_it_has_slots_for(taken: list[ExpertKey]) -> None:
     assert [load.key for load in link.submitted] == [key(0, 3), key(1, 5), key(1, 2)][: 3 - len(taken)]
 
 
-# the controller
+# background loads
+
+
 def test_it_is_read_layer_by_layer_into_free_slots_alone() -> None:
     controller, link = controller_with(4)
     list(controller.run_layer(2, demands(9)))
@@ -563,39 +428,6 @@ def test_a_prediction_goes_before_the_background() -> None:
     assert [load.key for load in link.background] == [key(0, 1)]
 
 
-def test_a_damaged_expert_that_nobody_needs_stops_nothing() -> None:
-    controller, link = controller_with(3, failing=frozenset({key(0, 1)}))
-    controller.fill([key(0, 1), key(0, 2)])
-    arrive(controller, link)
-    assert (controller.counts.warmed, controller.cache.free(0)) == (1, 2)
-
-
-def test_a_damaged_expert_that_is_needed_is_asked_for_again() -> None:
-    controller, link = controller_with(3, failing=frozenset({key(0, 1)}))
-    link.poll = lambda: None  # type: ignore[method-assign]
-    controller.fill([key(0, 1)])
-    link.running.append(link.background.pop(0))
-    run = each(controller.run_layer(0, demands(1)))
-    original = link.wait
-
-    def heals() -> object:
-        finished = original()
-        link.failing = frozenset()
-        return finished
-
-    link.wait = heals  # type: ignore[method-assign,assignment]
-    assert [expert for expert, *_ in run] == [1]
-
-
-def test_slots_full_of_what_has_begun_for_the_background_are_waited_for() -> None:
-    controller, link = controller_with(2)
-    link.poll = lambda: None  # type: ignore[method-assign]
-    controller.fill([key(1, 1), key(1, 2)])
-    link.running, link.background = link.background, []
-    assert sorted(expert for expert, *_ in each(controller.run_layer(0, demands(5, 6)))) == [5, 6]
-
-
-# the scheduler
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_only_where_no_token_depends_on_what_is_there(name: str) -> None:
     changes = {"t1": 0.6, "t2": 0.9, "weights": "0.25,0.25,0.25,0.25", "window": 2, "boundary": 1, "theta": 0.1}
@@ -622,7 +454,9 @@ def test_not_all_fit_and_nothing_is_known_nothing_is_read() -> None:
     assert [load.key for load in link.submitted] == expected
 
 
-# the links
+# links
+
+
 def test_lanes_take_the_background_last_and_keep_one_lane_free() -> None:
     begun: queue.SimpleQueue[int] = queue.SimpleQueue()
     go_on = threading.Semaphore(0)
@@ -650,25 +484,6 @@ def test_lanes_take_the_background_last_and_keep_one_lane_free() -> None:
     lanes.close()
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 4])
-def test_the_disk_fills_slots_while_nobody_asks(tmp_path: Path, lanes: int) -> None:
-    path = tmp_path / "experts"
-    extents = write_experts(path)
-    slots = HostSlots(EXPERTS, SIZE)
-    link = DiskLink(filler(extents), slots, lanes)
-    cache = pools(EXPERTS, (16,))
-    controller = ExpertLoader(cache, link)
-    controller.fill(ExpertKey(0, expert, 16) for expert in range(EXPERTS))
-    until(lambda: link.counters().bytes_read == EXPERTS * SIZE)
-    until(lambda: controller.collect() or not controller.filling)
-    assert controller.counts.warmed == EXPERTS
-    for expert in range(EXPERTS):
-        slot = cache.slot(ExpertKey(0, expert, 16))
-        assert slot is not None
-        assert slots.buffer(slot)[:SIZE].numpy().tobytes() == bytes_of(path, extents[expert])
-    link.close()
-
-
 def test_a_link_is_closed_while_it_fills(tmp_path: Path) -> None:
     extents = write_experts(tmp_path / "experts")
     link = DiskLink(filler(extents), HostSlots(EXPERTS, SIZE), 2)
@@ -676,7 +491,7 @@ def test_a_link_is_closed_while_it_fills(tmp_path: Path) -> None:
     link.close()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_disk_lanes_serve_layers_from_slots_that_hold_them_while_they_fill(tmp_path: Path, seed: int) -> None:
     """Real threads: whatever the background has reached, a layer computes with what it asked for."""
     path, chance = tmp_path / "experts", random.Random(seed)
@@ -704,7 +519,7 @@ def test_disk_lanes_serve_layers_from_slots_that_hold_them_while_they_fill(tmp_p
     link.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000), lanes=st.integers(1, 3), slots=st.integers(6, 24))
 def test_gpu_slots_fill_too_and_none_is_overwritten_in_use(seed: int, lanes: int, slots: int) -> None:
     rig, chance = Rig(slots, 4, lanes, seed), random.Random(seed)

@@ -13,7 +13,7 @@ import torch
 import tiermoe
 from tiny import oracle, write
 
-FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v2"]
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2"]
 LENGTH = 10
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tiermoe.formats.store_files import exclusive, whole_or_nothing
+from tiermoe.formats.store_files import whole_or_nothing
 from tiermoe.platform import file_io, process_memory
 
 CONTENT = bytes(range(256)) * 40
@@ -93,19 +94,6 @@ def test_direct_reading_on_macos(no_preadv: None, tmp_path: Path, monkeypatch: p
     os.close(descriptor)
 
 
-@pytest.mark.usefixtures("system")
-def test_a_second_packer_is_told_of_the_first(tmp_path: Path) -> None:
-    def waiting(whom: str, done: int, total: int) -> None:
-        raise KeyboardInterrupt(whom)
-
-    with (
-        exclusive(tmp_path / "store"),
-        pytest.raises(KeyboardInterrupt, match=rf"waiting for process {os.getpid()}, which packs"),
-        exclusive(tmp_path / "store", waiting),
-    ):
-        pass
-
-
 def test_names_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
@@ -114,22 +102,26 @@ def test_names_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(synced) == 2  # the file, and its folder
 
 
-ELSEWHERE = """
-import contextlib, importlib, os, pkgutil, sys
-for name in "accelerate fastapi gguf psutil rich sse_starlette torch transformers triton typer uvicorn".split():
-    with contextlib.suppress(ImportError):  # others' modules, while all is there
-        importlib.import_module(name)
-for name in ("preadv", "posix_fadvise", "sched_getaffinity", "O_DIRECT"):
+LINUX = ("preadv", "posix_fadvise", "sched_getaffinity", "O_DIRECT")
+ELSEWHERE = f"""
+import importlib, os, pkgutil
+for name in {LINUX}:
     delattr(os, name)
-import tiermoe
-for module in pkgutil.walk_packages(tiermoe.__path__, "tiermoe."):
-    if not module.name.endswith(("_native", "__main__")) and ".bench.llama." not in module.name:  # llama.cpp's own
-        importlib.import_module(module.name)
+import tiermoe.platform
+for module in pkgutil.iter_modules(tiermoe.platform.__path__, "tiermoe.platform."):
+    importlib.import_module(module.name)
 print("imported")
 """
 
 
-def test_every_module_is_imported_where_calls_of_linux_are_missing() -> None:
+def test_calls_of_linux_are_named_in_one_room_which_is_imported_without_them() -> None:
+    root = Path(file_io.__file__).parents[1]
+    named = {
+        path.relative_to(root).parts[0]
+        for path in root.rglob("*.py")
+        if re.search(rf"\bos\.({'|'.join(LINUX)})\b", path.read_text())
+    }
+    assert named == {"platform"}
     done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, check=False)
     assert done.stdout == "imported\n", done.stderr[-2000:]
 

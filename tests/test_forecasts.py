@@ -97,8 +97,11 @@ def test_later_routers_are_asked_about_all_parts_of_a_step(tmp_path: Path, monke
     engine.close()
 
 
-def test_one_product_serves_two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = load(tmp_path, "qwen3_moe", preset="default")
+def test_one_product_of_weights_that_take_no_memory_of_their_own_serves_two_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, routers = load(tmp_path, "qwen3_moe", preset="default")
+    assert len({router.weight.untyped_storage().data_ptr() for router in routers}) == 1
     calls = []
     forecasts, linear = model.tiermoe.forecaster, torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: calls.append(given) or linear(*given))
@@ -107,13 +110,6 @@ def test_one_product_serves_two_layers(tmp_path: Path, monkeypatch: pytest.Monke
     assert forecasts.ranked(2)
     assert len(calls) == 1
     assert forecasts.ranked(9) == ()
-    model.tiermoe.close()
-
-
-def test_stacking_takes_no_memory_of_its_own(tmp_path: Path) -> None:
-    model, routers = load(tmp_path, "qwen3_moe", preset="default")
-    storages = {router.weight.untyped_storage().data_ptr() for router in routers}
-    assert len(storages) == 1
     model.tiermoe.close()
 
 

@@ -15,12 +15,11 @@ from tiermoe.config import settings
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import load_blueprint
 from tiermoe.errors import ConfigError, ProfileError
-from tiermoe.lab.measure.calibrate import CalibrationOptions, prepare
-from tiermoe.lab.measure.gamma import GAMMAS, find_gamma, find_gamma_for, scored_at, written
-from tiermoe.lab.measure.profiles import MadeProfile, make_profiles
+from tiermoe.lab.measure.calibrate import CalibrationOptions, MadeProfile, make_profiles, prepare
+from tiermoe.lab.measure.searches import GAMMAS, find_gamma, find_gamma_for, scored_at, written
 from tiermoe.lab.measure.texts import Feed, SequenceShape
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 from tiermoe.offload.profiles import Profile, profile_path, read_profile, to_json
 
 PROMPT, LENGTH, SEQUENCES = 8, 20, 4
@@ -108,6 +107,8 @@ def test_the_largest_gamma_of_a_share_of_fallbacks(engine: Engine, ids: torch.Te
     assert max(ratios[found.gamma]) <= 0.4
     assert max(ratios[above]) > 0.4
     assert found.ratio == ratios[found.gamma][1]
+    with pytest.raises(ConfigError, match="4 answers of at least 8 tokens are needed, there are 3; raise --tokens"):
+        find_gamma(engine, ids[:3], PROMPT, 0.05, quiet)
 
 
 def test_another_gamma_counts_for_itself(engine: Engine, ids: torch.Tensor) -> None:
@@ -120,12 +121,7 @@ def test_another_gamma_counts_for_itself(engine: Engine, ids: torch.Tensor) -> N
     assert (confident.passes, confident.fallbacks) == before
 
 
-def test_too_few_answers_are_refused(engine: Engine, ids: torch.Tensor) -> None:
-    with pytest.raises(ConfigError, match="4 answers of at least 8 tokens are needed, there are 3; raise --tokens"):
-        find_gamma(engine, ids[:3], PROMPT, 0.05, quiet)
-
-
-def test_the_preset_takes_what_was_found_unless_one_is_set(shipped: Path, tmp_path: Path) -> None:
+def test_the_preset_takes_what_was_found_or_set_and_else_the_papers_gamma(shipped: Path, tmp_path: Path) -> None:
     text = (shipped.parents[1] / "data" / "heldout.txt").read_text()
     options = {"store": tmp_path, "memory": "4GiB", "device": "cpu", "threads": 1}
     asked = CalibrationOptions(fallback_ratio=0.3)
@@ -135,8 +131,9 @@ def test_the_preset_takes_what_was_found_unless_one_is_set(shipped: Path, tmp_pa
     gamma = made.profile.settings["gamma"]
     assert gamma != 0.7
     assert made.profile.data["fallback_ratio"] <= 0.3
-    for changes, expected in (({}, gamma), ({"gamma": 0.7}, 0.7)):
-        model, _ = tiermoe.load(shipped, preset="mobile", set=changes, **options)
+    bare = tmp_path / "bare"
+    for changes, store, expected in (({}, tmp_path, gamma), ({"gamma": 0.6}, tmp_path, 0.6), ({}, bare, 0.7)):
+        model, _ = tiermoe.load(shipped, preset="mobile", set=changes, **{**options, "store": store})
         assert model.tiermoe.composition.gamma == expected
         model.tiermoe.close()
     path = profile_path(tmp_path, "mobile")
@@ -144,9 +141,3 @@ def test_the_preset_takes_what_was_found_unless_one_is_set(shipped: Path, tmp_pa
     path.write_bytes(to_json(Profile("mobile", "of another", {}, profile.settings, {})))
     with pytest.raises(ProfileError, match="was made for another checkpoint"):
         tiermoe.load(shipped, preset="mobile", **options)
-
-
-def test_without_a_calibration_gamma_is_the_papers(shipped: Path, tmp_path: Path) -> None:
-    model, _ = tiermoe.load(shipped, preset="mobile", store=tmp_path, memory="4GiB", device="cpu", threads=1)
-    assert model.tiermoe.composition.gamma == 0.7
-    model.tiermoe.close()

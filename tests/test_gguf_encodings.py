@@ -9,7 +9,7 @@ import gguf_blocks
 from measures import relative_error
 from tiermoe.errors import ConfigError, StoreError
 from tiermoe.formats import gguf_types
-from tiermoe.formats.gguf_types import ENCODINGS, gguf_encoding
+from tiermoe.formats.gguf_types import ENCODINGS, Nvfp4, gguf_encoding
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_named
 from tiermoe.kernels.linear import linear_for
@@ -57,3 +57,30 @@ def test_what_it_cannot_do_is_refused():
     for name in ("gguf/q1_0", "gguf/q4_k/2", "gguf/nvfp4/0", "gguf/nvfp4/x"):
         with pytest.raises(StoreError, match=r"choose a file of Q8_0, Q4_0.*, NVFP4"):
             encoding_named(name)
+
+
+@pytest.mark.parametrize("matrices", [0, 1, 2])
+def test_a_slot_of_nvfp4_stands_for_what_the_gguf_package_dequantises(matrices):
+    stored, factors = gguf_blocks.random_blocks("nvfp4", 6, 128), torch.tensor([0.5, 3.0])[:matrices]
+    wanted = gguf_blocks.weights("nvfp4", stored)
+    if matrices:
+        stored, wanted = {**stored, "factors": factors}, wanted * factors.repeat_interleave(6 // matrices)[:, None]
+    encoding = Nvfp4(matrices)
+    assert encoding_named(encoding.name) == encoding
+    assert [each.name for each in encoding.stored_fields(6, 128, torch.bfloat16)] == list(stored)
+    slot = encoding.slot_of(stored, 6, 128)
+    assert [(name, value.shape) for name, value in slot.items()] == [
+        (each.name, each.shape) for each in encoding.slot_fields(6, 128, torch.bfloat16)
+    ]
+    assert torch.equal(encoding.decode(slot, 6, 128, torch.float32), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_nvfp4(dtype):
+    encoding = Nvfp4(2)
+    stored = {**gguf_blocks.random_blocks("nvfp4", 64, 256), "factors": torch.tensor([0.5, 3.0])}
+    slot = encoding.slot_of(stored, 64, 256)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wanted = x.double() @ encoding.decode(slot, 64, 256, torch.float32).double().t()
+    found = linear_for(encoding.name, "cpu", dtype)(x, slot, 64, 256)
+    assert (found - wanted).abs().max() <= (1e-6 if dtype == torch.float32 else 4e-3) * wanted.abs().max()

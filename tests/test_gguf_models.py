@@ -15,7 +15,7 @@ import torch
 
 import gguf_files
 from gguf_cases import CASES
-from gguf_engines import eager_greedy, engine_of, greedy, logits_of
+from gguf_engines import agree, eager, eager_greedy, engine_of, greedy, logits_of
 from gguf_files import kinds
 from parity import close, tokens
 from tiermoe.batch import Batch, decode, prompt
@@ -62,6 +62,8 @@ OTHERWISE: dict[str, set[str]] = {
 """Models → entries in which the file's config is another, without a difference in what is computed."""
 
 
+FIRST = {case.family: name for name, case in reversed(CASES.items())}.values()
+"""The first model of each family."""
 _WIDENED = {"afmoe": ("mlp.expert_bias",), "kimi_linear": ("forget_gate.dt_bias", "gate.e_score_correction_bias")}
 """Model → ends of parameters, a few numbers each, that transformers keeps in float32 from 5.24 on, and older ones do
 not."""
@@ -118,11 +120,8 @@ def _plain(name: str, value: Any, config: Any) -> Any:
 
 def test_logits_and_tokens_are_those_of_the_dequantised_weights(written: Written) -> None:
     ids = tokens(1, 40)[0].tolist()
-    with torch.no_grad():
-        wanted = written.model(torch.tensor([ids])).logits[0]
-    found = logits_of(written.engine, ids)
-    assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
-    assert greedy(written.engine, ids[:16], 14) == eager_greedy(written.model, ids[:16], 14)
+    assert agree(logits_of(written.engine, ids), eager(written.model, ids))
+    assert greedy(written.engine, ids[:16], 8) == eager_greedy(written.model, ids[:16], 8)
 
 
 def test_tensors_are_the_dequantised_ones_bit_for_bit(written: Written) -> None:
@@ -134,7 +133,9 @@ def test_tensors_are_the_dequantised_ones_bit_for_bit(written: Written) -> None:
 
 
 def test_a_ragged_batch_and_a_forked_prefix(written: Written) -> None:
-    """Sequences of other lengths than a window or the blocks that an indexer chooses, in one step."""
+    """Sequences of other lengths than a window or the blocks that an indexer chooses, in one step: of each family."""
+    if written.name not in FIRST:
+        return
     long, short, third = (tokens(1, count, seed=count)[0].tolist() for count in (41, 6, 30))
     engine = written.engine
     cache = engine.new_cache(4, 48)
@@ -145,8 +146,7 @@ def test_a_ragged_batch_and_a_forked_prefix(written: Written) -> None:
     rows = (decode(slabs[0], 40, long[40]), decode(slabs[1], 5, short[5]), prompt(slabs[2], third), decode(fork, 40, 7))
     found = engine.step(Batch(rows, ragged=True), cache)
     for logits, ids in zip(found, (long, short, third, [*long[:-1], 7]), strict=True):
-        with torch.no_grad():
-            assert close(logits, written.model(torch.tensor([ids])).logits[0, -1])
+        assert close(logits, eager(written.model, ids)[-1])
 
 
 def test_names_and_shapes_tell_what_transformers_code_does(written: Written) -> None:

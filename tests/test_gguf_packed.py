@@ -14,7 +14,7 @@ import torch
 
 import gguf_files
 from commands import Command
-from gguf_engines import engine_of, logits_of
+from gguf_engines import eager, engine_of, logits_of
 from gguf_files import kinds
 from parity import tokens
 from tiermoe.config import format_size, settings
@@ -48,28 +48,17 @@ def quantized(model: Any, bits: int, quantizer: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("bits", "quantizer"), [(3, "nonlinear"), (2, "hqq")])
-@pytest.mark.parametrize("cache", ["100%", "50%"])
+@pytest.mark.parametrize(("bits", "quantizer", "cache"), [(3, "nonlinear", "50%"), (2, "hqq", "100%")])
 def test_experts_are_quantised_and_other_layers_stay(bits: int, quantizer: str, cache: str, tmp_path: Path) -> None:
     file, model = write(tmp_path)
     ids = tokens(1, 30)[0].tolist()
-    with torch.no_grad():
-        plain = model(torch.tensor([ids])).logits[0]
-        wanted = quantized(model, bits, quantizer)(torch.tensor([ids])).logits[0]
+    plain, wanted = eager(model, ids), eager(quantized(model, bits, quantizer), ids)
     engine = engine_of(file, torch.float32, store=tmp_path / "store", bits=bits, cache=cache)
     found = logits_of(engine, ids)
     assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max() < (plain - wanted).abs().max()
     assert engine.settings.dense_bits_used == 16
     assert not engine.store.dense
     assert not list((tmp_path / "store").glob("dense-*"))
-    engine.close()
-
-
-def test_dense_bits_that_are_asked_for_are_packed(tmp_path: Path) -> None:
-    file, _ = write(tmp_path)
-    engine = engine_of(file, torch.float32, store=tmp_path / "store", bits=3, dense_bits=4)
-    assert engine.settings.dense_bits_used == 4
-    assert len(engine.store.dense) == 1
     engine.close()
 
 
@@ -123,7 +112,7 @@ def test_the_plan_says_what_packing_takes(tmp_path: Path, tiermoe_: Command, mon
     engine.close()
     dense = json.loads(tiermoe_(*words, "--dense-bits", "4", "--json").out)["to_pack_bytes"]
     engine = engine_of(file, torch.bfloat16, store=store, bits=3, dense_bits=4)
-    assert dense == sum(each.stat().st_size for each in store.glob("dense-*"))
+    assert 0 < dense == sum(each.stat().st_size for each in store.glob("dense-*"))
     engine.close()
     after = json.loads(tiermoe_(*words, "--json").out)
     assert (after["to_pack_bytes"], after["to_pack_seconds"]) == (0, None)

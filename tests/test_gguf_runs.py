@@ -1,32 +1,38 @@
-"""What a GGUF file runs as: mixtures of types, small caches, transformers' protocol, commands; what it leaves on the
-disk."""
+"""What a GGUF file runs as: mixtures of types, NVFP4, small caches, transformers' protocol, commands; what it leaves on
+the disk."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import gguf_files
 import tiermoe
 from commands import Command
-from gguf_engines import engine_of, logits_of
-from gguf_files import Kinds, kinds
+from gguf_engines import agree, eager, eager_greedy, engine_of, greedy, logits_in, logits_of
+from gguf_files import Kinds, altered, kinds
 from parity import close, tokens
+from tiermoe.errors import ModelError
 from tiermoe.formats.expert_format import PAGE
+from tiermoe.formats.gguf_file import open_gguf, read_whole
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.packing import own_linears
+from tiermoe.model.stored_weights import EmbeddingOnDisk
 
 WIDE = "qwen3_moe, wide"
 """Rows of whole blocks of every type."""
+IDS = tokens(1, 40)[0].tolist()
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def eager(model: Any, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        found: torch.Tensor = model(torch.tensor([ids])).logits[0]
-    return found
+def written(folder: Path, name: str, kind: Kinds, **others: Any) -> tuple[Path, Any]:
+    """A file, and transformers' eager model with its weights."""
+    model = gguf_files.model_of(name)
+    return gguf_files.write(folder / "m.gguf", model, name, kind, **others), model
 
 
 def by_layer(name: str) -> str:
@@ -44,32 +50,28 @@ def below_three_bits(name: str) -> str:
     return ("iq2_xxs" if first else "iq1_m") if "_exps" in name else "iq3_xxs" if "attn" in name else "q6_k"
 
 
-MIXTURES = {
-    by_layer: (("q4_k", "q6_k"), ("q4_k", "iq4_nl")),
-    below_three_bits: (("iq2_xxs", "iq3_s"), ("iq1_m", "iq2_s")),
-}
-"""Types of gate and up, and of down, by layer."""
+def up_and_down(up: str, down: str) -> Kinds:
+    """Gate in Q8_0. Values in another dtype than is computed in may lie beside blocks."""
+    return lambda name: up if "ffn_up_exps" in name else down if "ffn_down_exps" in name else "q8_0"
 
 
-@pytest.mark.parametrize("mixture", MIXTURES, ids=lambda mixture: mixture.__name__)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+MIXTURES = [
+    (WIDE, by_layer, "IQ4_NL, Q4_K, Q6_K"),
+    (WIDE, below_three_bits, "IQ1_M, IQ2_S, IQ2_XXS, IQ3_S"),
+    ("qwen3_moe", up_and_down("q4_0", "q8_0"), "Q8_0, Q8_0 and Q4_0"),
+    ("qwen3_moe", up_and_down("q8_0", "f32"), "Q8_0, float32"),
+    ("qwen3_moe", up_and_down("f16", "bf16"), "Q8_0 and float16"),
+]
+
+
+@DTYPES
+@pytest.mark.parametrize(("name", "kind", "label"), MIXTURES, ids=[label for *_, label in MIXTURES])
 def test_types_are_mixed_within_an_expert_and_between_layers(
-    dtype: torch.dtype, mixture: Kinds, tmp_path: Path
+    name: str, kind: Kinds, label: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model = gguf_files.model_of(WIDE)
-    file = gguf_files.write(tmp_path / "m.gguf", model, WIDE, mixture)
-    engine = engine_of(file, dtype, store=tmp_path / "store")
-    ids = tokens(1, 40)[0].tolist()
-    found, wanted = logits_of(engine, ids), eager(model, ids)
-    if dtype == torch.float32:
-        assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
-    else:
-        assert close(found, wanted)
-    encodings = [layer.encodings for layer in engine.store.precisions["16"].layers]
-    assert encodings == [{"gate_up_proj": f"gguf/{up}", "down_proj": f"gguf/{down}"} for up, down in MIXTURES[mixture]]
-    kept = own_linears(inspect_model(file, str(file), tmp_path / "store"), "cpu")
-    assert kept.keys() >= {"lm_head", "model.layers.0.self_attn.q_proj"}
-    engine.close()
+    file, model = written(tmp_path, name, kind)
+    assert agree(logits_in(file, IDS, dtype, store=tmp_path / "store", cache="50%"), eager(model, IDS))
+    assert label in inspect_model(file, str(file), tmp_path / "store").own_types()
 
 
 @pytest.mark.parametrize("threads", ["native", "python"])
@@ -78,30 +80,22 @@ def test_biases_in_float32_are_rounded_in_the_slot(
 ) -> None:
     if threads == "python":
         request.getfixturevalue("without_native")
-    model = gguf_files.model_of("gpt_oss")
-    file = gguf_files.write(tmp_path / "m.gguf", model, "gpt_oss", kinds("mxfp4", dense="q8_0"))
-    engine = engine_of(file, torch.bfloat16, store=tmp_path / "store", cache="40%")
-    ids = tokens(1, 40)[0].tolist()
-    assert close(logits_of(engine, ids), eager(model, ids))
-    engine.close()
+    file, model = written(tmp_path, "gpt_oss", kinds("mxfp4", dense="q8_0"))
+    found = logits_in(file, IDS, torch.bfloat16, store=tmp_path / "store", cache="40%")
+    assert close(found, eager(model, IDS))
 
 
-def test_a_small_cache_changes_no_bit(tmp_path: Path) -> None:
-    file = gguf_files.write(
-        tmp_path / "m.gguf", gguf_files.model_of("qwen3_moe"), "qwen3_moe", kinds("q8_0", "q4_0", "q5_0")
-    )
-    ids, found = tokens(1, 30)[0].tolist(), []
-    for cache in ("100%", "40%"):
-        engine = engine_of(file, torch.bfloat16, store=tmp_path / "store", cache=cache, lanes=2)
-        found.append(logits_of(engine, ids))
-        engine.close()
+@pytest.mark.parametrize("kind", [kinds("q8_0", "q4_0", "q5_0"), kinds("nvfp4")], ids=["blocks", "nvfp4"])
+def test_a_small_cache_changes_no_bit(kind: Kinds, tmp_path: Path) -> None:
+    file, _ = written(tmp_path, WIDE, kind)
+    store = tmp_path / "store"
+    found = [logits_in(file, IDS, torch.bfloat16, store=store, cache=cache, lanes=2) for cache in ("100%", "40%")]
     assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "mxfp4"])
 def test_matrices_lie_in_slots_as_in_the_pages_of_the_file(kind: str, tmp_path: Path) -> None:
-    model = gguf_files.model_of(WIDE)
-    file = gguf_files.write(tmp_path / "m.gguf", model, WIDE, kinds(kind))
+    file, model = written(tmp_path, WIDE, kinds(kind))
     blueprint = inspect_model(file, str(file), tmp_path / "store")
     assert blueprint.own_experts is not None
     extents = [extent for layer in blueprint.own_experts.layers for extent in layer.extents]
@@ -115,105 +109,122 @@ def test_matrices_lie_in_slots_as_in_the_pages_of_the_file(kind: str, tmp_path: 
     forms = blueprint.expert_formats(16, "expert", "cpu", "")
     assert len({form.slot.nbytes for form in forms}) == 1
     assert forms[0].slot.nbytes >= max(piece.at + piece.nbytes for piece in pieces)
-    ids = tokens(1, 30)[0].tolist()
-    engine = engine_of(file, torch.float32, store=tmp_path / "store", cache="40%")
-    found, wanted = logits_of(engine, ids), eager(model, ids)
-    assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
-    engine.close()
+    assert agree(logits_in(file, IDS, store=tmp_path / "store", cache="40%"), eager(model, IDS))
 
 
-def test_the_disk_holds_no_second_copy(tmp_path: Path) -> None:
-    file = gguf_files.write(tmp_path / "m.gguf", gguf_files.model_of("qwen3_moe"), "qwen3_moe", kinds("q8_0"))
-    store = tmp_path / "store"
-    for _ in range(2):  # the second starts from the outline
-        engine = engine_of(file, torch.bfloat16, store=store)
-        logits_of(engine, [3, 4, 5])
-        engine.close()
-    left = {each.name: each.stat().st_size for each in store.iterdir()}
-    assert "outline.json" in left
-    assert "store.json" not in left
-    assert sum(left.values()) < 1 << 20
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("decoder", ["auto", "generic"])
+@pytest.mark.parametrize(("decoder", "tied"), [("auto", True), ("generic", False)])
 def test_transformers_protocol(decoder: str, tied: bool, tmp_path: Path, shipped: Path) -> None:
     name = "qwen3_moe of 4096 tokens" + ", tied" * tied
-    model = gguf_files.model_of(name)
-    file = gguf_files.write(
-        tmp_path / "m.gguf", model, name, kinds("f32", dense="q8_0"), vocabulary=shipped / "tokenizer.json"
-    )
+    file, model = written(tmp_path, name, kinds("f32", dense="q8_0"), vocabulary=shipped / "tokenizer.json")
     loaded, tokenizer = tiermoe.load(file, memory="4GiB", decoder=decoder, store=tmp_path / "store", threads=1)
     ids = tokens(1, 20)
     with torch.no_grad():
-        assert (loaded(ids).logits - model(ids).logits).abs().max() <= 1e-3 * model(ids).logits.abs().max()
+        assert agree(loaded(ids).logits, model(ids).logits)
     answer = loaded.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert answer.shape[1] <= 28
     assert tokenizer("the")["input_ids"]
     loaded.tiermoe.close()
 
 
-def test_bits_that_are_asked_for_are_packed(tmp_path: Path) -> None:
-    model = gguf_files.model_of("qwen3_moe, narrow")
-    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe, narrow", kinds("q8_0"))
-    engine = engine_of(file, torch.float32, store=tmp_path / "store", bits=8, dense_bits=16)
-    ids = tokens(1, 20)[0].tolist()
-    found, wanted = logits_of(engine, ids), eager(model, ids)
-    assert (found - wanted).norm() < 0.05 * wanted.norm()
-    assert engine.store.precisions.keys() == {"8", "16"}
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    ("up", "down", "label"),
-    [("q4_0", "q8_0", "Q8_0, Q8_0 and Q4_0"), ("q8_0", "f32", "Q8_0, float32"), ("f16", "bf16", "Q8_0 and float16")],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gate_and_up_and_down_of_two_types(up: str, down: str, label: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Also values in another dtype than is computed in, beside blocks."""
-
-    def kind(name: str) -> str:
-        return up if "ffn_up_exps" in name else down if "ffn_down_exps" in name else "q8_0"
-
-    model = gguf_files.model_of("qwen3_moe")
-    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_moe", kind)
-    engine = engine_of(file, dtype, store=tmp_path / "store", cache="50%")
-    ids = tokens(1, 30)[0].tolist()
-    found, wanted = logits_of(engine, ids), eager(model, ids)
-    if dtype == torch.float32:
-        assert (found - wanted).abs().max() <= 1e-3 * wanted.abs().max()
-    else:
-        assert close(found, wanted)
-        assert label in inspect_model(file, str(file), tmp_path / "store").own_types()
-    engine.close()
-
-
 @pytest.mark.parametrize(("kind", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16), ("f32", torch.float32)])
 def test_experts_in_one_dtype_are_computed_in_it(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    model = gguf_files.model_of("mixtral")
-    file = gguf_files.write(tmp_path / "m.gguf", model, "mixtral", kinds(kind))
+    file, model = written(tmp_path, "mixtral", kinds(kind))
     assert inspect_model(file, str(file)).dtype == dtype
-    engine = engine_of(file, dtype, store=tmp_path / "store")
-    ids = tokens(1, 20)[0].tolist()
-    assert close(logits_of(engine, ids), eager(model.to(dtype), ids))
-    engine.close()
+    assert close(logits_in(file, IDS[:20], dtype, store=tmp_path / "store"), eager(model.to(dtype), IDS[:20]))
 
 
 def test_commands(tmp_path: Path, shipped: Path, tiermoe_: Command) -> None:
-    name, vocabulary = "qwen3_moe of 4096 tokens", shipped / "tokenizer.json"
-    model = gguf_files.model_of(name)
-    file = gguf_files.write(tmp_path / "m.gguf", model, name, kinds("q8_0", "q4_0"), vocabulary=vocabulary)
-    common = ("--memory", "4GiB", "--store", tmp_path / "store")
-    for _ in range(2):
+    """The disk holds no second copy of the experts."""
+    name, store = "qwen3_moe of 4096 tokens", tmp_path / "store"
+    file, _ = written(tmp_path, name, kinds("q8_0", "q4_0"), vocabulary=shipped / "tokenizer.json")
+    common = ("--memory", "4GiB", "--store", store)
+    for _ in range(2):  # the second starts from the outline
         done = tiermoe_("run", file, "the", "--max-tokens", "4", *common)
         assert done.code == 0, done
     plan = tiermoe_("plan", file, *common)
-    assert plan.code == 0
     assert "experts as the file has them (Q4_0, Q8_0)" in " ".join(plan.out.split())
-    show = tiermoe_("show", file, "--store", tmp_path / "store")
-    assert "gguf/q4_0" in show.out
+    assert "gguf/q4_0" in tiermoe_("show", file, "--store", store).out
     for more in ((), ("--force",)):
-        packed = tiermoe_("pack", file, "--out", tmp_path / "store", *more)
+        packed = tiermoe_("pack", file, "--out", store, *more)
         assert packed.code == 0, packed
         assert "served from the checkpoint, no copy" in packed.err
-    assert not list((tmp_path / "store").glob("experts-*"))
+    left = {each.name: each.stat().st_size for each in store.iterdir()}
+    assert "outline.json" in left
+    assert not [each for each in left if each.startswith("experts-")]
+    assert sum(left.values()) < 1 << 20
+
+
+# NVFP4: blocks and factors, which llama.cpp's converter writes as tensors of their own
+
+
+@pytest.mark.parametrize("name", [WIDE, "deepseek_v3 of 64 columns", "qwen3_next"])
+def test_nvfp4_s_logits_and_tokens_are_those_of_the_dequantised_weights(name: str, tmp_path: Path) -> None:
+    """Of the second model each head has rows of whole blocks."""
+    file, model = written(tmp_path, name, kinds("nvfp4"))
+    engine = engine_of(file, store=tmp_path / "store")
+    assert agree(logits_of(engine, IDS), eager(model, IDS))
+    assert greedy(engine, IDS[:16], 24) == eager_greedy(model, IDS[:16], 24)
+    engine.close()
+    assert close(logits_in(file, IDS, torch.bfloat16, store=tmp_path / "narrow"), eager(model, IDS))
+    assert inspect_model(file, str(file), tmp_path / "narrow").own_types().startswith("NVFP4")
+
+
+def test_a_matrix_of_nvfp4_and_another_type_is_packed(tmp_path: Path) -> None:
+    file, model = written(tmp_path, WIDE, lambda name: "q8_0" if "ffn_up_exps" in name else "nvfp4")
+    with pytest.raises(ModelError, match=r"as NVFP4 and Q8_0, which kernels .* do not take in place; --bits 4 packs"):
+        engine_of(file, store=tmp_path / "store")
+    assert close(logits_in(file, IDS, torch.bfloat16, store=tmp_path / "store", bits=8), eager(model, IDS))
+
+
+def test_factors_that_are_not_one_for_each_expert(tmp_path: Path) -> None:
+    file, _ = written(tmp_path, WIDE, kinds("nvfp4"))
+    factors = {"blk.0.ffn_up_exps.scale": np.ones(3, dtype=np.float32)}
+    with pytest.raises(ModelError, match=r"scale is F32 of shape \(3,\), not F32 of \(8,\); convert the model again"):
+        open_gguf(altered(file, tmp_path / "other.gguf", tensors=factors))
+
+
+def test_experts_of_gemma_4_have_their_scales_in_their_factors(tmp_path: Path) -> None:
+    """llama.cpp's converter multiplies an expert's scale into the factor of its last matrix."""
+    folded = {f"blk.{layer}.ffn_down_exps.scale": None for layer in (0, 2)}  # the writer gives the second no factors
+    file, model = written(tmp_path, "gemma4 of 64 columns", kinds("nvfp4", "nvfp4", "q8_0"), tensors=folded)
+    for layer in (0, 2):
+        torch.nn.init.ones_(model.model.layers[layer].router.per_expert_scale)
+    assert agree(logits_in(file, IDS, store=tmp_path / "store"), eager(model, IDS))
+
+
+# linear attention, and the table of n-grams
+
+
+@DTYPES
+def test_heads_in_another_order_within_a_block_stay_in_their_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A block of 256 columns holds two heads of values, in another order than transformers'."""
+    file, model = written(tmp_path, "qwen3_5_moe of wide heads", kinds("q4_k", dense="q6_k"))
+    assert agree(logits_in(file, IDS, dtype, store=tmp_path / "store"), eager(model, IDS))
+    kept = own_linears(inspect_model(file, str(file), tmp_path / "store"), "cpu")
+    assert {f"model.layers.0.linear_attn.{name}" for name in ("out_proj", "in_proj_qkv")} <= kept.keys()
+
+
+def test_older_files_have_the_projection_of_linear_attention_in_one(tmp_path: Path) -> None:
+    """In the order of transformers' Qwen3-Next."""
+    model, parts = gguf_files.model_of("qwen3_next"), {}
+    for layer in (0, 2):
+        parts |= {f"blk.{layer}.attn_{name}.weight": None for name in ("qkv", "gate")}
+        parts[f"blk.{layer}.ssm_in.weight"] = model.model.layers[layer].linear_attn.in_proj_qkvz.weight.detach().numpy()
+    file = gguf_files.write(tmp_path / "m.gguf", model, "qwen3_next", kinds("q8_0"), tensors=parts)
+    assert agree(logits_in(file, IDS, store=tmp_path / "store"), eager(model, IDS))
+
+
+@pytest.mark.parametrize("kind", [kinds("q8_0", "q5_0", "q4_0"), kinds("f32")], ids=["blocks", "plain"])
+def test_rows_of_the_table_of_n_grams_are_read_from_the_file(kind: Kinds, shipped: Path, tmp_path: Path) -> None:
+    """N-grams end where the model's texts do, which the tokenizer may call otherwise; their rows alone are read."""
+    end = 2  # of a text, by the model's config
+    file, model = written(tmp_path, "qwen4_exp", kind, vocabulary=shipped / "tokenizer.json")
+    headers = open_gguf(file)
+    assert headers.tensors["per_layer_token_embd.weight"] not in read_whole(headers)
+    engine = engine_of(file, store=tmp_path / "store")
+    assert inspect_model(file, "model", tmp_path / "store").config.eos_token_id == [end, 0]
+    assert isinstance(engine.decoder.layers[0].ngrams.table.__self__, EmbeddingOnDisk)
+    ids = [end if at in (3, 11, 12, 20) else token for at, token in enumerate(IDS)]
+    found = logits_of(engine, ids)
+    engine.close()
+    assert agree(found, eager(model, ids))

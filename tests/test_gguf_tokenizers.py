@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from tiermoe.engine.detokenize import token_bytes
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile, open_gguf
 from tiermoe.formats.outline import Origin
-from tiermoe.model.families.fields import end_ids
+from tiermoe.model.families.gguf import end_ids
 from tiermoe.model.gguf.tokenizer import PRE_TOKENIZERS, load_tokenizer
-from tiermoe.model.hf.tokenizers import load_tokenizer as load_any
 from tiermoe.model.tokenizer import keep_tokenizer, read_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer as load_any
 
 PEER = os.environ.get("TIERMOE_PEER_PYTHON", sys.executable)
 _COMBINING = "Việt Nam ไทย हिन्दी"
@@ -36,6 +37,8 @@ TEXTS = [
     "x=[1,2,3];{}()<>|\\/", "CamelCaseWord ALLCAPS iPhone", "  中文 Kimi月之暗面AI、これ",
 ]  # fmt: skip
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<｜end▁of▁sentence｜>"]
+KIND = gguf.TokenType
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 _ASK = """
 import json, sys, llama_cpp
 job = json.load(sys.stdin)
@@ -56,18 +59,31 @@ def vocabulary() -> dict[str, Any]:
     return {"tokens": [*model["vocab"]], "merges": [" ".join(merge) for merge in model["merges"]]}
 
 
-def write(out: Path, vocabulary: dict[str, Any], pre: str | None, **flags: bool) -> GgufFile:
-    """A file with a vocabulary and nothing else."""
-    writer = gguf.GGUFWriter(out, "qwen3moe")
-    kinds_ = [gguf.TokenType.NORMAL] * len(vocabulary["tokens"])
-    writer.add_tokenizer_model("gpt2")
+def put(
+    out: Path,
+    model: str,
+    tokens: Sequence[str],
+    types: Sequence[gguf.TokenType],
+    *,
+    pre: str | None = None,
+    merges: Sequence[str] = (),
+    scores: Sequence[float] = (),
+    ids: Mapping[str, int],
+    **flags: bool,
+) -> GgufFile:
+    """A file with a vocabulary and nothing else. ids: of special tokens."""
+    writer = gguf.GGUFWriter(out, "qwen3moe" if model == "gpt2" else model)
+    writer.add_tokenizer_model(model)
     if pre is not None:
         writer.add_tokenizer_pre(pre)
-    writer.add_token_list([*vocabulary["tokens"], *SPECIAL, "<think>"])
-    writer.add_token_types([*kinds_, *[gguf.TokenType.CONTROL] * len(SPECIAL), gguf.TokenType.USER_DEFINED])
-    writer.add_token_merges(vocabulary["merges"])
-    writer.add_bos_token_id(len(kinds_))
-    writer.add_eos_token_id(len(kinds_) + 2)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if scores:
+        writer.add_token_scores(scores)
+    if merges:
+        writer.add_token_merges(merges)
+    for name, token in ids.items():
+        getattr(writer, f"add_{name}_token_id")(token)
     for name, value in flags.items():
         getattr(writer, f"add_{name}")(value)
     writer.add_chat_template("{{ messages[0].content }}")
@@ -75,6 +91,14 @@ def write(out: Path, vocabulary: dict[str, Any], pre: str | None, **flags: bool)
     writer.write_kv_data_to_file()
     writer.close()
     return open_gguf(out)
+
+
+def write(out: Path, vocabulary: dict[str, Any], pre: str | None, **flags: bool) -> GgufFile:
+    """A file with a byte-level vocabulary."""
+    tokens, count = [*vocabulary["tokens"], *SPECIAL, "<think>"], len(vocabulary["tokens"])
+    types = [*[KIND.NORMAL] * count, *[KIND.CONTROL] * len(SPECIAL), KIND.USER_DEFINED]
+    ids = {"bos": count, "eos": count + 2}
+    return put(out, "gpt2", tokens, types, pre=pre, merges=vocabulary["merges"], ids=ids, **flags)
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
@@ -142,48 +166,19 @@ def test_ids_are_llama_cpps(pre: str | None, vocabulary: dict[str, Any], tmp_pat
         assert text in left_out or tokenizer(text)["input_ids"] == wanted, text
 
 
-@pytest.fixture
-def sentencepiece(tmp_path: Path) -> Path:
+def sentencepiece(out: Path) -> GgufFile:
     """A file with a vocabulary of words' beginnings, letters and bytes."""
     pieces = [(text[:end], -float(end)) for text in TEXTS for end in range(1, 6) if text[:end]]
     words = {"▁" + word[:end]: -10.0 * end for text in TEXTS for word in text.split() for end in range(1, 8)}
     letters = {letter: -1000.0 for text in TEXTS for letter in text if letter != " "} | {"▁": -1000.0, "▁▁": -2.0}
     scores = letters | {piece.replace(" ", "▁"): score for piece, score in pieces} | words
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *scores]
-    kind = gguf.TokenType
-    types = [kind.UNKNOWN, kind.CONTROL, kind.CONTROL, *[kind.BYTE] * 256, *[kind.NORMAL] * len(scores)]
-    file = tmp_path / "v.gguf"
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * 259 + [*scores.values()])
-    writer.add_token_types(types)
-    for name, token in (("bos", 1), ("eos", 2), ("unk", 0)):
-        getattr(writer, f"add_{name}_token_id")(token)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return file
+    tokens = ["<unk>", "<s>", "</s>", *BYTES, *scores]
+    types = [KIND.UNKNOWN, KIND.CONTROL, KIND.CONTROL, *[KIND.BYTE] * 256, *[KIND.NORMAL] * len(scores)]
+    ids = {"bos": 1, "eos": 2, "unk": 0}
+    return put(out, "llama", tokens, types, scores=[0.0] * 259 + [*scores.values()], ids=ids)
 
 
-def test_ids_of_a_sentencepiece_vocabulary_are_llama_cpps(sentencepiece: Path) -> None:
-    tokenizer = load_tokenizer(open_gguf(sentencepiece))
-    texts = [text for text in TEXTS if text]
-    found = [tokenizer(text)["input_ids"] for text in texts]
-    wanted = dict(zip(TEXTS, _peer(sentencepiece), strict=True))
-    assert found == [wanted[text] for text in texts]
-
-
-def test_tokens_of_a_sentencepiece_vocabulary_have_their_own_bytes(sentencepiece: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(open_gguf(sentencepiece))
-    kept = kept_of(tokenizer, tmp_path)
-    assert [kept.encode(text) for text in TEXTS] == [tokenizer(text)["input_ids"] for text in TEXTS]
-    for text in (*TEXTS, "ሰላም\u3000\U00013000"):  # the last one's characters are no tokens
-        assert bytes_of(tokenizer, text) == (b" " + text.encode() if text else b"")
-
-
-@pytest.fixture
-def letters(tmp_path: Path) -> Path:
+def by_letters(out: Path) -> GgufFile:
     """A file with a vocabulary as Gemma 4's: merges of letters learned from the texts but the last, and bytes."""
     learned = Tokenizer(models.BPE())
     learned.normalizer = normalizers.Replace(" ", "▁")
@@ -191,43 +186,35 @@ def letters(tmp_path: Path) -> Path:
     trainer = trainers.BpeTrainer(vocab_size=700, show_progress=False, min_frequency=1)
     learned.train_from_iterator([text for text in TEXTS[:-1] for _ in range(3)], trainer)
     model = json.loads(learned.to_str())["model"]
-    named = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>", "<|tool_response>", "</s>"]
-    tokens = [*named, *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
-    kind = gguf.TokenType
-    types = [*[kind.CONTROL] * 6, kind.NORMAL, *[kind.BYTE] * 256, *[kind.NORMAL] * len(model["vocab"])]
-    file = tmp_path / "v.gguf"
-    writer = gguf.GGUFWriter(file, "gemma4")
-    writer.add_tokenizer_model("gemma4")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([-1000.0] * len(tokens))
-    writer.add_token_types(types)
-    writer.add_token_merges([" ".join(merge) for merge in model["merges"]])
-    for name, token in (("pad", 0), ("eos", 1), ("bos", 2), ("unk", 3)):
-        getattr(writer, f"add_{name}_token_id")(token)
-    writer.add_add_space_prefix(False)
-    writer.add_add_bos_token(False)  # as the first files said, and llama.cpp does not believe
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return file
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<turn|>", "<|tool_response>", "</s>", *BYTES, *model["vocab"]]
+    types = [*[KIND.CONTROL] * 6, KIND.NORMAL, *[KIND.BYTE] * 256, *[KIND.NORMAL] * len(model["vocab"])]
+    merges, ids = [" ".join(merge) for merge in model["merges"]], {"pad": 0, "eos": 1, "bos": 2, "unk": 3}
+    # as the first files said of the begin token, and llama.cpp does not believe
+    flags = {"add_space_prefix": False, "add_bos_token": False}
+    return put(out, "gemma4", tokens, types, merges=merges, scores=[-1000.0] * len(tokens), ids=ids, **flags)
 
 
-def test_ids_of_gemma_4s_vocabulary_are_llama_cpps(letters: Path) -> None:
-    tokenizer = load_tokenizer(open_gguf(letters))
-    for text, wanted in zip(TEXTS, _peer(letters), strict=True):
-        assert tokenizer(text)["input_ids"] == wanted, text
+@pytest.mark.parametrize("vocabulary_of", [sentencepiece, by_letters])
+def test_ids_of_other_vocabularies_are_llama_cpps(vocabulary_of: Callable[[Path], GgufFile], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(vocabulary_of(tmp_path / "v.gguf"))
+    for text, wanted in zip(TEXTS, _peer(tmp_path / "v.gguf"), strict=True):
+        assert (not text and vocabulary_of is sentencepiece) or tokenizer(text)["input_ids"] == wanted, text
 
 
-def test_tokens_of_gemma_4s_vocabulary_have_their_own_bytes(letters: Path, tmp_path: Path) -> None:
-    file = open_gguf(letters)
-    tokenizer = load_tokenizer(file)
+@pytest.mark.parametrize("vocabulary_of", [sentencepiece, by_letters])
+def test_tokens_of_other_vocabularies_have_their_own_bytes(
+    vocabulary_of: Callable[[Path], GgufFile], tmp_path: Path
+) -> None:
+    file = vocabulary_of(tmp_path / "v.gguf")
+    tokenizer, spaced = load_tokenizer(file), vocabulary_of is sentencepiece
     kept = kept_of(tokenizer, tmp_path)
-    assert tokenizer("a")["input_ids"][0] == 2
-    assert end_ids(file) == [1, 4, 5]  # </s> is a tag
     for text in (*TEXTS, "ሰላም\u3000\U00013000"):  # the last one's letters are no tokens
         assert kept.encode(text) == tokenizer(text)["input_ids"]
-        assert bytes_of(tokenizer, text) == text.encode()
-        assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+        assert bytes_of(tokenizer, text) == (b" " + text.encode() if text and spaced else text.encode())
+        assert spaced or tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+    if not spaced:
+        assert tokenizer("a")["input_ids"][0] == 2
+        assert end_ids(file) == [1, 4, 5]  # </s> is a tag
 
 
 def test_a_model_s_tokenizer_is_its_file_s(tmp_path: Path, shipped: Path) -> None:

@@ -9,8 +9,7 @@ import torch
 
 from tiermoe.errors import PackError
 from tiermoe.formats import gptq
-from tiermoe.formats.encode_matrix import encode_rows
-from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.encoding import Encoding, encode_rows
 from tiermoe.formats.gptq import (
     Levels,
     NonUniformLevels,

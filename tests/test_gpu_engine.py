@@ -21,8 +21,6 @@ from tiermoe.engine.budget import RESERVE, divided_with_gpu
 from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan
 from tiermoe.errors import BudgetError, ConfigError, StoreError
 from tiermoe.formats.int4 import CPU_LAYOUT
-from tiermoe.formats.store import dense_key, machine_of, precision_key
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.model import prepare_store
 from tiermoe.offload import cuda
 from tiermoe.offload.disk import LANES
@@ -115,18 +113,6 @@ def test_cpu_and_gpu_lie_side_by_side(
     for bits in (4, 8, 2):  # the same weights in another order
         mine, theirs = found["rowmajor", bits], found[CPU_LAYOUT, bits]
         assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
-
-
-def test_names_in_the_store() -> None:
-    assert machine_layout("cpu") == CPU_LAYOUT
-    assert machine_layout("cuda") == machine_layout("cuda:1") == "rowmajor"
-    assert precision_key(4, "hqq", "rowmajor") == "4-hqq-rowmajor"
-    assert precision_key(4, "hqq", CPU_LAYOUT) == "4-hqq"
-    assert precision_key(2, "linear", "rowmajor") == "2-linear-rowmajor"
-    assert precision_key(2, "linear", CPU_LAYOUT) == "2-linear"
-    assert precision_key(8, "hqq", "rowmajor") == dense_key(8, "rowmajor") == "8"
-    assert machine_of(8, "rowmajor") == "any"
-    assert machine_of(2, "rowmajor") == "rowmajor"
 
 
 def test_another_layout_is_refused() -> None:

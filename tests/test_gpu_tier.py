@@ -17,7 +17,6 @@ from patience import PATIENCE_S, until, within
 from tiermoe.engine.service import tiers_of
 from tiermoe.errors import BudgetError, LoadError
 from tiermoe.offload import slots
-from tiermoe.offload.slots import DeviceSlots
 from tiermoe.types import Demand
 
 
@@ -30,25 +29,6 @@ def test_every_computation_sees_its_expert(seed: int, device_slots: int, host_sl
     assert one.link.host.hits + one.link.host.misses == loads
     assert one.link.bytes_copied == loads * BYTES
     assert one.link.counters().bytes_read == one.link.host.misses * BYTES
-
-
-def test_main_memory_is_a_second_cache(rig: Callable[..., Rig]) -> None:
-    one = rig(3, LAYERS * EXPERTS, 2)
-    for turn in range(3):
-        for layer in range(LAYERS):
-            within(lambda layer=layer: one.layer(layer, [0, 1, 2]))
-        assert one.link.host.misses == LAYERS * 3
-        assert one.link.host.hits == turn * LAYERS * 3
-    assert set(one.disk.reads.values()) == {1}
-
-
-def test_main_memory_drops_what_was_copied_longest_ago(rig: Callable[..., Rig]) -> None:
-    one = rig(4, 2, 1)
-    for slot, expert in enumerate([0, 1, 0, 2, 0]):  # expert 2 takes the place of 1, not of 0
-        one.link.submit(load(expert, slot % 4))
-        within(one.link.wait)
-        one.gpu.wait(one.gpu.asked[-1])
-    assert one.disk.order == [key(0, 0), key(0, 1), key(0, 2)]
 
 
 @pytest.fixture
@@ -81,32 +61,6 @@ def test_slots_that_cannot_be_pinned_give_the_others_back(pinned: list[int]) -> 
     with pytest.raises(BudgetError, match="refused"):
         tiers_of([(4, 2 * BYTES, False)], FakeDisk(), 1, lambda key: BYTES, "cuda", runs)
     assert not pinned
-
-
-def test_a_host_slot_waits_for_its_copy(rig: Callable[..., Rig]) -> None:
-    one = rig(2, 1, 1)
-    one.gpu.hold()
-    one.link.submit(load(0, 0))
-    assert within(one.link.wait).load.key == key(0, 0)  # handed out, its copy still to run
-    one.link.submit(load(1, 1))
-    assert not one.gpu.asked[0].done
-    threading.Event().wait(0.05)
-    assert one.disk.order == [key(0, 0)]
-    one.gpu.release()
-    within(one.link.wait)
-    one.gpu.use(one.device.buffer(0), key(0, 0))
-    one.gpu.use(one.device.buffer(1), key(0, 1))
-
-
-def test_a_slot_is_not_overwritten_before_its_computation_has_run(rig: Callable[..., Rig]) -> None:
-    one = rig(1, 4, 1)
-    for expert in (0, 1, 2, 3, 0, 1):
-        one.link.submit(load(expert, 0))
-        within(one.link.wait)
-        one.gpu.hold()
-        for _ in range(3):
-            one.gpu.use(one.device.buffer(0), key(0, expert))
-        one.gpu.release()
 
 
 def test_poll_leaves_copies_under_way(rig: Callable[..., Rig]) -> None:
@@ -186,15 +140,6 @@ def test_speculative_copies_run_one_by_one(rig: Callable[..., Rig]) -> None:
     assert {within(one.link.wait).load.slot for _ in range(2)} == {0, 1}
 
 
-def test_device_slots_share_one_tensor() -> None:
-    slots = DeviceSlots(3, 5000, "cpu")
-    assert slots.slot_bytes == 8192
-    buffers = [slots.buffer(slot) for slot in range(3)]
-    assert [buffer.data_ptr() - buffers[0].data_ptr() for buffer in buffers] == [0, 8192, 16384]
-    assert all(buffer.dtype == torch.uint8 and buffer.shape == (8192,) for buffer in buffers)
-    assert content(key(0, 0)).shape == (BYTES,)
-
-
 def test_an_interrupted_run_is_rolled_back(rig: Callable[..., Rig]) -> None:
     made = rig(3, 3, 2)
     made.layer(0, [0, 1])
@@ -206,28 +151,6 @@ def test_an_interrupted_run_is_rolled_back(rig: Callable[..., Rig]) -> None:
     assert not made.controller.cache.in_flight
     for layer in range(3):
         made.layer(layer, [0, 2, 3, 4, 5])
-
-
-def test_what_is_borrowed_lies_in_main_memory_and_is_read_once(rig: Callable[..., Rig]) -> None:
-    one = rig(2, 2, 1)
-    for _ in range(2):
-        assert torch.equal(within(lambda: one.link.host.borrow(key(0, 3)))[:BYTES], content(key(0, 3)))
-        one.link.host.give_back(key(0, 3))
-    within(lambda: one.layer(0, [3]))
-    assert one.disk.order == [key(0, 3)]
-    assert (one.link.host.hits, one.link.host.misses, len(one.gpu.asked)) == (2, 1, 1)
-
-
-def test_a_slot_that_is_lent_is_not_taken(rig: Callable[..., Rig]) -> None:
-    one = rig(2, 1, 2)
-    lent = within(lambda: one.link.host.borrow(key(0, 3)))
-    one.link.submit(load(0, 0))
-    threading.Event().wait(0.05)
-    assert one.disk.order == [key(0, 3)]
-    assert torch.equal(lent[:BYTES], content(key(0, 3)))
-    one.link.host.give_back(key(0, 3))
-    assert within(one.link.wait).error is None
-    one.gpu.use(one.device.buffer(0), key(0, 0))
 
 
 def test_borrowing_waits_for_the_copy_that_holds_the_only_slot(rig: Callable[..., Rig]) -> None:

@@ -15,6 +15,7 @@ from tiermoe.engine.request import Piece
 from tiermoe.serve.chats import AnswerReader
 from tiermoe.serve.grammar import Grammars, json_rule
 from tiermoe.serve.harmony import ChannelReader, message_of, rules_of, speaks, thought_end, tool_of
+from tiermoe.serve.tool_calls import ToolCall
 from tiny import write_tokenizer
 
 THOUGHT = 'User asks: "What is 2 + 2?" Simple arithmetic. Provide answer.'
@@ -48,17 +49,25 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 ]  # fmt: skip
 
 
+def fed(text: str, pieces: int, cut: bool = False) -> tuple[str, str, list[ToolCall]]:
+    """Thought, text and calls that a reader tells of an answer in random pieces. cut: it was cut off."""
+    reader, parts = ChannelReader(), parts_of(text, pieces)
+    told = [
+        reader.add(part, last, last and cut) for part, last in zip(parts, [False] * (pieces - 1) + [True], strict=True)
+    ]
+    calls = calls_of([piece for *_, new in told for piece in new])
+    assert reader.called is any(call.whole for call in calls)
+    return "".join(each[0] for each in told), "".join(each[1] for each in told), calls
+
+
 @pytest.mark.parametrize("pieces", [1, 2, 5, 40])
 @pytest.mark.parametrize(("text", "thought", "answer", "calls"), CASES)
 def test_messages_are_read_however_their_text_comes(
     text: str, thought: str, answer: str, calls: list[Any], pieces: int
 ) -> None:
-    reader, parts = ChannelReader(), parts_of(text, pieces)
-    told = [reader.add(part, index == len(parts) - 1) for index, part in enumerate(parts)]
-    assert ("".join(each[0] for each in told), "".join(each[1] for each in told)) == (thought, answer)
-    found = calls_of([piece for each in told for piece in each[2]])
+    *said, found = fed(text, pieces)
+    assert said == [thought, answer]
     assert [(call.name, json.loads(call.arguments)) for call in found] == calls
-    assert reader.called is bool(calls)
 
 
 @pytest.mark.parametrize("pieces", [1, 5])
@@ -73,13 +82,9 @@ def test_messages_are_read_however_their_text_comes(
     ],
 )
 def test_a_call_that_is_cut_off_has_the_arguments_so_far(text: str, answer: str, calls: list[Any], pieces: int) -> None:
-    reader, parts = ChannelReader(), parts_of(text, pieces)
-    told = [reader.add(part, index == len(parts) - 1, index == len(parts) - 1) for index, part in enumerate(parts)]
-    assert "".join(each[1] for each in told) == answer
-    found = calls_of([piece for each in told for piece in each[2]])
-    assert [(call.name, call.arguments) for call in found] == calls
+    _, said, found = fed(text, pieces, cut=True)
+    assert (said, [(call.name, call.arguments) for call in found]) == (answer, calls)
     assert [call.whole for call in found] == [text.endswith("<|call|>")] * len(found)
-    assert reader.called is text.endswith("<|call|>")
 
 
 def test_arguments_come_as_they_are_written() -> None:
@@ -112,9 +117,8 @@ def test_what_clients_send_back_is_as_templates_take_it() -> None:
     assert not speaks("<think>")
     bare = {"type": "function", "function": {"name": "f"}}
     assert tool_of(bare) == {"type": "function", "function": {"name": "f", "description": ""}}
-    assert (
-        tool_of({"type": "function", "function": {"name": "f", "description": "d"}})["function"]["description"] == "d"
-    )
+    described = {"type": "function", "function": {"name": "f", "description": "d"}}
+    assert tool_of(described) == described
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +169,9 @@ def test_a_grammar_has_the_headers(tokenizer: Any, text: str, forced: bool, free
         assert (passed and grammar.ended) is expected
 
 
-@pytest.mark.parametrize("calls", [True, False])
-def test_a_grammar_has_the_forced_end_of_a_thought(tokenizer: Any, calls: bool) -> None:
-    rules = rules_of([FUNCTION], None) if calls else rules_of([], json_rule({"type": "object"}))
-    grammar = Grammars(tokenizer, len(tokenizer), {2}).compile(rules)[0]
-    for token in ids(tokenizer, f"<|channel|>analysis<|message|>so{thought_end(calls)}"):
-        assert grammar.restrict(torch.zeros(len(tokenizer)))[token] == 0
-        grammar.accept(token)
+def test_a_grammar_has_the_forced_end_of_a_thought(tokenizer: Any) -> None:
+    for calls, rules in ((True, rules_of([FUNCTION], None)), (False, rules_of([], json_rule({"type": "object"})))):
+        grammar = Grammars(tokenizer, len(tokenizer), {2}).compile(rules)[0]
+        for token in ids(tokenizer, f"<|channel|>analysis<|message|>so{thought_end(calls)}"):
+            assert grammar.restrict(torch.zeros(len(tokenizer)))[token] == 0
+            grammar.accept(token)

@@ -13,7 +13,7 @@ import tiny
 from commands import Command
 from tiermoe.errors import ConfigError
 from tiermoe.lab.measure.harness import FILES, evaluate_tasks, results_of, tasks_asked
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 
 QUESTION = "question,choice0,choice1,choice2,choice3,answer\n"
 
@@ -55,7 +55,7 @@ def test_figures_are_those_of_transformers_eager_model(family: str, data: Path, 
     oracle = huggingface.HFLM(
         pretrained=plain, tokenizer=tokenizer, backend="causal", batch_size=1, max_length=2048, softmax_dtype="float64"
     )
-    expected = results_of(oracle, tasks, str(data), 3, errors=True)
+    expected = results_of(oracle, tasks, str(data), 3)
     assert result["tasks"].keys() == expected.keys() == set(tasks)
     for task in tasks:
         assert result["tasks"][task] == pytest.approx(expected[task], rel=1e-5, nan_ok=True)
@@ -74,26 +74,13 @@ def test_an_encoder_decoder_model(data: Path, tmp_path: Path) -> None:
         pretrained=tiny.oracle(directory, family, torch.float32), tokenizer=load_tokenizer(directory),
         backend="seq2seq", batch_size=1, max_length=256, softmax_dtype="float64",
     )  # fmt: skip
-    assert result["tasks"] == results_of(oracle, ["piqa"], str(data), None, errors=True)
+    assert result["tasks"] == results_of(oracle, ["piqa"], str(data), None)
 
 
 def test_the_command_prints_each_task(data: Path, shipped: Path, tiermoe_: Command) -> None:
     pytest.importorskip("lm_eval")
-    words = (
-        "eval",
-        shipped,
-        "--tasks",
-        "piqa,mmlu",
-        "--data",
-        data,
-        "--limit",
-        2,
-        "--memory",
-        "4GiB",
-        "--preset",
-        "lru",
-    )
-    ended = tiermoe_(*words)
+    words = ["--tasks", "piqa,mmlu", "--limit", "2", "--memory", "4GiB", "--preset", "lru"]
+    ended = tiermoe_("eval", shipped, "--data", data, *words)
     assert ended.code == 0, ended.err
     assert "acc_norm" in ended.out
     assert "±" in ended.out

@@ -13,7 +13,6 @@ import torch
 
 from tiermoe.batch import Batch, Row, decode, prompt
 from tiermoe.errors import ModelError, PromptError
-from tiermoe.model.cache import memory as kv_memory
 from tiermoe.model.cache.kv import KVCache, LayerShape, cache_bytes, needs
 from tiermoe.model.cache.memory import read_rows, write_rows
 from tiermoe.model.cache.recurrent import StateShape
@@ -71,18 +70,6 @@ def test_a_crop_forgets_the_end_and_refuses_what_a_window_no_longer_holds() -> N
         kv.crop(slab, 9)
 
 
-def test_a_fork_begins_alike_and_goes_on_by_itself() -> None:
-    kv = cache()
-    slab = kv.open()
-    write(kv, prompt(slab, range(4)))
-    other = kv.fork(slab)
-    before = kv.keys[0][slab].clone()
-    assert torch.equal(kv.keys[0][other, :, :4], before[:, :4])
-    write(kv, prompt(other, range(2), 4))
-    assert torch.equal(kv.keys[0][slab, :, :4], before[:, :4])
-    assert (kv.length(slab), kv.length(other)) == (4, 6)
-
-
 def test_a_fork_of_a_beginning_goes_on_from_there() -> None:
     """It holds what its windows need of a longer sequence, and no more."""
     kv = cache()
@@ -113,20 +100,12 @@ def test_slabs_run_out_and_come_back() -> None:
 
 
 def test_more_room_keeps_what_is_there() -> None:
-    kv = cache(context=8)
-    slab = kv.open()
-    keys = write(kv, prompt(slab, range(4)))[0]
-    kv.reserve(9)
-    assert kv.context == 16
-    assert torch.equal(kv.keys[0][slab, :, :4], keys.transpose(0, 1))
-
-
-def test_more_room_keeps_codes_and_their_scales() -> None:
     kv = KVCache([WHOLE], 1, 8, 4, torch.float32, bits=8)
     slab, keys, values = kv.open(), torch.randn(4, 2, 4), torch.randn(4, 2, 6)
     kv.write(0, prompt(slab, range(4)), keys, values)
     before = kv.read(0, prompt(slab, range(4)), None)
     kv.reserve(9)
+    assert kv.context == 16
     assert kv.key_scales[0].shape[2] == kv.keys[0].shape[2] == 16
     for kept, again in zip(before, kv.read(0, prompt(slab, range(4)), None), strict=True):
         assert torch.equal(kept, again)
@@ -141,21 +120,6 @@ def test_sequences_change_places() -> None:
     kv.select([1, 1])
     assert torch.equal(kv.keys[0][0, :, :3], keys[1].transpose(0, 1))
     assert kv.length(0) == 3
-
-
-def test_a_saved_sequence_comes_back(tmp_path: Path) -> None:
-    kv = cache()
-    slab = kv.open()
-    for first in (0, 4, 8):
-        write(kv, prompt(slab, range(4), first))
-    kv.save(slab, tmp_path / "sequence")
-    fresh = cache()
-    again = fresh.load(tmp_path / "sequence")
-    assert fresh.length(again) == 12
-    for layer, window in ((0, None), (1, 3)):
-        row = prompt(slab, range(4), 8)
-        there = read_rows(fresh.keys[layer], prompt(again, range(4), 8), window)
-        assert torch.equal(there, read_rows(kv.keys[layer], row, window))
 
 
 def test_a_sequence_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -247,14 +211,7 @@ def test_what_ends_at_pages_is_exact() -> None:
     row = 2 * 128
     for positions in (1, 16, 17, 2048):
         pages = -(-positions * row // mmap.PAGESIZE)
-        expected = pages if kv_memory.can_free_pages() else 2048 * row // mmap.PAGESIZE
-        assert kv.nbytes(positions) == 2 * 2 * expected * mmap.PAGESIZE
-
-
-def test_a_system_that_takes_nothing_back_is_asked_for_whole_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_memory, "can_free_pages", lambda: False)
-    kv = KVCache([LayerShape(2, 128, 128)], 2, 2048, 64, torch.bfloat16)
-    assert kv.nbytes(1) == kv.nbytes(2048) == 2 * 2 * 2048 * 256
+        assert kv.nbytes(positions) == 2 * 2 * pages * mmap.PAGESIZE
 
 
 def test_the_plan_counts_what_is_shared_and_no_more_than_all_take() -> None:

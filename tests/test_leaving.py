@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -63,46 +63,6 @@ def held(served: Served, request: pytest.FixtureRequest) -> Iterator[tuple[Held,
     worker.close(1)
 
 
-class Client:
-    """Asks an app for a completion, and may leave. sent: what the app has answered."""
-
-    def __init__(self, app: Any, tokens: int, stream: bool = False) -> None:
-        self.sent: list[Any] = []
-        self._gone = asyncio.Event()
-        asked = {"prompt": [5, 6, 7], "max_tokens": tokens, "temperature": 0, "stream": stream}
-        self._body: bytes | None = json.dumps(asked).encode()
-        headers = [(b"content-type", b"application/json")]
-        scope = {
-            "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
-            "headers": headers, "query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("test", 80),
-        }  # fmt: skip
-        self._task = asyncio.ensure_future(app(scope, self._receive, self._send))
-
-    async def leave(self) -> None:
-        """Returns once the app has given the request up."""
-        self._gone.set()
-        await self._task
-
-    async def answer(self) -> Any:
-        await self._task
-        return json.loads(b"".join(each.get("body", b"") for each in self.sent))
-
-    async def _receive(self) -> Any:
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body}
-        await self._gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Any) -> None:
-        self.sent.append(message)
-
-
-async def happens(happened: Any) -> None:
-    while not happened():
-        await asyncio.sleep(0.001)
-
-
 class Counted:
     """An app; done: how many requests it has given up or answered."""
 
@@ -154,67 +114,63 @@ def test_closed_connections_end_their_requests_with_the_step(
     assert not ended
 
 
-@pytest.mark.parametrize("held", ["prefill", "decode"], indirect=True)
-def test_a_client_that_waits_for_a_whole_answer_leaves(held: tuple[Held, Worker, Ended, Any]) -> None:
-    engine, worker, ended, app = held
-
-    async def asked() -> Client:
-        client = Client(app, 50)
-        await happens(engine.reached.is_set)
-        await client.leave()
-        engine.let_go()
-        await happens(lambda: not worker.busy)
-        return client
-
-    client = asyncio.run(asked())
-    assert [each["status"] for each in client.sent if "status" in each] == [499]
-    assert not ended
-    assert worker.loop.counts.generated_tokens <= 2
-    assert worker.loop.counts.aborted == 1
-
-
 @pytest.mark.parametrize("held", ["decode"], indirect=True)
 def test_a_client_leaves_the_queue(held: tuple[Held, Worker, Ended, Any]) -> None:
+    """Those before and after it are answered."""
     engine, worker, ended, app = held
+    counted, path = Counted(app), "/v1/completions"
+    with running(counted) as address, ThreadPoolExecutor(2) as threads:
 
-    async def asked() -> Any:
-        first = Client(app, 50)
-        await happens(engine.reached.is_set)
-        second, third = Client(app, 50), Client(app, 3)
-        await happens(lambda: worker.waiting == 2)
-        await second.leave()
+        def asks(tokens: int) -> Future[httpx.Response]:
+            body = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": tokens}
+            return threads.submit(httpx.post, f"{address}{path}", json=body, timeout=PATIENCE_S)
+
+        first = asks(MOST)
+        assert engine.reached.wait(PATIENCE_S)
+        with connected(address, path, ASKED[path]):
+            until(lambda: worker.waiting == 2)
+        until(lambda: counted.done == 1)
+        third = asks(3)
+        until(lambda: worker.waiting == 3)
         engine.let_go()
-        return await first.answer(), await third.answer()
-
-    answers = asyncio.run(asked())
-    assert [answer["usage"]["completion_tokens"] for answer in answers] == [50, 3]
+        tokens = [each.result().json()["usage"]["completion_tokens"] for each in (first, third)]
+    assert tokens == [MOST, 3]
     worker.close(PATIENCE_S)
     assert ended == ["length", "length"]
-    assert worker.loop.counts.aborted == 1
+    assert worker.loop.counts.aborted == 2
+
+
+def told(connection: socket.socket, enough: Callable[[str], bool]) -> str:
+    """What comes over a connection until it is enough."""
+    connection.settimeout(PATIENCE_S)
+    text = ""
+    while not enough(text):
+        text += connection.recv(1 << 16).decode()
+    return text
 
 
 @pytest.mark.parametrize("held", ["prefill"], indirect=True)
+@pytest.mark.parametrize(
+    ("path", "asked", "sign", "end"),
+    [
+        ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 3, "stream": True}, ": ping", "[DONE]"),
+        ("/api/generate", {"prompt": "a", "options": {"num_predict": 3}}, '"response": ""', '"done": true'),
+    ],
+)
 def test_a_stream_that_waits_is_kept_alive(
-    held: tuple[Held, Worker, Ended, Any], monkeypatch: pytest.MonkeyPatch
+    held: tuple[Held, Worker, Ended, Any], monkeypatch: pytest.MonkeyPatch, path: str, asked: Any, sign: str, end: str
 ) -> None:
-    """Its own prompt is being read, or it is in the queue: a comment comes as long as there is nothing to tell."""
+    """Its own prompt is being read, or it is in the queue: a comment comes, or an object without a text."""
     monkeypatch.setattr("tiermoe.serve.answers.KEEP_ALIVE_S", 0.01)
     engine, worker, _, app = held
-
-    def told(client: Client) -> str:
-        return b"".join(each.get("body", b"") for each in client.sent).decode()
-
-    async def asked() -> list[str]:
-        clients = [Client(app, 3, stream=True) for _ in range(2)]
-        await happens(lambda: all(told(client).count(": ping") > 2 for client in clients))
+    with running(app) as address, connected(address, path, asked) as one, connected(address, path, asked) as other:
+        for before in [told(each, lambda text: text.count(sign) > 2) for each in (one, other)]:
+            assert "data:" not in before
+            assert end not in before
         assert worker.waiting == 1
-        before = [told(client) for client in clients]
         engine.let_go()
-        await happens(lambda: all("[DONE]" in told(client) for client in clients))
-        return before
-
-    for before in asyncio.run(asked()):
-        assert "data:" not in before
+        for each in (one, other):
+            told(each, lambda text: end in text)
 
 
 @pytest.mark.parametrize("held", ["prefill"], indirect=True)

@@ -70,9 +70,14 @@ def test_slots_say_what_runs_and_no_text(served: Served) -> None:
     assert full.status_code == 503
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions"])
-def test_timings_are_in_answers(http: httpx.Client, path: str) -> None:
-    asked = CHAT if path.startswith("chat") else TEXT
+def chunks_of(http: httpx.Client, path: str, asked: Any) -> list[dict[str, Any]]:
+    """Objects of a stream."""
+    events = http.post(f"/v1/{path}", json={**asked, "stream": True}).text.split("\n\n")
+    return [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
+
+
+@pytest.mark.parametrize(("path", "asked"), [("chat/completions", CHAT), ("completions", TEXT)])
+def test_timings_are_in_answers(http: httpx.Client, path: str, asked: Any) -> None:
     whole = http.post(f"/v1/{path}", json=asked).json()
     usage, timings = whole["usage"], whole["timings"]
     assert timings["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"]
@@ -85,32 +90,19 @@ def test_timings_are_in_answers(http: httpx.Client, path: str) -> None:
         assert timings[f"{name}_per_token_ms"] == pytest.approx(spent / count)
     again = http.post(f"/v1/{path}", json=asked).json()["timings"]
     assert again["cache_n"] > 0  # what the first one read
-
-
-@pytest.mark.parametrize("path", ["chat/completions", "completions"])
-@pytest.mark.parametrize("each", [False, True])
-def test_timings_are_in_streams(http: httpx.Client, path: str, each: bool) -> None:
-    asked = CHAT if path.startswith("chat") else TEXT
-    more = {"stream": True, "timings_per_token": each, "stream_options": {"include_usage": True}}
-    events = http.post(f"/v1/{path}", json={**asked, **more}).text.split("\n\n")
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
-    timed = [chunk["timings"]["predicted_n"] for chunk in chunks if "timings" in chunk]
-    assert timed[-2:] == [6, 6]  # the chunk with the reason, and that with the usage
-    if each:
+    for each in (False, True):
+        more = {"timings_per_token": each, "stream_options": {"include_usage": True}}
+        chunks = chunks_of(http, path, asked | more)
+        timed = [chunk["timings"]["predicted_n"] for chunk in chunks if "timings" in chunk]
+        assert timed[-2:] == [6, 6]  # the chunk with the reason, and that with the usage
         assert timed[:-2] == sorted(set(timed[:-2]))
-        assert len(timed) > 3
-    else:
-        assert len(timed) == 2
+        assert (len(timed) > 3) is each
 
 
 def test_timings_of_several_answers_are_in_their_last_chunks(http: httpx.Client) -> None:
     assert "timings" not in http.post("/v1/completions", json={**TEXT, "n": 2}).json()
-    events = http.post("/v1/completions", json={**TEXT, "n": 2, "stream": True}).text.split("\n\n")
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event.startswith("data: {")]
-    timed = {chunk["choices"][0]["index"]: chunk["timings"]["predicted_n"] for chunk in chunks if "timings" in chunk}
-    assert timed == {0: 6, 1: 6}
-
-
-def test_an_echo_without_an_answer_has_no_predicted_tokens(http: httpx.Client) -> None:
-    timings = http.post("/v1/completions", json={**TEXT, "max_tokens": 0, "echo": True}).json()["timings"]
-    assert (timings["predicted_n"], timings["predicted_ms"], timings["predicted_per_second"]) == (0, 0, 0)
+    timed = [chunk for chunk in chunks_of(http, "completions", {**TEXT, "n": 2}) if "timings" in chunk]
+    found = {chunk["choices"][0]["index"]: chunk["timings"]["predicted_n"] for chunk in timed}
+    assert found == {0: 6, 1: 6}
+    echo = http.post("/v1/completions", json={**TEXT, "max_tokens": 0, "echo": True}).json()["timings"]
+    assert (echo["predicted_n"], echo["predicted_ms"], echo["predicted_per_second"]) == (0, 0, 0)

@@ -88,33 +88,31 @@ def test_a_slot_is_the_extent_of_its_expert(tmp_path: Path, lanes: int) -> None:
 
 
 @pytest.mark.usefixtures("any_system")
-def test_a_damaged_extent_is_found_and_named_and_the_lane_lives_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "early", "cause"),
+    [
+        (
+            lambda path: change(path, 4 * SIZE + 77),
+            False,
+            r"expert 4 \(16 bits\) is damaged: its bytes in .*experts do not",
+        ),
+        (lambda path: os.truncate(path, 4 * SIZE), False, r"expert 4 .*experts: the file ends 8,192 bytes early"),
+        (lambda path: os.truncate(path, 4 * SIZE), True, "experts is truncated"),
+    ],
+    ids=["damaged", "cut while it is mapped", "cut before"],
+)
+def test_a_wrong_file_is_named_and_ends_neither_process_nor_lane(
+    tmp_path: Path, wrong: Callable[[Path], None], early: bool, cause: str
+) -> None:
     extents = write_experts(tmp_path / "experts")
+    if early:
+        wrong(tmp_path / "experts")
     tiers = tiers_over(extents, lanes=1)
-    change(tmp_path / "experts", 3 * SIZE + 77)
-    with pytest.raises(LoadError, match=r"expert 3 \(16 bits\) is damaged: its bytes in .*experts do not match"):
-        raise load(tiers, 3, slot=0) or AssertionError
-    assert load(tiers, 4, slot=0) is None
-    tiers.link.close()
-
-
-@pytest.mark.usefixtures("any_system")
-def test_a_file_that_was_cut_while_it_is_mapped_ends_no_process(tmp_path: Path) -> None:
-    extents = write_experts(tmp_path / "experts")
-    tiers = tiers_over(extents)
-    os.truncate(tmp_path / "experts", 4 * SIZE)
-    with pytest.raises(LoadError, match=r"reading layer 0, expert 4 .*experts: the file ends 8,192 bytes early"):
+    if not early:
+        wrong(tmp_path / "experts")
+    with pytest.raises(LoadError, match=cause):
         raise load(tiers, 4, slot=0) or AssertionError
     assert load(tiers, 3, slot=0) is None
-    tiers.link.close()
-
-
-def test_a_file_that_was_cut_before_is_named(tmp_path: Path) -> None:
-    extents = write_experts(tmp_path / "experts")
-    os.truncate(tmp_path / "experts", 4 * SIZE)
-    tiers = tiers_over(extents)
-    with pytest.raises(LoadError, match=r"experts is truncated"):
-        raise load(tiers, 4, slot=0) or AssertionError
     tiers.link.close()
 
 

@@ -77,7 +77,6 @@ def shown(text: str, length: int, height: int, width: int = 60) -> list[str]:
     stream = MarkdownStream(screen.console)
     for start in range(0, len(text), length):
         stream.add(text[start : start + length])
-        screen.lines()
     stream.close()
     return screen.lines()
 

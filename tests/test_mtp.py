@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 import gguf_files
 import mtp_models
+import tiny
 from commands import Command
 from fake_link import SHAPE, FakeLink, Said, keys, run
 from mtp_models import blueprint_with_head, engine_with_head
@@ -27,13 +28,12 @@ from test_speculation import requests as longer
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.config import settings
-from tiermoe.engine.drafts import MtpDrafts, require_verification
+from tiermoe.engine.drafts import Lookup, MtpDrafts, require_verification
+from tiermoe.engine.engine import numerics
 from tiermoe.engine.load import start
-from tiermoe.engine.numerics import numerics
-from tiermoe.engine.prompt_lookup import Lookup
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
-from tiermoe.errors import ConfigError, LoadError, ModelError, StoreError
+from tiermoe.errors import ConfigError, LoadError, ModelError
 from tiermoe.formats.store import open_store
 from tiermoe.model.families import FAMILIES
 from tiermoe.model.hf.blueprint import inspect_model
@@ -151,8 +151,10 @@ def drafting(engine: Any, lookup: bool = False) -> Eager:
     return Eager(drafts, drafts.draft_batch)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("lookup", [False, True])
+ONE = pytest.mark.parametrize("checkpoint", ["glm4_moe"], indirect=True)
+
+
+@pytest.mark.parametrize(("rows", "lookup"), [(1, False), (3, True)])
 def test_a_head_changes_no_token(plain: Any, engine: Any, rows: int, lookup: bool) -> None:
     for seed in (None, 1):
         expected = answers(RequestLoop(plain, Letters(), rows, set()), requests(seed))
@@ -161,6 +163,7 @@ def test_a_head_changes_no_token(plain: Any, engine: Any, rows: int, lookup: boo
         assert not native.available() or loop.counts.guessed_tokens > 30
 
 
+@ONE
 def test_a_head_changes_no_token_in_a_small_cache(plain: Any, checkpoint: Path) -> None:
     small = engine_with_head(checkpoint, **PACKED, cache=f"{100 * 6 // 32}%")
     expected = answers(RequestLoop(plain, Letters(), 3, set()), requests())
@@ -174,6 +177,7 @@ def test_a_preempted_answer_goes_on(plain: Any, engine: Any) -> None:
     assert found == answers(RequestLoop(plain, Letters(), 3, set()), requests())
 
 
+@ONE
 def test_an_answer_does_not_fail_by_a_damaged_head(plain: Any, engine: Any) -> None:
     class Damaged(WrappedEngine):
         def draft(self, *_: Any) -> Any:
@@ -266,32 +270,8 @@ def test_a_pass_that_drafts_reads_nothing_ahead_and_is_not_timed() -> None:
 # the store and the plan
 
 
-def test_a_head_is_packed_beside_a_store_that_stays(tmp_path: Path) -> None:
-    directory, root = tmp_path / "model", tmp_path / "store"
-    mtp_models.write(directory, "glm4_moe", torch.bfloat16, **SIZES["glm4_moe"])
-    options = {"memory": "4GiB", "device": "cpu", "store": root, **PACKED}
-    start(inspect_model(directory, "tiny", root), settings(**options)).close()
-    before = {file.name: file.read_bytes() for file in root.iterdir() if file.suffix in (".bin", ".safetensors")}
-    assert before
-    assert not (root / "mtp").exists()
-    packed = list[str]()
-    for again in range(2):
-        blueprint = blueprint_with_head(directory, root)
-        engine = start(blueprint, settings(**options), lambda what, *_: packed.append(what))
-        assert [layer.name for layer in engine.store.layers] == [f"model.layers.{at}.mlp.experts" for at in (1, 2, 3)]
-        assert engine.plan.all_slots == 24
-        engine.close()
-        assert bool(packed) is not bool(again)
-        packed.clear()
-    assert {name: (root / name).read_bytes() for name in before} == before
-    next((root / "mtp").glob("experts-*")).unlink()
-    with pytest.raises(StoreError, match=r"mtp, and the next run with --draft mtp packs the head anew"):
-        start(blueprint_with_head(directory, root), settings(**options))
-    start(inspect_model(directory, "tiny", root), settings(**options)).close()
-
-
 def test_the_command_packs_a_head(tmp_path: Path, tiermoe_: Command) -> None:
-    """Model and head at once, after which a run packs nothing; what is damaged or cut short is said and not run."""
+    """Beside a store that stays, after which a run packs nothing; what is damaged or cut short is said and not run."""
     directory, root = tmp_path / "model", tmp_path / "store"
     mtp_models.write(directory, "glm4_moe", torch.bfloat16, **SIZES["glm4_moe"])
     bits, store = ("--bits", 4, "--dense-bits", 4), ("--store", root)
@@ -299,8 +279,13 @@ def test_the_command_packs_a_head(tmp_path: Path, tiermoe_: Command) -> None:
     calibrated = tiermoe_("pack", directory, *bits, *store, "--draft", "mtp", "--quantizer", "gptq").cause
     assert "does not apply to --quantizer gptq" in calibrated
     assert not root.exists()
+    assert tiermoe_("pack", directory, *bits, *store).code == 0
+    before = {file.name: file.read_bytes() for file in root.glob("*-*")}
+    assert before
+    assert not (root / "mtp").exists()
     packed = tiermoe_("pack", directory, *bits, *store, "--draft", "mtp")
     assert packed.code == 0, packed.err
+    assert {file.name: file.read_bytes() for file in root.glob("*-*")} == before
     assert packed.out.strip() == str(root)
     assert "the MTP head at 4 bits" in packed.err
     words = ("run", directory, "abcabcab", "--raw", "--max-tokens", 4, "--memory", "4GiB", *bits, *store)
@@ -337,6 +322,7 @@ def test_the_plan_counts_a_head(checkpoint: Path, plain: Any, engine: Any) -> No
     assert engine.plan.all_slots == plain.plan.all_slots + 8
 
 
+@ONE
 def test_a_head_runs_where_files_are_mapped(plain: Any, checkpoint: Path) -> None:
     mapped = engine_with_head(checkpoint, **PACKED)
     assert mapped.service.mapped is plain.service.mapped
@@ -383,6 +369,7 @@ def test_a_head_of_a_gguf_file(tmp_path: Path, name: str, own: bool) -> None:
     engine.close()
 
 
+@ONE
 def test_plan_says_what_a_run_with_a_head_takes(checkpoint: Path, engine: Any, tiermoe_: Command) -> None:
     words = ("plan", checkpoint, "--memory", "4GiB", "--context", PACKED["context"])
     found = tiermoe_(*words, "--bits", 4, "--dense-bits", 4, "--draft", "mtp", "--json")
@@ -397,6 +384,7 @@ def test_plan_says_what_a_run_with_a_head_takes(checkpoint: Path, engine: Any, t
         assert "plan has --draft mtp alone" in refused.err
 
 
+@ONE
 def test_the_command_says_the_same_with_a_head(checkpoint: Path, tiermoe_: Command) -> None:
     words = ("run", checkpoint, "abcabcab", "--raw", "--max-tokens", 12, "--memory", "4GiB", "--temperature", 0)
     plain, drafted = (tiermoe_(*words, "--json", "--draft", draft) for draft in ("none", "mtp"))
@@ -448,8 +436,6 @@ def test_a_head_that_is_not_whole_is_refused(tmp_path: Path, change: Any, says: 
 
 
 def test_a_family_without_heads_is_refused(tmp_path: Path) -> None:
-    import tiny
-
     tiny.write(tmp_path, "qwen3_moe", torch.bfloat16)
     with pytest.raises(ModelError, match=r"family Qwen3-MoE, of which tiermoe runs no MTP head.*--draft lookup"):
         blueprint_with_head(tmp_path)

@@ -17,37 +17,26 @@ from tiermoe.model.attention.linear import GatedDelta
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mixtral": {}, "qwen3_moe": {}, "olmoe": {}, "qwen2_moe": {}, "phimoe": {}, "glm4_moe": {}, "minimax_m2": {},
-    "gpt_oss": {"sliding_window": 12}, "granitemoe": {"residual_multiplier": 0.3},
-    "granitemoeshared": {}, "granitemoe_swa": {"sliding_window": 12},
-    "deepseek_v2": {
-        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
-        "head_dim": 64, "q_lora_rank": None,
-    },
-    "exaone_moe": {"sliding_window": 12}, "hy_v3": {}, "mellum": {"sliding_window": 12}, "solar_open": {},
-    "hunyuan_v1_moe": {}, "minimax_m3_vl_text": {},
-    "granitemoehybrid": {"mamba_n_heads": 16}, "nemotron_h": {"moe_latent_size": 64},
-    "mimo_v2_flash": {"num_key_value_heads": 2, "head_dim": 64, "v_head_dim": 32, "sliding_window": 12},
-    "kimi_linear": {
-        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
-        "linear_head_dim": 32,
-    },
-    "mistral4": {
-        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
-        "q_lora_rank": 64, "first_k_dense_replace": 0,
-    },
-    "deepseek_v32": {
-        "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
-        "q_lora_rank": 64, "index_head_dim": 128, "index_topk": 12,
-    },
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
 }  # fmt: skip
-"""Families whose attention or experts the kernels take, with what their configs differ in."""
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {}, "olmoe": {}, "glm4_moe": {}, "hunyuan_v1_moe": {}, "minimax_m3_vl_text": {},
+    "gpt_oss": {"sliding_window": 12},
+    "mimo_v2_flash": {"num_key_value_heads": 2, "head_dim": 64, "v_head_dim": 32, "sliding_window": 12},
+    "deepseek_v2": {**_LATENT, "head_dim": 64, "q_lora_rank": None},
+    "deepseek_v32": {**_LATENT, "q_lora_rank": 64, "index_head_dim": 128, "index_topk": 12},
+    "granitemoehybrid": {"mamba_n_heads": 16}, "nemotron_h": {"moe_latent_size": 64},
+    "kimi_linear": {**_LATENT, "linear_head_dim": 32},
+}  # fmt: skip
+"""Families whose attention or experts the kernels take, with what their configs differ in: biases, norms of heads and
+of whole rows, before and after a part of the columns is turned; blocks that are chosen; sinks and windows; values
+narrower than keys; latents, all and chosen; Mamba, linear attention. The other families call the same kernels."""
 
 WITH_MAMBA = ("granitemoehybrid", "nemotron_h")
 
 KINDS = ("qwen2_moe", "gpt_oss", "deepseek_v2")
-"""One of each attention: grouped heads, sinks and windows, latents. The other families call the same kernels."""
+"""Under every instruction set: grouped heads, sinks and windows, latents."""
 
 SETS = native.instruction_sets()
 CASES = [(name, family) for name in SETS for family in FAMILIES if name == SETS[0] or family in KINDS]

@@ -12,15 +12,14 @@ import torch
 from sources import EXPERTS, RandomExperts, contents, empty_store
 from tiermoe import native
 from tiermoe.errors import PackError
-from tiermoe.formats import encode_experts, encode_matrix
+from tiermoe.formats import encode_experts
+from tiermoe.formats import encoding as encodings
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import expert_format
 from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.pack import pack_experts
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_named
-from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.model.prepare_store import ensure_packed, open_or_create
 from tiermoe.types import MoeLayer, Part, Segment
 
 pytestmark = [
@@ -54,10 +53,10 @@ def some(rows: int, columns: int, size: float, dtype: torch.dtype, seed: int = 0
 
 def in_torch(
     encoding: Encoding, quantizer: str, weight: torch.Tensor, dtype: torch.dtype, patch: pytest.MonkeyPatch
-) -> tuple[Any, encode_matrix.Squares]:
+) -> tuple[Any, encodings.Squares]:
     with patch.context() as without:
         without.setattr(native, "quantizes", lambda: False)
-        return encode_matrix.encode_rows(encoding, QUANTIZERS[quantizer], weight, dtype)
+        return encodings.encode_rows(encoding, QUANTIZERS[quantizer], weight, dtype)
 
 
 ENCODINGS = ["int8", *[f"{kind}/{{}}/g{group}" for kind in ("int4", "u2") for group in (32, 64, 128, 256)]]
@@ -79,6 +78,16 @@ def test_fields_are_torchs_bit_for_bit(
 
 
 @pytest.mark.usefixtures("instructions")
+@pytest.mark.parametrize("name", ["nl4/{}/g32", "nl3/{}/g64", "nl3/{}/g32", "nl2/{}/g64"])
+def test_uneven_bits_are_torchs_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoding = encoding_named(name.format(CPU_LAYOUT))
+    weight = torch.cat([some(64, 192, size, torch.float32, seed) for seed, size in enumerate((0.05, 1e-30, 1e3))])
+    found = encoding.encode(weight, QUANTIZERS["hqq"], torch.bfloat16)["blocks"]
+    monkeypatch.setattr(native, "quantizes", lambda: False)
+    assert torch.equal(encoding.encode(weight, QUANTIZERS["hqq"], torch.bfloat16)["blocks"], found)
+
+
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("name", ["int6/{}/g32", "int6/{}/g64"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_six_bits_are_torchs_bit_for_bit(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +103,8 @@ def test_six_bits_are_torchs_bit_for_bit(name: str, dtype: torch.dtype, monkeypa
 def compare(
     encoding: Encoding, quantizer: str, weight: torch.Tensor, dtype: torch.dtype, patch: pytest.MonkeyPatch
 ) -> None:
-    assert encode_matrix.encodes_natively(encoding, weight.shape[1], weight.dtype, dtype)
-    mine, squares = encode_matrix.encode_rows(encoding, QUANTIZERS[quantizer], weight, dtype)
+    assert encodings.encodes_natively(encoding, weight.shape[1], weight.dtype, dtype)
+    mine, squares = encodings.encode_rows(encoding, QUANTIZERS[quantizer], weight, dtype)
     theirs, torchs = in_torch(encoding, quantizer, weight, dtype, patch)
     assert mine.keys() == theirs.keys()
     for field, value in mine.items():
@@ -127,8 +136,8 @@ def test_every_set_stops_where_torch_stops(group: int, monkeypatch: pytest.Monke
 ])  # fmt: skip
 def test_torch_encodes_the_rest(shape: tuple[int, int], weights: torch.dtype, dtype: torch.dtype) -> None:
     encoding = encoding_named("int8")
-    assert not encode_matrix.encodes_natively(encoding, shape[1], weights, dtype)
-    fields, _ = encode_matrix.encode_rows(encoding, QUANTIZERS["hqq"], torch.ones(shape, dtype=weights), dtype)
+    assert not encodings.encodes_natively(encoding, shape[1], weights, dtype)
+    fields, _ = encodings.encode_rows(encoding, QUANTIZERS["hqq"], torch.ones(shape, dtype=weights), dtype)
     assert fields["scale"].dtype == dtype
 
 
@@ -179,14 +188,13 @@ class FromFile(RandomExperts):
         return self._places[layer, expert]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
-@pytest.mark.parametrize("block", [1, 3000, 1 << 22])
+@pytest.mark.parametrize(("workers", "block"), [(1, 3000), (2, 1), (5, 3000), (5, 1 << 22)])
 def test_rows_that_are_read_where_they_lie(
     workers: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = empty_store(tmp_path / "whole")
     pack_experts(whole, RandomExperts(), 4, "hqq")
-    monkeypatch.setattr(encode_matrix, "BLOCK_WEIGHTS", block)
+    monkeypatch.setattr(encodings, "BLOCK_WEIGHTS", block)
     monkeypatch.setattr("tiermoe.formats.quantizers.BLOCK_WEIGHTS", 64 * 64)
     source = FromFile(tmp_path / "checkpoint")
     parts, again = (empty_store(tmp_path / name) for name in ("parts", "again"))
@@ -216,20 +224,3 @@ def test_undefined_weights_are_refused_where_rows_are_read(tmp_path: Path) -> No
         handle.write(b"\xff\x7f" * 4)
     with pytest.raises(PackError, match="infinite or undefined"):
         pack_experts(empty_store(tmp_path / "store"), source, 4, "hqq", workers=2)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_checkpoint_packed_natively_is_the_one_packed_in_torch(
-    family: str, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Experts and dense layers, the output layer among them."""
-    found = []
-    for who in ("torch", "native"):
-        with monkeypatch.context() as patch:
-            if who == "torch":
-                patch.setattr(native, "quantizes", lambda: False)
-            blueprint = inspect_model(tiny_model(family, torch.bfloat16), "tiny")
-            store = open_or_create(blueprint, tmp_path / who)
-            ensure_packed(store, blueprint, 4, "hqq", 4)
-        found.append(contents(store.root))
-    assert found[0] == found[1]

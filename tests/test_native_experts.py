@@ -7,8 +7,8 @@ import torch
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Config, DeepseekV4Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 
-from native_experts import Block
 from tiermoe import native
+from tiermoe.engine.expert_sums import Choices, FewSums, NativeSums, TorchSums
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.int4 import CPU_LAYOUT, Int4
@@ -20,12 +20,16 @@ from tiermoe.kernels.experts import (
     GatedExperts,
     SlotViews,
     UnfusedExperts,
+    combine_many,
     expert_kernel,
     gated_experts,
     weighted_sum,
 )
 from tiermoe.kernels.gates import gate_named
+from tiermoe.kernels.linear import address
+from tiermoe.kernels.norm import norm
 from tiermoe.kernels.router import Router, Scoring, route
+from tiermoe.native import _native
 from tiermoe.types import MoeLayer, Part
 
 pytestmark = [
@@ -43,6 +47,29 @@ GATES = {
     "relu squared": gate_named("relu2"),
     "limited": gate_named("limited silu", 7.0),
 }
+
+
+class Block:
+    """`_native.MoeBlock` of a kernel's experts, over tensors: x, residual and out (T, H)."""
+
+    def __init__(self, kernel: FusedExperts, experts: int) -> None:
+        self._native = _native.MoeBlock(kernel.native.absent(), experts)
+        self.place, self.compute = self._native.place, self._native.compute
+
+    def __call__(self, router: Router, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> int:
+        """How many experts computed; 0 where one that the router chooses is absent."""
+        return self._native.run(self._begin(router, x), address(residual), out.data_ptr())
+
+    def route(self, router: Router, x: torch.Tensor) -> list[list[int]]:
+        return self._native.route(self._begin(router, x))
+
+    def total(self, residual: torch.Tensor | None, out: torch.Tensor) -> None:
+        self._native.total(address(residual), out.data_ptr())
+
+    def _begin(self, router: Router, x: torch.Tensor) -> int:
+        needed = self._native.begin(router.pack(), x.data_ptr(), x.shape[0], torch.get_num_threads())
+        self._workspace = torch.empty(needed, dtype=torch.uint8)
+        return self._workspace.data_ptr()
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -86,6 +113,16 @@ def test_an_expert_in_one_call_is_its_separate_steps(count: int, bits: int, gate
     assert (got == want).float().mean() > 0.8
 
 
+def test_large_and_small_gates() -> None:
+    form = expert_format(4, "silu")
+    kernel, separate, views = kernel_of(form, "silu"), UnfusedExperts(form, GATES["silu"], "cpu"), slot(form, 0)
+    for scale in (1e-3, 1e3, 1e17):
+        x = random(3, HIDDEN, seed=9) * scale
+        got = kernel(x, [kernel.pack(views)], among_others=False)[0]
+        assert torch.allclose(got, separate(x, views), rtol=0.05, atol=0.05 * scale * scale)
+        assert got.isfinite().all()
+
+
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("bits", ENCODINGS)
 def test_a_tokens_result_depends_on_no_other_token_expert_or_thread(bits: int, gate: str) -> None:
@@ -125,20 +162,14 @@ def test_gpt_oss_experts_are_transformers_on_the_decoded_weights(bits: int) -> N
     assert (kernel(x, views).float() - want).norm() <= 0.01 * want.norm()
 
 
-def test_the_clamped_gate_is_transformers_bit_for_bit() -> None:
-    theirs = GptOssExperts(GptOssConfig(hidden_size=64, intermediate_size=64, num_local_experts=1))
-    features = random(9, 128, seed=1) * 6
-    for dtype in (torch.bfloat16, torch.float32):
-        got = gate_named("clamped", theirs.limit, theirs.alpha)(features.to(dtype))
-        assert torch.equal(got, theirs._apply_gate(features.to(dtype)))
-
-
-def test_the_limited_gate_is_transformers_bit_for_bit() -> None:
-    theirs = DeepseekV4Experts(DeepseekV4Config(hidden_size=64, moe_intermediate_size=64, n_routed_experts=1))
-    features = random(9, 128, seed=1) * 9
-    for dtype in (torch.bfloat16, torch.float32):
-        got = gate_named("limited silu", theirs.limit)(features.to(dtype))
-        assert torch.equal(got, theirs._apply_gate(features.to(dtype)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gates_are_transformers_bit_for_bit(dtype: torch.dtype) -> None:
+    clamped = GptOssExperts(GptOssConfig(hidden_size=64, intermediate_size=64, num_local_experts=1))
+    limited = DeepseekV4Experts(DeepseekV4Config(hidden_size=64, moe_intermediate_size=64, n_routed_experts=1))
+    features = (random(9, 128, seed=1) * 9).to(dtype)
+    got = gate_named("clamped", clamped.limit, clamped.alpha)(features)
+    assert torch.equal(got, clamped._apply_gate(features))
+    assert torch.equal(gate_named("limited silu", limited.limit)(features), limited._apply_gate(features))
 
 
 def test_at_16_bits_only_a_token_alone_is_native() -> None:
@@ -155,19 +186,28 @@ def test_at_16_bits_only_a_token_alone_is_native() -> None:
 
 @pytest.mark.parametrize("with_residual", [True, False])
 @pytest.mark.parametrize(
-    ("bits", "gate", "scoring"),
-    [(4, "clamped", Scoring.CHOSEN), (8, "silu", Scoring.SIGMOID), (8, "clamped", Scoring.CHOSEN)],
-)
-def test_a_block_in_one_call_is_its_separate_calls(bits: int, gate: str, scoring: Scoring, with_residual: bool) -> None:
+    ("bits", "gate", "scoring", "dtype"),
+    [
+        (4, "clamped", Scoring.CHOSEN, torch.float32), (8, "silu", Scoring.SIGMOID, torch.float32),
+        (8, "clamped", Scoring.CHOSEN, torch.float32), (4, "silu", Scoring.SOFTMAX, torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_a_block_in_one_call_is_its_separate_calls(
+    bits: int, gate: str, scoring: Scoring, dtype: torch.dtype, with_residual: bool
+) -> None:
+    """Of one token and of several; it waits for all its experts."""
     form = expert_format(bits, gate)
     kernel = expert_kernel(form, GATES[gate], "cpu")
     assert isinstance(kernel, FusedExperts)
     experts = [slot(form, 10 * seed) for seed in range(EXPERTS)]
     bias = random(EXPERTS, seed=4) if scoring == Scoring.CHOSEN else None
-    correction = None if bias is not None else random(EXPERTS, seed=4).float()
-    router = Router(random(EXPERTS, HIDDEN, seed=7) * 0.1, K, scoring, bias=bias, correction=correction, scale=1.5)
+    correction = random(EXPERTS, seed=4).float() if scoring == Scoring.SIGMOID else None
+    router = Router(
+        random(EXPERTS, HIDDEN, seed=7) * 0.1, K, scoring, bias=bias, correction=correction, scale=1.5,
+        normalise=scoring == Scoring.SOFTMAX, dtype=dtype,
+    )  # fmt: skip
     block = Block(kernel, EXPERTS)
-    for tokens in (1, 4):
+    for tokens in (1, 4, 12):
         x, residual = random(tokens, 1, HIDDEN, seed=8), random(tokens, 1, HIDDEN, seed=9)
         got, in_parts = torch.empty_like(x), torch.empty_like(x)
         weights, chosen = route(router, x)
@@ -191,3 +231,67 @@ def test_a_block_in_one_call_is_its_separate_calls(bits: int, gate: str, scoring
         block.compute([*set(range(EXPERTS)) - {last, *others}, last])  # those that nobody chose compute nothing
         block.total(added, in_parts)
         assert torch.equal(in_parts, got)
+
+
+def rows(count: int, width: int = 96, seed: int = 1) -> torch.Tensor:
+    return random(count, width, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_weighted_sum_is_torchs_bit_for_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs, weights = list(rows(5)), torch.rand(7).to(dtype)
+    got = weighted_sum(outputs, weights, [6, 0, 3, 2, 1])
+    monkeypatch.setattr("tiermoe.kernels.experts.combines", lambda _: False)
+    assert torch.equal(got, weighted_sum(outputs, weights, [6, 0, 3, 2, 1]))
+
+
+@pytest.mark.parametrize("count", [1, 70, 200])
+def test_sums_of_many_tokens_are_each_token_s_sum(count: int) -> None:
+    """Some choices have no output: they add nothing."""
+    outputs, weights = rows(4 * count), torch.rand(count, 4)
+    there = torch.rand(count, 4) < 0.7
+    there[0] = False
+    addresses = torch.where(there, outputs.data_ptr() + 192 * torch.arange(4 * count).view(count, 4), 0)
+    got = combine_many(addresses, weights, 96)
+    for token in range(count):
+        chosen = there[token].nonzero()[:, 0].tolist()
+        want = torch.zeros(1, 96).bfloat16()
+        if chosen:
+            want = weighted_sum(list(outputs[4 * token : 4 * token + 4][chosen]), weights[token], chosen)
+        assert torch.equal(got[token], want[0])
+
+
+def test_counts_that_do_not_fit_the_rows_are_refused() -> None:
+    form = expert_format(4, "silu")
+    kernel = expert_kernel(form, GATES["silu"], "cpu")
+    views, x = [slot(form, seed) for seed in range(2)], random(3, HIDDEN, seed=9)
+    for counts in ([1, 1], [3], [2, 2]):
+        with pytest.raises(ValueError, match="counts"):
+            kernel.forward_ragged(x, counts, views)
+
+
+@pytest.mark.parametrize("tokens_of_first", [0, 3, 9])
+def test_sums_in_lists_native_and_torchs_agree_bit_for_bit(tokens_of_first: int) -> None:
+    """Choices that name no expert, an expert that is named twice, and one whose outputs never come."""
+    generator = torch.Generator().manual_seed(5)
+    index = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(9)])  # 6 names none of the experts
+    weights, hidden = torch.rand(9, 3, generator=generator), rows(9)
+    index[:tokens_of_first][index[:tokens_of_first] == 6] = 5
+    choices = Choices(index, weights)
+    few = FewSums(hidden, index.tolist(), weights, native=True)
+    sums = [few, NativeSums(choices, hidden), TorchSums(choices, hidden)]
+    assert few.counts([99]) == choices.counts([99]) == [0]
+    for some in ([5, 0], [3], [1, 4]):  # in any order, several at a time
+        for each in sums:
+            parts = torch.split(each.rows(some), each.counts(some))
+            each.keep(some, torch.cat([part * (expert + 0.5) for expert, part in zip(some, parts, strict=True)]))
+    totals = [each.total() for each in sums]
+    assert torch.equal(totals[0], totals[2])
+    assert torch.equal(totals[1], totals[2])
+    assert totals[2].any()
+
+
+def test_norms_take_rows_one_by_one() -> None:
+    x, weight = rows(6), rows(1, seed=5)[0]
+    for some in (x, x.repeat(300, 1)):  # in one task, and in several
+        assert torch.equal(norm(some, weight, 1e-6), torch.stack([norm(row, weight, 1e-6) for row in some]))

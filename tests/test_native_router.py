@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeTopKRouter
 
 from tiermoe import native
-from tiermoe.kernels.router import Router, Scoring, route
+from tiermoe.kernels.router import Router, Scoring, choose, logits_of, route
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
@@ -28,130 +27,84 @@ pytestmark = [
 ]
 
 HIDDEN, EXPERTS, TOKENS = 96, 32, 64
-Case = tuple[torch.nn.Module, Router, tuple[Any, ...]]
+BF16 = torch.bfloat16
+LOCAL = {"num_local_experts": EXPERTS}
+ROUTED = {"n_routed_experts": EXPERTS}
+SIGMOID = {
+    "scoring": Scoring.SIGMOID, "correction": True, "judges": 2, "exact_logits": True, "epsilon": 1e-20, "scale": 2.5,
+}  # fmt: skip
+# transformers' router and config, what the config says, and `Router` but for its matrix; correction: the module's
+CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    "Qwen2-MoE": (
+        Qwen2MoeTopKRouter, Qwen2MoeConfig, {"num_experts": EXPERTS, "norm_topk_prob": False},
+        {"normalise": False, "dtype": BF16},
+    ),
+    "Qwen3-MoE": (
+        Qwen3MoeTopKRouter, Qwen3MoeConfig, {"num_experts": EXPERTS, "norm_topk_prob": True},
+        {"normalise": True, "dtype": BF16},
+    ),
+    "Mixtral": (MixtralTopKRouter, MixtralConfig, LOCAL, {"normalise": True}),
+    "GraniteMoE": (GraniteMoeTopKRouter, GraniteMoeConfig, LOCAL, {"scoring": Scoring.CHOSEN, "dtype": BF16}),
+    "gpt-oss": (GptOssTopKRouter, GptOssConfig, LOCAL, {"scoring": Scoring.CHOSEN, "bias": True, "dtype": BF16}),
+    "DeepSeek-V2": (
+        DeepseekV2TopkRouter, DeepseekV2Config,
+        {**ROUTED, "routed_scaling_factor": 16.0, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+        {"exact_logits": True, "scale": 16.0},
+    ),
+    "DeepSeek-V2, groups": (
+        DeepseekV2TopkRouter, DeepseekV2Config,
+        {**ROUTED, "routed_scaling_factor": 16.0, "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+        {"groups": 8, "kept": 3, "exact_logits": True, "scale": 16.0},
+    ),
+    **{f"DeepSeek-V3{label}": (
+        DeepseekV3TopkRouter, DeepseekV3Config,
+        {**ROUTED, "n_group": 8, "topk_group": 2, "norm_topk_prob": normalise, "routed_scaling_factor": 2.5},
+        {**SIGMOID, "groups": 8, "kept": 2, "normalise": normalise},
+    ) for label, normalise in (("", True), (", not normalised", False))},
+    "GLM4-MoE": (
+        Glm4MoeTopkRouter, Glm4MoeConfig,
+        {**ROUTED, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+        {**SIGMOID, "normalise": True},
+    ),
+    "MiniMax-M2": (
+        MiniMaxM2TopKRouter, MiniMaxM2Config, LOCAL,
+        {"scoring": Scoring.SIGMOID, "correction": torch.linspace(-0.4, 0.4, EXPERTS), "normalise": True},
+    ),
+    "Mistral 4": (
+        Mistral4TopkRouter, Mistral4Config,
+        {**ROUTED, "n_group": 4, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+        {"groups": 4, "kept": 1, "judges": 2, "normalise": True, "epsilon": 1e-20, "scale": 2.5, "dtype": BF16},
+    ),
+    "DeepSeek-V4": (
+        DeepseekV4TopKRouter, DeepseekV4Config, ROUTED,
+        {"scoring": Scoring.SQRT_SOFTPLUS, "correction": True, "normalise": True, "epsilon": 1e-20, "scale": 1.5,
+         "dtype": BF16},
+    ),
+}  # fmt: skip
 
 
-def made(module: torch.nn.Module) -> Any:
-    """The module in bfloat16, its values random and its correction in float32."""
-    module = module.bfloat16().requires_grad_(False)
+def made(family: str) -> tuple[Any, Router, tuple[Any, ...]]:
+    """transformers' module in bfloat16 with random values, our router, and what else the module is given."""
+    cls, config, settings, rule = CASES[family]
+    module = cls(config(hidden_size=HIDDEN, num_experts_per_tok=4, **settings)).bfloat16().requires_grad_(False)
     random = torch.Generator().manual_seed(5)
     for parameter in module.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.1)
     if hasattr(module, "e_score_correction_bias"):
         module.e_score_correction_bias = torch.randn(EXPERTS, generator=random) * 0.2
-    return module
-
-
-def softmax(cls: Any, config: Any, normalise: bool, dtype: torch.dtype) -> Case:
-    module = made(cls(config))
-    return module, Router(module.weight, 4, normalise=normalise, dtype=dtype), ()
-
-
-def qwen2() -> Case:
-    config = Qwen2MoeConfig(hidden_size=HIDDEN, num_experts=EXPERTS, num_experts_per_tok=4, norm_topk_prob=False)
-    return softmax(Qwen2MoeTopKRouter, config, False, torch.bfloat16)
-
-
-def qwen3() -> Case:
-    config = Qwen3MoeConfig(hidden_size=HIDDEN, num_experts=EXPERTS, num_experts_per_tok=4, norm_topk_prob=True)
-    return softmax(Qwen3MoeTopKRouter, config, True, torch.bfloat16)
-
-
-def mixtral() -> Case:
-    config = MixtralConfig(hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=4)
-    return softmax(MixtralTopKRouter, config, True, torch.float32)
-
-
-def granite() -> Case:
-    module = made(
-        GraniteMoeTopKRouter(GraniteMoeConfig(hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=4))
-    )
-    return module, Router(module.weight, 4, Scoring.CHOSEN, dtype=torch.bfloat16), ()
-
-
-def gpt_oss() -> Case:
-    config = GptOssConfig(hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=4)
-    module = made(GptOssTopKRouter(config))
-    return module, Router(module.weight, 4, Scoring.CHOSEN, bias=module.bias, dtype=torch.bfloat16), ()
-
-
-def deepseek_v2(groups: int) -> Case:
-    config = DeepseekV2Config(
-        hidden_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=4, routed_scaling_factor=16.0,
-        topk_method="greedy" if groups == 1 else "group_limited_greedy", n_group=groups, topk_group=min(groups, 3),
-    )  # fmt: skip
-    module = made(DeepseekV2TopkRouter(config))
-    fast = Router(module.weight, 4, groups=groups, kept=min(groups, 3), exact_logits=True, scale=16.0)
-    return module, fast, ()
-
-
-def sigmoid(cls: Any, config: Any, groups: int, kept: int) -> Case:
-    module = made(cls(config))
-    fast = Router(
-        module.weight, 4, Scoring.SIGMOID, correction=module.e_score_correction_bias, groups=groups, kept=kept,
-        judges=2, exact_logits=True, normalise=config.norm_topk_prob, epsilon=1e-20, scale=2.5,
-    )  # fmt: skip
-    return module, fast, ()
-
-
-def deepseek_v3(normalise: bool) -> Case:
-    config = DeepseekV3Config(
-        hidden_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=4, n_group=8, topk_group=2,
-        norm_topk_prob=normalise, routed_scaling_factor=2.5,
-    )  # fmt: skip
-    return sigmoid(DeepseekV3TopkRouter, config, 8, 2)
-
-
-def glm4() -> Case:
-    config = Glm4MoeConfig(
-        hidden_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=4, n_group=1, topk_group=1,
-        norm_topk_prob=True, routed_scaling_factor=2.5,
-    )  # fmt: skip
-    return sigmoid(Glm4MoeTopkRouter, config, 1, 1)
-
-
-def minimax() -> Case:
-    module = made(
-        MiniMaxM2TopKRouter(MiniMaxM2Config(hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=4))
-    )
-    correction = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(6)) * 0.2
-    return module, Router(module.weight, 4, Scoring.SIGMOID, correction=correction, normalise=True), (correction,)
-
-
-def mistral4() -> Case:
-    config = Mistral4Config(
-        hidden_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=4, n_group=4, topk_group=1,
-        norm_topk_prob=True, routed_scaling_factor=2.5,
-    )  # fmt: skip
-    module = made(Mistral4TopkRouter(config))
-    fast = Router(
-        module.weight, 4, groups=4, kept=1, judges=2, normalise=True, epsilon=1e-20, scale=2.5, dtype=torch.bfloat16
-    )
-    return module, fast, ()
-
-
-def deepseek_v4() -> Case:
-    config = DeepseekV4Config(hidden_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=4)
-    module = made(DeepseekV4TopKRouter(config))
-    fast = Router(
-        module.weight, 4, Scoring.SQRT_SOFTPLUS, correction=module.e_score_correction_bias.float(), normalise=True,
-        epsilon=1e-20, scale=1.5, dtype=torch.bfloat16,
-    )  # fmt: skip
-    return module, fast, ()
-
-
-CASES: dict[str, Callable[[], Case]] = {
-    "Qwen2-MoE": qwen2, "Qwen3-MoE": qwen3, "Mixtral": mixtral, "GraniteMoE": granite, "gpt-oss": gpt_oss,
-    "DeepSeek-V2": lambda: deepseek_v2(1), "DeepSeek-V2, groups": lambda: deepseek_v2(8),
-    "DeepSeek-V3": lambda: deepseek_v3(True), "DeepSeek-V3, not normalised": lambda: deepseek_v3(False),
-    "GLM4-MoE": glm4, "MiniMax-M2": minimax, "Mistral 4": mistral4,
-    "DeepSeek-V4": deepseek_v4,
-}  # fmt: skip
+    rule, others = dict(rule), ()
+    if rule.get("bias"):
+        rule["bias"] = module.bias
+    if isinstance(correction := rule.get("correction"), torch.Tensor):
+        others = (correction,)
+    elif correction:
+        rule["correction"] = module.e_score_correction_bias.float()
+    return module, Router(module.weight, 4, **rule), others
 
 
 @pytest.mark.parametrize("family", CASES)
 def test_a_router_chooses_and_weighs_as_transformers_does(family: str) -> None:
-    module, fast, others = CASES[family]()
+    module, fast, others = made(family)
     assert fast.suits()
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
     _, want_weights, want_experts = module(x, *others)
@@ -170,7 +123,7 @@ def test_a_router_chooses_and_weighs_as_transformers_does(family: str) -> None:
 
 @pytest.mark.parametrize("family", CASES)
 def test_a_tokens_experts_depend_on_no_other_token(family: str) -> None:
-    _, fast, _ = CASES[family]()
+    _, fast, _ = made(family)
     x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     weights, experts = route(fast, x)
     for at in range(9):
@@ -200,3 +153,20 @@ def test_undefined_and_infinite_scores_choose_different_experts() -> None:
     x = torch.ones(1, 32).bfloat16()
     for scoring in Scoring:
         assert len(set(route(Router(weight, 5, scoring), x)[1][0].tolist())) == 5
+
+
+def test_logits_are_the_product_rounded_and_a_tokens_own() -> None:
+    """So are choices of them."""
+    random = torch.Generator().manual_seed(6)
+    weight, x = (torch.randn(count, HIDDEN, generator=random).bfloat16() for count in (9, 6))
+    logits = logits_of(weight, x)
+    assert torch.allclose(logits.double(), x.double() @ weight.double().t(), rtol=2.0**-8, atol=1e-4)
+    assert torch.equal(logits, torch.cat([logits_of(weight, row[None]) for row in x]))
+    for normalise in (False, True):
+        weights, experts = choose(logits, 4, normalise)
+        assert torch.equal(experts, logits.float().sort(stable=True, descending=True).indices[:, :4])
+        want = logits.float().softmax(-1).gather(1, experts)
+        assert torch.allclose(weights, want / want.sum(1, keepdim=True) if normalise else want)
+        alone = [torch.cat(each) for each in zip(*(choose(row[None], 4, normalise) for row in logits), strict=True)]
+        assert torch.equal(alone[0], weights)
+        assert torch.equal(alone[1], experts)

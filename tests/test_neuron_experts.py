@@ -1,10 +1,12 @@
-"""Loading parts of experts, and computing with what is there: the result never depends on the cache."""
+"""Loading parts of experts, and computing with what is there: the result never depends on the cache. Sets of neurons
+against plain loops."""
 
 from __future__ import annotations
 
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from tiermoe.kernels.neurons import NeuronKernel
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.experts import gate_of, is_shell
 from tiermoe.offload.neurons import NeuronFiller, PartReader, to_bits, to_indices
-from tiermoe.offload.policies.neurons import whole
+from tiermoe.offload.policies.neurons import NeuronCache, runs, to_load, whole
 from tiermoe.offload.reader import ExtentReader, HeldReader
 from tiermoe.offload.slots import HostSlots
 from tiermoe.types import ExpertKey, Extent, Ready
@@ -113,9 +115,8 @@ def records(unit: Unit, key: ExpertKey, slot: torch.Tensor) -> torch.Tensor:
     return unit.form(key).slot.views(slot)["neurons"]["records"]
 
 
-@pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize("reader", list(READERS))
-@pytest.mark.parametrize("theta", [0.25, 2.0])
+@pytest.mark.parametrize(("theta", "bits"), [(0.25, 4), (2.0, 2)])
 def test_a_load_brings_the_gate_and_the_active_neurons(theta: float, reader: str, bits: int, store: Store) -> None:
     unit, key, x = Unit(store, theta, reader=READERS[reader]), ExpertKey(1, 2, bits), hidden(3)
     unit.filler.expect(0, hidden(1, tokens=5))
@@ -145,14 +146,6 @@ def test_a_load_brings_the_gate_and_the_active_neurons(theta: float, reader: str
             )
         }
         assert unit.reader.bytes_read - before == place.stored_at + 4096 * len(pages)
-
-
-@pytest.mark.parametrize("reader", list(READERS))
-def test_above_the_upper_limit_all_is_read(reader: str, store: Store) -> None:
-    unit, key = Unit(store, limit=0.0, reader=READERS[reader]), ExpertKey(0, 1, 4)
-    unit.filler.expect(0, hidden(3))
-    unit.load(key, 0)
-    assert unit.present(key) == whole(NEURONS)
 
 
 def test_gaps_are_read_through_and_count_as_there(store: Store) -> None:
@@ -363,3 +356,51 @@ def test_sets_of_neurons() -> None:
         assert bits == sum(1 << j for j, there in enumerate(mask.tolist()) if there)
         assert torch.equal(to_indices(bits), mask.nonzero()[:, 0])
     assert to_indices(0).tolist() == []
+
+
+def bits_of(neurons: set[int]) -> int:
+    return sum(1 << neuron for neuron in neurons)
+
+
+def test_all_neurons_are_loaded_above_the_upper_limit() -> None:
+    six, seven = whole(6), whole(7)
+    assert to_load(six, 8, 0.75) == six  # 6 of 8 are 75 %: not above
+    assert to_load(seven, 8, 0.75) == whole(8)
+    assert to_load(bits_of({3}), 8, 0.0) == whole(8)
+    assert to_load(0, 8, 0.0) == 0
+    assert to_load(whole(8), 8, 1.0) == whole(8)
+
+
+@given(st.sets(st.integers(0, 80)), st.integers(0, 10))
+def test_runs_cover_the_set_and_no_gap_longer_than_allowed(neurons: set[int], gap: int) -> None:
+    found = runs(bits_of(neurons), gap)
+    covered = [neuron for first, count in found for neuron in range(first, first + count)]
+    assert covered == sorted(set(covered))
+    assert neurons <= set(covered)
+    assert {neuron for first, count in found for neuron in (first, first + count - 1)} <= neurons
+    between = [second - first - count for (first, count), (second, _) in pairwise(found)]
+    assert all(absent > gap for absent in between)
+    for neuron in set(covered) - neurons:  # what is read through lies in a gap of `gap` at most
+        below = max(other for other in neurons if other < neuron)
+        above = min(other for other in neurons if other > neuron)
+        assert above - below - 1 <= gap
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 255)), max_size=12))
+def test_the_cache_against_sets(asked: list[tuple[bool, int]]) -> None:
+    """Neurons that are asked for are brought; now and then the expert has left and comes again with what was loaded."""
+    cache, key = NeuronCache(), ExpertKey(1, 2, 4)
+    cache.put(key, 0)
+    cache.put(ExpertKey(1, 3, 4), whole(8))
+    there: set[int] = set()
+    for again, active in asked:
+        wanted = {neuron for neuron in range(8) if active >> neuron & 1}
+        if again:
+            cache.put(key, active)
+            there = wanted
+        missing = cache.missing(key, active)
+        assert missing == bits_of(wanted - there)
+        cache.add(key, to_load(missing, 8, 0.5))
+        there |= set(range(8)) if len(wanted - there) > 4 else wanted
+        assert cache.missing(key, whole(8)) == bits_of(set(range(8)) - there)
+        assert cache.missing(ExpertKey(1, 3, 4), whole(8)) == 0

@@ -12,7 +12,7 @@ from safetensors import safe_open
 import tiny
 from measures import relative_error
 from neuron_sources import EXPERTS, HIDDEN, NEURONS, GatedExperts, by_the_page, gated_store
-from sources import contents
+from sources import contents, stored
 from tiermoe.errors import ConfigError, ModelError, PackError
 from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.neurons import (
@@ -27,21 +27,11 @@ from tiermoe.formats.neurons import (
 )
 from tiermoe.formats.pack import NeuronSource, forget, pack_experts
 from tiermoe.formats.quantizers import QUANTIZERS
-from tiermoe.formats.store import Store, check_files, open_store, precision_key
+from tiermoe.formats.store import check_files, open_store, precision_key
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.offload.reader import ExtentReader, aligned_memory
-from tiermoe.types import ExpertKey, MoeLayer, Part
+from tiermoe.types import MoeLayer, Part
 
 ENCODINGS = [Records4(64), Records4(32), TwoLevelRecords4(64), TwoLevelRecords4(32), Records2(16)]
-
-
-def stored(store: Store, key: str, layer: int, expert: int) -> dict[str, dict[str, torch.Tensor]]:
-    form = store.expert_format(key, layer)
-    memory = aligned_memory(form.stored.nbytes)
-    reader = ExtentReader()
-    reader.read(store.precisions[key].layers[layer].extents[expert], memory, ExpertKey(layer, expert, form.bits))
-    reader.close()
-    return form.stored.views(torch.frombuffer(memory, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -59,7 +49,8 @@ def test_every_neuron_decodes_near_its_weights(
     for layer in range(2):
         for expert in range(EXPERTS):
             tensors = source.read(layer, expert)
-            form, views = store.expert_format(key, layer), stored(store, key, layer, expert)
+            form, content = store.expert_format(key, layer), stored(store, key, layer, expert)
+            views = form.stored.views(content)
             gate, up = tensors["gate_up_proj"].chunk(2)
             records = views["neurons"]["records"]
             assert form.encodings["gate"].holds(views["gate"])
@@ -70,18 +61,11 @@ def test_every_neuron_decodes_near_its_weights(
             slot = views["gate"]
             if form.widened:
                 buffer = torch.empty(form.slot.nbytes, dtype=torch.uint8)
-                form.widen(_buffer(store, key, layer, expert), buffer)
+                form.widen(content, buffer)
                 slot = form.slot.views(buffer)["gate"]
                 assert torch.equal(form.slot.views(buffer)["neurons"]["records"], records)
             assert relative_error(gate, form.encodings["gate"].decode(slot, NEURONS, HIDDEN, dtype)) < worst
             assert precision.layers[layer].errors[expert] < worst
-
-
-def _buffer(store: Store, key: str, layer: int, expert: int) -> torch.Tensor:
-    (segment,) = store.precisions[key].layers[layer].extents[expert].segments
-    with open(segment.file, "rb") as handle:
-        handle.seek(segment.offset)
-        return torch.frombuffer(bytearray(handle.read(segment.nbytes)), dtype=torch.uint8)
 
 
 # codes 2 x 1024, of a half 32 scales and 32 zeros, of 2 bytes each or of 1 with a unit of 2; checksum 8, zeros to a

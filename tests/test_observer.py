@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,23 @@ import torch
 
 import tiermoe
 from tiermoe.batch import Batch, verify
-from tiermoe.engine.observer import Observer
-from tiermoe.lab.bench.kernel_clock import KernelClock
+from tiermoe.engine.observer import DENSE, EXPERTS, Observer
 from tiermoe.types import Ready, Routed
 
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
 """Of a Qwen3-MoE that the native kernels take."""
+
+
+class Clock(Observer):
+    """Seconds of kernels by kind."""
+
+    layers, kernels = False, True
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def on_kernel(self, kind: str, seconds: float) -> None:
+        self.seconds[kind] += seconds
 
 
 class Told(Observer):
@@ -78,10 +90,11 @@ def test_layers_are_told_in_the_order_they_run(engine: Any, count: int) -> None:
 def test_kernels_of_few_tokens_are_timed(engine: Any) -> None:
     """Whichever of a layer's calls computes them."""
     before = logits(engine, 4)
-    with KernelClock(engine) as clock:
-        within = logits(engine, 4)
-    counted = clock.experts_s, clock.dense_s
-    assert min(counted) > 0
+    engine.observe(clock := Clock())
+    within = logits(engine, 4)
+    engine.observe(None)
+    counted = clock.seconds.copy()
+    assert min(counted[EXPERTS], counted[DENSE]) > 0
     assert torch.equal(before, within)
     assert torch.equal(before, logits(engine, 4))
-    assert (clock.experts_s, clock.dense_s) == counted
+    assert clock.seconds == counted

@@ -96,71 +96,72 @@ def check(name: str, arguments: Any) -> None:
     assert arguments["days"] in range(1, 10)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_forced_calls_of_chat_completions(where: str, stream: bool) -> None:
-    messages: Any = [ASKED]
-    with openai.OpenAI(base_url=f"{where}/v1", api_key="any", max_retries=0) as client:
-        for turn in range(3):
-            more: Any = {"seed": turn, "temperature": 1, "max_tokens": 400, "tools": TOOLS, "tool_choice": "required"}
-            if stream:
-                with client.chat.completions.stream(model="", messages=messages, **more) as events:
-                    (choice,) = events.get_final_completion().choices
-            else:
-                (choice,) = client.chat.completions.create(model="", messages=messages, **more).choices
-            assert choice.finish_reason == "tool_calls"
-            (call,) = choice.message.tool_calls or ()
-            check(call.function.name, json.loads(call.function.arguments))
-            said = {"name": call.function.name, "arguments": call.function.arguments}
-            messages += [
-                {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": said}]},
-                {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"},
-            ]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_forced_calls_of_messages(where: str, stream: bool) -> None:
-    messages: Any = [ASKED]
-    more: Any = {
-        "tools": [{"name": "weather", "input_schema": SCHEMA}],
-        "tool_choice": {"type": "any"},
-        "max_tokens": 400,
-    }
-    with anthropic.Anthropic(base_url=where, api_key="any", max_retries=0) as client:
-        for _ in range(3):
-            if stream:
-                with client.messages.stream(model="chats", messages=messages, **more) as events:
-                    said = events.get_final_message()
-            else:
-                said = client.messages.create(model="chats", messages=messages, **more)
-            assert said.stop_reason == "tool_use"
-            (call,) = said.content
-            assert call.type == "tool_use"
-            check(call.name, call.input)
-            result = {"type": "tool_result", "tool_use_id": call.id, "content": "21 degrees"}
-            messages += [{"role": "assistant", "content": [call.to_dict()]}, {"role": "user", "content": [result]}]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_forced_calls_of_responses(where: str, stream: bool) -> None:
-    items: Any = [ASKED]
-    more: Any = {
-        "tools": [{"type": "function", **WEATHER}],
+def chat_completions(where: str, items: list[Any], turn: int, stream: bool) -> tuple[str, Any]:
+    """The name and the arguments of the call that answers; `items` go on with it and with a result."""
+    asked: Any = {
+        "model": "", "messages": items, "seed": turn, "temperature": 1, "max_tokens": 400, "tools": TOOLS,
         "tool_choice": "required",
-        "temperature": 1,
-        "max_output_tokens": 400,
-    }
+    }  # fmt: skip
     with openai.OpenAI(base_url=f"{where}/v1", api_key="any", max_retries=0) as client:
-        for _ in range(3):
-            if stream:
-                with client.responses.stream(model="chats", input=items, **more) as events:
-                    said: Any = events.get_final_response()
-            else:
-                said = client.responses.create(model="chats", input=items, **more)
-            assert said.status == "completed"
-            (call,) = said.output
-            check(call.name, json.loads(call.arguments))
-            called = {"type": "function_call", "name": call.name, "arguments": call.arguments, "call_id": call.call_id}
-            items += [called, {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"}]
+        if stream:
+            with client.chat.completions.stream(**asked) as events:
+                (choice,) = events.get_final_completion().choices
+        else:
+            (choice,) = client.chat.completions.create(**asked).choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or ()
+    said = {"name": call.function.name, "arguments": call.function.arguments}
+    items += [
+        {"role": "assistant", "content": None, "tool_calls": [{"id": call.id, "type": "function", "function": said}]},
+        {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"},
+    ]
+    return said["name"], json.loads(said["arguments"])
+
+
+def messages(where: str, items: list[Any], turn: int, stream: bool) -> tuple[str, Any]:
+    tool = {"name": "weather", "input_schema": SCHEMA}
+    asked: Any = {
+        "model": "chats", "messages": items, "max_tokens": 400, "tools": [tool], "tool_choice": {"type": "any"},
+    }  # fmt: skip
+    with anthropic.Anthropic(base_url=where, api_key="any", max_retries=0) as client:
+        if stream:
+            with client.messages.stream(**asked) as events:
+                said = events.get_final_message()
+        else:
+            said = client.messages.create(**asked)
+    assert said.stop_reason == "tool_use"
+    (call,) = said.content
+    assert call.type == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "21 degrees"}
+    items += [{"role": "assistant", "content": [call.to_dict()]}, {"role": "user", "content": [result]}]
+    return call.name, call.input
+
+
+def responses(where: str, items: list[Any], turn: int, stream: bool) -> tuple[str, Any]:
+    tool = {"type": "function", **WEATHER}
+    asked: Any = {
+        "model": "chats", "input": items, "temperature": 1, "max_output_tokens": 400, "tools": [tool],
+        "tool_choice": "required",
+    }  # fmt: skip
+    with openai.OpenAI(base_url=f"{where}/v1", api_key="any", max_retries=0) as client:
+        if stream:
+            with client.responses.stream(**asked) as events:
+                said: Any = events.get_final_response()
+        else:
+            said = client.responses.create(**asked)
+    assert said.status == "completed"
+    (call,) = said.output
+    called = {"type": "function_call", "name": call.name, "arguments": call.arguments, "call_id": call.call_id}
+    items += [called, {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"}]
+    return call.name, json.loads(call.arguments)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("answered", [chat_completions, messages, responses])
+def test_forced_calls_follow_their_schema_from_turn_to_turn(where: str, answered: Any, stream: bool) -> None:
+    items: list[Any] = [ASKED]
+    for turn in range(2):
+        check(*answered(where, items, turn, stream))
 
 
 def test_free_turns_of_ollamas_dialect(where: str) -> None:

@@ -1,4 +1,5 @@
-"""Packing checkpoints of real families: in place or copied, followed when moved, never mixed up."""
+"""Packing checkpoints of real families: in place or copied, followed when moved, never mixed up; the output layer at 6
+bits."""
 
 from __future__ import annotations
 
@@ -11,19 +12,22 @@ import pytest
 import torch
 import xxhash
 
+import tiermoe
+from commands import Command
+from parity import close, logits, tokens
 from sources import contents
 from tiermoe.errors import StoreError
-from tiermoe.formats import encode_matrix, quantizers, store_files
-from tiermoe.formats.int4 import CPU_LAYOUT
+from tiermoe.formats import encoding, quantizers, store_files
+from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR
 from tiermoe.formats.store import open_store
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.model.packing import pack_dense
+from tiermoe.model.packing import pack_dense, recipe, recipe_key
 from tiermoe.model.prepare_store import ensure_packed, open_or_create
-from tiny import write
+from tiny import oracle, write
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def blueprint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """The blueprint of a tiny checkpoint: (family, dtype, compute dtype in its config) → Blueprint."""
 
     def make(family: str, dtype: torch.dtype = torch.bfloat16, compute: str | None = None) -> Any:
@@ -46,8 +50,8 @@ def bytes_of(extent: Any) -> bytes:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "switch_transformers"])
-def test_16_bits_are_served_from_the_checkpoint(family: str, tiny_model: Any, tmp_path: Path) -> None:
-    blueprint = tiny_model(family)
+def test_16_bits_are_served_from_the_checkpoint(family: str, blueprint_of: Any, tmp_path: Path) -> None:
+    blueprint = blueprint_of(family)
     store = open_or_create(blueprint, tmp_path)
     ensure_packed(store, blueprint, 16, "hqq")
     precision = open_store(tmp_path).precisions["16"]
@@ -64,8 +68,8 @@ def test_16_bits_are_served_from_the_checkpoint(family: str, tiny_model: Any, tm
             assert xxhash.xxh3_64_hexdigest(wanted) == extent.checksum
 
 
-def test_16_bits_are_copied_where_the_checkpoint_holds_another_type(tiny_model: Any, tmp_path: Path) -> None:
-    blueprint = tiny_model("qwen3_moe", torch.float32, "bfloat16")
+def test_16_bits_are_copied_where_the_checkpoint_holds_another_type(blueprint_of: Any, tmp_path: Path) -> None:
+    blueprint = blueprint_of("qwen3_moe", torch.float32, "bfloat16")
     store = open_or_create(blueprint, tmp_path)
     ensure_packed(store, blueprint, 16, "hqq")
     precision = store.precisions["16"]
@@ -77,8 +81,8 @@ def test_16_bits_are_copied_where_the_checkpoint_holds_another_type(tiny_model: 
         assert torch.equal(views[name]["weight"], value)
 
 
-def test_experts_in_place_follow_a_checkpoint_that_was_moved(tiny_model: Any, tmp_path: Path) -> None:
-    blueprint = tiny_model("qwen3_moe")
+def test_experts_in_place_follow_a_checkpoint_that_was_moved(blueprint_of: Any, tmp_path: Path) -> None:
+    blueprint = blueprint_of("qwen3_moe")
     ensure_packed(open_or_create(blueprint, tmp_path), blueprint, 16, "hqq")
     moved = blueprint.directory.rename(blueprint.directory.with_name("moved"))
     elsewhere = inspect_model(moved, "moved")
@@ -89,8 +93,8 @@ def test_experts_in_place_follow_a_checkpoint_that_was_moved(tiny_model: Any, tm
     assert all(xxhash.xxh3_64_hexdigest(bytes_of(extent)) == extent.checksum for extent in extents)
 
 
-def test_another_checkpoint_is_refused_and_its_journal_not_taken_over(tiny_model: Any, tmp_path: Path) -> None:
-    one, other = tiny_model("qwen3_moe"), tiny_model("mixtral")
+def test_another_checkpoint_is_refused_and_its_journal_not_taken_over(blueprint_of: Any, tmp_path: Path) -> None:
+    one, other = blueprint_of("qwen3_moe"), blueprint_of("mixtral")
     ensure_packed(open_or_create(one, tmp_path), one, 4, "hqq")
     with pytest.raises(StoreError, match=r"packed from another checkpoint"):
         open_or_create(other, tmp_path)
@@ -102,8 +106,8 @@ def test_another_checkpoint_is_refused_and_its_journal_not_taken_over(tiny_model
     assert open_or_create(other, tmp_path, force=True).precisions.keys() == {"4-hqq"}  # usable: kept
 
 
-def test_packed_dense_layers_are_checked_like_experts(tiny_model: Any, tmp_path: Path) -> None:
-    blueprint = tiny_model("qwen3_moe")
+def test_packed_dense_layers_are_checked_like_experts(blueprint_of: Any, tmp_path: Path) -> None:
+    blueprint = blueprint_of("qwen3_moe")
     ensure_packed(open_or_create(blueprint, tmp_path), blueprint, 4, "hqq", dense_bits=8)
     file = tmp_path / "dense-8.bin"
     content = file.read_bytes()
@@ -115,10 +119,10 @@ def test_packed_dense_layers_are_checked_like_experts(tiny_model: Any, tmp_path:
         ensure_packed(open_store(tmp_path), blueprint, 4, "hqq", dense_bits=8)
 
 
-def test_two_that_create_the_store_at_once(tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_that_create_the_store_at_once(blueprint_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slower one finds the table that it did not see a moment ago, and keeps it."""
     root, faster = tmp_path / "store", store_files.exclusive
-    blueprint = tiny_model("qwen3_moe")
+    blueprint = blueprint_of("qwen3_moe")
 
     def overtaken(path: Path, *waiting: Any) -> Any:
         monkeypatch.undo()
@@ -132,14 +136,14 @@ def test_two_that_create_the_store_at_once(tiny_model: Any, tmp_path: Path, monk
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_dense_layers_in_blocks_of_rows_are_those_packed_whole(
-    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int
+    blueprint_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int
 ) -> None:
-    blueprint: Any = tiny_model("qwen3_moe")
+    blueprint: Any = blueprint_of("qwen3_moe")
     steps: list[tuple[int, int]] = []
     monkeypatch.setattr(quantizers, "BLOCK_WEIGHTS", 64 * 64)  # so that a tiny matrix has several
     found = []
     for weights in (1, 1 << 22):
-        monkeypatch.setattr(encode_matrix, "BLOCK_WEIGHTS", weights)
+        monkeypatch.setattr(encoding, "BLOCK_WEIGHTS", weights)
         store = open_or_create(blueprint, tmp_path / str(weights))
         pack_dense(store, blueprint, bits, CPU_LAYOUT, lambda done, total: steps.append((done, total)))
         (entry,) = store.dense.values()
@@ -147,3 +151,57 @@ def test_dense_layers_in_blocks_of_rows_are_those_packed_whole(
         assert steps[-1][0] == steps[-1][1]
     assert found[0] == found[1]
     assert steps[-1][1] < len(steps) - steps[-1][1]  # more blocks than layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_output_layer_at_6_bits_against_its_decoded_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Other dense layers are too small for 4 bits here but in q_proj and o_proj; all are decoded into the oracle."""
+    directory = write(tmp_path / "model", "qwen3_moe", dtype)
+    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, dense_bits=4, store=tmp_path / "store")
+    plain = oracle(directory, "qwen3_moe", dtype)
+    ids = tokens(2, 9)
+    assert not close(logits(ours, "qwen3_moe", ids), logits(plain, "qwen3_moe", ids))
+    put_dense_decoded(ours.tiermoe.store, "4-lm_head6", plain)
+    assert close(logits(ours, "qwen3_moe", ids), logits(plain, "qwen3_moe", ids))
+    ours.tiermoe.close()
+
+
+def put_dense_decoded(store: Any, key: str, plain: Any) -> None:
+    """Gives a transformers model the weights that packed dense layers stand for."""
+    found = {}
+    for name, entry in store.dense[key]["layers"].items():
+        form, (out, in_) = store.dense_format(key, name), entry["shape"]
+        content = (store.root / store.dense[key]["file"]).read_bytes()[entry["offset"] :][: form.stored.nbytes]
+        fields = form.stored.views(torch.frombuffer(bytearray(content), dtype=torch.uint8))["weight"]
+        decoded = form.encodings["weight"].decode(fields, out, in_, torch.float32)
+        layer = plain.get_submodule(name)
+        layer.weight.data = decoded.to(layer.weight.dtype)
+        found[name] = entry["encoding"]
+    assert found["lm_head"] == f"int6/{CPU_LAYOUT}/g32"
+
+
+def test_a_store_with_the_output_layer_at_8_bits_gets_it_at_6(
+    tiermoe_: Command, tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    """As it was packed once: the layers are packed anew, with the reason, and the next run packs nothing."""
+    directory, root = tiny_model("qwen3_moe", torch.float32), tmp_path / "store"
+    words = ("run", directory, "hi", "--memory", "4GiB", "--lanes", "1", "--max-tokens", "2", "--store", root)
+    assert tiermoe_(*words).code == 0
+    table = json.loads((root / "store.json").read_text())
+    table["dense"]["4-lm_head8"] = table["dense"].pop("4-lm_head6") | {"file": "dense-4-lm_head8.bin"}
+    (root / "store.json").write_text(json.dumps(table))
+    (root / "dense-4-lm_head6.bin").rename(root / "dense-4-lm_head8.bin")
+    again = tiermoe_(*words)
+    assert again.code == 0
+    reason = "packing dense layers (once: the store has them as 4-lm_head8, this version takes 4-lm_head6)"
+    assert reason in again.err
+    assert set(open_store(root).dense) == {"4-lm_head8", "4-lm_head6"}
+    assert "packing" not in tiermoe_(*words).err
+
+
+def test_where_the_output_layer_keeps_8_bits(blueprint_of: Any, tmp_path: Path) -> None:
+    blueprint = blueprint_of("qwen3_moe", torch.float32)
+    assert [recipe(blueprint, bits, CPU_LAYOUT) for bits in (4, 8)] == [{"lm_head": 6}, {}]
+    assert recipe_key(blueprint, 4, ROW_MAJOR) == "4-lm_head8-rowmajor"  # no kernel of a GPU takes 6
+    odd = inspect_model(write(tmp_path, "qwen3_moe", torch.float32, vocab_size=144), "odd")
+    assert recipe_key(odd, 4, CPU_LAYOUT) == "4-lm_head8"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import re
@@ -11,6 +10,7 @@ import httpx
 import pytest
 
 from patience import PATIENCE_S
+from serving import call_app
 from tiermoe.serve.page import StartupApp
 
 SCRIPTS = re.compile(r"<script>.*?</script>", re.DOTALL)
@@ -63,14 +63,10 @@ def test_every_control_has_a_name(page: httpx.Response) -> None:
 
 
 def test_the_page_is_there_while_the_model_is_loaded(page: httpx.Response) -> None:
-    async def asked() -> list[httpx.Response]:
-        gate = StartupApp()
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://test") as client:
-            found = [await client.get("/health")]
-            gate.report("packing experts", 3, 8)
-            return [*found, *[await client.get(path) for path in ("/health", "/", "/v1/models")]]
-
-    unknown, health, shown, models = asyncio.run(asked())
+    gate = StartupApp()
+    unknown = call_app(gate, "/health")
+    gate.report("packing experts", 3, 8)
+    health, shown, models = (call_app(gate, path) for path in ("/health", "/", "/v1/models"))
     assert (unknown.status_code, unknown.json()) == (503, {"status": "loading", "progress": None})
     assert health.json() == {"status": "loading", "progress": {"what": "packing experts", "done": 3, "total": 8}}
     assert (shown.status_code, shown.text) == (200, page.text)

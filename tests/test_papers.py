@@ -12,15 +12,14 @@ from commands import Command
 from small_traces import TIMES, decode, layer, prompt, trace_of, write_trace
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, TraceError
-from tiermoe.lab.papers import PAPERS, Row
+from tiermoe.lab.papers import PAPERS
 from tiermoe.lab.papers import statistics as counted
-from tiermoe.lab.papers.figure import Counted, Loss, Measure, Place, Ratio, Replayed, Runs, Side
+from tiermoe.lab.papers.figure import Counted, Loss, Place, Ratio, Replayed, Runs, Side
 from tiermoe.lab.papers.mobile import OFFLOADING, RTX_4080, Estimated, at
 from tiermoe.lab.simulate import ReplaySettings, machine_of, parse_link, replay, spread
 from tiermoe.lab.trace import Little, Trace
 from tiermoe.offload.presets import compose
 
-ROWS = [(paper.name, figure.name, row) for paper in PAPERS.values() for figure in paper.figures for row in figure.rows]
 SATA = Place("jetson-tx2", "75%", (2e-3, 2e-4))
 
 
@@ -28,25 +27,16 @@ def small() -> Trace:
     return trace_of([decode(layer([0, 1]), layer([token % 4, 3])) for token in range(3)], nbytes=1 << 20)
 
 
-def measures(row: Row) -> list[Measure]:
-    return [row.ours, *row.moved.values()]
-
-
-@pytest.mark.parametrize(
-    ("paper", "figure", "row"), ROWS, ids=[f"{paper}-{name}-{row.what}" for paper, name, row in ROWS]
-)
-def test_every_setting_is_one_that_the_parts_read(paper: str, figure: str, row: Row) -> None:
-    for measure in measures(row):
-        for side in (getattr(measure, name) for name in ("ours", "theirs", "side") if hasattr(measure, name)):
-            compose(side.preset, dict(side.changes))
-        if isinstance(measure, Ratio | Replayed):
-            machine_of(measure.place.machine, None, None)
-
-
-def test_each_paper_has_a_figure_once() -> None:
+def test_each_paper_has_a_figure_once_and_every_setting_is_one_that_the_parts_read() -> None:
     for paper in PAPERS.values():
         names = [figure.name for figure in paper.figures] + list(paper.missing)
         assert len(names) == len(set(names))
+        for row in (row for figure in paper.figures for row in figure.rows):
+            for measure in (row.ours, *row.moved.values()):
+                for side in (getattr(measure, name) for name in ("ours", "theirs", "side") if hasattr(measure, name)):
+                    compose(side.preset, dict(side.changes))
+                if isinstance(measure, Ratio | Replayed):
+                    machine_of(measure.place.machine, None, None)
     assert sum(len(paper.figures) for paper in PAPERS.values()) >= 35
 
 

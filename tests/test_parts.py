@@ -20,11 +20,11 @@ from tiermoe.lab.measure.texts import Feed
 from tiermoe.lab.papers.statistics import frequencies, routings
 from tiermoe.lab.trace import Header, Trace
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
-from tiermoe.model.hf.tokenizers import load_tokenizer
+from tiermoe.model.tokenizer import load_tokenizer
 from tiermoe.offload.policies.eviction import EVICTIONS, EvictionContext
+from tiermoe.offload.policies.eviction.classic import LeastRecentlyUsed
 from tiermoe.offload.policies.eviction.edgemoe import DistanceByFrequency
 from tiermoe.offload.policies.eviction.hobbit import Weighted
-from tiermoe.offload.policies.eviction.lru import LeastRecentlyUsed
 from tiermoe.offload.policies.prediction import PREDICTIONS, count_paths, paths_to_json
 from tiermoe.offload.profiles import Profile, profile_path, to_json
 from tiermoe.types import Demand, ExpertKey, Ready, Routed, Wanted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from transformers import AutoConfig
 from transformers.cache_utils import DynamicCache
 
 from tiermoe import native
@@ -34,7 +32,7 @@ from tiermoe.model.stored_weights import LazyTensor, loading_needs
 from tiermoe.platform import machine
 from tiermoe.platform.process_memory import ACTIVATIONS_HEAP
 from tiermoe.types import Need, Phase, Workload
-from tiny import _COMMON, CONFIGS, auto_class, oracle, write
+from tiny import CONFIGS, auto_class, config_of, oracle, write
 
 INTERPRETER = 300 * MIB
 PROBED = {
@@ -288,10 +286,7 @@ def growing_bytes(config: Any, load: Workload, latent: bool = False) -> int:
 @pytest.mark.parametrize("model_type", sorted(set(CONFIGS) - PROBED))
 def test_key_value_bytes_are_those_of_a_real_cache(model_type: str) -> None:
     switch = model_type == "switch_transformers"
-    values = copy.deepcopy({**_COMMON, **CONFIGS[model_type]})  # configs write into what they are given
-    if switch:
-        del values["num_key_value_heads"]  # it has none
-    config = AutoConfig.for_model(model_type, **values)
+    config = config_of(model_type)
     model = auto_class(model_type).from_config(config, dtype=torch.bfloat16).eval()
     ids = torch.randint(3, 128, (2, 20))
     with torch.no_grad():
@@ -308,8 +303,7 @@ def test_key_value_bytes_are_those_of_a_real_cache(model_type: str) -> None:
 
 @pytest.mark.parametrize(("chunk", "context"), [(4, 40), (8, 40), (16, 10)])
 def test_layers_with_a_window_hold_the_window_and_a_chunk(chunk: int, context: int) -> None:
-    values = {**_COMMON, **CONFIGS["gpt_oss"], "sliding_window": 8}
-    config = AutoConfig.for_model("gpt_oss", **values)
+    config = config_of("gpt_oss", sliding_window=8)
     assert set(config.layer_types) == {"sliding_attention", "full_attention"}
     model = auto_class("gpt_oss").from_config(config, dtype=torch.float32).eval()
     cache, most = DynamicCache(config=config), 0

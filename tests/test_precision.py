@@ -13,6 +13,8 @@ from tiermoe.errors import ConfigError
 from tiermoe.offload.policies.precision import PRECISIONS, Precision, PrecisionContext, thresholds, unimportance
 from tiermoe.types import Demand, Routed
 
+SCORES = [0.0, 0.0, 0.0, 0.0, 0.0, 0.55, 0.6, 0.7, 0.8, 0.95]
+
 
 def make(name: str, top_k: Sequence[int] = (3, 3), table: Any = None, **settings: Any) -> Precision:
     return PRECISIONS[name](PrecisionContext(4, top_k, table or {}), **settings)
@@ -42,12 +44,27 @@ def test_unimportance_against_its_definition(weights: list[float]) -> None:
         assert scores[i] == pytest.approx(sum(before) / total if total else 0)
 
 
-def test_thresholds_are_quantiles() -> None:
-    scores = [0.0, 0.0, 0.0, 0.0, 0.0, 0.55, 0.6, 0.7, 0.8, 0.95]
-    assert thresholds(scores, 0.7, 0.1) == (0.6, 0.8)
-    assert thresholds(scores, 0.3, 0.2) == (0.0, 0.7), "half of them are 0 at once"
-    assert thresholds(scores, 0.5, 0.5) == (0.0, 0.0), "nothing low"
-    assert thresholds(scores, 1.0, 0.0) == (1.0, 1.0), "no score to come is low or skipped"
+@pytest.mark.parametrize(
+    ("scores", "high", "skip", "expected"),
+    [
+        (SCORES, 0.7, 0.1, (0.6, 0.8)),
+        (SCORES, 0.3, 0.2, (0.0, 0.7)),  # half of them are 0 at once
+        (SCORES, 0.5, 0.5, (0.0, 0.0)),  # nothing low
+        (SCORES, 1.0, 0.0, (1.0, 1.0)),  # no score to come is low or skipped
+        ([i / 100 for i in range(1, 101)], 0.55, 0.03, (0.55, 0.97)),  # though 0.55 * 100 is rounded to a little more
+        ([0.0, 0.9], 0.5 + 9e-10, 0.5, (0.9, 0.9)),  # rounded shares of one whole
+    ],
+)
+def test_thresholds_are_quantiles(scores: list[float], high: float, skip: float, expected: tuple[float, float]) -> None:
+    assert thresholds(scores, high, skip) == expected
+
+
+@pytest.mark.parametrize(("high", "skip"), [(0.8, 0.3), (-0.1, 0.1), (0.1, -0.1)])
+def test_impossible_shares_are_refused(high: float, skip: float) -> None:
+    with pytest.raises(ConfigError, match="shares of one whole"):
+        thresholds([0.5], high, skip)
+    with pytest.raises(ConfigError, match="longer calibration text"):
+        thresholds([], 0.5, 0.1)
 
 
 @given(
@@ -64,26 +81,6 @@ def test_thresholds_keep_their_shares(scores: list[float], high: int, skip: int)
         below = [score for score in scores if score < threshold]
         if percent < 100:
             assert not below or 100 * len(below) < percent * len(scores), "a smaller one would do"
-
-
-def test_shares_of_one_hundred_scores() -> None:
-    """55 % of a hundred are 55, though 0.55 * 100 is rounded to a little more."""
-    assert thresholds([i / 100 for i in range(1, 101)], 0.55, 0.03) == (0.55, 0.97)
-
-
-def test_rounded_shares_of_one_whole_keep_the_thresholds_in_order() -> None:
-    assert thresholds([0.0, 0.9], 0.5 + 9e-10, 0.5) == (0.9, 0.9)
-
-
-@pytest.mark.parametrize(("high", "skip"), [(0.8, 0.3), (-0.1, 0.1), (0.1, -0.1)])
-def test_impossible_shares_are_refused(high: float, skip: float) -> None:
-    with pytest.raises(ConfigError, match="shares of one whole"):
-        thresholds([0.5], high, skip)
-
-
-def test_no_scores_are_refused() -> None:
-    with pytest.raises(ConfigError, match="longer calibration text"):
-        thresholds([], 0.5, 0.1)
 
 
 def test_fixed() -> None:

@@ -144,3 +144,9 @@ def test_tokens_that_lie_alike_came_in_the_same_parts() -> None:
     assert begun.written == 4
     assert begun.reusable(past) == 3
     assert begun.step_tokens(*begun.part_at(1)) == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(("length", "stays"), [(4, 0), (5, 5), (7, 5), (8, 8), (10, 10), (11, 10), (12, 12), (99, 12)])
+def test_steps_run_behind_whole_steps_and_behind_any_generated_token(length: int, stays: int) -> None:
+    parts = [Part(5, Kind.PROMPT), Part(3, Kind.PROMPT, (7,)), Part(2, Kind.DECODE), Part(2, Kind.PROMPT)]
+    assert SlabContents(list(range(12)), parts).resumable(length) == stays

@@ -27,34 +27,25 @@ if trimmed:
         process_memory.import_modelling_code()
 import torch
 torch.set_num_threads(1)
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
-small = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, eos_token_id=None, pad_token_id=0, bos_token_id=1)
-families = {
-    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
-    "switch_transformers": dict(d_model=32, d_kv=8, d_ff=32, num_layers=2, num_decoder_layers=2, num_heads=4,
-                                num_experts=4, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
-                                decoder_start_token_id=0),
-}
-tokens = {}
-for family, options in families.items():
-    kind = AutoModelForSeq2SeqLM if family == "switch_transformers" else AutoModelForCausalLM
-    if not (folder / family).exists():
-        torch.manual_seed(0)
-        kind.from_config(AutoConfig.for_model(family, **(small | options))).save_pretrained(folder / family)
-    model = kind.from_pretrained(folder / family, experts_implementation="eager")
-    if trimmed:
-        given_back.append(process_memory.settle())
-    ids = torch.arange(2, 14).view(1, -1)
-    greedy = model.generate(ids, max_new_tokens=6, do_sample=False)
-    torch.manual_seed(1)
-    sampled = model.generate(ids, max_new_tokens=6, do_sample=True, top_p=0.9)
-    logits = model(ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})).logits
-    tokens[family] = [greedy.tolist(), sampled.tolist(), logits.double().sum().item()]
+from transformers import AutoConfig, AutoModelForCausalLM
+if not (folder / "model").exists():
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_moe", vocab_size=64, hidden_size=32, intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, eos_token_id=None, pad_token_id=0,
+        bos_token_id=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+model = AutoModelForCausalLM.from_pretrained(folder / "model", experts_implementation="eager")
+if trimmed:
+    given_back.append(process_memory.settle())
+ids = torch.arange(2, 14).view(1, -1)
+greedy = model.generate(ids, max_new_tokens=6, do_sample=False)
+torch.manual_seed(1)
+sampled = model.generate(ids, max_new_tokens=6, do_sample=True, top_p=0.9)
+tokens = [greedy.tolist(), sampled.tolist(), model(ids).logits.double().sum().item()]
 print(json.dumps({"tokens": tokens, "given_back": given_back, "resident": process_memory.resident_bytes(),
                   "peak": process_memory.peak_resident_bytes()}))
 """
-"""Builds tiny models, or loads them, and answers with what they generate."""
+"""Builds a tiny model, or loads it, and answers with what it generates."""
 
 
 def run(mode: str, folder: Path) -> dict[str, Any]:
@@ -69,7 +60,6 @@ def run(mode: str, folder: Path) -> dict[str, Any]:
 def test_a_trimmed_process_is_smaller_and_generates_the_same(tmp_path: Path) -> None:
     plain, trimmed = run("plain", tmp_path), run("trimmed", tmp_path)
     assert trimmed["tokens"] == plain["tokens"]
-    assert len(plain["tokens"]) == 2
     assert max(trimmed["given_back"]) > 1 << 20
     assert trimmed["resident"] <= trimmed["peak"]
     assert plain["resident"] - trimmed["resident"] > 30 << 20
@@ -125,7 +115,6 @@ def test_pages_are_freed_and_come_back_empty() -> None:
     memory[:] = b"x" * (1 << 20)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     process_memory.free_pages(address + 1, (512 << 10) - 1)  # whole pages alone: not the first one
-    if process_memory.can_free_pages():
-        assert memory[4096 : 512 << 10] == bytes((512 << 10) - 4096)
+    assert memory[4096 : 512 << 10] == bytes((512 << 10) - 4096)
     assert memory[:4096] == b"x" * 4096
     assert memory[512 << 10 :] == b"x" * (512 << 10)

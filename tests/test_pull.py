@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 import gguf_files
 import tiny
 from fake_hub import FakeHub, Run, commands_with, serving
-from tiermoe.config import format_size
+from tiermoe.config import MIB, format_size
 
 GGUF, SHARDED, WHOLE, TORN = "someone/moe-GGUF", "someone/sharded-GGUF", "someone/moe", "someone/torn-GGUF"
 SCALED = "someone/scaled-GGUF"
@@ -55,19 +56,23 @@ def run(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]
         yield command
 
 
-def fits(run: Run, file: Path, memory: int) -> bool:
-    """Whether a file's experts are all in memory, by `tiermoe plan` of the file."""
+def planned(run: Run, file: Path, memory: int) -> dict[str, Any] | None:
+    """The plan of a file in so much memory; None where its experts are not all there."""
     ended = run("plan", file, "--memory", memory, "--json", "--machine", "laptop-ddr4")
-    return ended.code == 0 and (found := json.loads(ended.out))["slots"] == found["all_slots"]
+    found = json.loads(ended.out) if ended.code == 0 else None
+    return found if found and found["slots"] == found["all_slots"] else None
 
 
 def least(run: Run, file: Path) -> int:
-    """The least memory in which a file's experts fit, to 4 MiB."""
-    low, high = 64, 4096
+    """The least memory in which a file's experts are all there, to 4 MiB."""
+    plan = planned(run, file, 4 << 30)
+    assert plan is not None
+    low, high = plan["total"] // MIB - 96, plan["total"] // MIB + 1
+    assert planned(run, file, low * MIB) is None
     while high - low > 4:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(run, file, middle << 20) else (middle, high)
-    return high << 20
+        low, high = (low, middle) if planned(run, file, middle * MIB) else (middle, high)
+    return high * MIB
 
 
 def size(file: Path) -> str:
@@ -77,7 +82,7 @@ def size(file: Path) -> str:
 def test_the_largest_file_whose_experts_fit(run: Run, hub: FakeHub, folders: dict[str, Path]) -> None:
     wanted = folders[GGUF] / "moe-Q4_0.gguf"
     memory = least(run, folders[GGUF] / "moe-Q8_0.gguf") - (16 << 20)
-    assert fits(run, wanted, memory - (8 << 20))
+    assert planned(run, wanted, memory - 8 * MIB)
     hub.served.clear()
     ended = run("pull", GGUF, "--memory", memory)
     assert ended.code == 0, ended.err

@@ -35,8 +35,6 @@ TINY |= {
         **_MANY, "num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
     },
     "olmoe-1b-7b": {**_MANY, "num_experts": 8, "intermediate_size": 32},
-    "deepseek-moe-16b": {**_MANY, "n_routed_experts": 8, "moe_intermediate_size": 32},
-    "switch-base-8": {"vocab_size": 4096, "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4},
 }  # fmt: skip
 TINY["gpt-oss-120b"] = TINY["gpt-oss-20b"]
 BILLIONS = {
@@ -49,8 +47,6 @@ BILLIONS = {
     "phi-3.5-moe": 41.87,
     "qwen1.5-moe-a2.7b": 14.32,
     "olmoe-1b-7b": 6.92,
-    "deepseek-moe-16b": 16.38,
-    "switch-base-8": 0.62,
 }
 
 
@@ -64,12 +60,10 @@ def test_transformers_loads_what_is_written(kind: str, tmp_path: Path) -> None:
     assert not any(info.values()), info
     assert model.config.num_hidden_layers == 2
     ids = AutoTokenizer.from_pretrained(out)("Once upon a time there was", return_tensors="pt").input_ids
-    decoder = model.config.is_encoder_decoder
     with torch.inference_mode():
-        logits = model(ids, **({"decoder_input_ids": ids} if decoder else {})).logits[0]
+        logits = model(ids).logits[0]
     assert 0.1 < logits.std().item() < 10
-    before = 1 if decoder else ids.shape[1]
-    assert model.generate(ids, max_new_tokens=40, do_sample=False).shape[1] == before + 40
+    assert model.generate(ids, max_new_tokens=9, do_sample=False).shape[1] == ids.shape[1] + 9
 
 
 @pytest.mark.parametrize("kind", ALL)

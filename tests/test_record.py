@@ -13,21 +13,25 @@ import torch
 
 import tiermoe
 import tiny
+from commands import Command
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, ModelError
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.lab.cli.calibrate import calibrate as calibrate_command
-from tiermoe.lab.cli.calibrate import parse_names, parse_percent
 from tiermoe.lab.cli.trace import trace as trace_command
-from tiermoe.lab.measure import calibrate as calibration_module
-from tiermoe.lab.measure import profiles
-from tiermoe.lab.measure.calibrate import Calibration, CalibrationOptions, prepare
+from tiermoe.lab.measure import calibrate, searches
+from tiermoe.lab.measure.calibrate import (
+    Calibration,
+    CalibrationOptions,
+    FailedProfile,
+    MadeProfile,
+    make_profiles,
+    prepare,
+)
 from tiermoe.lab.measure.neurons import find_theta
-from tiermoe.lab.measure.profiles import FailedProfile, MadeProfile, make_profiles
 from tiermoe.lab.measure.record import Recorder, expert_bytes, header_of
 from tiermoe.lab.measure.texts import SequenceShape, cut_sequences
 from tiermoe.lab.simulate import ReplaySettings, replay
-from tiermoe.lab.trace import Header, Pass, Times, Trace, TraceWriter, read_trace
+from tiermoe.lab.trace import Header, Pass, TraceWriter, read_trace
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload.composition import filled
 from tiermoe.offload.policies.precision import Fixed, PrecisionContext
@@ -143,19 +147,6 @@ def test_the_little_pass_disturbs_nothing(mixtral: Path) -> None:
     engine.close()
 
 
-def test_a_replay_of_a_recording_has_the_engines_hits(mixtral: Path) -> None:
-    model, _ = tiermoe.load(mixtral, bits=16, preset="lru", cache="40%", lanes=1, warm=False)
-    engine = model.tiermoe
-    with Recorder(model, little=False) as recorder:
-        passes = list(recorder.passes(IDS, PROMPT))
-        header = header_of(model, Times(1e-3, {16: 1e-4}, 1e-3, {16: 1e-5}), recorder.holds, recorder.distances, {})
-    result = replay(Trace(header, passes), PRESETS["lru"], ReplaySettings(CacheSize(fraction=0.4), 1e9))
-    stats = engine.stats()
-    assert (result.counts.hits, result.counts.misses) == (stats["expert_hits"], stats["expert_misses"])
-    assert result.bytes_read == stats["bytes_read"]
-    engine.close()
-
-
 @pytest.fixture(scope="module")
 def switch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write(tmp_path_factory.mktemp("switch"), "switch_transformers", torch.float32)
@@ -194,7 +185,7 @@ def test_recording_a_lossy_preset_is_refused(mixtral: Path) -> None:
 
 
 def test_sequences_are_spread_over_the_text_and_refused_with_numbers(shipped: Path) -> None:
-    from tiermoe.model.hf.tokenizers import load_tokenizer
+    from tiermoe.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(shipped)
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids
@@ -254,14 +245,14 @@ def test_losses_of_popularity_are_of_perplexity(mixtral: Path, monkeypatch: pyte
     low = nll()
     with model.tiermoe.scheduler.ruled_by(Fixed(PrecisionContext(4, [2] * 3))):
         expected = math.exp(low - nll()) - 1
-    monkeypatch.setattr(profiles, "TOLERATED", math.inf)
-    losses = profiles.popularity_losses(model.tiermoe, ids, 2, _quiet)
-    assert [share for share, _ in losses] == list(profiles.SHARES)
+    monkeypatch.setattr(searches, "TOLERATED", math.inf)
+    losses = searches.popularity_losses(model.tiermoe, ids, 2, _quiet)
+    assert [share for share, _ in losses] == list(searches.SHARES)
     assert dict(losses)[0.3] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert expected != 0
     assert model.tiermoe.scheduler.precision is before
-    monkeypatch.setattr(profiles, "TOLERATED", -math.inf)
-    assert len(profiles.popularity_losses(model.tiermoe, ids, 2, _quiet)) == 1
+    monkeypatch.setattr(searches, "TOLERATED", -math.inf)
+    assert len(searches.popularity_losses(model.tiermoe, ids, 2, _quiet)) == 1
     model.tiermoe.close()
 
 
@@ -274,7 +265,7 @@ def _quiet(what: str, done: int, total: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration_module, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(calibrate, "LEAST_TOKENS", 32)
 
 
 def _prepare(directory: Path, store: Path, shape: SequenceShape = SHAPE) -> Calibration:
@@ -286,7 +277,7 @@ def calibrated(mixtral: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with profiles."""
     store = tmp_path_factory.mktemp("calibrated")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(calibration_module, "LEAST_TOKENS", 32)
+        patched.setattr(calibrate, "LEAST_TOKENS", 32)
         results = make_profiles(_prepare(mixtral, store), ["hobbit", "fate", "corm"], _quiet)
     assert all(isinstance(result, MadeProfile) and not result.kept for result in results), results
     return store
@@ -316,9 +307,9 @@ class Recordings:
         self.count = 0
         self._fingerprint = ""
         monkeypatch.setattr(Calibration, "on_engine", self._on_engine)
-        monkeypatch.setattr(calibration_module, "write_trace", self._write)
+        monkeypatch.setattr(calibrate, "write_trace", self._write)
         for name in ("hobbit", "fate"):
-            monkeypatch.setitem(profiles.CALIBRATORS, name, self.calibrate)
+            monkeypatch.setitem(calibrate.CALIBRATORS, name, self.calibrate)
 
     def _on_engine(self, changes: Any, use: Any, progress: Any, logits: bool = False) -> Any:
         return use(None, None)
@@ -348,10 +339,10 @@ def test_an_interrupted_calibration_resumes(mixtral: Path, tmp_path: Path, monke
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(profiles.CALIBRATORS, "fate", interrupted)
+    monkeypatch.setitem(calibrate.CALIBRATORS, "fate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make_profiles(calibration, ["hobbit", "fate"], _quiet)
-    monkeypatch.setitem(profiles.CALIBRATORS, "fate", recordings.calibrate)
+    monkeypatch.setitem(calibrate.CALIBRATORS, "fate", recordings.calibrate)
     assert _kept(make_profiles(calibration, ["hobbit", "fate"], _quiet)) == [True, False]
     assert recordings.count == 1
     assert _kept(make_profiles(calibration, ["hobbit", "fate"], _quiet)) == [True, True]
@@ -394,7 +385,7 @@ def _fake_bitwidths(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         table[0][0] = 2
         return {"table": table, "importance": [], "loss": 0.01, "loss_error": 0.002, "metric": task.name}
 
-    monkeypatch.setattr(profiles, "find_bitwidths", find_bitwidths)
+    monkeypatch.setattr(calibrate, "find_bitwidths", find_bitwidths)
     return asked
 
 
@@ -455,6 +446,29 @@ def test_trace_command_writes_what_a_replay_reads(
         trace_command(model=str(mixtral), text=tmp_path / "text.txt", out=tmp_path / "none" / "t", tokens=64)
 
 
+def test_calibrate_command(mixtral: Path, calibrated: Path, tmp_path: Path, tiermoe_: Command) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    start = ("calibrate", mixtral, "--text", text, "--tokens", 64, "--prompt", 8, "--sequence", 32)
+    for words, cause in {
+        "--tokens 32 --prompt 4 --sequence 20": "20 tokens in whole sequences of 20 are too few",
+        "--tokens 65536": "the text has",
+        "--tolerated-loss 0%": "tolerated-loss must be above 0%",
+        "--tolerated-loss five": "write it like 5%",
+        "--fallback-ratio few": "fallback-ratio 'few' is not a share",
+        "--fallback-ratio 1.5": "fallback-ratio must be from 0% to 100%",
+        "--metric bleu": "metric must be one of perplexity, rouge2",
+        "--metric rouge2": "give both or none",
+        "--for mobile,lru": "'lru' needs no calibration",
+        "--for fete": "'fete' is no preset",
+    }.items():
+        assert cause in tiermoe_(*start, *words.split()).cause, words
+    ended = tiermoe_(*start, "--for", "fate, corm,fate", "--tolerated-loss", "0.05", "--store", calibrated)
+    assert ended.code == 0, ended.err
+    assert "theta" in ended.out
+    assert ended.out.count("fate (made before)") == 1
+
+
 def test_a_precision_that_no_store_holds_yet_weighs_what_packing_makes_of_it(mixtral: Path, tmp_path: Path) -> None:
     found = []
     for bits in (4, 2):
@@ -466,39 +480,3 @@ def test_a_precision_that_no_store_holds_yet_weighs_what_packing_makes_of_it(mix
     (before, alone), (after, both) = found
     assert (alone.keys(), both.keys()) == ({4}, {4, 2})
     assert before == after == before | both
-
-
-def test_calibrate_command(mixtral: Path, calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    with pytest.raises(ConfigError, match="at least 32 are needed"):
-        calibrate_command(model=str(mixtral), text=text, tokens=16, prompt=4, sequence=16)
-    with pytest.raises(ConfigError, match=r"the text has [\d,]+ tokens; recording 65,536"):
-        calibrate_command(model=str(mixtral), text=text, tokens=65536, sequence=128)
-    with pytest.raises(ConfigError, match="tolerated-loss must be above 0%"):
-        calibrate_command(model=str(mixtral), text=text, tolerated_loss="0%", tokens=64, prompt=8, sequence=32)
-    calibrate_command(
-        model=str(mixtral), text=text, for_="corm,fate", tokens=64, prompt=8, sequence=32, store=calibrated
-    )
-    out = capsys.readouterr().out
-    assert "theta" in out
-    assert "fate (made before)" in out
-
-
-def test_names_and_shares() -> None:
-    assert parse_names("fate, corm,fate") == ["fate", "corm"]
-    with pytest.raises(ConfigError, match="'lru' needs no calibration"):
-        parse_names("mobile,lru")
-    with pytest.raises(ConfigError, match="'fete' is no preset"):
-        parse_names("fete")
-    assert parse_percent("tolerated-loss", "5%") == parse_percent("tolerated-loss", "0.05") == 0.05
-    with pytest.raises(ConfigError, match="fallback-ratio 'few' is not a share"):
-        parse_percent("fallback-ratio", "few")
-    with pytest.raises(ConfigError, match="metric must be one of perplexity, rouge2"):
-        CalibrationOptions(metric="bleu")
-    with pytest.raises(ConfigError, match="give both or none"):
-        CalibrationOptions(metric="rouge2")
-    with pytest.raises(ConfigError, match="fallback-ratio must be from 0% to 100%"):
-        CalibrationOptions(fallback_ratio=1.5)
-    with pytest.raises(ConfigError, match="write it like 5%"):
-        parse_percent("tolerated-loss", "five")

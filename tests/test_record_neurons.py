@@ -96,6 +96,9 @@ def test_the_neurons_that_a_trace_names_are_those_that_a_prefetch_brings() -> No
     assert loads.load(key).nbytes == 40 + 2 * 15
     loads.start_layer(1)
     assert loads.complete(key).nbytes == 15  # of neurons 1 and 2 it named 1
+    assert loads.load(ExpertKey(1, 1, 4)).nbytes == 40 + 2 * 15  # it was not chosen: the mean of those that were
+    loads.start_pass(trace.passes[0].layers, 3)
+    assert loads.load(key).nbytes == 100  # whole, for several tokens
     assert corm.neuron_recall(trace) == [None, 0.5]
 
 
@@ -148,34 +151,14 @@ def test_corm_replays_it(traced: Path, tmp_path: Path, tiermoe_: Command) -> Non
     assert simulated(*fixed, "--set", f"theta={THETA}")["speculative_loads"] > 0
     assert "theta 0.3" in simulated(*fixed, "--set", "theta=0.2")
     assert "calibrate" in simulated("--set", f"theta={THETA}")
+    (text := tmp_path / "text").write_text(TEXT)
+    done = tiermoe_("trace", "nowhere", "--text", text, "--out", tmp_path / "t", "--neurons", "-1")
+    assert "threshold from 0 on" in done.err
     fingerprint = read_trace(traced).header.fingerprint
     table = [[4, 2] * 4] * 3
     profile = Profile("corm", fingerprint, {}, {"theta": THETA}, {"table": table})
     (tmp_path / "corm.json").write_bytes(to_json(profile))
     assert simulated("--profiles", str(tmp_path))["expert_misses"] > 0
-
-
-def test_a_bad_threshold_is_refused(mixtral: Path, tmp_path: Path, tiermoe_: Command) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
-    done = tiermoe_("trace", mixtral, "--text", tmp_path / "text.txt", "--out", tmp_path / "t", "--neurons", "-1")
-    assert "threshold from 0 on" in done.err
-
-
-def test_bytes_of_whole_experts_in_a_prompt_and_of_active_neurons_after_it() -> None:
-    trace = trace_of([decode(layer([0, 1], neurons={0: 0b1, 1: 0b111}))], head_bytes=40, neuron_bytes=15, neurons=4)
-    loads = NeuronLoads(trace, Costs(trace.header, Times(0, {4: 0}, 0, {4: 0})), composition(upper_limit=0.9))
-    active = trace.passes[0].layers
-    keys = [ExpertKey(0, expert, 4) for expert in range(3)]
-    loads.start_pass(active, 1)
-    loads.start_layer(0)
-    # of 100 bytes 40 are W1 and 15 each neuron; expert 2 was not chosen: the mean is two neurons
-    assert [loads.load(key).nbytes for key in keys] == [55, 85, 70]
-    loads.start_pass([layer([0], neurons={0: 0b1001})], 1)
-    loads.start_layer(0)
-    assert loads.complete(keys[0]).nbytes == 15
-    loads.start_pass(active, 3)
-    assert loads.complete(keys[1]).nbytes == 15  # what is missing of all four
-    assert loads.load(keys[0]).nbytes == 100
 
 
 def composition(**changes: Any) -> Composition:

@@ -29,6 +29,11 @@ from tiermoe.serve.loaded_models import LoadedModels, Model, ModelProcess
 SERVER = Path(__file__).parent / "model_server.py"
 
 
+@pytest.fixture(autouse=True)
+def _looks_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_models, "_LOOK_S", 0.01)
+
+
 class Front:
     """A router over models: their numbers are `enough` and `most`."""
 
@@ -221,15 +226,6 @@ def test_a_stream_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.Mon
         assert here.ask("slow", stream=True).text == "data: begun\n\ndata: [DONE]\n\n"
 
 
-def test_an_error_behind_comments_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "KEEP_ALIVE_S", 0.01)
-    with front({"bad": (60, 60)}, words={"bad": ("", "the model is damaged")}) as here:
-        told = here.ask("bad", stream=True)
-        assert told.status_code == 200
-        assert "event: error\ndata: " in told.text
-        assert "bad was not loaded: the model is damaged" in told.text
-
-
 def test_ollamas_streams_are_kept_alive_by_objects_without_a_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +250,7 @@ def test_ollamas_streams_are_kept_alive_by_objects_without_a_text(
         assert whole.status_code == 500
 
 
-def test_a_model_that_is_not_loaded_hurts_no_other() -> None:
+def test_a_model_that_is_not_loaded_hurts_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     with front({"good": (40, 40), "bad": (40, 40)}, words={"bad": ("", "the model is damaged")}) as here:
         here.ask("good")
         for _ in range(2):
@@ -264,6 +260,11 @@ def test_a_model_that_is_not_loaded_hurts_no_other() -> None:
         assert here.http.get("/v1/models/bad").json()["status"] == {
             "value": "unloaded", "failed": True, "error": "the model is damaged",
         }  # fmt: skip
+        monkeypatch.setattr(router, "KEEP_ALIVE_S", 0.01)
+        told = here.ask("bad", stream=True)  # an error after comments is an event
+        assert told.status_code == 200
+        assert "event: error\ndata: " in told.text
+        assert "bad was not loaded: the model is damaged" in told.text
         assert here.ask("good").json()["by"] == "good"
         assert here.of("good")["loads"] == 1
 
@@ -375,23 +376,20 @@ def test_a_request_reaches_its_model_as_it_was_sent() -> None:
         assert f"content-length: {len(body)}" in told["head"].lower()
         told = here.http.get("/experts?model=a", headers=headers)
         assert told.json()["where"] == "/experts?model=a"
-        assert (
-            here.http.post("/v1/completions", json={"model": "a", "refuse": True}, headers=headers).status_code == 418
-        )
-
-
-def test_one_models_endpoints_load_nothing() -> None:
-    with front({"a": (40, 40)}) as here:
-        told = here.http.get("/stats?model=a")
-        assert told.status_code == 503
-        assert "a is not loaded" in told.json()["error"]["message"]
-        assert here.http.get("/experts").status_code == 404
-        assert here.status() == "u"
+        refused = here.http.post("/v1/completions", json={"model": "a", "refuse": True}, headers=headers)
+        assert refused.status_code == 418
 
 
 def test_bad_requests_load_nothing() -> None:
-    with front({"a": (40, 40)}, keys=[KEY], hosts=Hosts("127.0.0.1")) as here:
+    origins = ["http://localhost:3000"]
+    with front({"a": (40, 40)}, keys=[KEY], hosts=Hosts("127.0.0.1"), origins=origins) as here:
         headers = {"Authorization": f"Bearer {KEY}"}
+        told = here.http.get("/health", headers={"Origin": origins[0]})
+        assert told.headers["Access-Control-Allow-Origin"] == origins[0]
+        assert here.http.get("/").headers["Content-Security-Policy"]
+        told = here.http.get("/stats?model=a", headers=headers)
+        assert (told.status_code, "a is not loaded" in told.json()["error"]["message"]) == (503, True)
+        assert here.http.get("/experts", headers=headers).status_code == 404
         for content, status, message in (
             (b"{", 400, "no JSON"),
             (b'{"model": "a", "temperature": NaN}', 400, "no JSON"),
@@ -409,13 +407,6 @@ def test_bad_requests_load_nothing() -> None:
         assert told.status_code == 403
         assert here.http.delete("/v1/models/a", headers=headers).status_code == 405
         assert here.http.get("/v1/models", headers=headers).json()["data"][0]["status"] == {"value": "unloaded"}
-
-
-def test_other_pages_ask_where_they_are_allowed() -> None:
-    with front({"a": (40, 40)}, origins=["http://localhost:3000"]) as here:
-        told = here.http.get("/health", headers={"Origin": "http://localhost:3000"})
-        assert told.headers["Access-Control-Allow-Origin"] == "http://localhost:3000"
-        assert here.http.get("/").headers["Content-Security-Policy"]
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")

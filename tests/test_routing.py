@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tiermoe.engine.forward_context import keep_little
 from tiermoe.errors import ConfigError
-from tiermoe.lab.papers.statistics import baseline_uniform, recall
+from tiermoe.lab.papers.statistics import recall
 from tiermoe.offload.policies.routing import as_predicted, is_confident, little, require_little, speedup
 
 
@@ -90,7 +90,3 @@ def test_recall() -> None:
     assert recall([], [1]) == 0
     with pytest.raises(ValueError, match="chosen"):
         recall([1], [])
-
-
-def test_the_baseline_is_random_naming() -> None:
-    assert baseline_uniform(4, 60) == pytest.approx(1 / 15)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import random
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
@@ -19,8 +18,8 @@ from hypothesis import strategies as st
 from commands import Command
 from small_traces import TIMES, decode, layer, replayed, trace_of, write_trace
 from tiermoe.config import CacheSize
-from tiermoe.errors import ConfigError, ProfileError, TiermoeError, TraceError
-from tiermoe.lab.bench.plots import missing_plots
+from tiermoe.errors import ConfigError, ProfileError, TraceError
+from tiermoe.lab.bench.report import missing_plots
 from tiermoe.lab.cli.simulate import simulate
 from tiermoe.lab.papers import LADDERS
 from tiermoe.lab.simulate import LINKS, all_evictions, compare_evictions, parse_link, spread
@@ -36,116 +35,30 @@ from tiermoe.types import ExpertKey, Load
 # the link
 
 
-def load(expert: int, urgent: bool = True) -> Load:
-    return Load(ExpertKey(0, expert, 4), expert, urgent)
-
-
-def link(lanes: int = 1, latency: float = 0.0) -> tuple[VirtualClock, VirtualLink]:
+def test_transfers_share_the_bandwidth_after_a_latency_of_their_own() -> None:
+    """An urgent load goes before one that is read ahead; one that has begun is not interrupted, nor recalled."""
     clock = VirtualClock()
-    return clock, VirtualLink(clock, 100.0, lambda key: Move(100), latency, lanes)
+    link = VirtualLink(clock, 100.0, lambda key: Move(100), latency=0.1, lanes=2)
 
+    def submit(expert: int, urgent: bool) -> Load:
+        link.submit(load := Load(ExpertKey(0, expert, 4), expert, urgent))
+        return load
 
-def test_transfers_share_the_bandwidth() -> None:
-    clock, link_ = link(lanes=2)
-    link_.submit(load(0))
-    clock.compute(0.5)  # half of the first has come, alone
-    link_.submit(load(1))
-    assert link_.wait().load == load(0)
-    assert clock.now == pytest.approx(1.5)  # its other 50 bytes at 50 a second
-    assert link_.wait().load == load(1)
-    assert clock.now == pytest.approx(2.0)  # 50 bytes came until 1.5, 50 more alone
-    assert (link_.wait_s, link_.busy_s, link_.bytes_read) == (pytest.approx(1.5), pytest.approx(2.0), 200)
-    assert link_.poll() is None
-
-
-def test_latency_is_paid_by_each_transfer_and_shares_nothing() -> None:
-    clock, link_ = link(lanes=2, latency=0.1)
-    for expert in range(3):
-        link_.submit(load(expert))
-    assert [link_.wait().load.slot for _ in range(2)] == [0, 1]
-    assert clock.now == pytest.approx(2.1)
-    link_.wait()
-    assert clock.now == pytest.approx(3.2)
-
-
-def test_who_waits_goes_on_a_little_after_the_end() -> None:
-    clock = VirtualClock()
-    link_ = VirtualLink(clock, 100.0, lambda key: Move(100), wake=0.25)
-    link_.submit(load(0))
-    link_.submit(load(1))
-    link_.wait()
-    assert clock.now == pytest.approx(1.25)
-    clock.compute(1.0)
-    link_.wait()  # it has come meanwhile
-    assert (clock.now, link_.wait_s) == (pytest.approx(2.25), pytest.approx(1.25))
-
-
-def test_a_lane_without_work_begins_late_and_the_next_load_at_once() -> None:
-    clock = VirtualClock()
-    link_ = VirtualLink(clock, 100.0, lambda key: Move(100), start=lambda: 0.5)
-    link_.submit(load(0, urgent=False))
-    clock.compute(0.25)
-    assert link_.recall() == [load(0, urgent=False)]  # not yet begun
-    link_.submit(load(1))
-    link_.submit(load(2))
-    clock.compute(0.5)
-    link_.catch_up()
-    assert link_.busy_s == pytest.approx(0.25)  # since .5: it was woken for the one that was recalled
-    assert link_.wait().load == load(1)
-    assert clock.now == pytest.approx(1.5)
-    link_.wait()
-    assert clock.now == pytest.approx(2.5)
-    assert link_.busy_s == pytest.approx(2.0)
-
-
-def test_who_waits_reads_by_itself_what_no_lane_has_begun() -> None:
-    clock = VirtualClock()
-    link_ = VirtualLink(clock, 100.0, lambda key: Move(100), wake=0.25, start=lambda: 0.5)
-    link_.submit(load(0))
-    clock.compute(0.125)
-    assert link_.wait().load == load(0)
-    assert clock.now == pytest.approx(1.125)  # at once, and no thread has to wake it
-    link_.submit(load(1, urgent=False))
-    link_.wait()
-    assert clock.now == pytest.approx(1.125 + 0.5 + 1.0 + 0.25)  # it reads nothing ahead
-
-
-def test_urgent_before_speculative_and_what_has_begun_is_not_interrupted() -> None:
-    _, link_ = link()
-    for load_ in (load(0, urgent=False), load(1, urgent=False), load(2)):
-        link_.submit(load_)
-    assert [link_.wait().load.slot for _ in range(3)] == [0, 2, 1]
-
-
-def test_recall_takes_what_has_not_begun() -> None:
-    _, link_ = link()
-    for load_ in (load(0, urgent=False), load(1, urgent=False), load(2)):
-        link_.submit(load_)
-    assert link_.recall() == [load(1, urgent=False)]
-    assert [link_.wait().load.slot for _ in range(2)] == [0, 2]
-    assert link_.poll() is None
-
-
-def test_polling_moves_no_clock() -> None:
-    clock, link_ = link()
-    link_.submit(load(0))
-    assert link_.poll() is None
-    clock.compute(1.0)
-    finished = link_.poll()
-    assert finished is not None
-    assert finished.load == load(0)
-    assert (clock.now, link_.wait_s, link_.poll()) == (1.0, 0.0, None)
-
-
-def test_what_a_link_does_until_now_is_told() -> None:
-    clock, link_ = link()
-    link_.submit(load(0))
-    clock.compute(0.4)
-    link_.catch_up()
-    assert (link_.busy_s, link_.bytes_read) == (pytest.approx(0.4), 0)
-    clock.compute(0.8)
-    link_.catch_up()
-    assert (link_.busy_s, link_.bytes_read) == (pytest.approx(1.0), 100)
+    first = submit(0, urgent=True)
+    clock.compute(0.6)  # half of it has come, alone
+    second, third, ahead = submit(1, urgent=False), submit(2, urgent=False), submit(3, urgent=False)
+    urgent = submit(4, urgent=True)
+    assert link.poll() is None
+    assert link.wait().load == first
+    assert clock.now == pytest.approx(0.6 + 0.1 + 2 * 0.4)  # .1 alone, then 40 bytes at 50 a second
+    assert link.recall() == [third, ahead]
+    assert link.wait().load == second
+    assert clock.now == pytest.approx(1.5 + 0.1 + 2 * 0.5)  # 40 bytes until 1.5, 10 alone, 50 beside the urgent one
+    assert link.wait().load == urgent
+    assert clock.now == pytest.approx(2.6 + 0.5)
+    assert (link.wait_s, link.bytes_read, link.poll()) == (pytest.approx(2.5), 300, None)
+    link.catch_up()
+    assert link.busy_s == pytest.approx(3.1)
 
 
 # time, by hand
@@ -163,11 +76,6 @@ def test_a_miss_is_overlapped_with_computing() -> None:
     assert result.bound_fraction == pytest.approx(3.0 / 4.8)
 
 
-def test_together_computes_when_all_is_there() -> None:
-    result = replayed(trace_of([decode(layer([0, 1]))]), changes={"start": "together"})
-    assert result.decode_tok_s == pytest.approx(1 / (0.5 + 2.0 + 0.8))
-
-
 def test_a_prefetch_comes_while_the_layer_runs() -> None:
     trace = trace_of([decode(layer([0]), layer([1]))], top_k=1)
     # dense .25 | 0 until 1.25 | runs until 1.65, dense until 1.9 | 1, begun at 1.9 or at 1.25, runs .4
@@ -180,34 +88,15 @@ def test_a_prefetch_comes_while_the_layer_runs() -> None:
     assert (fast.counts.hits, fast.counts.prefetched, fast.counts.misses) == (1, 1, 1)
 
 
-def test_what_is_read_ahead_comes_after_it_was_named_and_while_nothing_is_decided() -> None:
-    trace = trace_of([decode(layer([0]), layer([1]))], top_k=1)
-    times = dataclasses.replace(TIMES, layers=0.3, prefetch=0.05)
-    result = replayed(trace, changes={"prefetch": "oracle"}, times=times)
-    # dense .1 | 0 until 1.1, the layer decides meanwhile | named by 1.15, 1 until 2.15 | 0 runs until 1.55, dense until
-    # 1.65 | 1 is on its way: the layer decides until 1.8, waits, names nothing until 2.2 | runs .4
-    assert result.decode_tok_s == pytest.approx(1 / 2.6)
-    fast = replayed(trace, changes={"prefetch": "oracle"}, times=times, bandwidth=100 / 0.55)
-    # 1 is there at 1.2, half a second after it was named; the router asks for it at 1.2
-    assert (fast.counts.prefetched, fast.counts.misses) == (0, 2)
-    assert replayed(trace, changes={"prefetch": "oracle"}, times=times, bandwidth=100 / 0.45).counts.prefetched == 1
-    prompt_ = Pass("prefill", 0, [1, 2], [layer([0], [0])])
-    times = dataclasses.replace(TIMES, prefill_layers=0.05, prefill_prefetch=0.25)
-    slow = replayed(trace_of([prompt_], experts=6, top_k=1), changes={"prefetch": "oracle"}, times=times)
-    # dense 2 x .05, 0 until 1.1, decided meanwhile; naming 2 x .25; two tokens .45
-    assert slow.prefill_tok_s == pytest.approx(2 / (0.1 + 1.0 + 0.5 + 0.45))
-
-
-@pytest.mark.parametrize(("mean", "seconds", "ahead"), [(0.05, None, 1), (0.5, 3.3, 0)])
-def test_an_idle_lane_begins_after_times_that_are_drawn(mean: float, seconds: float | None, ahead: int) -> None:
-    trace = trace_of([decode(layer([0]), layer([1]))], top_k=1)
-    draws = random.Random(0)
-    _, second = (draws.expovariate(1 / mean) for _ in range(2))
-    # dense .25, 0 is read by who waits for it; 1 is named at 1.25 and begins after the second draw, or is taken back at
-    # 1.9 and read by who waits
-    result = replayed(trace, changes={"prefetch": "oracle"}, start=mean)
-    assert result.decode_tok_s == pytest.approx(1 / (seconds or 1.25 + second + 1.0 + 0.4))
-    assert result.counts.speculative_loads == ahead
+def test_what_a_layer_decides_overlaps_the_first_load() -> None:
+    trace = trace_of([decode(layer([0]))], top_k=1)
+    times = dataclasses.replace(TIMES, layers=0.3)
+    # dense .2, 0 until 1.2 while .3 are decided, runs .4
+    assert replayed(trace, times=times).decode_tok_s == pytest.approx(1 / 1.6)
+    assert replayed(trace, times=times, bandwidth=1e9).decode_tok_s == pytest.approx(1 / 0.9)
+    prompt_ = trace_of([Pass("prefill", 0, [1, 2], [layer([0], [0])])], top_k=1)
+    times = dataclasses.replace(TIMES, prefill_layers=0.05)
+    assert replayed(prompt_, times=times, bandwidth=1e9).prefill_tok_s == pytest.approx(2 / (0.2 + 0.45))
 
 
 def test_a_prompt_is_charged_by_token() -> None:
@@ -229,13 +118,6 @@ def test_times_are_spread_by_bytes() -> None:
     header = trace_of([decode(layer([0, 1]), layer([0, 1]))], dense_bytes=600).header
     # 600 bytes dense, 2 layers x 2 experts x 100 bytes
     assert spread(header, 1.0, 0.1) == Times(0.6, {4: 0.1}, pytest.approx(0.06), {4: pytest.approx(0.01)})
-
-
-def test_forecasts_are_prefetched() -> None:
-    first = layer([0], forecasts={1: [(2, 0.9), (1, 0.1)]})
-    trace = trace_of([decode(first, layer([2]))], top_k=1)
-    result = replayed(trace, changes={"prefetch": "next-gate"}, bandwidth=1000.0)
-    assert (result.counts.hits, result.counts.prefetched, result.bytes_read) == (1, 1, 200)
 
 
 def test_a_forecast_is_of_the_layer_so_far_ahead() -> None:
@@ -409,14 +291,13 @@ def test_lru_hits_as_a_plain_lru(trace: Trace, slots: int) -> None:
 
 
 def test_records_are_kept_or_forgotten_and_weighed() -> None:
+    """0 was used three times: it stays, and 1 and 2 drive each other out, unless a new sequence forgets that."""
     first = [decode(layer([0])) for _ in range(3)]
-    second = [decode(layer([expert]), sequence=1) for expert in (1, 2, 1, 2)]
-    trace = trace_of(first + second, top_k=1)
+    trace = trace_of(first + [decode(layer([expert]), sequence=1) for expert in (1, 2, 1, 2)], top_k=1)
 
     def hits(name: str, **options: Any) -> int:
         return hits_of(trace, name, 2, 4, **options).decode.counts.hits
 
-    # 0 was used three times: it stays, and 1 and 2 drive each other out, unless a new sequence forgets that
     assert (hits("lfu"), hits("lfu", per_sequence=True)) == (2, 4)
     assert [hits("weighted", settings={"weights": weights}) for weights in ((0, 1, 0, 0), (1, 0, 0, 0))] == [2, 4]
 
@@ -509,18 +390,7 @@ def completed(preset: str, changes: dict[str, Any]) -> dict[str, Any]:
     return changes | {name: SETTINGS[name] for name in compose(preset, changes).missing()}
 
 
-NEEDS_MORE = ("edgemoe", "eap", "corm", "nimble", "nimble-3bit")
 """A calibration's tables, or scores that a trace does not have."""
-
-
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in NEEDS_MORE])
-def test_every_preset_replays(preset: str) -> None:
-    result = replayed(full_trace(), preset, slots=10, changes=completed(preset, {}))
-    assert result.decode_tok_s is not None
-    assert result.bound_tok_s is not None
-    assert 0 < result.decode_tok_s <= result.bound_tok_s * (1 + 1e-9)
-    asked = result.counts.hits + result.counts.misses + result.counts.skipped
-    assert asked >= 6 * 4
 
 
 @pytest.mark.parametrize("prefetch", ["none", "next-gate", "stacked-gates", "percentile", "oracle"])
@@ -574,8 +444,9 @@ def test_all_presets_in_one_table(file: Path, profiles: Path, rows: Callable[...
     for row in found:
         if row in refused:
             continue
-        assert row["decode_tok_s"] > 0
+        assert 0 < row["decode_tok_s"] <= row["bound_tok_s"] * (1 + 1e-9)
         assert 0 <= row["hit_rate"] <= 1
+        assert row["expert_hits"] + row["expert_misses"] + row["expert_skips"] >= 6 * 4
         assert row["bytes_per_token"] >= 0
 
 
@@ -591,13 +462,6 @@ def test_what_cannot_be_replayed_is_listed_with_the_reason(
     assert "no boundary and no activation paths" in found["eap"]["refused"]
     assert "little passes" in found["mobile"]["refused"]
     assert found["lru"]["expert_misses"] == 4
-
-
-def test_compute_times_can_be_given(file: Path, rows: Callable[..., list[dict[str, Any]]]) -> None:
-    (row,) = rows(file, preset="io-free", cache="100%", link="1TB/s", compute="2s", prefill_compute="0.5s")
-    # nothing is known of the dense part's bytes: all the time is its own
-    assert row["decode_tok_s"] == pytest.approx(0.5)
-    assert row["prefill_tok_s"] == pytest.approx(2.0)
 
 
 def test_evictions_side_by_side(file: Path, rows: Callable[..., list[dict[str, Any]]]) -> None:
@@ -617,30 +481,11 @@ def test_the_tables_name_what_was_replayed(file: Path, profiles: Path, capsys: p
     shown = capsys.readouterr()
     assert "37.5%" in shown.out
     assert "belady" in shown.out
-
-
-@pytest.mark.parametrize(
-    ("options", "cause"),
-    [
-        ({"preset": "lru"}, "how fast is the link"),
-        ({"preset": "lru", "evictions": "all"}, "exclude each other"),
-        ({"preset": "lrv", "link": "nvme"}, "did you mean lru"),
-        ({"presets": "lru,lrv", "link": "nvme"}, "unknown preset 'lrv'"),
-        ({"evictions": "lru,best"}, "unknown eviction policy 'best'"),
-        ({"evictions": "lru", "link": "nvme"}, "--link has no effect"),
-        ({"evictions": "lru", "set_": ["prefetch=none"]}, "--set prefetch has no effect"),
-        ({"evictions": "lru,fld", "set_": ["records=sequence"]}, "records does nothing with --evictions lru,fld"),
-        ({"evictions": "lru,lfu", "set_": ["weights=1,0,0,0"]}, "it is read by weighted"),
-        ({"preset": "lru", "link": "nvme", "compute": "20"}, "'20' is not a time"),
-        ({"preset": "lru", "link": "nvme", "prefill_compute": "20ms"}, "needs --compute"),
-        ({"preset": "lru", "link": "nvme", "cache": "10%,x"}, "not a size"),
-        ({"preset": "hobbit", "link": "nvme"}, "calibrate tiny"),
-        ({"preset": "lru", "link": "nvme", "bits": 5}, "bits must be"),
-    ],
-)
-def test_what_was_typed_wrong_is_told(file: Path, options: dict[str, Any], cause: str) -> None:
-    with pytest.raises(TiermoeError, match=cause):
-        simulate(file, **options)
+    fixed = ["t2=0.8", "weights=0.25,0.25,0.25,0.25"]
+    simulate(file, presets="lru,hobbit", sweep=["t1=0.4,0.9"], set_=fixed, link="nvme")
+    shown = capsys.readouterr()
+    assert "left out lru: t2 does nothing with precision=fixed" in shown.err
+    assert "left out hobbit (0.9): " in shown.err
 
 
 # rows of one setting, and of parts that are switched on
@@ -690,29 +535,17 @@ def test_options_are_swept(
     assert speeds[0] != speeds[1]
 
 
+def test_compute_times_can_be_given(file: Path, rows: Callable[..., list[dict[str, Any]]]) -> None:
+    """Nothing is known of the dense part's bytes: all the time is its own."""
+    (row,) = rows(file, preset="io-free", cache="100%", link="1TB/s", compute="2s", prefill_compute="0.5s")
+    assert (row["decode_tok_s"], row["prefill_tok_s"]) == (pytest.approx(0.5), pytest.approx(2.0))
+
+
 def test_cache_is_swept_by_size_or_by_policy(file: Path, rows: Callable[..., list[dict[str, Any]]]) -> None:
     sizes = rows(file, preset="lru", sweep=["cache=40%,60%"], link="1KB/s")
     assert [row["cache_fraction"] for row in sizes] == [6 / 16, 9 / 16]
     policies = rows(file, preset="lru", sweep=["cache=lru,lfu"], cache="40%", link="1KB/s")
     assert [(row["eviction"], row["cache_fraction"]) for row in policies] == [("lru", 6 / 16), ("lfu", 6 / 16)]
-
-
-@pytest.mark.parametrize("preset", LADDERS)
-def test_a_ladder_goes_from_the_baseline_to_the_whole_preset(
-    preset: str, file: Path, profiles: Path, rows: Callable[..., list[dict[str, Any]]]
-) -> None:
-    given = {"link": "300B/s", "cache": "50%", "profiles": profiles}
-    found = rows(file, preset=preset, ladder=True, **given)
-    assert [row["part"] for row in found] == [LADDERS[preset].baseline, *(part for part, _ in LADDERS[preset].parts)]
-    assert (found[0]["prefetched_hits"], found[0]["lossy"]) == (0, [])
-    speeds = [row["decode_tok_s"] for row in found]
-    assert [row["decode_vs_first"] for row in found] == pytest.approx([speed / speeds[0] for speed in speeds])
-    assert [row["decode_vs_before"] for row in found[1:]] == pytest.approx(
-        [after / before for before, after in itertools.pairwise(speeds)]
-    )
-    assert "decode_vs_before" not in found[0]
-    (whole,) = rows(file, preset=preset, **given)
-    assert found[-2 if LADDERS[preset].beyond else -1]["decode_tok_s"] == whole["decode_tok_s"]
 
 
 BASELINES = {
@@ -727,11 +560,72 @@ BASELINES = {
 
 
 @pytest.mark.parametrize("preset", LADDERS)
-def test_ladders_begin_as_the_papers_do_and_end_with_the_preset(preset: str) -> None:
+def test_a_ladder_goes_from_the_baseline_to_the_whole_preset(
+    preset: str, file: Path, profiles: Path, rows: Callable[..., list[dict[str, Any]]]
+) -> None:
+    given = {"link": "300B/s", "cache": "50%", "profiles": profiles}
+    found = rows(file, preset=preset, ladder=True, **given)
+    assert [row["part"] for row in found] == [LADDERS[preset].baseline, *(part for part, _ in LADDERS[preset].parts)]
     steps = [compose(preset, changes) for _, changes in LADDERS[preset].steps(PRESETS[preset], {})]
     assert {name: steps[0][name] for name in BASELINES[preset]} == BASELINES[preset]
     assert steps[-1].settings() == compose(preset, LADDERS[preset].beyond).settings()
     assert all(before.settings() != after.settings() for before, after in itertools.pairwise(steps))
+    assert (found[0]["prefetched_hits"], found[0]["lossy"]) == (0, [])
+    speeds = [row["decode_tok_s"] for row in found]
+    assert [row["decode_vs_first"] for row in found] == pytest.approx([speed / speeds[0] for speed in speeds])
+    assert [row["decode_vs_before"] for row in found[1:]] == pytest.approx(
+        [after / before for before, after in itertools.pairwise(speeds)]
+    )
+    assert "decode_vs_before" not in found[0]
+    (whole,) = rows(file, preset=preset, **given)
+    assert found[-2 if LADDERS[preset].beyond else -1]["decode_tok_s"] == whole["decode_tok_s"]
+
+
+"""What the papers begin their step-by-step figures with."""
+
+
+def test_a_wrong_command_is_told_in_a_line(tiermoe_: Command, file: Path) -> None:
+    for words, cause in REFUSED.items():
+        link = () if {"--evictions", "--link", "-"} & {*words.split()} else ("--link", "nvme")
+        assert cause in tiermoe_("simulate", file, *words.removeprefix("- ").split(), *link).cause, words
+
+
+REFUSED = {
+    "- --preset lru": "how fast is the link",
+    "--preset lru --evictions all": "exclude each other",
+    "--preset lrv": "did you mean lru",
+    "--presets lru,lrv": "unknown preset 'lrv'",
+    "--evictions lru,best": "unknown eviction policy 'best'",
+    "--evictions lru --link nvme": "--link has no effect",
+    "--evictions lru --set prefetch=none": "--set prefetch has no effect",
+    "--evictions lru,fld --set records=sequence": "records does nothing with --evictions lru,fld",
+    "--evictions lru,lfu --set weights=1,0,0,0": "it is read by weighted",
+    "--preset lru --compute 20": "'20' is not a time",
+    "--preset lru --prefill-compute 20ms": "needs --compute",
+    "--preset lru --cache 10%,x": "not a size",
+    "--preset hobbit": "calibrate tiny",
+    "--preset lru --bits 5": "bits must be",
+    "--preset lru --sweep gamma=0.5,0.7": "gamma does nothing with routing=all; it is read by routing=confident",
+    "--preset mobile --sweep gama=0.5": "unknown setting 'gama' to sweep; did you mean gamma",
+    "--preset mobile --sweep gamma=0.5,often": "gamma must be a number, got 'often'",
+    "--preset mobile --sweep gamma=0.5,2": "gamma must be from 0 to 1, got 2",
+    "--preset mobile --sweep gamma=0.5,,1": "is not NAME=V1,V2; write it like",
+    "--preset mobile --sweep gamma": "is not NAME=V1,V2; write it like",
+    "--preset mobile --sweep gamma=0.5 --sweep ahead=1": "one --sweep at a time",
+    "--preset mobile --sweep gamma=0.5 --set gamma=0.7": "--set gamma and --sweep gamma exclude each other",
+    "--preset mobile --sweep gamma=0.5 --ladder": "--sweep and --ladder exclude each other",
+    "--preset mobile --sweep cache=10%,all-of-it": "is not a size",
+    "--preset mobile --sweep cache=10% --cache 20%": "--cache and --sweep cache exclude each other",
+    "--preset mobile --sweep gamma=1 --cache 10%,20%": "--sweep takes one size of the cache",
+    "- --preset mobile --sweep link=nvme --link nvme": "--link and --sweep link exclude each other",
+    "--preset mobile --sweep bits=4,2 --bits 4": "--bits and --sweep bits exclude each other",
+    "--preset mobile --sweep prompt=8,16": "tiermoe trace --prompt",
+    "--preset lru --ladder": "preset lru has no parts to switch on; --ladder takes default, hobbit",
+    "--preset fate --ladder --set gamma=0.5": "gamma does nothing with routing=all",
+    "--preset fate --ladder --cache 10%,20%": "--ladder takes one size of the cache",
+    "--evictions lru --ladder": "--ladder has no effect on --evictions",
+    "--preset mobile --ladder --picture speed.png": "must be named .svg",
+}
 
 
 def test_what_is_given_holds_in_every_step_that_reads_it() -> None:
@@ -755,46 +649,6 @@ def test_tables_and_pictures_have_every_row(tiermoe_: Command, file: Path, profi
         assert all(name in ended.out for name in names), ended.out
         if missing_plots() is None:
             assert all(f"{name.removesuffix(' *')}<" in picture.read_text() for name in names)
-
-
-def test_reasons_name_the_rows_that_are_left_out(tiermoe_: Command, file: Path) -> None:
-    ended = tiermoe_(
-        "simulate", file, "--presets", "lru,hobbit", "--sweep", "t1=0.4,0.9", "--set", "t2=0.8", "--link", "nvme",
-        "--set", "weights=0.25,0.25,0.25,0.25",
-    )  # fmt: skip
-    assert ended.code == 0, ended.err
-    assert "left out lru: t2 does nothing with precision=fixed" in ended.err
-    assert "left out hobbit (0.9): " in ended.err
-
-
-@pytest.mark.parametrize(
-    ("words", "cause"),
-    [
-        ("--preset lru --sweep gamma=0.5,0.7", "gamma does nothing with routing=all; it is read by routing=confident"),
-        ("--preset mobile --sweep gama=0.5", "unknown setting 'gama' to sweep; did you mean gamma"),
-        ("--preset mobile --sweep gamma=0.5,often", "gamma must be a number, got 'often'"),
-        ("--preset mobile --sweep gamma=0.5,2", "gamma must be from 0 to 1, got 2"),
-        ("--preset mobile --sweep gamma=0.5,,1", "is not NAME=V1,V2; write it like"),
-        ("--preset mobile --sweep gamma", "is not NAME=V1,V2; write it like"),
-        ("--preset mobile --sweep gamma=0.5 --sweep ahead=1", "one --sweep at a time"),
-        ("--preset mobile --sweep gamma=0.5 --set gamma=0.7", "--set gamma and --sweep gamma exclude each other"),
-        ("--preset mobile --sweep gamma=0.5 --ladder", "--sweep and --ladder exclude each other"),
-        ("--preset mobile --sweep cache=10%,all-of-it", "is not a size"),
-        ("--preset mobile --sweep cache=10% --cache 20%", "--cache and --sweep cache exclude each other"),
-        ("--preset mobile --sweep gamma=1 --cache 10%,20%", "--sweep takes one size of the cache"),
-        ("--preset mobile --sweep link=nvme", "--link and --sweep link exclude each other"),
-        ("--preset mobile --sweep bits=4,2 --bits 4", "--bits and --sweep bits exclude each other"),
-        ("--preset mobile --sweep prompt=8,16", "tiermoe trace --prompt"),
-        ("--preset lru --ladder", "preset lru has no parts to switch on; --ladder takes default, hobbit"),
-        ("--preset fate --ladder --set gamma=0.5", "gamma does nothing with routing=all"),
-        ("--preset fate --ladder --cache 10%,20%", "--ladder takes one size of the cache"),
-        ("--evictions lru --ladder", "--ladder has no effect on --evictions"),
-        ("--preset mobile --ladder --picture speed.png", "must be named .svg"),
-    ],
-)
-def test_a_wrong_sweep_or_ladder_is_told_in_a_line(tiermoe_: Command, file: Path, words: str, cause: str) -> None:
-    link = () if "--evictions" in words else ("--link", "nvme")
-    assert cause in tiermoe_("simulate", file, *words.split(), *link).cause
 
 
 PHONE = Path(__file__).parents[2] / "shared" / "traces" / "qwen3-30b-a3b.csv"

@@ -97,16 +97,15 @@ def test_what_main_memory_holds_is_not_read_again() -> None:
     assert less.second_level == {"host_hits": 0, "host_misses": 4, "bytes_copied": 400}
 
 
-def test_one_is_read_while_another_is_copied() -> None:
-    result = replayed(trace_of([decode(layer([0, 1]))]), **ram(4))
-    # dense .5 | 0 read until 2.5, copied until 3.5 | 1 read until 4.5, copied until 5.5 | 1 runs until 5.9
-    assert result.decode_tok_s == pytest.approx(1 / 5.9)
-
-
 def test_two_lanes_share_the_drive_and_copies_follow_each_other() -> None:
     result = replayed(trace_of([decode(layer([0, 1]))]), lanes=2, **ram(4))
     # both read until 4.5, copied until 5.5 and 6.5, 1 runs until 6.9
     assert result.decode_tok_s == pytest.approx(1 / 6.9)
+    # one lane: 0 read until 2.5, copied until 3.5 | 1 read until 4.5, copied until 5.5 | 1 runs until 5.9
+    assert replayed(trace_of([decode(layer([0, 1]))]), **ram(4)).decode_tok_s == pytest.approx(1 / 5.9)
+    for lacking in ({"ram": CacheSize(nbytes=100)}, {"drive": DRIVE}):
+        with pytest.raises(ConfigError, match="give both"):
+            replayed(trace_of([decode(layer([0, 1]))]), **lacking)
 
 
 def test_the_cpu_waits_for_the_drive_where_main_memory_lacks_an_expert() -> None:
@@ -159,13 +158,6 @@ def test_main_memory_hits_as_the_engines_own() -> None:
         assert (memory.hits, memory.misses) == (rig.link.host.hits, rig.link.host.misses)
     assert memory.hits
     rig.end()
-
-
-def test_main_memory_needs_a_drive() -> None:
-    trace = trace_of([decode(layer([0, 1]))])
-    for lacking in ({"ram": CacheSize(nbytes=100)}, {"drive": DRIVE}):
-        with pytest.raises(ConfigError, match="give both"):
-            replayed(trace, **lacking)
 
 
 # machines by name
@@ -286,10 +278,7 @@ def test_gathering_takes_a_time_for_each_byte_of_single_neurons() -> None:
     # at a third of the link's time three quarters cost as much as all; above them gathering would cost more
     assert gathered_s(0b11111) == pytest.approx(1.0)
     assert gathered_s(0b11111, upper_limit=1.0) == pytest.approx(0.4 + 0.5 * 4 / 3)
-
-
-def test_a_drive_gathers_nothing() -> None:
-    assert gathered_s(0b11, store="disk") == pytest.approx(gathered_s(0b11, gather=0.0, store="disk"))
+    assert gathered_s(0b11, store="disk") == pytest.approx(gathered_s(0b11, gather=0.0, store="disk"))  # nothing there
 
 
 def test_missing_neurons_of_a_cached_expert_are_gathered_too() -> None:

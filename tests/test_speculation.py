@@ -19,13 +19,11 @@ from serving import Letters, WrappedEngine
 from small_engines import NATIVE, alone, engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, prompt, verify
-from tiermoe.engine.drafts import DraftModel, check_vocabulary
-from tiermoe.engine.prompt_lookup import LONGEST, MATCH, Lookup, PromptLookup
-from tiermoe.engine.request import Piece, Request
+from tiermoe.engine.drafts import LONGEST, MATCH, DraftModel, Lookup, PromptLookup, check_vocabulary
+from tiermoe.engine.request import Piece, Request, ThoughtBudget
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
 from tiermoe.engine.speculation import LOSS, MOST, CachedSequence, Speculation
-from tiermoe.engine.thought_budget import ThoughtBudget
 from tiermoe.errors import LoadError, ModelError
 from tiny import oracle, write
 
@@ -169,14 +167,6 @@ def logprobs(loop: RequestLoop, text: Sequence[int]) -> list[Any]:
     return found
 
 
-def test_guesses_change_no_token_of_a_family(family: Any) -> None:
-    for seed in (None, 1):
-        alone = [answers(RequestLoop(family, Letters(), 1, set()), [each])[0] for each in requests(seed)]
-        for rows in (1, 3):
-            loop = RequestLoop(family, Letters(), rows, set(), speculation=eager())
-            assert answers(loop, requests(seed)) == alone
-
-
 def test_guesses_change_no_bit_of_a_family(family: Any) -> None:
     """The prompt's own text with a wrong end now and then: rows of right guesses, and of wrong ones."""
     text = [*REPEATED[:20], 90, *REPEATED[3:14], 91, 92, *REPEATED[:9]]
@@ -251,15 +241,9 @@ def test_every_sampler_chooses_what_it_chooses_without_guesses(engine: Any, rows
     assert loop.counts.right_guesses > 0
 
 
-def test_right_guesses_spare_steps(engine: Any) -> None:
-    plain, guessed = Counted(engine), Counted(engine)
-    logprobs(RequestLoop(plain, Letters(), 1, set()), REPEATED)
-    logprobs(RequestLoop(guessed, Letters(), 1, set(), speculation=eager()), REPEATED)
-    assert guessed.steps < 0.5 * plain.steps
-
-
 def test_timings_count_the_draft_tokens_that_ran(engine: Any) -> None:
-    """A step of an answer runs one token and draft tokens, and gives one token and those that were right."""
+    """A step of an answer runs one token and draft tokens, and gives one token and those that were right, each in a
+    piece of its own."""
     text = [*REPEATED[:20], 90, *REPEATED[3:14], 91, 92, *REPEATED[:9]]
     plain, guessed = Counted(engine), Counted(engine)
     logprobs(RequestLoop(plain, Letters(), 1, set()), text)
@@ -272,6 +256,10 @@ def test_timings_count_the_draft_tokens_that_ran(engine: Any) -> None:
     assert (timings.read, timings.tokens) == (len(asked.ids), len(text))
     assert timings.accepted == len(text) - 1 - steps > 0
     assert timings.drafted == guessed.ran - len(asked.ids) - steps > timings.accepted
+    assert steps < 0.7 * len(text)
+    assert [len(piece.tokens) for piece in pieces] == [1] * len(text)
+    assert [piece.finish for piece in pieces] == [None] * (len(text) - 1) + ["stop"]  # the grammar has ended
+    assert loop.counts.generated_tokens == len(text)
 
 
 def test_an_answer_ends_where_it_ends_without_guesses(engine: Any) -> None:
@@ -507,16 +495,6 @@ def test_guesses_come_back_after_they_have_lost() -> None:
     decoded(speculation, misleading, prompt, 0.9)
     drafter_s = decoded(speculation, prompt, prompt, 0.3)
     assert len(prompt) / drafter_s > 1.3
-
-
-def test_a_piece_for_each_token(engine: Any) -> None:
-    loop, pieces = RequestLoop(engine, Letters(), 1, set(), speculation=eager()), list[Piece]()
-    loop.add(requests()[0])
-    while not loop.scheduler.idle:
-        pieces += loop.step()
-    assert [len(piece.tokens) for piece in pieces] == [1] * 40
-    assert [piece.finish for piece in pieces] == [None] * 39 + ["length"]
-    assert loop.counts.generated_tokens == 40
 
 
 # a draft model

@@ -17,8 +17,7 @@ import tiermoe
 from commands import Command
 from tiermoe.cli.main import main
 from tiermoe.errors import StoreError
-from tiermoe.formats.store_files import exclusive
-from tiermoe.formats.stores import cached_stores, hold, remove_store
+from tiermoe.formats.store_files import cached_stores, exclusive, hold, remove_store
 
 DAY = 86400
 

@@ -234,26 +234,6 @@ def test_a_decoder_follows_the_path_and_reads_no_encoder_expert(small: Any, subm
 
 
 @torch.no_grad()
-def test_encoder_experts_leave_first(small: Any) -> None:
-    """A full cache of both: while one of the encoder's is there, none of the decoder's leaves."""
-    cache = small.tiermoe.loader.cache
-    small.get_encoder()(input_ids=tokens(8, 9, seed=2))
-    encoded = small.get_encoder()(input_ids=tokens(1, 9))
-    finish(small)
-    assert len(cache) == cache.slots
-    compared = 0
-    for token in range(3, 40):
-        kept = resident(small, range(ENCODER, LAYERS), 4)
-        small(encoder_outputs=encoded, decoder_input_ids=torch.tensor([[token]]))
-        finish(small)
-        if not resident(small, range(ENCODER), 4):
-            break
-        compared += 1
-        assert kept <= resident(small, range(ENCODER, LAYERS), 4)
-    assert compared > 0
-
-
-@torch.no_grad()
 def test_mixed_bits_are_the_ones_of_the_table(load: Any, checkpoint: Path) -> None:
     """Every expert replaced by what its bitwidth makes of it, computed here from the paper's formula."""
     table = [[(2, 4, 8, 16)[(layer + expert) % 4] for expert in range(EXPERTS)] for layer in range(LAYERS)]

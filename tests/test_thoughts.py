@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from serving import parts_of
-from tiermoe.engine.thought_budget import ThoughtBudget
+from tiermoe.engine.request import ThoughtBudget
+from tiermoe.serve.chats import ThoughtReader, opened, thinks
 from tiermoe.serve.harmony import ChannelReader, thought_end
-from tiermoe.serve.thoughts import ThoughtReader, opened, thinks
 
 CASES = [
     (False, "<think>\nwell, 2 < 3\n\nso\n</think>\n\nyes <b>", "well, 2 < 3\n\nso", "yes <b>"),

@@ -12,15 +12,11 @@ import pytest
 
 from benchmark_commands import benchmark_runner
 from benchmarks import throughput
-from benchmarks.latency import computed
 from benchmarks.throughput import LLAMA_SERVER, Contender, Measured, Requests, llama_server, measure, ours, turn
 from patience import PATIENCE_S
-from serving import running
 from tiermoe.errors import PromptError
 from tiermoe.lab.bench.child import CaseFailed
 from tiermoe.platform.machine import processors
-from tiermoe.serve.app import create_app
-from tiermoe.serve.served import Served
 
 ASKED = Requests(prompt=3, tokens=5, answers=2, memory=None, timeout=PATIENCE_S)
 
@@ -160,8 +156,3 @@ def test_the_command_prints_what_it_found(
     for missing, words in (("no program", ["--llama-server", "nowhere"]), ("is not there", ["--gguf", "nowhere"])):
         with pytest.raises(SystemExit, match=missing):
             run("benchmarks.throughput", shipped, "--gguf", gguf, "--llama-server", program, *words)
-
-
-def test_a_second_turn_computes_its_new_tokens_alone(served: Served) -> None:
-    with running(create_app(served)) as address:
-        assert computed(address, range(3, 40), range(50, 59)) == 9

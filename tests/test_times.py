@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -24,14 +23,9 @@ def test_times_by_hand() -> None:
     # the median of several
     laps = [Lap(5.0, 2.0, 4, 4), Lap(50.0, 20.0, 4, 4), Lap(6.0, 2.0, 4, 4)]
     assert times_of([Lap(12.0, 7.0, 18, 8)], laps, 10, 4).dense == 4.0
-    # 1 s of the two layers' 3 s before their experts; .5 s of naming experts in each, beside the 5 s
-    decoded = Lap(5.0, 2.0, 4, 4, layers=2, layers_s=1.0, prefetch_s=1.0)
-    prompt = Lap(12.0, 7.0, 18, 8, layers=2, layers_s=2.0, prefetch_s=4.0)
-    found = times_of([prompt], [decoded], 10, 4)
-    assert (found.dense, found.layers, found.prefetch) == (3.0, 1.0, 0.5)
-    assert (found.prefill_layers, found.prefill_prefetch) == (pytest.approx(0.2), pytest.approx(0.2))
-    # a token that two passes made: each of them is charged
-    assert times_of([Lap(12.0, 7.0, 18, 8)], [Lap(5.0, 2.0, 6, 6, 2)], 10, 4).dense == 1.5
+    # 1 s of the layers' 3 s before their experts, and 2 s of the prompt's
+    found = times_of([Lap(12.0, 7.0, 18, 8, layers_s=2.0)], [Lap(5.0, 2.0, 4, 4, layers_s=1.0)], 10, 4)
+    assert (found.dense, found.layers, found.prefill_layers) == (3.0, 1.0, pytest.approx(0.2))
 
 
 @torch.inference_mode()
@@ -45,40 +39,12 @@ def test_what_ran_is_counted_and_the_model_left_as_it_was(tmp_path: Path) -> Non
         prompt = watch.lap()
         model(ids[None, :1])
         token = watch.lap()
-        for _ in range(2):
-            model(ids[None, :1])
-        twice = watch.lap()
-    assert (prompt.passes, token.passes, twice.passes) == (1, 1, 2)
     assert (prompt.used, token.used, token.active) == (8 * 2 * 3, 2 * 3, 2 * 3)
     assert 3 * 2 <= prompt.active <= 3 * 8
-    assert (prompt.layers, twice.layers) == (3, 6)
     assert 0 < token.experts_s < token.experts_s + token.layers_s < token.seconds
-    assert token.prefetch_s == 0
     times = measure_times(model, ids, 4)
     assert times.dense > 0
     assert times.expert[16] > 0
-    assert (times.layers > 0, times.prefetch) == (True, 0)
+    assert times.layers > 0
     assert model.tiermoe.context.observer is None
-    model.tiermoe.close()
-
-
-@torch.inference_mode()
-def test_naming_what_to_read_ahead_is_timed_apart(tmp_path: Path) -> None:
-    model, _ = tiermoe.load(
-        tiny.write(tmp_path, "mixtral", torch.float32), bits=16, preset="mixtral-offload", cache="40%", lanes=1,
-        store=tmp_path / "store",
-    )  # fmt: skip
-    scheduler = model.tiermoe.scheduler
-    ids = torch.tensor([[5]])
-    with Stopwatch(model) as watch:
-        model(ids)
-        watch.lap()
-        before, waited, began = scheduler.predicted_s, model.tiermoe.wait_s, time.perf_counter()
-        watch.lap()
-        model(ids)
-        lap = watch.lap()
-        elapsed = time.perf_counter() - began - (model.tiermoe.wait_s - waited)
-    assert lap.prefetch_s == pytest.approx(scheduler.predicted_s - before)
-    assert lap.prefetch_s > 0
-    assert lap.seconds + lap.prefetch_s <= elapsed
     model.tiermoe.close()

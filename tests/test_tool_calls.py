@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from serving import calls_of, parts_of
 from tiermoe.serve.grammar import Grammars
-from tiermoe.serve.tool_calls import CallPiece, CallReader
-from tiermoe.serve.tool_formats import FORMATS, Format, format_of, types_of
+from tiermoe.serve.tool_calls import FORMATS, CallReader, Format, ToolCall, format_of, types_of
 from tiny import write_tokenizer
 
 TOOLS = [
@@ -42,33 +42,34 @@ def form(request: pytest.FixtureRequest) -> Format:
     return request.param
 
 
-def read(form: Format, text: str, pieces: int) -> tuple[str, list[tuple[str, dict[str, object]]]]:
-    """What a reader tells of a text that comes in random pieces."""
-    parts = parts_of(text, pieces)
-    reader, said, found = CallReader(form, TYPES), "", list[CallPiece]()
-    for index, part in enumerate(parts):
-        more, new = reader.add(part, last=index == len(parts) - 1)
-        said += more
-        found += new
-    calls = calls_of(found)
+def fed(reader: CallReader, parts: Sequence[str], cut: bool = False) -> tuple[str, list[ToolCall]]:
+    """Text and calls that a reader tells of the parts of an answer."""
+    told = [reader.add(part, index == len(parts) - 1, cut) for index, part in enumerate(parts)]
+    calls = calls_of([piece for _, new in told for piece in new])
     assert reader.called is any(call.whole for call in calls)
+    return "".join(said for said, _ in told), calls
+
+
+def read(form: Format, text: str, pieces: int) -> tuple[str, list[tuple[str, Any]]]:
+    """What a reader tells of a text that comes in random pieces."""
+    said, calls = fed(CallReader(form, TYPES), parts_of(text, pieces))
     return said, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5, 40])
 def test_a_call_is_read_however_its_text_comes(form: Format, pieces: int) -> None:
-    text = f"I shall look.{WRITTEN[form.mark]}{WRITTEN[form.mark]}"
-    said, calls = read(form, text, pieces)
-    assert said == "I shall look."
-    assert calls == [("weather", {"city": "Bonn", "days": 3})] * 2
+    for city in ("Bonn", "53111"):  # a string stays a string
+        call = WRITTEN[form.mark].replace("Bonn", city).replace("53111,", '"53111",')
+        said, calls = read(form, f"I shall look.{call}{call}", pieces)
+        assert said == "I shall look."
+        assert calls == [("weather", {"city": city, "days": 3})] * 2
 
 
 @pytest.mark.parametrize("pieces", [1, 7])
 def test_what_is_no_call_is_text(form: Format, pieces: int) -> None:
     for text in ("2 < 3 and <tool", f"{form.begin}nothing{form.end} after", f"{form.begin} and no end"):
-        said, calls = read(form, text, pieces)
         if form.mark != "<arg_key>" or "nothing" not in text:  # there a name alone is a call without arguments
-            assert (said, calls) == (text, [])
+            assert read(form, text, pieces) == (text, [])
 
 
 @pytest.mark.parametrize("forced", [False, True])
@@ -76,31 +77,28 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(form: Format, forced: b
     """At each letter: never is any of it text, and what is told only grows."""
     whole, told = WRITTEN[form.mark], ""
     for end in range(len(form.begin), len(whole)):
-        reader = CallReader(form, TYPES, forced=forced)
-        before, _ = reader.add("\n" if forced else "So:")
-        said, calls = reader.add(whole[:end], last=True, cut=True)
+        said, calls = fed(CallReader(form, TYPES, forced=forced), ["\n" if forced else "So:", whole[:end]], cut=True)
         if calls:
-            (call,) = calls_of(calls)
-            assert (before + said, call.name) == ("" if forced else "So:", "weather")
+            (call,) = calls
+            assert (said, call.name) == ("" if forced else "So:", "weather")
             ended = form.tags is not None and form.tags.tail != "" and form.tags.tail in whole[:end]
-            assert call.whole is reader.called is ended
+            assert call.whole is ended
             assert call.arguments.startswith(told)
             assert "Bonn".startswith(call.values.get("city", ""))
             told = call.arguments
         else:
             assert told == ""
-            assert before + said == ("" if forced else "So:" + whole[:end])  # no function is named yet
+            assert said == ("" if forced else "So:" + whole[:end])  # no function is named yet
     assert json.loads(told.removesuffix("}") + "}") == {"city": "Bonn", "days": 3}
+    within = whole[: whole.index("Bonn") + 2]  # it ends there by itself
+    said, (call,) = fed(CallReader(form, TYPES), [within])
+    assert (said, call.whole, call.values) == ("", False, {"city": "Bo"})
 
 
-def test_a_forced_call_s_beginning_is_no_text(form: Format) -> None:
-    reader = CallReader(form, TYPES, forced=True)
-    assert reader.add(f"\n{form.begin[:-2]}", last=True, cut=True) == ("", [])
-
-
-def test_a_forced_call_that_cannot_be_read_is_text(form: Format) -> None:
+def test_a_forced_call_has_no_text_but_one_that_cannot_be_read(form: Format) -> None:
+    assert fed(CallReader(form, TYPES, forced=True), [f"\n{form.begin[:-2]}"], cut=True) == ("", [])
     text = f"{form.begin}{{{form.end}"
-    assert CallReader(form, TYPES, forced=True).add(text, last=True) == (text, [])
+    assert fed(CallReader(form, TYPES, forced=True), [text]) == (text, [])
 
 
 LETTERS = '{}[]"\\\n\t <>/ae\u00e9\U0001f600'
@@ -139,13 +137,8 @@ def test_pieces_sum_to_the_arguments(form: Format, seed: int) -> None:
     if form.tags is None:
         expected = text[text.index('":', text.index('"f"')) + 2 : text.rindex("}")].strip()
     for parts in (list(text), [text], parts_of(text, 1 + seed)):
-        reader, found = CallReader(form, {"f": SCHEMA}), list[CallPiece]()
-        for index, part in enumerate(parts):
-            said, new = reader.add(part, last=index == len(parts) - 1)
-            assert said == ""
-            found += new
-        (call,) = calls_of(found)
-        assert (call.name, call.arguments, call.whole) == ("f", expected, True)
+        said, (call,) = fed(CallReader(form, {"f": SCHEMA}), parts)
+        assert (said, call.name, call.arguments, call.whole) == ("", "f", expected, True)
         assert call.values == arguments
 
 
@@ -169,21 +162,13 @@ def test_a_call_without_its_last_tags_is_whole(form: Format, pieces: int) -> Non
     for tag in ("}", "\n</function>", "\n</invoke>"):
         text = text.removesuffix(f"\n{form.end}").removesuffix(tag) + f"\n{form.end}"
     assert read(form, text, pieces) == ("", [("weather", {"city": "Bonn", "days": 3})])
-    reader = CallReader(form, TYPES)
-    _, found = reader.add(WRITTEN[form.mark].removesuffix(form.end), last=True)  # a stop string has ended the answer
-    (call,) = calls_of(found)
+    stopped = WRITTEN[form.mark].removesuffix(form.end)  # a stop string has ended the answer
+    _, (call,) = fed(CallReader(form, TYPES), [stopped])
     assert (call.whole, call.values) == (True, {"city": "Bonn", "days": 3})
 
 
-def test_an_answer_that_ends_within_a_value_has_no_whole_call(form: Format) -> None:
-    text = WRITTEN[form.mark]
-    reader = CallReader(form, TYPES)
-    said, found = reader.add(text[: text.index("Bonn") + 2], last=True)
-    (call,) = calls_of(found)
-    assert (said, call.whole, call.values, reader.called) == ("", False, {"city": "Bo"}, False)
-
-
 def test_a_call_of_json_that_begins_otherwise_is_read_once_it_is_whole() -> None:
+    """What are no arguments passes as it is: its beginning has come by then."""
     form = FORMATS[-1]
     for inside in (
         '{"arguments": {"city": "Bonn"}, "name": "weather"}',
@@ -192,14 +177,9 @@ def test_a_call_of_json_that_begins_otherwise_is_read_once_it_is_whole() -> None
         '{"name": "we\\u0061ther", "arguments": {"city": "Bonn"}}',
     ):
         assert read(form, f"<tool_call>{inside}</tool_call>", 9) == ("", [("weather", {"city": "Bonn"})])
-
-
-def test_arguments_that_are_no_json_pass_as_they_are() -> None:
-    """Their beginning has come when they turn out to be none."""
-    reader, found = CallReader(FORMATS[-1], TYPES), list[CallPiece]()
-    for letter in '<tool_call>{"name": "weather", "arguments": {"city": Bonn}}</tool_call>':
-        found += reader.add(letter)[1]
-    (call,) = calls_of(found)
+    _, (call,) = fed(
+        CallReader(form, TYPES), list('<tool_call>{"name": "weather", "arguments": {"city": Bonn}}</tool_call>')
+    )
     assert (call.arguments, call.values) == ('{"city": Bonn}', {})
 
 
@@ -208,16 +188,8 @@ def test_nothing_comes_after_the_first_of_several_calls(form: Format) -> None:
     if form.mark == "<minimax:tool_call>":  # a block of several
         text = text.replace("</invoke>", "</invoke>" + text[text.index("<invoke") : text.index("</minimax")])
     for parts in ([text + text], list(text + text)):
-        reader, found = CallReader(form, TYPES, one=True), list[CallPiece]()
-        for part in parts:
-            found += reader.add(part)[1]
-        assert len(calls_of(found)) == 1
-
-
-def test_a_string_stays_a_string() -> None:
-    form = next(form for form in FORMATS if form.mark == "<function=")
-    text = WRITTEN[form.mark].replace("Bonn", "53111")
-    assert read(form, text, 1)[1] == [("weather", {"city": "53111", "days": 3})]
+        _, calls = fed(CallReader(form, TYPES, one=True), parts)
+        assert len(calls) == 1
 
 
 def test_the_format_is_found_in_the_template(form: Format) -> None:

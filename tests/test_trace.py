@@ -48,7 +48,7 @@ def test_what_is_written_is_read(tmp_path: Path, recorded: list[Pass], times: Ti
     header = Header(
         "m", "f", [8, 8], [2, 2], {4: [10, 12]}, times, frozenset({"weights", "neurons"}), [1, 3],
         head_bytes=1, neuron_bytes=2, neurons=71, dense_bytes=3, encoder_layers=1, made_from={"text": "a", "tokens": 3},
-        slot_bytes={4: [11, 13], 2: [11, 13]}, copied_bytes={4: [12, 14]}, neuron_slot_bytes={2: 9},
+        slot_bytes={4: [11, 13], 2: [11, 13]}, copied_bytes={4: [12, 14]}, neuron_slot_bytes={2: 9}, hash_layers=(1,),
     )  # fmt: skip
     assert read_trace(write_trace(tmp_path / "t", Trace(header, recorded))) == Trace(header, recorded)
 
@@ -67,43 +67,29 @@ def rewrite(path: Path, lines: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
-def test_a_file_cut_short_is_refused(path: Path, share: float) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * share)])
-    with pytest.raises(TraceError, match="cut short"):
-        read_trace(path)
+def changed(line: str, **values: object) -> str:
+    return json.dumps(json.loads(line) | values) + "\n"
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3])
-def test_a_missing_footer_is_noticed(path: Path, keep: int) -> None:
-    with pytest.raises(TraceError, match="cut short"):
-        read_trace(rewrite(path, lines_of(path)[:keep]))
-
-
-def test_a_missing_pass_is_noticed(path: Path) -> None:
-    lines = lines_of(path)
-    with pytest.raises(TraceError, match="cut short"):
-        read_trace(rewrite(path, [lines[0], lines[2], lines[3]]))
-
-
-def test_another_version_is_refused_with_both_numbers(path: Path) -> None:
-    header, *rest = lines_of(path)
-    changed = json.dumps(json.loads(header) | {"version": 9})
+def test_a_damaged_file_is_refused_with_what_it_lacks(path: Path) -> None:
+    """Cut short at any byte or line, without a pass, of another version, with a pass that is none."""
+    content, lines = path.read_bytes(), lines_of(path)
+    for share in (0.1, 0.5, 0.9, 0.99):
+        path.write_bytes(content[: int(len(content) * share)])
+        with pytest.raises(TraceError, match="cut short"):
+            read_trace(path)
+    for kept in (lines[:1], lines[:2], lines[:3], [lines[0], *lines[2:]]):
+        with pytest.raises(TraceError, match="cut short"):
+            read_trace(rewrite(path, kept))
     with pytest.raises(TraceError, match="version 9 of the trace format, this tiermoe reads 1"):
-        read_trace(rewrite(path, [changed + "\n", *rest]))
-
-
-@pytest.mark.parametrize(
-    ("part", "value"),
-    [("phase", "later"), ("layers", []), ("layers", [{"experts": [[9, 1]], "weights": [[0.5, 0.5]]}]),
-     ("layers", [{"experts": [[0, 1]], "weights": [[0.5]]}]), ("layers", [{"weights": [[0.5]]}])],
-)  # fmt: skip
-def test_a_damaged_pass_names_its_line(path: Path, part: str, value: object) -> None:
-    lines = lines_of(path)
-    lines[2] = json.dumps(json.loads(lines[2]) | {part: value}) + "\n"
-    with pytest.raises(TraceError, match="line 3 is damaged"):
-        read_trace(rewrite(path, lines))
+        read_trace(rewrite(path, [changed(lines[0], version=9), *lines[1:]]))
+    wrong: list[dict[str, object]] = [
+        {"phase": "later"}, {"layers": []}, {"layers": [{"experts": [[9, 1]], "weights": [[0.5, 0.5]]}]},
+        {"layers": [{"experts": [[0, 1]], "weights": [[0.5]]}]}, {"layers": [{"weights": [[0.5]]}]},
+    ]  # fmt: skip
+    for values in wrong:
+        with pytest.raises(TraceError, match="line 3 is damaged"):
+            read_trace(rewrite(path, [*lines[:2], changed(lines[2], **values), *lines[3:]]))
 
 
 def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
@@ -201,12 +187,16 @@ def test_a_file_without_the_bytes_of_slots_takes_stored_ones(tmp_path: Path) -> 
         pass
     lines = gzip.decompress((tmp_path / "t").read_bytes()).decode().splitlines()
     header = json.loads(lines[0])
-    for name in ("slot_bytes", "copied_bytes", "neuron_slot_bytes"):
+    for name in ("slot_bytes", "copied_bytes", "neuron_slot_bytes", "hash_layers"):
         del header[name]
     (tmp_path / "old").write_bytes(gzip.compress("\n".join([json.dumps(header), *lines[1:]]).encode()))
     found = read_trace(tmp_path / "old").header
     assert slot_sizes(found, [4, 2]) == {4: 100, 2: 50}
     assert copied_bytes(found, 0, 2) == 50
+    assert list(found.hash_layers) == []
+    damaged = [changed(lines[0], hash_layers=[1]), *(f"{line}\n" for line in lines[1:])]
+    with pytest.raises(TraceError, match="line 1 is damaged"):
+        read_trace(rewrite(tmp_path / "old", damaged))
 
 
 def test_slots_copies_and_what_is_stored_are_told_apart() -> None:

@@ -1,10 +1,11 @@
-"""How often experts are used, and what that says of caches of other sizes, against a cache of that size."""
+"""How often experts are used, what that says of caches of other sizes, and what a run leaves to the next one: against a
+cache of that size; no token depends on it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,39 @@ from hypothesis import strategies as st
 
 import tiermoe
 from commands import Command
-from fake_link import Said, scheduler_with
+from fake_link import FakeLink, Said, scheduler_with
+from patience import until
+from tiermoe import native
 from tiermoe.engine.expectation import other_budgets
+from tiermoe.engine.generate import generate
 from tiermoe.engine.memory_plan import MemoryPlan, PlannedSlots
+from tiermoe.engine.sampling import Sampling
+from tiermoe.engine.service import History
+from tiermoe.formats.store import Source, Store
 from tiermoe.metrics import ExpertCounts, PhaseMetrics
-from tiermoe.offload.run_record import RunRecord, read_record, write_record
-from tiermoe.offload.usage import WATCHED, WINDOW, Reuse, SizeCurve, Uses, merged, missed, most_used, shares_of
-from tiermoe.types import Demand, ExpertKey, Routed
+from tiermoe.offload.assembly import ModelShape, PrecisionSlots, assemble
+from tiermoe.offload.policies.prefetch_trial import PAIRS
+from tiermoe.offload.presets import compose
+from tiermoe.offload.scheduler import Scheduler
+from tiermoe.offload.usage import (
+    WATCHED,
+    WINDOW,
+    Reuse,
+    RunRecord,
+    SizeCurve,
+    Uses,
+    merged,
+    missed,
+    most_used,
+    read_record,
+    record_path,
+    shares_of,
+    write_record,
+)
+from tiermoe.types import Demand, ExpertKey, MoeLayer, Routed
 from tiny import write
 
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
 EXPERTS = 6
 CHOICES = st.lists(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=2), max_size=40)
 
@@ -184,31 +209,201 @@ def test_other_budgets_rise_and_hold_a_token_s_experts() -> None:
 # the record
 
 
-def test_it_is_kept_beside_the_uses(tmp_path: Path) -> None:
-    path = tmp_path / "runs.json"
-    record = RunRecord([[1.0, 2.0]], {}, CURVE)
-    write_record(path, "abc", record)
-    assert read_record(path, "abc", [2]) == record
-    document = json.loads(path.read_text())
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """The file of a record."""
+    path = record_path(tmp_path, "4-hqq")
+    write_record(path, "abc", RECORD)
+    return path
+
+
+RECORD = RunRecord([[1.5, 0.0], [2.0, 7.0]], {"here": True}, CURVE)
+
+
+def test_it_is_read_as_it_was_written(written: Path) -> None:
+    assert read_record(written, "abc", [2, 2]) == RECORD
+    assert [file.name for file in written.parent.iterdir()] == [written.name]
+    document = json.loads(written.read_text())
     del document["curve"]  # of an earlier tiermoe
-    path.write_text(json.dumps(document))
-    assert read_record(path, "abc", [2]) == RunRecord([[1.0, 2.0]])
+    written.write_text(json.dumps(document))
+    assert read_record(written, "abc", [2, 2]) == replace(RECORD, curve=None)
+    written.unlink()
+    assert read_record(written, "abc", [2, 2]) == RunRecord()
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"slots": 0}, {"layers": 0}, {"miss_rate": 0}, {"miss_rate": 2}, {"compute_s": 0}, {"wait_s": -1},
-        {"distances": [math.nan]}, {"distances": 3}, {"first": "x"},
+        {"format": "another"}, {"version": 2}, {"fingerprint": "another"}, {"uses": [[1.0, 2.0]]}, {"uses": 3},
+        {"uses": [[1.0, 2.0], [1.0, -1.0]]}, {"uses": [[1.0, 2.0], [1.0, float("inf")]]}, {"uses": [[1, 2], [1, "x"]]},
+        {"prefetching": []},
+        *({"curve": wrong} for wrong in (
+            {"slots": 0}, {"layers": 0}, {"miss_rate": 0}, {"miss_rate": 2}, {"compute_s": 0}, {"wait_s": -1},
+            {"distances": [math.nan]}, {"distances": 3}, {"first": "x"},
+        )),
     ],
 )  # fmt: skip
-def test_a_damaged_one_is_passed_over(tmp_path: Path, change: dict[str, Any]) -> None:
-    path = tmp_path / "runs.json"
-    write_record(path, "abc", RunRecord([[1.0, 2.0]], {}, CURVE))
-    document = json.loads(path.read_text())
-    document["curve"] |= change
-    path.write_text(json.dumps(document))
-    assert read_record(path, "abc", [2]) == RunRecord()
+def test_a_foreign_or_damaged_one_is_passed_over(written: Path, change: dict[str, Any]) -> None:
+    document = json.loads(written.read_text())
+    if "curve" in change:
+        change = {"curve": document["curve"] | change["curve"]}
+    written.write_text(json.dumps(document | change))
+    assert read_record(written, "abc", [2, 2]) == RunRecord()
+
+
+def test_a_torn_one_is_passed_over(written: Path) -> None:
+    whole = written.read_bytes()
+    for end in range(0, len(whole), 3):
+        written.write_bytes(whole[:end])
+        assert read_record(written, "abc", [2, 2]) == RunRecord()
+    written.write_bytes(b"\xff\xfe" + whole)
+    assert read_record(written, "abc", [2, 2]) == RunRecord()
+
+
+def test_where_it_cannot_be_written_nothing_happens(tmp_path: Path) -> None:
+    write_record(tmp_path / "missing" / "runs.json", "abc", RunRecord())
+    (tmp_path / "runs.json").mkdir()
+    write_record(tmp_path / "runs.json", "abc", RunRecord())
+    assert [file.name for file in tmp_path.iterdir()] == ["runs.json"]
+
+
+# what is written
+
+
+def store_in(root: Path) -> Store:
+    layers = [MoeLayer(f"layers.{index}", 4, 2, ()) for index in range(3)]
+    return Store(root, Source("tiny", "abc", "qwen3_moe", "bfloat16"), layers)
+
+
+def scheduler() -> Scheduler:
+    shape = ModelShape([4, 4, 4], [2, 2, 2])
+    return assemble(compose("default"), shape, [PrecisionSlots((4,), 6)], FakeLink(), 4)
+
+
+def test_it_is_written_once_when_its_owner_ends(tmp_path: Path) -> None:
+    class Owner: ...
+
+    running, owner = scheduler(), Owner()
+    history = History(store_in(tmp_path), "4-hqq", "here")
+    history.keep(owner, running)
+    list(running.run_layer(Routed(1, "prefill", [[0, 2], [2, 3]], [[], []]), Said()))
+    assert list(tmp_path.iterdir()) == []
+    del owner
+    assert History(store_in(tmp_path), "4-hqq", "here").uses == [[0, 0, 0, 0], [1, 0, 2, 1], [0, 0, 0, 0]]
+    assert History(store_in(tmp_path), "8", "here").uses == []
+
+
+def test_a_run_that_used_nothing_writes_nothing(tmp_path: Path) -> None:
+    running = scheduler()
+    History(store_in(tmp_path), "4-hqq", "here").keep(running.uses, running)()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_what_the_trial_found_is_where_the_next_begins(tmp_path: Path, pays: bool) -> None:
+    running, history = scheduler(), History(store_in(tmp_path), "4-hqq", "here")
+    leave = history.keep(running.uses, running)
+    running.uses.counts[0][1] = 3
+    assert running.trial is not None
+    running.trial._pairs.extend([(1.0, 2.0) if pays else (2.0, 1.0)] * PAIRS)
+    leave()
+    leave()
+    later = History(store_in(tmp_path), "4-hqq", "here")
+    assert later.uses[0] == [0, 3, 0, 0]
+    assert later.trial(lambda layer_s: not pays).on is pays
+    assert History(store_in(tmp_path), "4-hqq", "elsewhere").trial(lambda layer_s: True).on is False
+
+
+# the engine
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 32}  # which the kernels take
+    return write(tmp_path_factory.mktemp("recorded"), "qwen3_moe", torch.bfloat16, **sizes)
+
+
+class Run:
+    """One loading of the checkpoint, in a store of its own, and what it answers."""
+
+    def __init__(self, checkpoint: Path, store: Path, wait: bool = True, **options: Any) -> None:
+        options = {"memory": "4GiB", "device": "cpu", "bits": 4, "lanes": 2, "store": store, **options}
+        self.model, _ = tiermoe.load(checkpoint, **options)
+        self.engine = self.model.tiermoe
+        if wait:
+            until(lambda: self.engine.loader.collect() or not self.engine.loader.filling)
+
+    def answer(self, tokens: int = 12) -> torch.Tensor:
+        mask = torch.ones_like(IDS)
+        found = self.model.generate(IDS, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def here(self) -> set[ExpertKey]:
+        keys = (ExpertKey(layer, expert, 4) for layer in range(3) for expert in range(8))
+        return {key for key in keys if self.engine.loader.cache.slot(key) is not None}
+
+
+@pytest.fixture
+def cold(checkpoint: Path, tmp_path: Path) -> Iterator[torch.Tensor]:
+    run = Run(checkpoint, tmp_path, warm=False)
+    assert run.here() == set()
+    yield run.answer()
+    run.engine.close()
+
+
+def test_all_that_fits_is_there_before_anything_runs(checkpoint: Path, tmp_path: Path, cold: torch.Tensor) -> None:
+    for dense_bits in (16, 4):  # through the layers' forwards, and through those that know what has settled
+        run = Run(checkpoint, tmp_path, dense_bits=dense_bits)
+        assert len(run.here()) == 24
+        answer, stats = run.answer(), run.engine.stats()
+        assert (stats["expert_misses"], stats["warmed_experts"], stats["speculative_loads"]) == (0, 24, 0)
+        assert stats["expert_hits"] > 0
+        assert stats["bytes_read"] == 24 * stats["slot_bytes"]
+        if dense_bits == 4:
+            assert torch.equal(answer, cold)
+        run.engine.close()
+
+
+@pytest.mark.skipif(not native.available(), reason="no native kernels here")
+def test_nothing_is_decided_of_what_has_come_by_itself(checkpoint: Path, tmp_path: Path) -> None:
+    run = Run(checkpoint, tmp_path, dense_bits=4)
+    run.engine.loader.report_warmed(24)
+    uses = [list(row) for row in run.engine.scheduler.uses.counts]
+    run.answer()
+    assert run.engine.scheduler.uses.counts == uses
+    assert run.engine.stats()["expert_hits"] > 0
+    run.engine.close()
+
+
+def test_the_next_run_begins_with_the_most_used(checkpoint: Path, tmp_path: Path, cold: torch.Tensor) -> None:
+    first = Run(checkpoint, tmp_path, cache="50%")
+    assert first.here() == set()
+    assert torch.equal(first.answer(), cold)
+    first.engine.close()
+    (path,) = tmp_path.glob("runs-4-*.json")
+    uses = json.loads(path.read_text())["uses"]
+    assert all(sum(row) == (8 + 11) * 3 for row in uses)  # eight tokens of the prompt, eleven more, three experts each
+    second = Run(checkpoint, tmp_path, cache="50%")
+    most = {(layer, e) for layer, row in enumerate(uses) for e in sorted(range(8), key=lambda e: -row[e])[:4]}
+    assert {(key.layer, key.expert) for key in second.here()} == {(at, e) for at, e in most if uses[at][e]}
+    assert torch.equal(second.answer(), cold)
+    stats = second.engine.stats()
+    second.engine.close()
+    assert stats["warmed_experts"] == len(most)
+    assert json.loads(path.read_text())["uses"] != uses
+
+
+def test_a_cold_run_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    run = Run(checkpoint, tmp_path, warm=False)
+    run.answer()
+    run.engine.close()
+    assert list(tmp_path.glob("runs-*")) == []
+
+
+def test_warm_is_yes_or_no(checkpoint: Path) -> None:
+    with pytest.raises(tiermoe.ConfigError, match="warm must be True or False, got 'yes'"):
+        tiermoe.load(checkpoint, warm="yes")
 
 
 # the commands
@@ -242,12 +437,9 @@ def test_a_run_says_it_and_the_next_plan_too(tiermoe_: Command, tmp_path: Path) 
 
 def _run(checkpoint: Path, store: Path) -> None:
     """Decodes enough, and checks what the report says."""
-    from tiermoe.engine.generate import generate
-    from tiermoe.engine.sampling import Sampling
-
     model, _ = tiermoe.load(checkpoint, memory="4GiB", device="cpu", bits=4, cache="50%", store=store)
     ids = torch.randint(3, 128, (1, 8), generator=torch.Generator().manual_seed(0))
-    report = generate(model.tiermoe, _Words(), ids, Sampling(max_tokens=60, temperature=1.0, seed=1))
+    report = generate(model.tiermoe, _Words(), ids, Sampling(max_tokens=30, temperature=1.0, seed=1))
     model.tiermoe.close()
     rows = report.other_budgets
     assert report.as_dict()["other_budgets"][-1]["slots"] == 24

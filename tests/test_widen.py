@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.perplexity import load_eager
 from benchmarks.widen import widen
-from tiny import write
+from tiny import oracle, write
 
 
 def outputs(directory: Path, dtype: torch.dtype, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (T, vocabulary) and router logits (layers, T, experts), both float32."""
-    model = load_eager(directory, dtype)
+    model = oracle(directory, "qwen3_moe", dtype)
     with torch.inference_mode():
         out = model(ids, output_router_logits=True)
     return out.logits[0].float(), torch.stack(out.router_logits).float()

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+)
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 
 from tiermoe.model.families import FAMILIES
@@ -17,19 +23,19 @@ from tiermoe.model.hf import configuration_deepseek, modeling_deepseek
 configuration_deepseek.register()
 modeling_deepseek.register()
 
-_COMMON = {
+_SMALL: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-_MLA = {
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "sliding_window": 6,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32, "n_shared_experts": 1, "num_shared_experts": 1, "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_dense_layers": 1,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_shared_experts": 1,
+    "index_topk": 4, "index_head_dim": 16, "index_n_heads": 16, "hc_mult": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_head_dim": 16, "linear_num_heads": 4, "mamba_d_state": 8,
 }  # fmt: skip
-_LINEAR = {
-    "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}  # fmt: skip
-
+"""What a small config has of the entries that its family knows."""
 _GRANITE = {
     "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "shared_intermediate_size": 48,
     "embedding_multiplier": 6.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0,
@@ -46,185 +52,151 @@ TEMPLATE = (
 """A chat template that shows roles by their first letter."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
-    "phimoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
-    "qwen2_moe": {
-        "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
-        "mlp_only_layers": [1],
+    "mixtral": {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": None,
+        "sliding_window": None,
     },
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16},
+    "phimoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "sliding_window": None},
+    "qwen2_moe": {"num_experts_per_tok": 4, "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
+    "qwen3_moe": {"head_dim": 16},
     "qwen3_next": {
-        **_LINEAR, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
-        "shared_expert_intermediate_size": 64, "mlp_only_layers": [1],
+        "shared_expert_intermediate_size": 64, "mlp_only_layers": [1], "linear_value_head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
     "qwen3_5_moe_text": {
-        **_LINEAR, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
-        "shared_expert_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64, "linear_value_head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
     "qwen4_exp_text": {
-        **_LINEAR, "linear_value_head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
-        "head_dim": 16, "shared_expert_intermediate_size": 64, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2,
+        "shared_expert_intermediate_size": 64, "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2,
         "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 4,
         "ple_layer_ids": [1, 3], "ple_embed_dim": 32, "ngram_vocab_size_base": 64, "heads_per_ngram": 2,
         "split_ngram_parts": 2, "make_ngram_vocab_size_divisible_by": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
-    "olmoe": {"num_experts": 8, "num_experts_per_tok": 5, "intermediate_size": 32},
-    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32},
-    "kolibri1": {
-        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-        "head_dim": 16, "sliding_window": 6, "norm_topk_prob": True,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "olmoe": {"num_experts_per_tok": 5, "intermediate_size": 32},
+    "flex_olmo": {"intermediate_size": 32},
+    "kolibri1": {"norm_topk_prob": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "deepseek": {"n_shared_experts": 2},
+    "deepseek_v2": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "topk_method": "greedy", "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4,
+        "first_k_dense_replace": 1, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_group": None,
+        "topk_group": None,
     },
-    "deepseek": {
-        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-        "n_shared_experts": 2,
-    },
-    "deepseek_v2": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "topk_method": "greedy"},
-    "deepseek_v3": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1},
-    "deepseek_v32": {
-        **_MLA, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1, "index_topk": 6,
-        "index_head_dim": 16, "index_n_heads": 16,
-    },
+    "deepseek_v3": {"num_experts_per_tok": 4, "n_group": 2, "num_key_value_heads": 4},
+    "deepseek_v32": {"num_experts_per_tok": 4, "n_group": 2, "index_topk": 6, "num_key_value_heads": 4},
     "deepseek_v4": {
-        "n_routed_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16,
-        "num_key_value_heads": 1, "q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "index_n_heads": 16,
-        "index_head_dim": 16, "index_topk": 4, "hc_mult": 2, "hc_sinkhorn_iters": 3, "partial_rotary_factor": 0.5,
-        "sliding_window": 32, "mlp_layer_types": ["hash_moe", "hash_moe", "moe"],
+        "intermediate_size": 32, "num_key_value_heads": 1, "o_lora_rank": 16, "o_groups": 2, "hc_sinkhorn_iters": 3,
+        "partial_rotary_factor": 0.5, "sliding_window": 32, "mlp_layer_types": ["hash_moe", "hash_moe", "moe"],
         "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
     "gemma4_text": {
-        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32, "head_dim": 16,
-        "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "sliding_window": 6,
-        "layer_types": ["full_attention", "sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0,
-        "final_logit_softcapping": 20.0,
+        "enable_moe_block": True, "top_k_experts": 3, "global_head_dim": 32, "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0, "final_logit_softcapping": 20.0,
     },
-    "glm4_moe": {
-        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-        "n_shared_experts": 1, "head_dim": 16,
-    },
-    "axk1": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1},
+    "glm4_moe": {"head_dim": 16},
+    "axk1": {"num_experts_per_tok": 4, "n_group": 2, "num_key_value_heads": 4},
     "afmoe": {
-        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_shared_experts": 1,
-        "head_dim": 16, "sliding_window": 6, "route_scale": 2.5, "mup_enabled": True,
+        "route_scale": 2.5, "mup_enabled": True,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     },
-    "glm4_moe_lite": {**_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3},
-    "glm_moe_dsa": {
-        **_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "index_topk": 6, "index_head_dim": 16,
-        "index_n_heads": 16, "indexer_types": ["full", "shared", "full"],
+    "glm4_moe_lite": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32, "n_shared_experts": 1, "head_dim": 8,
     },
+    "glm_moe_dsa": {"index_topk": 6, "indexer_types": ["full", "shared", "full"], "num_key_value_heads": 4},
     "glm5_next_text": {
-        **_MLA, "qk_rope_head_dim": 0, "n_routed_experts": 8, "num_experts_per_tok": 3, "index_topk": 4,
-        "index_head_dim": 16, "index_n_heads": 16, "index_kpool": 2, "linear_head_dim": 16, "linear_num_heads": 4,
-        "layer_types": ["indexed_attention", "linear_attention", "indexed_attention"], "hc_mult": 2,
-        "hc_sinkhorn_iters": 3, "mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limit": 1.0,
-        "rms_norm_eps": 1e-3,
+        "qk_rope_head_dim": 0, "index_kpool": 2,
+        "layer_types": ["indexed_attention", "linear_attention", "indexed_attention"], "hc_sinkhorn_iters": 3,
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limit": 1.0, "rms_norm_eps": 1e-3,
+        "num_key_value_heads": 4, "first_k_dense_replace": 1,
     },
-    "ernie4_5_moe": {
-        "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,
-    },
-    "dots1": {
-        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-        "n_shared_experts": 1, "norm_topk_prob": True, "sliding_window": 6, "max_window_layers": 2,
-    },
-    "exaone_moe": {
-        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_shared_experts": 1,
-        "head_dim": 16, "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
+    "ernie4_5_moe": {"moe_k": 3, "moe_num_shared_experts": 2},
+    "dots1": {"norm_topk_prob": True, "max_window_layers": 2},
+    "exaone_moe": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "llama4_text": {
-        "num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size": 32, "intermediate_size_mlp": 64,
-        "head_dim": 16,
-        "moe_layers": [0, 2], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 6, "floor_scale": 10,
-        "attn_scale": 0.5,
+        "num_experts_per_tok": 1, "intermediate_size": 32, "intermediate_size_mlp": 64, "moe_layers": [0, 2],
+        "no_rope_layers": [1, 0, 1], "attention_chunk_size": 6, "floor_scale": 10, "attn_scale": 0.5,
     },
     "kimi_linear": {
-        **_MLA, "q_lora_rank": None, "num_local_experts": 8, "num_experts_per_tok": 3, "linear_head_dim": 16,
-        "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "n_group": 2, "topk_group": 1,
+        "q_lora_rank": None, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "n_group": 2,
+        "num_key_value_heads": 4, "first_k_dense_replace": 1,
     },
     "bailing_hybrid": {
         "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
         "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
         "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "first_k_dense_replace": 2,
     },
     "hunyuan_v1_moe": {
-        "num_experts": 8, "moe_topk": 3, "intermediate_size": 32, "head_dim": 16,
+        "moe_topk": 3, "intermediate_size": 32,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 100.0},
     },
     "hy_v4": {
-        **_MLA, "n_routed_experts": 8, "num_experts_per_tok": 3, "index_topk": 6, "index_head_dim": 16,
-        "index_n_heads": 16, "indexer_types": ["full", "shared", "full"], "hc_mult": 2, "hc_magnitude": 1.5,
+        "index_topk": 6, "indexer_types": ["full", "shared", "full"], "hc_magnitude": 1.5,
         "mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limit": 1.0, "rms_norm_eps": 1e-3, "hc_eps": 0.01,
+        "num_key_value_heads": 4, "first_k_dense_replace": 1,
     },
-    "hy_v3": {
-        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_shared_experts": 1,
-        "head_dim": 16,
-    },
-    "mellum": {
-        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16, "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    },
+    "hy_v3": {},
+    "mellum": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "mistral4": {
-        **_MLA, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 2, "topk_group": 1,
+        "num_experts_per_tok": 4, "n_group": 2,
         "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 9,
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
         },
+        "num_key_value_heads": 4,
     },
-    "solar_open": {
-        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1,
-        "head_dim": 16,
+    "solar_open": {},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "routed_scaling_factor": 1.5},
+    "gpt_oss": {
+        "num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 64, "head_dim": 16,
+        "sliding_window": 128,
     },
-    "lfm2_moe": {
-        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "num_dense_layers": 1,
-        "layer_types": ["conv", "full_attention", "conv"], "routed_scaling_factor": 1.5,
-    },
-    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 64, "head_dim": 16},
-    "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "granitemoe": {"num_experts_per_tok": 2, "intermediate_size": 32},
     "granitemoeshared": _GRANITE,
     "granitemoe_swa": {
-        **_GRANITE, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        **_GRANITE, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         "layer_rope_theta": [0, 1e4, 1e4],
     },
     "granitemoehybrid": {
         **_GRANITE, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mamba_n_heads": 8,
-        "mamba_d_head": 16, "mamba_n_groups": GRANITE_GROUPS, "mamba_d_state": 8, "mamba_chunk_size": 4,
+        "mamba_d_head": 16, "mamba_n_groups": GRANITE_GROUPS, "mamba_chunk_size": 4,
     },
     "jamba": {
-        "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "num_hidden_layers": 4,
-        "expert_layer_period": 2, "expert_layer_offset": 1, "attn_layer_period": 3, "attn_layer_offset": 1,
-        "mamba_d_state": 8, "mamba_dt_rank": 4,
+        "intermediate_size": 32, "num_hidden_layers": 4, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_dt_rank": 4,
     },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe", "mlp"],
         "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16,
         "moe_shared_expert_intermediate_size": 48, "moe_latent_size": 32, "routed_scaling_factor": 2.5,
         "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 4,
+        "sliding_window": None,
     },
-    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16},
+    "minimax_m2": {"intermediate_size": 32},
     "mimo_v2_flash": {
-        "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "num_key_value_heads": 1,
-        "head_dim": 24, "v_head_dim": 16, "sliding_window": 6,
+        "num_experts_per_tok": 4, "num_key_value_heads": 1, "head_dim": 24,
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
     "minimax_m3_vl_text": {
-        "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32, "head_dim": 16,
-        "dense_intermediate_size": 64, "shared_intermediate_size": 32, "index_n_heads": 2, "index_head_dim": 16,
-        "index_block_size": 4, "index_topk_blocks": 2, "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "intermediate_size": 32, "dense_intermediate_size": 64, "index_n_heads": 2, "index_block_size": 4,
+        "index_topk_blocks": 2, "mlp_layer_types": ["dense", "sparse", "sparse"],
         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "swiglu_limit": 1.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
     "switch_transformers": {
         "d_model": 64, "d_ff": 96, "d_kv": 16, "num_heads": 4, "num_layers": 4, "num_hidden_layers": 4,
-        "num_decoder_layers": 4,
-        "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "num_experts": 8, "expert_capacity": 4,
+        "num_decoder_layers": 4, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "expert_capacity": 4,
         "decoder_start_token_id": 0,
     },
 }  # fmt: skip
+"""model_type → entries beside `_SMALL`, of the families that tests of parity run."""
 
 
 class Glm5Next(AutoModelForMultimodalLM):
@@ -244,10 +216,17 @@ def auto_class(model_type: str) -> Any:
     return others.get(model_type, AutoModelForCausalLM)
 
 
+def known(cls: Any, entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries that a class of configs has."""
+    names = {*inspect.signature(cls).parameters, *cls.attribute_map}
+    return {name: value for name, value in entries.items() if name in names}
+
+
 def config_of(model_type: str, **changes: Any) -> Any:
     """transformers' config of a tiny model."""
-    values = copy.deepcopy({**_COMMON, **CONFIGS[model_type], **changes})  # configs write into what they are given
-    return AutoConfig.for_model(model_type, **values)
+    own, cls = {**CONFIGS.get(model_type, {}), **changes}, CONFIG_MAPPING[model_type]
+    usual = {name: value for name, value in known(cls, _SMALL).items() if cls.attribute_map.get(name) not in own}
+    return AutoConfig.for_model(model_type, **copy.deepcopy({**usual, **own}))  # configs write into what they are given
 
 
 def write(

@@ -70,16 +70,16 @@ def check(encoding, slot, x, out: int, in_: int) -> None:
 
 
 # rows and columns below, at and beyond one block, mostly multiples of none; 1088 = 2 * 512 + 64
-SHAPES = [(7, 32), (40, 192), (70, 320), (33, 1088), (16, 768)]
+SHAPES = [(7, 32), (70, 320), (33, 1088), (16, 768)]
 # every shape in one type, the other types in the shape that is a multiple of no block
-TYPED = [(torch.bfloat16, shape) for shape in SHAPES] + [(torch.float32, SHAPES[3]), (torch.float16, SHAPES[3])]
+TYPED = [(torch.bfloat16, shape) for shape in SHAPES] + [(torch.float32, SHAPES[2]), (torch.float16, SHAPES[2])]
 
 
 # below 768 columns linear's groups of 4 bits are HQQ's
 AGREE = [
     (*kind, *typed)
     for kind in PACKED
-    for typed in ([(dtype, SHAPES[4]) for dtype in DTYPES] if kind == (4, "linear") else TYPED)
+    for typed in ([(dtype, SHAPES[3]) for dtype in DTYPES] if kind == (4, "linear") else TYPED)
 ]
 
 
@@ -90,8 +90,7 @@ def test_agrees_with_decoded_weights(bits, quantizer, dtype, shape):
         check(encoding, slot, tokens(m, shape[1], dtype), *shape)
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize("k", [256, 768])
+@pytest.mark.parametrize(("k", "group"), [(256, 64), (256, 128), (768, 32), (768, 256)])
 def test_2_bits_have_any_code(k, group):
     encoding, made = RowMajorInt2(group), torch.Generator().manual_seed(group)
     slot = encoding.encode(torch.randn(9, k, generator=made), QUANTIZERS["linear"], torch.float32)

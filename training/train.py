@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
-from benchmarks.perplexity import load_eager, logits_of, perplexity
 from benchmarks.rounds import parser_of
+from benchmarks.surprisals import surprisals
 from training.checkpoint import OtherSettings, load_state, save_state
 from training.data import Tokens, batch, documents, encode
 from training.export import export
@@ -184,9 +184,14 @@ def run(args: argparse.Namespace) -> None:
     if done < settings.steps:
         sys.exit(f"training: stopped after step {done}; the same command goes on from there")
     export(model, load_tokenizer(args.work), args.out)
-    logits = logits_of(load_eager(args.out, torch.float32))
-    result = perplexity(logits, held_out.astype(np.int64), settings.sequence, settings.sequence // 2)
-    print(f"held-out perplexity {result.value:.2f} over {result.tokens} tokens; model in {args.out}")
+    exported = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32, experts_implementation="eager")
+
+    @torch.inference_mode()
+    def logits(ids: Any) -> Any:
+        return exported(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
+
+    found = np.concatenate(list(surprisals(logits, held_out.astype(np.int64), settings.sequence)))
+    print(f"held-out perplexity {np.exp(found.mean()):.2f} over {len(found)} tokens; model in {args.out}")
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What a row is. PROMPT: tokens that were given. DECODE: the last generated token. VERIFY: generated tokens whose
-    successors are guessed, and are checked at once."""
+    """What a row is. PROMPT: tokens that were given. DECODE: the last generated token. VERIFY: a generated
+    token and guesses at its successors, checked at once."""
 
     PROMPT = "prompt"
     DECODE = "decode"
@@ -28,7 +28,7 @@ class Row:
 
     @property
     def end(self) -> int:
-        """The position behind the last token."""
+        """The position after the last token."""
         return self.first + len(self.tokens)
 
     def one_by_one(self) -> list[Row]:
@@ -68,7 +68,7 @@ class Batch:
 
     @property
     def last(self) -> list[int]:
-        """Where in `tokens` each row ends: the tokens whose successors are asked for."""
+        """Where in `tokens` each row ends: what follows these tokens is asked for."""
         ends, count = [], 0
         for row in self.rows:
             count += len(row.tokens)
@@ -88,8 +88,7 @@ class Batch:
     def parts(self, most: int = 0) -> list[Batch]:
         """What is computed at once: all rows; of a ragged batch each prompt, and the rows between two prompts. most:
         tokens that get the bits in one call that each has alone. Neighbours of so many in all are one part, chunks of
-        one prompt aside; where there are none, rows run by themselves beside tokens to verify, each of which is a
-        part."""
+        one prompt aside; if there are none, rows run by themselves, and each token to verify is a part."""
         if self.verifies and not most:
             return [Batch((each,)) for row in self.rows for each in row.one_by_one()]
         if not self.ragged:
@@ -118,7 +117,7 @@ class Batch:
 
     @property
     def ends(self) -> dict[int, int]:
-        """Slab → the position behind the last token of its sequence."""
+        """Slab → the position after the last token of its sequence."""
         return {row.slab: row.end for row in self.rows}
 
 

@@ -117,7 +117,7 @@ class Settings:
     threads: int | None = None
     """Compute threads; None: torch's setting."""
     device: str = "auto"
-    """'cpu', 'cuda', 'cuda:N' or 'auto': a GPU where there is one."""
+    """'cpu', 'cuda', 'cuda:N' or 'auto': a GPU if there is one."""
     gpu_memory: int | None = None
     """Bound on allocations on a GPU in bytes; None: what is free, less a reserve."""
     also: Path | None = None
@@ -126,7 +126,7 @@ class Settings:
     store: Path | None = None
     """Folder of the expert store; None: in the user's cache folder."""
     decoder: str = "auto"
-    """'auto': tiermoe's own decoder where the family has one; 'generic': transformers' modelling code."""
+    """'auto': tiermoe's own decoder if the family has one; 'generic': transformers' modelling code."""
     preset: str = "default"
     """Name of a composition of policies (`tiermoe.offload.presets`)."""
     set: Mapping[str, Any] = field(default_factory=dict)

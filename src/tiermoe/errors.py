@@ -8,6 +8,12 @@ def reason(error: BaseException) -> str:
     return text if " " in text else f"{type(error).__name__} {text}".strip()
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 class TiermoeError(Exception):
     """Base of all errors that tiermoe raises on purpose; commands print the message in one line and exit with 2."""
 

@@ -33,7 +33,7 @@ class ExpertCounts:
 
     @property
     def hit_rate(self) -> float | None:
-        """Hits of all experts that were asked for and not skipped; None where there were none."""
+        """Hits of all experts that were asked for and not skipped; None if there were none."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else None
 
@@ -62,7 +62,7 @@ class PhaseMetrics:
     tokens: int = 0  # that were kept
     counts: ExpertCounts = field(default_factory=ExpertCounts)  # of the passes that were kept
     discarded: ExpertCounts = field(default_factory=ExpertCounts)  # of the passes that were discarded (MoBiLE)
-    read_s: float = 0.0  # seconds in which the link was at work, with computing or without; 0 where unknown
+    read_s: float = 0.0  # seconds in which the link was at work, with computing or without; 0 if unknown
     bytes_read_also: int = 0  # of `bytes_read`, from the second drive (--also)
 
     def since(self, earlier: PhaseMetrics) -> PhaseMetrics:
@@ -100,12 +100,12 @@ class PhaseMetrics:
 
     @property
     def tok_s(self) -> float:
-        """Tokens per second; 0 where nothing ran."""
+        """Tokens per second; 0 if nothing ran."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def hit_rate(self) -> float:
-        """Share of the experts that the router asked for that were in the cache; 0 where it asked for none."""
+        """Share of the experts that the router asked for that were in the cache; 0 if it asked for none."""
         return self.counts.hit_rate or 0.0
 
     @property
@@ -132,17 +132,17 @@ class PhaseMetrics:
 
     @property
     def displaced_share(self) -> float:
-        """Share of the tokens' experts that stood in for others; 0 where nothing ran."""
+        """Share of the tokens' experts that stood in for others; 0 if nothing ran."""
         counts = self.counts
         return counts.displaced / max(counts.hits + counts.misses + counts.skipped, 1)
 
     def moved_weight_share(self, layers: int) -> float:
-        """Share of the tokens' gate weight in `layers` MoE layers that moved to stand-ins; 0 where nothing ran."""
+        """Share of the tokens' gate weight in `layers` MoE layers that moved to stand-ins; 0 if nothing ran."""
         return self.counts.moved_weight / max(self.tokens * layers, 1)
 
     @property
     def bytes_per_token(self) -> float:
-        """0 where there are no tokens."""
+        """0 if there are no tokens."""
         return self.bytes_read / self.tokens if self.tokens else 0.0
 
     def bound_tok_s(self, bandwidth: float) -> float:
@@ -159,7 +159,7 @@ class PhaseMetrics:
 @dataclass(slots=True, kw_only=True)
 class Metrics:
     """Figures of a whole run. Properties have the names that `--json` prints, rates are in tokens per second, and 0
-    stands where nothing ran."""
+    stands if nothing ran."""
 
     prefill: PhaseMetrics = field(default_factory=PhaseMetrics)  # passes over prompts
     decode: PhaseMetrics = field(default_factory=PhaseMetrics)  # passes over generated tokens
@@ -167,8 +167,8 @@ class Metrics:
     layers: int = 0  # MoE layers
     peak_memory_bytes: int = 0  # the most that the process has held; 0 of a replay
     fallback_ratio: float = 0.0  # share of the decoded tokens that all K experts computed again (MoBiLE)
-    prefetching: str = ""  # what speculate=measured has decided, with its figures; empty where nothing
-    also_warning: str = ""  # what the second drive failed to give; empty where nothing
+    prefetching: str = ""  # what speculate=measured has decided, with its figures; empty if nothing
+    also_warning: str = ""  # what the second drive failed to give; empty if nothing
 
     hit_rate = property(attrgetter("total.hit_rate"))
     prefill_hit_rate = property(attrgetter("prefill.hit_rate"))
@@ -192,7 +192,7 @@ class Metrics:
 
     @property
     def bound_tok_s(self) -> float:
-        """`PhaseMetrics.bound_tok_s` of decoding; 0 where it read nothing."""
+        """`PhaseMetrics.bound_tok_s` of decoding; 0 if it read nothing."""
         return self.decode.bound_tok_s(self.bandwidth) if self.decode.bytes_read else 0.0
 
     @property
@@ -209,7 +209,7 @@ class Metrics:
 
     @property
     def headline_hit_rate(self) -> float:
-        """The hit rate of decoding, of the prompt where nothing is decoded; 0 where nothing ran."""
+        """The hit rate of decoding, of the prompt where nothing is decoded; 0 if nothing ran."""
         rates = (phase.counts.hit_rate for phase in (self.decode, self.prefill))
         return next((rate for rate in rates if rate is not None), 0.0)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 FEW_TOKENS = 64
 """At most so many tokens are computed in few calls: sequences decoded together, a short prompt."""
 MOST_VERIFIED = 17
-"""Tokens of a sequence that are verified in a step at most: the one chosen last, and guesses behind it."""
+"""Tokens of a sequence that are verified in a step at most: the one chosen last, and guesses at its successors."""
 
 
 class ExpertKey(NamedTuple):
@@ -40,7 +40,7 @@ class Demand(NamedTuple):
 
 class Routed(NamedTuple):
     """A router's choice for one layer: `experts[t]` and `weights[t]` are the K experts of token t and their gate
-    weights, in the router's order (empty where a token has none). `phase` is 'prefill' or 'decode'."""
+    weights, in the router's order (empty if a token has none). `phase` is 'prefill' or 'decode'."""
 
     layer: int
     phase: str
@@ -167,10 +167,10 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What whoever runs an engine asks of a step. prompts: chunks of so many sequences' prompts at the most, and beside
-    them a token of each; None: a chunk of each. scored: the logits of so many tokens at the most, beside those of a
+    """What whoever runs an engine asks of a step. prompts: chunks of so many sequences' prompts at the most, and a
+    token of each sequence; None: a chunk of each. scored: the logits of so many tokens at the most, besides those of a
     sequence's last one. kv_memory: bytes that the keys and values of all sequences take together at the most; None:
-    those of each one's context. requests: bytes that a server's requests in flight take beside the engine at the
+    those of each one's context. requests: bytes that a server's requests in flight take besides the engine at the
     most."""
 
     prompts: int | None = None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.families.family import Family
 from tiermoe.model.layer import Layer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import moe
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
@@ -17,7 +16,7 @@ from tiermoe.model.weights import Scope
 class Mine(Family):
     name, model_type = "Mine", "mine_moe"
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         rule = RouterRule(config.num_experts_per_tok, normalise=bool(config.norm_topk_prob))
         return Layer(
             w.norm("input_layernorm"),

@@ -31,9 +31,8 @@ ROUTER_FIELD: Changes = {
     ],
     "src/tiermoe/native/structs.py": [
         (
-            '        ("normalise", c_int),\n        ("epsilon", c_float),\n        ("scale", c_float),\n',
-            '        ("normalise", c_int),\n        ("epsilon", c_float),\n        ("scale", c_float),\n'
-            '        ("expert_scale", c_void_p),\n',
+            "normalise=c_int, epsilon=c_float, scale=c_float,\n",
+            "normalise=c_int, epsilon=c_float, scale=c_float, expert_scale=c_void_p,\n",
         ),
     ],
     "src/tiermoe/native/route.c": [

@@ -9,8 +9,8 @@ import os
 import select
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
-from typing import Annotated, Any, get_type_hints
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -19,6 +19,10 @@ from tiermoe.cli.output import cause, note, one_line, printed, prompt_progress, 
 from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session, read_ahead
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError, ModelError, PromptError
+
+if TYPE_CHECKING:
+    from tiermoe.engine.sampling import Sampling
+    from tiermoe.model.hf.blueprint import Blueprint
 
 OTHERWISE = {"temperature": 0.7, "top_p": 0.95}
 """Sampling where neither options nor the model's generation_config.json name it."""
@@ -106,7 +110,7 @@ def chat(
     )  # fmt: skip
     sampling = make_sampling(**named)
 
-    def no_context(tokenizer: Any, blueprint: Any) -> None:
+    def no_context(tokenizer: Any, blueprint: Blueprint) -> None:
         nonlocal sampling
         _refuse_encoder_decoder(blueprint)
         sampling = choose_sampling(blueprint, named, make_sampling(**OTHERWISE))
@@ -122,11 +126,12 @@ def chat(
 class _Chat:
     """A conversation in the terminal: replies, /commands and sampling parameters."""
 
-    def __init__(self, session: Session, sampling: Any, system: str, markdown: bool) -> None:
-        from tiermoe.engine.chat import Conversation
+    def __init__(self, session: Session, sampling: Sampling, system: str, markdown: bool) -> None:
+        from tiermoe.engine.generate import Conversation
 
         self._session = session
         self._sampling = sampling
+        self._kinds = {name: kind for name, kind in get_type_hints(type(sampling)).items() if kind in KINDS}
         self._markdown = markdown
         self._conversation = Conversation(session.engine, session.tokenizer, system, session.speculation)
         self._asked = ""  # the last message
@@ -183,7 +188,7 @@ class _Chat:
                 self._asked, self._answered = "", False
                 note("forgotten")
             case ["/set"]:
-                note("\n".join(f"{name} = {value}" for name, value in asdict(self._sampling).items()))
+                note("\n".join(f"{name} = {getattr(self._sampling, name)}" for name in self._kinds))
             case ["/set", name, *words]:
                 self._set(name, " ".join(words))
             case ["/system", *_]:
@@ -195,11 +200,10 @@ class _Chat:
         return True
 
     def _set(self, name: str, value: str) -> None:
-        settings = get_type_hints(type(self._sampling))
-        if name not in settings:
-            note(f"unknown setting {name}; there are {', '.join(settings)}")
+        if name not in self._kinds:
+            note(f"unknown setting {name}; there are {', '.join(self._kinds)}")
             return
-        kind, read = KINDS[settings[name]]
+        kind, read = KINDS[self._kinds[name]]
         try:
             changed = replace(self._sampling, **{name: read(value)})
             self._check_tokens(changed.logit_bias)
@@ -218,7 +222,7 @@ class _Chat:
                 raise ConfigError(f"the model has the tokens 0 to {vocabulary - 1:,}, not {token}")
 
 
-def _refuse_encoder_decoder(blueprint: Any) -> None:
+def _refuse_encoder_decoder(blueprint: Blueprint) -> None:
     if blueprint.family.encoder_decoder:
         raise ModelError(f"{blueprint.family.name} models do not chat; use 'tiermoe run'")
 
@@ -271,7 +275,7 @@ def _messages() -> Iterator[str]:
 def _keep_history(readline: Any) -> Callable[[str], None]:
     """Has the terminal recall messages of earlier conversations, and keep those of this one: the function that adds a
     message to them, as one entry however many lines it has."""
-    from tiermoe.formats.stores import cache_folder
+    from tiermoe.formats.store_files import cache_folder
 
     file = cache_folder() / HISTORY
 

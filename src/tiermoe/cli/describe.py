@@ -16,6 +16,7 @@ import torch
 
 from tiermoe import native
 from tiermoe.config import Settings
+from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import resolve_for
 from tiermoe.engine.needs import formats_of
 from tiermoe.errors import LoadError
@@ -23,8 +24,7 @@ from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.registry import encoding_named
 from tiermoe.formats.source import label_of
 from tiermoe.formats.store import MTP_FOLDER, Store, open_store, precision_key
-from tiermoe.kernels.linear import cpu_kernels, machine_layout
-from tiermoe.kernels.matrix import matrix_form
+from tiermoe.kernels.linear import cpu_kernels, machine_layout, matrix_form
 from tiermoe.model.families import FAMILIES, has_decoder, not_computed
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.hub import inspect_without_download
@@ -133,7 +133,7 @@ def _layer_facts(layers: list[MoeLayer]) -> dict[str, Any]:
 
 
 def _all_precision_facts(store: Store) -> list[dict[str, Any]]:
-    """`_precision_facts` of a store, and of its MTP head's where it has one."""
+    """`_precision_facts` of a store, and of its MTP head's if it has one."""
     head = store.root / MTP_FOLDER
     of_head = _precision_facts(open_store(head)) if is_store(head) else []
     named = [{**facts, "precision": f"MTP head: {facts['precision']}"} for facts in of_head]
@@ -198,7 +198,7 @@ def verify_store(root: Path, progress: Callable[[int, int], None]) -> tuple[int,
 
 
 def _all_extents(store: Store) -> list[tuple[ExpertKey, str, Extent]]:
-    """(key, line to print where it is damaged, extent) of every expert and dense layer; the line is empty for
+    """(key, line to print if it is damaged, extent) of every expert and dense layer; the line is empty for
     experts, whose errors name them."""
     found: list[tuple[ExpertKey, str, Extent]] = []
     for precision in store.precisions.values():
@@ -216,7 +216,7 @@ def _all_extents(store: Store) -> list[tuple[ExpertKey, str, Extent]]:
 # --- what packing cost ---
 
 
-def loss_of(engine: Any, blueprint: Blueprint) -> str:
+def loss_of(engine: Engine, blueprint: Blueprint) -> str:
     """`packing_loss` of the store's weights that a loaded model runs on."""
     settings, unit = engine.settings, engine.composition.unit
     layout = machine_layout(resolve_device(settings.device))
@@ -226,8 +226,8 @@ def loss_of(engine: Any, blueprint: Blueprint) -> str:
 
 def packing_loss(store: Store, precisions: Sequence[str], dense: str) -> str:
     """Words for people who have never packed: bits of the experts in `precisions` and of the dense layers under the
-    key `dense` (where the store has it), and the loss in quality of the lowest precision where it was measured. Empty
-    where all weights are the checkpoint's own."""
+    key `dense` (if the store has it), and the loss in quality of the lowest precision if it was measured. Empty
+    if all weights are the checkpoint's own."""
     found = [f"experts at {bits} bits" for bits in (store.precisions[key].bits for key in precisions) if bits < 16]
     by_bits: dict[int, list[str]] = {}
     for name, entry in store.dense.get(dense, {"layers": {}})["layers"].items():
@@ -265,12 +265,12 @@ def backend_of(blueprint: Blueprint, resolved: Resolved) -> Backend:
 
 
 def why_not_faster(kernels: str) -> str:
-    """Why the native kernels of this name are not faster ones; empty where they are the fastest that there are."""
+    """Why the native kernels of this name are not faster ones; empty if they are the fastest that there are."""
     return _INFERIOR.get(kernels, "")
 
 
 def missing_kernels(dtype: torch.dtype) -> str:
-    """A line that says what to do where a model in `dtype` runs on a CPU without the compiled kernels; empty where they
+    """A line that says what to do where a model in `dtype` runs on a CPU without the compiled kernels; empty if they
     are there, or do not compute this dtype."""
     if native.available() or dtype != torch.bfloat16:
         return ""
@@ -319,7 +319,7 @@ def _switched_off() -> bool:
 
 
 def _left_out(blueprint: Blueprint, resolved: Resolved) -> str:
-    """The first matrix of an expert that the native kernels do not compute, as '96 x 64 at 4 bits'; empty where they
+    """The first matrix of an expert that the native kernels do not compute, as '96 x 64 at 4 bits'; empty if they
     compute all."""
     for bits, forms in formats_of(blueprint, resolved, CPU_LAYOUT).items():
         for form in forms:

@@ -78,7 +78,7 @@ def examine() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
-    """used: instruction set of the kernels that compute; None where there are none, and `problem` says why. `problem`
+    """used: instruction set of the kernels that compute; None if there are none, and `problem` says why. `problem`
     also says why they are not faster ones."""
     import torch
 
@@ -94,9 +94,9 @@ def _kernels() -> dict[str, Any]:
 
 
 def _drive() -> dict[str, Any]:
-    """The cache folder, and what was measured with its drive: None where it could not be, and `problem` says why."""
+    """The cache folder, and what was measured with its drive: None if it could not be, and `problem` says why."""
     from tiermoe.engine.machine_rates import machine_rates
-    from tiermoe.formats.stores import cache_folder
+    from tiermoe.formats.store_files import cache_folder
 
     try:
         folder = cache_folder()

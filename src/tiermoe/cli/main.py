@@ -22,13 +22,13 @@ COMMANDS = {
     "chat": ("tiermoe.cli.chat:chat", "Chat with a model in the terminal.", _ANSWER),
     "serve": ("tiermoe.cli.serve:serve", "Serve a model to OpenAI's, Anthropic's and Ollama's clients.", _ANSWER),
     "pull": (
-        "tiermoe.cli.pull:pull",
+        "tiermoe.cli.models:pull",
         "Download a model, or the GGUF file of a repository that fits the budget.",
         _MODELS,
     ),
     "pack": ("tiermoe.cli.pack:pack", "Pack a model's experts into a store before the first run.", _MODELS),
-    "list": ("tiermoe.cli.list:list_models", "List the models on this machine: downloaded, and packed.", _MODELS),
-    "remove": ("tiermoe.cli.remove:remove", "Remove a model's store, or its download too, from this machine.", _MODELS),
+    "list": ("tiermoe.cli.models:list_models", "List the models on this machine: downloaded, and packed.", _MODELS),
+    "remove": ("tiermoe.cli.models:remove", "Remove a model's store, or its download too, from this machine.", _MODELS),
     "show": ("tiermoe.cli.show:show", "Show layers, experts and precisions of a model or a store.", _MODELS),
     "plan": ("tiermoe.cli.plan:plan", "Show how a memory budget is divided, and the speed to expect.", _MODELS),
     "doctor": (

@@ -254,7 +254,7 @@ def given(**options: Any) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. ConfigError where it cannot be read, or is not UTF-8."""
+    """The text of a file. ConfigError if it cannot be read, or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -264,7 +264,7 @@ def read_text(path: Path) -> str:
 
 
 def read_template(path: Path | None) -> str | None:
-    """The chat template in a file; None without a file. ConfigError where it cannot be read or is none."""
+    """The chat template in a file; None without a file. ConfigError if it cannot be read or is none."""
     if path is None:
         return None
     from tiermoe.model.tokenizer import check_template

@@ -1,4 +1,4 @@
-"""Answers on standard output; notes, spinners, progress and summaries beside them on standard error. Bars and Markdown
+"""Answers on standard output; notes, spinners, progress and summaries on standard error. Bars and Markdown
 appear on a terminal only."""
 
 from __future__ import annotations

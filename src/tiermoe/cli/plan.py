@@ -84,7 +84,7 @@ def _rates(settings: Settings, machine: str | None, named: Rates | None) -> Call
         if named is not None:
             return named
         from tiermoe.engine.machine_rates import machine_rates, torch_seconds, with_second_drive
-        from tiermoe.formats.stores import cache_folder
+        from tiermoe.formats.store_files import cache_folder
 
         here = machine_rates(cache_folder(), settings.threads)
         if settings.also is not None:

@@ -48,8 +48,7 @@ from tiermoe.offload.computers import Rates
 from tiermoe.offload.cuda import resolve_device
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.presets import Resolved
-from tiermoe.offload.run_record import read_record, record_path
-from tiermoe.offload.usage import SizeCurve
+from tiermoe.offload.usage import SizeCurve, read_record, record_path
 from tiermoe.platform.threads import torch_threads
 from tiermoe.types import MoeLayer, Segment
 
@@ -176,7 +175,7 @@ def _earlier_run(blueprint: Blueprint, resolved: Resolved) -> SizeCurve | None:
 
 
 def _unknown(blueprint: Blueprint, composition: Composition, plan: MemoryPlan) -> str:
-    """Why there is no expectation; empty where there can be one."""
+    """Why there is no expectation; empty if there can be one."""
     if isinstance(plan, GpuMemoryPlan):
         return "a GPU's rates are not known"
     if blueprint.family.encodes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, prompt_progress, summary, utf8_input
 from tiermoe.cli.session import choose_sampling, make_sampling, open_session, read_ahead
 from tiermoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tiermoe.model.hf.blueprint import Blueprint
 
 
 @opt.engine_options()
@@ -46,7 +49,7 @@ def run(
     make_sampling(**named)
     chosen: dict[str, Any] = {}
 
-    def context_for(tokenizer: Any, blueprint: Any) -> int:
+    def context_for(tokenizer: Any, blueprint: Blueprint) -> int:
         from tiermoe.engine.generate import check_length, encode_prompt
 
         chosen["sampling"] = choose_sampling(blueprint, named, make_sampling())

@@ -19,7 +19,11 @@ from tiermoe.errors import ConfigError
 from tiermoe.platform.machine import processors
 
 if TYPE_CHECKING:
+    from tiermoe.engine.sampling import Sampling
+    from tiermoe.model.cache.prefix_disk import PrefixFolder
+    from tiermoe.model.hf.blueprint import Blueprint
     from tiermoe.serve.page import StartupApp
+    from tiermoe.serve.replicas import Deployed
 
 PREFIX_DISK_SIZE = "4GiB"
 GRACE_S = 30  # seconds for answers under way when the server ends
@@ -206,7 +210,7 @@ def serve(
         make_sampling(**named)
     chosen: dict[str, Any] = {"folder": None}
 
-    def no_context(_: Any, blueprint: Any) -> None:
+    def no_context(_: Any, blueprint: Blueprint) -> None:
         from tiermoe.serve.batch_limits import prefix_folder, require_decoder
 
         require_decoder(blueprint)
@@ -217,9 +221,13 @@ def serve(
     name = name or name_of(model)
     if replicas > 1:
         share, kv_share = prepare_replicas(model, options, replicas, no_context, kv_bytes)
+        from tiermoe.serve.replicas import Deployed
+
+        place = str(Path(model).resolve()) if Path(model).exists() else model  # a replica may run in another folder
+        guesses, access = draft != "none", listener.access
         serve_replicas(
-            model, share, name, chosen["sampling"], listener, max_queue, draft != "none", kv_share, template,
-            replicas=replicas, grace_s=GRACE_S,
+            Deployed(place, share, name, chosen["sampling"], access, max_queue, guesses, kv_share, template),
+            replicas, listener,
         )  # fmt: skip
         return
     from tiermoe.serve.page import StartupApp
@@ -234,7 +242,14 @@ def serve(
 
 
 def _answer(
-    session: Session, gate: StartupApp, listener: Listener, name: str, max_queue: int, *, sampling: Any, folder: Any
+    session: Session,
+    gate: StartupApp,
+    listener: Listener,
+    name: str,
+    max_queue: int,
+    *,
+    sampling: Sampling,
+    folder: PrefixFolder | None,
 ) -> None:
     """Answers requests until a signal, then the ones under way."""
     from tiermoe.serve.app import create_app
@@ -280,11 +295,11 @@ def prepare_replicas(
     model: str,
     options: dict[str, Any],
     replicas: int,
-    context_for: Callable[[Any, Any], int | None],
+    context_for: Callable[[Any, Blueprint], int | None],
     kv_memory: int | None,
-) -> tuple[dict[str, Any], int]:
+) -> tuple[dict[str, Any], int | None]:
     """(options, KV cache in bytes) of one of `replicas` processes: its share of memory, processors and `kv_memory`. The
-    model is loaded once here: that packs it where it is not packed, and refuses a share that is too small before a
+    model is loaded once here: that packs it if it is not packed, and refuses a share that is too small before a
     replica starts."""
     share = one_share(options, replicas)
     if "store" in share:
@@ -306,22 +321,16 @@ def one_share(options: dict[str, Any], replicas: int) -> dict[str, Any]:
     return {**options, "memory": memory // replicas, "threads": threads}
 
 
-def serve_replicas(
-    model: str, share: dict[str, Any], name: str, sampling: Any, listener: Listener, max_queue: int, guesses: bool,
-    kv_memory: int, template: str | None, *, replicas: int, grace_s: int,
-) -> None:  # fmt: skip
-    """Serves `replicas` of a model until a signal, by the fields of `Deployed`. grace_s: seconds for answers under way
-    in the end."""
-    from tiermoe.serve.replicas import Deployed, start, stop
+def serve_replicas(deployed: Deployed, replicas: int, listener: Listener) -> None:
+    """Serves replicas of a model until a signal."""
+    from tiermoe.serve.replicas import start, stop
 
-    if Path(model).exists():
-        model = str(Path(model).resolve())  # a replica may run in another folder
-    deployed = Deployed(model, share, name, sampling, listener.access, max_queue, guesses, kv_memory, template)
     (host, port), address = listener.bound.getsockname()[:2], str(listener)
     listener.bound.close()  # Ray Serve listens there
+    memory = format_size(deployed.options["memory"])
     try:
-        start(deployed, replicas, host, port, listener.tls, grace_s)
-        note(f"{name} at {address}, {replicas} replicas of {format_size(share['memory'])}; Ctrl-C ends the server")
+        start(deployed, replicas, host, port, listener.tls, GRACE_S)
+        note(f"{deployed.name} at {address}, {replicas} replicas of {memory}; Ctrl-C ends the server")
         wait_for_a_signal()
     finally:
         stop()

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from tiermoe.cli.listening import SOCKET, Listener, wait_for_a_signal
 from tiermoe.cli.output import cause, note, spinner
-from tiermoe.config import MIB, format_size
+from tiermoe.config import MIB, Settings, format_size
 from tiermoe.errors import ConfigError
 from tiermoe.model.hf.local_models import check_local
 
 if TYPE_CHECKING:
     from tiermoe.serve.loaded_models import Model, ModelProcess
 
-_ROUTER_GROWS = 32 * MIB  # bytes of connections and of what answers bring in, beside bodies: 14 MiB with them measured
+_ROUTER_GROWS = 32 * MIB  # bytes of connections and of what answers bring in, without bodies: 14 MiB with them measured
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)(s|m|h)?")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, None: 1}
 
@@ -91,7 +91,7 @@ def serve_models(
 
 
 def _places(models: Sequence[str], folder: Path | None) -> dict[str, str]:
-    """Name → where it lies, of the models and of those in a folder. ConfigError for a name that comes twice, and where
+    """Name → where it lies, of the models and of those in a folder. ConfigError for a name that comes twice, and if
     there is none."""
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--models-dir {folder} is no folder; name the folder that has the models' folders or files")
@@ -166,7 +166,7 @@ class _Budget:
         return f"{format_size(self.models)} for them and {format_size(self._router)} for the router ({self._source})"
 
     def problem(self, least: int) -> str:
-        """Why a model that needs `least` bytes can never be loaded; empty where it can."""
+        """Why a model that needs `least` bytes can never be loaded; empty if it can."""
         if least <= self.largest:
             return ""
         needed = -(-(least * self._most_loaded + self._router) // MIB)
@@ -283,9 +283,9 @@ def _budgets(
     return {"budget": budget, "source": source, "ranges": ranges}
 
 
-def _range(model: str, asked: Any, batch_named: bool, kv_bytes: int | None) -> dict[str, Any]:
+def _range(model: str, asked: Settings, batch_named: bool, kv_bytes: int | None) -> dict[str, Any]:
     from tiermoe.model.hf.hub import inspect_without_download
-    from tiermoe.model.hf.tokenizers import load_tokenizer
+    from tiermoe.model.tokenizer import load_tokenizer
     from tiermoe.serve.batch_limits import budget_range, require_decoder
 
     blueprint, download = inspect_without_download(model, asked.store)

@@ -17,17 +17,21 @@ from tiermoe.platform import file_io
 from tiermoe.platform.machine import most_memory, processors
 
 if TYPE_CHECKING:
+    from tiermoe.engine.engine import Engine
+    from tiermoe.engine.sampling import Sampling
+    from tiermoe.engine.speculation import Speculation
     from tiermoe.formats.gguf_file import GgufFile
+    from tiermoe.model.hf.blueprint import Blueprint
 
 
 @dataclass(slots=True)
 class Session:
     """A loaded model."""
 
-    engine: Any
+    engine: Engine
     tokenizer: Any
     load_s: float  # seconds from the command's start of loading
-    speculation: Any  # of request loops; None: no guesses
+    speculation: Speculation | None  # of request loops; None: no guesses
 
 
 def read_ahead(model: str, options: dict[str, Any]) -> GgufFile | None:
@@ -56,7 +60,7 @@ def read_ahead(model: str, options: dict[str, Any]) -> GgufFile | None:
 def open_session(
     model: str,
     options: dict[str, Any],
-    context_for: Callable[[Any, Any], int | None],
+    context_for: Callable[[Any, Blueprint], int | None],
     *,
     headers: GgufFile | None = None,
     on_progress: Callable[[str, int, int], None] | None = None,
@@ -68,8 +72,8 @@ def open_session(
     """Loads `model` and prints the plan's warnings on standard error.
 
     context_for: called with (tokenizer, blueprint) before anything heavy happens; gives the tokens to reserve memory
-    for where --context is not named, and may refuse the prompt. headers: of a GGUF file, where they are read already
-    (`read_ahead`). on_progress: called with the progress of packing (task, done, total), beside the terminal. served:
+    for if --context is not named, and may refuse the prompt. headers: of a GGUF file, if they are read already
+    (`read_ahead`). on_progress: called with the progress of packing (task, done, total). served:
     memory is reserved for a server's steps; without a named batch 16 requests run at once. kv_memory: bytes of the KV
     cache that a server's requests share; None: as there is room for. draft: where guesses come from (`options.Draft`);
     the memory of a draft model, or of an MTP head, is a part of --memory. template: a chat template in place of the
@@ -81,8 +85,8 @@ def open_session(
         from tiermoe.model.gguf.checkpoint import open_checkpoint
         from tiermoe.model.hf.blueprint import inspect_model
         from tiermoe.model.hf.hub import resolve_model
-        from tiermoe.model.hf.tokenizers import kept_tokenizer, leave_tokenizer, load_tokenizer
         from tiermoe.model.prepare_store import store_root
+        from tiermoe.model.tokenizer import keep_tokenizer, load_tokenizer, read_tokenizer, tokenizer_origin
         from tiermoe.types import USUAL
 
         asked = settings(**options)
@@ -93,7 +97,8 @@ def open_session(
 
             blueprint = with_mtp(blueprint, asked.store)
         root = store_root(blueprint, asked.store)
-        kept = None if served else kept_tokenizer(blueprint, root)  # a server's grammars need transformers'
+        # a server's grammars need transformers'
+        kept = None if served else read_tokenizer(root, tokenizer_origin(blueprint))
         tokenizer = kept or load_tokenizer(directory)
         if template is not None:
             tokenizer.chat_template = template
@@ -121,7 +126,7 @@ def open_session(
         engine = start(blueprint, asked, packing, use)
         speculation = speculation_of(draft, drafting, engine, packing)
     if kept is None and template is None:
-        leave_tokenizer(blueprint, root, tokenizer)
+        keep_tokenizer(root, tokenizer_origin(blueprint), tokenizer)
     if times and (packed := _packed_bytes(root) - packed_before) > 0:
         took = f"packed {format_size(packed)} in {times[-1] - times[0]:.0f} s, once; later runs read it from {root}"
         note("\n".join(filter(None, (took, loss_of(engine, blueprint)))))
@@ -154,7 +159,7 @@ def beyond_this_machine(asked: Settings) -> Iterator[str]:
         )
 
 
-def make_sampling(**values: Any) -> Any:
+def make_sampling(**values: Any) -> Sampling:
     """A `Sampling` of these values. ConfigError where one is out of range."""
     with starting():
         from tiermoe.engine.sampling import Sampling
@@ -162,7 +167,7 @@ def make_sampling(**values: Any) -> Any:
     return Sampling(**values)
 
 
-def choose_sampling(blueprint: Any, named: dict[str, Any], otherwise: Any) -> Any:
+def choose_sampling(blueprint: Blueprint, named: dict[str, Any], otherwise: Sampling) -> Sampling:
     """A `Sampling` for a model: values that are `named`, else those of the model's generation_config.json, else
     `otherwise`. Prints a line on standard error where the file makes the answer random."""
     from tiermoe.engine.sampling import sampling_for
@@ -185,14 +190,16 @@ def names_model(draft: str) -> bool:
     return draft not in (LOOKUP, MTP, NONE)
 
 
-def planned_draft(draft: str, tokenizer: Any, blueprint: Any, asked: Settings) -> tuple[tuple[Any, Settings], Settings]:
+def planned_draft(
+    draft: str, tokenizer: Any, blueprint: Blueprint, asked: Settings
+) -> tuple[tuple[Blueprint, Settings], Settings]:
     """((blueprint, settings) of a draft model, settings of the model with the memory that it leaves). ModelError where
-    its tokenizer is another, BudgetError where it does not fit whole."""
+    its tokenizer is another, BudgetError if it does not fit whole."""
     from tiermoe.engine.budget import context_of
     from tiermoe.engine.drafts import check_vocabulary, plan_draft
     from tiermoe.model.hf.blueprint import inspect_model
     from tiermoe.model.hf.hub import resolve_model
-    from tiermoe.model.hf.tokenizers import load_tokenizer
+    from tiermoe.model.tokenizer import load_tokenizer
 
     directory = resolve_model(draft)
     check_vocabulary(tokenizer.get_vocab(), load_tokenizer(directory).get_vocab(), draft)
@@ -206,11 +213,16 @@ def planned_draft(draft: str, tokenizer: Any, blueprint: Any, asked: Settings) -
     return (small, own), replace(asked, memory=plan.budget - (plan.total - plan.interpreter))
 
 
-def speculation_of(draft: str, drafting: Any, engine: Any, progress: Callable[[str, int, int], None]) -> Any:
+def speculation_of(
+    draft: str,
+    drafting: tuple[Blueprint, Settings] | None,
+    engine: Engine,
+    progress: Callable[[str, int, int], None],
+) -> Speculation | None:
     """The `Speculation` of request loops over an engine; None: no guesses."""
     if draft == NONE:
         return None
-    from tiermoe.engine.prompt_lookup import Lookup
+    from tiermoe.engine.drafts import Lookup
     from tiermoe.engine.speculation import Speculation
 
     if draft == MTP:
@@ -225,6 +237,7 @@ def speculation_of(draft: str, drafting: Any, engine: Any, progress: Callable[[s
     from tiermoe.engine.load import start
 
     blueprint, settings = drafting
+    assert settings.context is not None  # `planned_draft`
     small = start(blueprint, settings, progress)
     engine.before_closing(small.close)
     vocabulary = min(small.config.vocab_size, engine.config.vocab_size)

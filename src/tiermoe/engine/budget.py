@@ -38,7 +38,7 @@ from tiermoe.offload.disk import most_lanes
 from tiermoe.offload.policies.prediction import PREDICTIONS
 from tiermoe.offload.presets import Resolved
 from tiermoe.platform.machine import available_memory
-from tiermoe.platform.process_memory import ACTIVATIONS_HEAP, can_free_pages, resident_bytes
+from tiermoe.platform.process_memory import ACTIVATIONS_HEAP, resident_bytes
 from tiermoe.types import USUAL, MoeLayer, Need, Phase, Use
 
 DEFAULT_CONTEXT = 4096
@@ -126,7 +126,7 @@ def _check_options(blueprint: Blueprint, resolved: Resolved) -> None:
 
 
 def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> None:
-    """ConfigError where keys and values have 16 bits alone."""
+    """ConfigError if keys and values have 16 bits alone."""
     if settings.kv_bits == 16:
         return
     option = f"kv_bits={settings.kv_bits}"
@@ -146,7 +146,7 @@ def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> Non
 
 
 def _check_kv_memory(blueprint: Blueprint, settings: Settings, use: Use, device: str) -> None:
-    """ConfigError where the memory that sequences share for keys and values holds no sequence of the whole context, or
+    """ConfigError if the memory that sequences share for keys and values holds no sequence of the whole context, or
     where the decoder shares none."""
     if use.kv_memory is None:
         return
@@ -187,12 +187,11 @@ def shape_of(layers: Sequence[MoeLayer]) -> ModelShape:
 def _divided(base: MemoryPlan, wanted: int, model: PlanInputs, sizes: Mapping[int, int]) -> MemoryPlan:
     """The plan with slots from the rest of the budget, of at most `wanted` bytes."""
     room = min(base.budget - base.fixed, wanted)
-    whole_slots = not can_free_pages()
-    least = least_room(base, model.resolved, sizes, whole_slots)
+    least = least_room(base, model.resolved, sizes, whole_slots=False)
     if room < least:
         _refuse(base, model, wanted, least)
     _check_phases(base)
-    pools = planned_slots(room, model.resolved, sizes, base.all_slots, whole_slots)
+    pools = planned_slots(room, model.resolved, sizes, base.all_slots, whole_slots=False)
     slots = sum(pool.slots for pool in pools)
     if model.resolved.composition.cache == "all" and slots < base.all_slots:
         raise BudgetError(
@@ -252,7 +251,7 @@ def _slow_gate(blueprint: Blueprint) -> list[str]:
 
 def gpu_budget(settings: Settings, device: str) -> tuple[int, str] | None:
     """(bytes, source for people) of a GPU's budget; None for the CPU. ConfigError for a budget of a GPU that is not
-    used, BudgetError where the GPU has less free."""
+    used, BudgetError if the GPU has less free."""
     if device == "cpu":
         if settings.gpu_memory is not None:
             raise ConfigError("--gpu-memory was given, but the model runs on the CPU; leave it out")
@@ -333,7 +332,7 @@ def _gpu_warnings(plan: GpuMemoryPlan, holds_all: bool) -> list[str]:
 
 
 def _check_phases(plan: MemoryPlan) -> None:
-    """BudgetError where packing or loading takes more than the budget."""
+    """BudgetError if packing or loading takes more than the budget."""
     for phase, happens in ((Phase.PACKING, "packing, once,"), (Phase.LOADING, "loading")):
         needed = total(plan.needs, phase)
         if needed > plan.budget:

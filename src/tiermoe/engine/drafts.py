@@ -1,5 +1,8 @@
-"""Drafts by what gives probabilities of a next token: a model's own MTP head, or a small model of the same vocabulary.
-Their likeliest next tokens are guesses, while they are worth verifying."""
+"""Drafters: prompt lookup, which needs no model, and what gives probabilities of a next token: a model's own MTP head,
+or a small model of the same vocabulary. The likeliest next tokens are guesses, while they are worth verifying.
+
+Prompt lookup drafts what followed the same tokens earlier in prompt and answer (Saxena, "Prompt Lookup Decoding",
+2023)."""
 
 from __future__ import annotations
 
@@ -13,13 +16,130 @@ from tiermoe.config import Settings, format_size
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import plan_for
 from tiermoe.engine.memory_plan import MemoryPlan
-from tiermoe.engine.prompt_lookup import Lookup
-from tiermoe.engine.speculation import LEAST, CachedSequence, Chances, Drafter, DraftRequest, Speculation
+from tiermoe.engine.speculation import LEAST, MOST, CachedSequence, Chances, Drafter, DraftRequest, Speculation
 from tiermoe.engine.steps import verifies_drafts
 from tiermoe.errors import BudgetError, ConfigError, ModelError
 from tiermoe.model.cache.prefix import common_prefix
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.mtp_head import Drafted, DraftToken
+
+MATCH = 3  # tokens that must be the same: fewer are followed by anything
+_CHANCES = (0.35, 0.6, 0.8, 0.9)  # of a guess after a match of 3 or 4 tokens, 5 to 7, 8 to 15, more
+_TOKEN_BITS = 32
+_ROW = (1 << MATCH * _TOKEN_BITS) - 1
+LONGEST = 32  # tokens of a match that are looked at
+
+
+class PromptLookup:
+    """A sequence's tokens, indexed by each `MATCH` of them in a row. Memory grows with the sequence, about 150 bytes a
+    token. places: latest places of the same last tokens that are compared."""
+
+    def __init__(self, places: int = 8) -> None:
+        self._places = places
+        self._tokens: list[int] = []
+        self._last: dict[int, int] = {}  # `MATCH` tokens in a row, as one number → position after their last place
+        self._earlier: list[int] = []  # position → that after the place before, of the tokens that end there; 0: none
+        self._row = 0  # the last `MATCH` tokens, as one number
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The sequence goes on with these tokens. Notes every place but the sequence's own end, which nothing follows
+        yet."""
+        last, earlier, row = self._last, self._earlier, self._row
+        for end, token in enumerate(tokens, len(earlier)):
+            if end >= MATCH:
+                earlier.append(last.get(row, 0))
+                last[row] = end
+            else:
+                earlier.append(0)
+            row = (row << _TOKEN_BITS | token) & _ROW
+        self._tokens += tokens
+        self._row = row
+
+    def draft(self, most: int) -> tuple[list[int], int]:
+        """(`most` tokens that may follow, length of the match that says so); ([], 0) if nothing matches. Of several
+        places the one with the longest match is taken, then the latest. A draft that reaches the sequence's end goes on
+        with its own beginning."""
+        tokens, end = self._tokens, len(self._tokens)
+        place = self._last.get(self._row, 0) if end >= MATCH else 0
+        if not place:
+            return [], 0
+        best, length = 0, 0
+        for _ in range(self._places):
+            same = _matching(tokens, place)
+            if same > length:
+                best, length = place, same
+            place = self._earlier[place]
+            if not place:
+                break
+        period = end - best
+        return [tokens[best + at % period] for at in range(most)], length
+
+
+def _matching(tokens: Sequence[int], place: int) -> int:
+    """Number of tokens before `place` that are the same as the last ones, at most `LONGEST`."""
+    end, length = len(tokens), 0
+    while length < min(LONGEST, place) and tokens[place - 1 - length] == tokens[end - 1 - length]:
+        length += 1
+    return length
+
+
+class Lookup:
+    """Drafts of all sequences by prompt lookup: what `Speculation` makes drafters with."""
+
+    def __init__(self) -> None:
+        self._chances = Chances(_CHANCES)
+
+    def __call__(self, speculation: Speculation) -> LookupDrafter:
+        return LookupDrafter(speculation, Chances(_CHANCES, self._chances))
+
+
+class LookupDrafter:
+    """Drafts of one sequence by prompt lookup. It learns from every draft, verified or not."""
+
+    def __init__(self, speculation: Speculation, chances: Chances) -> None:
+        self._lookup = PromptLookup()
+        self._speculation = speculation
+        self._chances = chances
+        self._found: list[int] = []  # the last draft
+        self._match = 0  # length of the match before it
+        self._withheld = False  # it was worth verifying, and was not
+
+    def draft(
+        self, prompt: Sequence[int], answer: Sequence[int], most: int, rows: int, place: CachedSequence | None = None
+    ) -> list[int]:
+        lookup, speculation = self._lookup, self._speculation
+        if not len(lookup):
+            lookup.extend(prompt)
+        came = answer[len(lookup) - len(prompt) :]
+        lookup.extend(came)
+        if self._found:
+            self._learn(came)
+        self._found, self._match = lookup.draft(MOST)
+        if not self._found:
+            return []
+        chance, worth = 1.0, 0
+        for at in range(min(most, len(self._found))):
+            chance *= self._chances.of(_kind(self._match + at))
+            if chance < speculation.share:
+                break
+            worth += 1
+        allowed = speculation.allows(rows)
+        self._withheld = worth >= LEAST and not allowed
+        return self._found[:worth] if worth >= LEAST and allowed else []
+
+    def _learn(self, came: Sequence[int]) -> None:
+        """Compares the last draft with the tokens that came."""
+        if self._withheld and came:
+            self._speculation.record_withheld(self._found[0] == came[0])
+        self._chances.learn(((guess, _kind(self._match + at)) for at, guess in enumerate(self._found)), came)
+
+
+def _kind(match: int) -> int:
+    return 0 if match < 5 else min(match.bit_length() - 2, len(_CHANCES) - 1)
+
 
 Draft = Generator[list[int], torch.Tensor, list[int]]
 """A draft that is under way: asks what follows tokens, and is sent the probabilities (vocabulary)."""
@@ -68,7 +188,7 @@ class LikeliestTokens:
 
 class MtpDrafts:
     """Drafts of all sequences of an engine by its MTP head: what `Speculation` makes drafters with. A draft of `lookup`
-    comes first where there is one: it is longer and costs nothing."""
+    comes first if there is one: it is longer and costs nothing."""
 
     def __init__(self, engine: Engine, lookup: Lookup | None = None) -> None:
         self._engine = engine
@@ -130,7 +250,7 @@ class MtpDrafter(LikeliestTokens):
 
 
 def require_verification(engine: Engine) -> None:
-    """ConfigError where guesses of the engine's answers are never verified, so that a head would do nothing."""
+    """ConfigError if guesses of the engine's answers are never verified, so that a head would do nothing."""
     if engine.lossy:
         raise ConfigError(
             f"--draft mtp does not apply to {', '.join(engine.lossy)}: guesses are verified where nothing changes "
@@ -213,7 +333,7 @@ class ModelDrafter(LikeliestTokens):
 
 
 def check_vocabulary(own: dict[str, int], draft: dict[str, int], name: str) -> None:
-    """ModelError where a draft model's tokens, by their ids, are not those of the model that verifies. name: the draft
+    """ModelError if a draft model's tokens, by their ids, are not those of the model that verifies. name: the draft
     model's."""
     wrong = sorted(id for token, id in draft.items() if own.get(token) != id)
     if wrong or len(own) != len(draft):
@@ -225,7 +345,7 @@ def check_vocabulary(own: dict[str, int], draft: dict[str, int], name: str) -> N
 
 
 def plan_draft(blueprint: Blueprint, settings: Settings, name: str) -> MemoryPlan:
-    """The plan of a draft model that is in memory whole. BudgetError where it does not fit."""
+    """The plan of a draft model that is in memory whole. BudgetError if it does not fit."""
     blueprint.require_text()
     plan = plan_for(blueprint, settings)
     if plan.slots < plan.all_slots:

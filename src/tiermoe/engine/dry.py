@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tiermoe.engine.detokenize import token_bytes
 from tiermoe.model.tokenizer import Tokenizer
 
-_LONGEST_REST = 20  # tokens of a breaker behind its first one that are compared, as in llama.cpp
+_LONGEST_REST = 20  # tokens of a breaker after its first one that are compared, as in llama.cpp
 _HARDEST = 1e8  # a larger penalty, divided by the smallest temperature, would overflow
 
 
@@ -35,7 +35,7 @@ class Breakers:
         return [] in self._rests_behind(token)
 
     def tokens_behind(self, tokens: Sequence[int], most: int) -> int | None:
-        """How many tokens at the end come behind the last breaker; None: none of the last `most` tokens begins one."""
+        """How many tokens at the end come after the last breaker; None: none of the last `most` tokens begins one."""
         if not self._strings:
             return None
         for behind in range(min(most, len(tokens))):
@@ -46,7 +46,7 @@ class Breakers:
         return None
 
     def _rests_behind(self, token: int) -> list[list[int]]:
-        """Tokens behind `token` with which it is a breaker; [] where it is one alone."""
+        """Tokens after `token` with which it is a breaker; [] if it is one alone."""
         found = self._rests.get(token)
         if found is None:
             found = self._rests[token] = self._find_rests(token) if self._strings else []
@@ -80,7 +80,7 @@ class Dry:
         self._seen = 0  # tokens of prompt and answer
         self._tokens: NDArray[numpy.int64] = numpy.zeros(0, numpy.int64)
         self._repeated: NDArray[numpy.int64] = numpy.zeros(0, numpy.int64)
-        """For each token but the last: how many tokens, up to it, are those at the end, behind the last breaker."""
+        """For each token but the last: how many tokens, up to it, are those at the end, after the last breaker."""
 
     def penalties(self, before: Sequence[int]) -> dict[int, float]:
         """Token id → what is subtracted from its logit. before: tokens of prompt and answer so far; mostly one more

@@ -12,33 +12,30 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import xxhash
 
+from tiermoe import native
 from tiermoe.batch import Batch
-from tiermoe.config import Settings
 from tiermoe.engine.budget import shape_of
-from tiermoe.engine.cached_routing import routes
 from tiermoe.engine.expectation import OtherBudget, other_budgets
-from tiermoe.engine.fallback import ConfidentDecoding
 from tiermoe.engine.forecasts import Forecaster
 from tiermoe.engine.forward_context import ForwardContext
-from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.moe import MoELayer, closed_error, forget
 from tiermoe.engine.observer import Observer, Undo, time_kernels
+from tiermoe.engine.rerouting import ConfidentDecoding, routes
 from tiermoe.engine.service import ExpertService
-from tiermoe.engine.steps import AnyDecoder, gathered, is_finite, not_finite, passes_of
+from tiermoe.engine.steps import AnyDecoder, SequenceCache, gathered, is_finite, not_finite, passes_of
 from tiermoe.errors import ConfigError, ModelError
-from tiermoe.formats.store import Store
+from tiermoe.formats.store import precision_key
+from tiermoe.kernels.linear import machine_layout
 from tiermoe.metrics import Metrics, PhaseMetrics
+from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.decoder import Decoder, NotFiniteError
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.moe import ExpertGate
 from tiermoe.model.mtp_head import Drafted, DraftToken, MtpHead
-from tiermoe.offload.composition import Composition
-from tiermoe.offload.link import MeteredLink
-from tiermoe.offload.loader import ExpertLoader
 from tiermoe.offload.policies.routing import require_little
-from tiermoe.offload.probe import DriveProbe
-from tiermoe.offload.scheduler import Scheduler
+from tiermoe.platform.machine import installed_version, processor_identity
 from tiermoe.platform.process_memory import peak_resident_bytes, resident_bytes
 
 Figures = TypeVar("Figures", bound=Metrics)
@@ -61,14 +58,23 @@ class Engine:
     collected as garbage is closed."""
 
     def __init__(self, service: ExpertService, model: Model) -> None:
+        resolved = service.resolved
         self.service = service
-        self.gates = list(model.gates)
-        self.generation_config = model.generation_config
+        self.store, self.plan, self.drive, self.link = service.store, service.plan, service.drive, service.link
+        self.scheduler, self.loader = service.scheduler, service.scheduler.loader
+        self.settings, self.composition, self.precisions = resolved.settings, resolved.composition, resolved.precisions
         self._blueprint = model.blueprint
+        self.config: Any = model.blueprint.config  # transformers' config of the model
+        self.dtype, self.device = model.blueprint.dtype, torch.device(service.device)
+        self.generation_config = model.generation_config
+        self.longest_context = model.blueprint.max_context()  # tokens the model was made for; None: unbounded
+        self.decoder = model.decoder
+        self.mtp: MtpHead | None = getattr(model.decoder, "mtp", None)
+        self.gates = list(model.gates)
         experts = [gate.experts for gate in self.gates]
         self.forecaster = Forecaster(model.routers, experts, False, self._stacked_layers())
-        self.decoder = model.decoder
-        self.context = self._forward_context()
+        encoder_layers = shape_of(self.store.layers).encoder_layers
+        self.context = ForwardContext(self.scheduler, self.forecaster, encoder_layers, service.before_step)
         renormalise = self._blueprint.family.renormalises(self.config)
         chooses = routes(self.context, model.decoder, len(self.gates))
         self.layers = [
@@ -78,7 +84,7 @@ class Engine:
         self._keep_addresses()
         if isinstance(model.decoder, Decoder):
             model.decoder.attach(self.layers)
-        self.confident = self._decode_little_first(model.decoder.can_rollback)
+        self.confident = self._decode_little_first()
         self._undo: list[Callable[[], None]] = []
         self._unwatch: list[Undo] = []
         self._closed = False
@@ -88,87 +94,13 @@ class Engine:
         self.observe(None)
 
     @property
-    def store(self) -> Store:
-        return self.service.store
-
-    @property
-    def plan(self) -> MemoryPlan:
-        return self.service.plan
-
-    @property
-    def settings(self) -> Settings:
-        return self.service.resolved.settings
-
-    @property
-    def composition(self) -> Composition:
-        return self.service.resolved.composition
-
-    @property
-    def precisions(self) -> tuple[int, ...]:
-        return self.service.resolved.precisions
-
-    @property
-    def config(self) -> Any:
-        """transformers' config of the model."""
-        return self._blueprint.config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._blueprint.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.service.device)
-
-    @property
-    def longest_context(self) -> int | None:
-        """Tokens the model was made for; None: unbounded."""
-        return self._blueprint.max_context()
-
-    @property
-    def can_rollback(self) -> bool:
-        """Whether a sequence's last tokens can be taken back."""
-        return self.decoder.can_rollback
-
-    @property
-    def drive(self) -> DriveProbe:
-        return self.service.drive
-
-    @property
-    def link(self) -> MeteredLink:
-        return self.service.link
-
-    @property
-    def scheduler(self) -> Scheduler:
-        return self.service.scheduler
-
-    @property
-    def loader(self) -> ExpertLoader:
-        return self.scheduler.loader
-
-    @property
     def lossy(self) -> list[str]:
         """What can change tokens: parts of the composition, keys and values in fewer bits; empty: exact."""
         return self.composition.lossy + ([f"kv_bits={self.settings.kv_bits}"] if self.settings.kv_bits != 16 else [])
 
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second of the link: the probe's at loading, or more where reading has been faster since."""
-        return self.service.bandwidth
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds in which the computing thread waited for experts, or parts of them."""
-        return self.service.wait_s
-
-    @property
-    def mtp(self) -> MtpHead | None:
-        """The MTP head; None where the engine was started without one."""
-        return getattr(self.decoder, "mtp", None)
-
     def snapshot(self) -> PhaseMetrics:
         """The clock and the counters now; two of them tell what happened between. Tokens are the caller's to count."""
-        seconds, wait_s, link = time.perf_counter(), self.wait_s, self.link.counters()
+        seconds, wait_s, link = time.perf_counter(), self.service.wait_s, self.link.counters()
         counts, discarded = self.loader.counts.copy(), self.scheduler.discarded.copy()
         return PhaseMetrics(
             seconds, seconds - wait_s, wait_s, link.bytes_read, 0, counts, discarded, link.busy_s,
@@ -177,7 +109,7 @@ class Engine:
 
     def other_budgets(self, decode: PhaseMetrics) -> list[OtherBudget]:
         """What other memory budgets would bring, by all decoding that this was told of (`decode`: the latest), and the
-        record that later plans read; empty where it says nothing."""
+        record that later plans read; empty if it says nothing."""
         self.scheduler.record_hits()
         self._decoded.add(decode, decode.tokens)
         curve = self.scheduler.size_curve(self.plan.slots, self._decoded)
@@ -187,7 +119,7 @@ class Engine:
 
     def complete(self, run: Figures) -> Figures:
         """`run`, whose phases are measured, with what is known at its end."""
-        run.bandwidth, run.layers = self.bandwidth, len(self.layers)
+        run.bandwidth, run.layers = self.service.bandwidth, len(self.layers)
         run.peak_memory_bytes = peak_resident_bytes()
         run.fallback_ratio = self.confident.fallback_ratio if self.confident else 0.0
         run.prefetching = self.scheduler.prefetching
@@ -247,9 +179,9 @@ class Engine:
             self._collected.detach()
 
     @torch.no_grad()
-    def step(self, batch: Batch, cache: Any, every: bool = False) -> torch.Tensor:
+    def step(self, batch: Batch, cache: SequenceCache, every: bool = False) -> torch.Tensor:
         """Runs a batch and returns the logits (rows, vocabulary) of each row's last token, or of every token of all
-        rows (T, vocabulary). Prompts run in chunks. Threads wait for each other. ModelError where logits are not
+        rows (T, vocabulary). Prompts run in chunks. Threads wait for each other. ModelError if logits are not
         finite, which names the layer that they come from; TiermoeError after `close`."""
         self.check_open()
         context, run = self.context, self.decoder.step
@@ -276,7 +208,7 @@ class Engine:
         return logits
 
     @torch.no_grad()
-    def step_by_layers(self, batch: Batch, cache: Any, layers: int) -> Iterator[torch.Tensor | None]:
+    def step_by_layers(self, batch: Batch, cache: KVCache, layers: int) -> Iterator[torch.Tensor | None]:
         """`step` over chunks of a prompt by our own decoder, in turns of so many layers: gives None after each turn but
         the last, and then the logits. Other sequences' steps may run between two turns. Errors as `step`."""
         context, decoder, passing, logits = self.context, self.decoder, None, None
@@ -301,7 +233,7 @@ class Engine:
             yield logits
 
     @torch.no_grad()
-    def draft(self, cache: Any, wanted: Sequence[DraftToken]) -> list[Drafted]:
+    def draft(self, cache: KVCache, wanted: Sequence[DraftToken]) -> list[Drafted]:
         """Drafts by the MTP head of what follows tokens of several sequences. LoadError and TiermoeError as `step`."""
         self.check_open()
         context, head = self.context, self.mtp
@@ -313,14 +245,9 @@ class Engine:
             context.finish()
         return drafted
 
-    def new_cache(self, sequences: int = 1, context: int | None = None) -> Any:
-        """Keys and values (`SequenceCache`) for `sequences` of up to `context` tokens; None: as many as memory is set
-        aside for."""
+    def new_cache(self, sequences: int = 1, context: int | None = None) -> SequenceCache:
+        """Keys and values for `sequences` of up to `context` tokens; None: as many as memory is set aside for."""
         return self.decoder.new_cache(sequences, context or self.plan.context, self.settings.chunk)
-
-    def new_sequence(self) -> None:
-        """Forgets what is recorded per sequence, as a forward pass without a past does by itself."""
-        self.scheduler.new_sequence()
 
     def observe(self, observer: Observer | None) -> None:
         """Tells `observer`, and nobody else, of what runs from now on; None ends it."""
@@ -328,7 +255,7 @@ class Engine:
             undo()
         self._unwatch = []
         if observer is not None and observer.kernels:
-            self._unwatch = time_kernels(self.decoder, self.layers, observer)
+            self._unwatch = time_kernels(self.decoder, [layer.watch for layer in self.layers], observer)
         self.context.observer = observer if observer is not None and observer.layers else None
         rule, predictor = self.scheduler.precision, self.composition.policy("prefetch")
         self.context.needs_weights = rule.reads_weights or (observer is not None and observer.weights)
@@ -336,13 +263,9 @@ class Engine:
         self.forecaster.whole = whole or rule.ranks_all or predictor.ranks_all
 
     def check_open(self) -> None:
-        """TiermoeError where the engine was closed."""
+        """TiermoeError if the engine was closed."""
         if self._closed:
             raise closed_error()
-
-    def _forward_context(self) -> ForwardContext:
-        encoder_layers = shape_of(self.store.layers).encoder_layers
-        return ForwardContext(self.scheduler, self.forecaster, encoder_layers, self.service.before_step)
 
     def _keep_addresses(self) -> None:
         """The layers' native kernels get the addresses of experts that have come, and lose those of experts that leave.
@@ -353,7 +276,7 @@ class Engine:
         else:
             self.loader.cache.on_leave = forget(layers)
 
-    def _not_finite(self, passes: Sequence[Batch], cache: Any) -> ModelError:
+    def _not_finite(self, passes: Sequence[Batch], cache: SequenceCache) -> ModelError:
         """The error for logits that are not: a second run says which layer they come from."""
         undo = self.decoder.require_finite()
         try:
@@ -374,14 +297,14 @@ class Engine:
         stacked = self.composition.policy("prefetch").in_one_product and self._blueprint.family.plain_router and alike
         return int(self.composition["ahead"]) if stacked else 1
 
-    def _decode_little_first(self, can_rollback: bool) -> ConfidentDecoding | None:
+    def _decode_little_first(self) -> ConfidentDecoding | None:
         if self.composition.routing not in ("half", "confident"):
             return None
         little = self.composition.little
         require_little(self.composition.routing, little, [layer.top_k for layer in self.store.layers])
         self.context.little = little
         gamma = self.composition.gamma if self.composition.routing == "confident" else None
-        if gamma is not None and not can_rollback:
+        if gamma is not None and not self.decoder.can_rollback:
             raise ConfigError(
                 f"routing=confident runs a token again where it is unsure, and {self._blueprint.family.name} keeps a "
                 f"recurrent state that cannot be wound back; use --set routing=half or routing=all"
@@ -435,6 +358,33 @@ def engine_of(loaded: Any) -> Engine:
 
 
 def transformers_model(loaded: Any) -> Any:
-    """The transformers model of a family that has no decoder of ours: `loaded` itself, or the one behind an engine."""
+    """The transformers model of a family that has no decoder of ours: `loaded` itself, or that of an engine."""
     decoder: Any = loaded.decoder if isinstance(loaded, Engine) else None
     return loaded if decoder is None else decoder.model
+
+
+def numerics(engine: Engine) -> dict[str, Any]:
+    """What the bits of keys and values follow from, besides the tokens, as values that JSON can hold, by name: the
+    checkpoint, every precision, how prompts are cut, what computes, and the parts that can change tokens. Who keeps
+    keys and values longer than a process lives compares it. The memory budget, and what is cached, change no bit."""
+    settings, composition, library = engine.settings, engine.composition, native.library()
+    layout = machine_layout(engine.device.type)
+    return {
+        "version": installed_version("tiermoe") or "",
+        "torch": torch.__version__,
+        "checkpoint": engine.store.source.fingerprint,
+        "dtype": str(engine.dtype),
+        "experts": [
+            precision_key(bits, settings.quantizer_used, layout, composition.unit) for bits in engine.precisions
+        ],
+        "dense": engine.plan.dense_bits,
+        "kv_bits": settings.kv_bits,
+        **({"mtp": True} if engine.mtp is not None else {}),  # whose keys and values a slab has too
+        "chunk": settings.chunk,
+        "threads": torch.get_num_threads(),
+        "decoder": type(engine.decoder).__name__,
+        "kernels": native.instruction_set(),
+        "build": xxhash.xxh3_64(library.read_bytes()).hexdigest() if library else "",  # of the native kernels
+        "processor": [torch.backends.cpu.get_cpu_capability(), processor_identity()],
+        "lossy": {name: str(value) for name, value in composition.settings().items()} if engine.lossy else {},
+    }

@@ -3,10 +3,10 @@
 A decoded token reads the dense layers and its experts from memory, and from the drive those of its experts that are not
 in the cache. At best both happen at the same time, at the rates that were measured and with the best recorded hit rate;
 at worst one after the other, at a share of the rates, with the worst. Deciding what comes and goes takes time too: most
-of it, where experts are small. A prompt reads each expert that any of its tokens uses once, or once for so many chunks
+of it, if experts are small. A prompt reads each expert that any of its tokens uses once, or once for so many chunks
 as go through a layer together, and computes.
 
-Where torch's operators compute, products take what they were measured to take, and what stands between them longer.
+If torch's operators compute, products take what they were measured to take, and what stands between them longer.
 
 After a run, `as_measured` narrows the range to what the run has measured, and `other_budgets` says what other budgets
 than the plan's would bring."""
@@ -27,15 +27,15 @@ DRIVE_SHARE = 0.6  # of the drive's rate where reads of single experts wait for 
 ARITHMETIC_SHARE = 0.3  # of a plain matrix product's rate
 PROMPT = 512
 _DISTINCT = 0.5  # of the experts that evenly spread routing would use in a prompt: at best
-_OURS = (0.0, 3e-4)  # seconds of a layer beside its weights, decoding, at best and at worst: our decoders
+_OURS = (0.0, 3e-4)  # seconds of a layer besides its weights, decoding, at best and at worst: our decoders
 _TRANSFORMERS = (5e-4, 4e-3)  # transformers' code
 _TORCH = (3e-4, 4e-3)  # our decoders on torch's operators: stories-7m .8 ms, a thread of a Zen 4
 _TORCH_SHARE = 0.5  # of the time of products in a row that they take at best, with other work between them (.6 there)
 _MANY_TOKENS = 2  # times as long as for one token a prompt's products of an expert take: its weights are decoded first
-_GATHERING = 5e-4  # seconds of an expert's operators on a prompt beside its products, at worst
+_GATHERING = 5e-4  # seconds of an expert's operators on a prompt besides its products, at worst
 _DECIDING = (1e-4, 6e-4)  # seconds of a decoded token's MoE layer where not all experts are in memory, likewise
 _SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the experts, that other budgets hold
-_COMING = (5e-5, 5e-4)  # seconds of an expert that comes, beside its bytes
+_COMING = (5e-5, 5e-4)  # seconds of an expert that comes, besides its bytes
 _AS_MEASURED = 1.2  # by which a run may differ from an earlier one (notebook/2026-11-24-plan.md) that had
 _NEAR = 2  # times or 1 / _NEAR of the slots, or between
 
@@ -191,7 +191,7 @@ def _distinct(layer: LayerWork, tokens: int) -> float:
 @dataclass(frozen=True, slots=True)
 class Recording:
     """Hit rates on a model's recorded routing: what the default preset hits without prefetch, in the worst and the best
-    64 tokens of the recorded texts. Made by `python -m benchmarks.hit_rates TRACE...`."""
+    64 tokens that follow each other of the recorded texts, the cache as the tokens before left it."""
 
     model: str
     experts: int  # a layer
@@ -225,7 +225,7 @@ RECORDINGS = (
 
 def hit_rates(experts: int, top_k: int, share: float) -> tuple[tuple[float, float], str]:
     """((lowest, highest) hit rate, model) of the recording with the shape nearest to layers of `experts` experts of
-    which a token uses `top_k`, with the share `share` of all experts in the cache; model '' where all are."""
+    which a token uses `top_k`, with the share `share` of all experts in the cache; model '' if all are."""
     if share >= 1:
         return (1.0, 1.0), ""
     nearest = min(RECORDINGS, key=lambda each: _distance(each, experts, top_k))
@@ -264,7 +264,7 @@ def other_budgets(plan: MemoryPlan, curve: SizeCurve | None) -> list[OtherBudget
 
 
 def at_slots(plan: MemoryPlan, curve: SizeCurve, slots: int) -> OtherBudget:
-    """The budget that gives `slots` experts a slot beside what the plan needs for all else."""
+    """The budget that gives `slots` experts a slot besides what the plan needs for all else."""
     hit_rate, tok_s = curve.at(slots)
     nbytes = plan.fixed + slots * plan.slot_bytes
     return OtherBudget(nbytes, slots, slots / plan.all_slots, hit_rate, tok_s)

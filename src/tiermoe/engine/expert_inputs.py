@@ -30,10 +30,9 @@ from tiermoe.formats.store_files import exclusive, write_atomically
 from tiermoe.kernels.experts import UnfusedExperts
 from tiermoe.kernels.gates import Gate
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.moe import named_gates
 from tiermoe.model.prepare_store import Progress
-from tiermoe.model.tokenizer import Tokenizer
+from tiermoe.model.tokenizer import Tokenizer, load_tokenizer
 from tiermoe.platform.json_files import read_json
 from tiermoe.types import MoeLayer, Routed
 
@@ -72,7 +71,7 @@ def shipped_text() -> str:
 
 
 def calibration_text(blueprint: Blueprint, name: str, content: str) -> Text:
-    """Windows of a text, of at most `TOKENS` tokens in all, spread over it. ConfigError where the text has fewer than
+    """Windows of a text, of at most `TOKENS` tokens in all, spread over it. ConfigError if the text has fewer than
     `LEAST_TOKENS`, or the model cannot be calibrated."""
     if blueprint.family.encodes:
         raise ConfigError("a model with an encoder cannot be calibrated for gptq; pack it with --quantizer hqq")
@@ -107,7 +106,7 @@ def spread(start: list[int], ids: list[int], length: int, count: int) -> list[li
 
 def recorded_inputs(blueprint: Blueprint, store: Store, text: Text, progress: Progress) -> ExpertInputs:
     """The inputs of a checkpoint's experts on a text, in the folder of the store: what is there of the same checkpoint
-    and text is kept, the rest is recorded. Waits for another process that records there. PackError where the disk has
+    and text is kept, the rest is recorded. Waits for another process that records there. PackError if the disk has
     no room or the folder cannot be written."""
     folder = store.root / FOLDER
     with exclusive(folder, progress):
@@ -159,7 +158,7 @@ class PackInputs:
                 )
 
     def inputs(self, settings: Settings, progress: Progress) -> ExpertInputs | None:
-        """Inputs for packing with these settings, recorded once for all; None where the quantiser takes none."""
+        """Inputs for packing with these settings, recorded once for all; None if the quantiser takes none."""
         if not _takes_inputs(settings) or not self._missing:
             return None
         if self._inputs is None:
@@ -329,7 +328,7 @@ def _run(engine: Engine, windows: list[list[int]]) -> None:
 
 
 def _check_room(store: Store, bits: int, recording: int) -> None:
-    """PackError where the disk lacks room for the recording, or for the experts that must be packed to run the text."""
+    """PackError if the disk lacks room for the recording, or for the experts that must be packed to run the text."""
     packed = 0
     if bits == 8 and precision_key(8, "") not in store.precisions:
         formats = [expert_format(layer, 8, store.dtype, CPU_LAYOUT, "") for layer in store.layers]
@@ -348,7 +347,7 @@ def _file(folder: Path, layer: int, name: str) -> Path:
 
 
 def _table_of(folder: Path) -> dict[str, Any]:
-    """Empty where it cannot be read."""
+    """Empty if it cannot be read."""
     try:
         table = read_json(folder / _TABLE)
     except (FileNotFoundError, ValueError):

@@ -1,8 +1,5 @@
-"""What a running layer's hidden state says about later layers: their routers, called on it.
-
-HOBBIT (section 3.3), Fate (section 4.2) and CORM (section 4.2) report that the inputs of neighbouring layers'
-routers are alike. The router itself is called, so that its own selection is predicted (biases and groups included).
-"""
+"""Forecasts: what routers of later layers say of the running layer's input, and tables of layers whose experts follow
+from the token alone (hash layers; DeepSeek-V4's first ones)."""
 
 from __future__ import annotations
 
@@ -12,6 +9,8 @@ from typing import Any
 import torch
 
 from tiermoe.kernels import router as native_router
+from tiermoe.model.decoder import Decoder
+from tiermoe.model.families.family import Family
 from tiermoe.model.routers import Router
 from tiermoe.offload.policies.prediction import Ranked
 
@@ -25,8 +24,8 @@ class Forecaster:
     another), and nothing is forecast for it. experts: how many each layer has; a router may name more, which compute
     nothing. whole: rank all experts of a layer, not only the chosen ones (percentiles, popularity, traces).
 
-    A router of transformers' is called with what its block gives it beside the input (MiniMax-M2's correction bias), as
-    seen in the model's own last call; before the first one nothing is forecast. It is asked about what the running
+    A router of transformers' is called with what its block gives it besides the input (MiniMax-M2's correction bias),
+    as seen in the model's own last call; before the first one nothing is forecast. It is asked about what the running
     layer's own router was given, which is not always what its experts are (Gemma 4, Nemotron-H). stacked: so many
     layers ahead are one product (HOBBIT, section 3.3), for routers that are a matrix and nothing else; 1 calls each
     router.
@@ -188,3 +187,27 @@ def _descending(values: torch.Tensor) -> Ranked:
     order = values.argsort(descending=True, stable=True).tolist()
     listed = values.tolist()
     return [(expert, listed[expert]) for expert in order]
+
+
+class TokenTable:
+    """`policies.prediction.HashTable` of a router's own table (vocabulary, K) of expert indices."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self._table = table.cpu()
+
+    def __getitem__(self, token_id: int) -> Sequence[int]:
+        experts: list[int] = self._table[token_id].tolist()
+        return experts
+
+
+def decoder_tables(decoder: Decoder) -> dict[int, TokenTable]:
+    """MoE layer → its table, of the layers of a decoder of ours that have one."""
+    return {layer: TokenTable(table) for layer, table in decoder.tables.items()}
+
+
+def router_tables(routers: Sequence[Any], family: Family) -> dict[int, TokenTable]:
+    """MoE layer → the table of its router of transformers', of the layers that have one."""
+    if family.hash_table is None:
+        return {}
+    tables = {layer: getattr(router, family.hash_table, None) for layer, router in enumerate(routers)}
+    return {layer: TokenTable(table) for layer, table in tables.items() if table is not None}

@@ -15,7 +15,7 @@ from tiermoe.batch import Batch
 from tiermoe.engine.forecasts import Forecaster
 from tiermoe.engine.observer import Observer
 from tiermoe.errors import ConfigError
-from tiermoe.model.hf.cache_argument import cache_of
+from tiermoe.model.hf.configs import cache_of
 from tiermoe.offload.policies.routing import little
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.types import Ready, Routed
@@ -58,7 +58,7 @@ class ForwardContext:
 
     def start(self) -> None:
         """A step begins, within `lock`. One that did not `finish`, whatever interrupted it wherever, is rolled back
-        first: an interruption may hit whoever would clean up behind it too."""
+        first: an interruption may hit whoever would clean up after it too."""
         self._before_step(self._interrupted)
         if self._interrupted:
             self.unsure = self._batch = None
@@ -68,12 +68,6 @@ class ForwardContext:
     def finish(self) -> None:
         """The step has ended."""
         self._interrupted = False
-
-    @property
-    def asks_for_no_weights(self) -> bool:
-        """Whether a layer all of whose experts are resident asks nobody: no policy reads the router's weights, and all
-        of the chosen experts run."""
-        return not (self.needs_weights or self.proceed or self.unsure is not None)
 
     def begin(self, batch: Batch) -> None:
         """A pass over a batch begins."""
@@ -98,7 +92,7 @@ class ForwardContext:
 
     def begin_call(self, ids: torch.Tensor | None, rows: int, length: int, past: int, prompt: bool) -> None:
         """A pass of transformers' own code begins, over `rows` sequences of `length` tokens after `past` ones. ids: the
-        tokens, where there are any. prompt: they belong to a prompt; else a single token is a generated one."""
+        tokens, if there are any. prompt: they belong to a prompt; else a single token is a generated one."""
         if past == 0:
             self.scheduler.new_sequence()
         phase = "decode" if length == 1 and past > 0 and not prompt else "prefill"
@@ -110,7 +104,7 @@ class ForwardContext:
         self._begin(phase, _listed(ids), rows * length, 0)
 
     def follow_encoder(self, model: Any, decoder: bool) -> list[Callable[[], None]]:
-        """Makes calls of an encoder and of the `decoder` behind it where there is one, which `generate()` calls apart,
+        """Makes calls of an encoder and of the `decoder` after it, if there is one, which `generate()` calls apart,
         steps; returns what ends that."""
         undo = [self._follow(model.get_encoder(), self.before_encoder)]
         return [*undo, self._follow(model.get_decoder(), self.before_decoder)] if decoder else undo
@@ -138,7 +132,7 @@ class ForwardContext:
         self._begin("prefill", _listed(ids), rows * length, 0)
 
     def before_decoder(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """The first token of a decoder behind an encoder is a generated one too."""
+        """The first token of a decoder after an encoder is a generated one too."""
         ids, rows, length = given_tokens(arguments, named)
         if past_tokens(named) == 0 and not self._encoded:
             self.scheduler.new_sequence()  # what was encoded before is decoded again
@@ -196,7 +190,7 @@ class ForwardContext:
 
 
 def given_tokens(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[torch.Tensor | None, int, int]:
-    """(token ids where there are any, rows, tokens of each) of a forward call."""
+    """(token ids if there are any, rows, tokens of each) of a forward call."""
     ids = arguments[0] if arguments else named.get("input_ids")
     given = ids if ids is not None else named["inputs_embeds"]
     return ids, given.shape[0], given.shape[1]

@@ -1,4 +1,5 @@
-"""Generation: one prompt in, its text piece by piece, and a report of what it took."""
+"""Generation: one prompt in, its text piece by piece, and a report of what it took. Conversations, of which the earlier
+turns are not computed again."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tiermoe.model.tokenizer import Tokenizer
 
 @dataclass(slots=True, kw_only=True)
 class Report(Metrics):
-    """One answer and its metrics: `prefill` until the first token, `decode` behind it."""
+    """One answer and its metrics: `prefill` until the first token, `decode` after it."""
 
     text: str
     token_ids: list[int]
@@ -33,7 +34,7 @@ class Report(Metrics):
     bits: int
     dense_bits: int
     other_budgets: list[OtherBudget]
-    """What other memory budgets would bring; empty where too little was decoded, nothing was missed, or the preset is
+    """What other memory budgets would bring; empty if too little was decoded, nothing was missed, or the preset is
     lossy."""
     guessed_tokens: int = 0  # verified guesses at next tokens
     right_guesses: int = 0
@@ -63,7 +64,7 @@ class Report(Metrics):
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, raw: bool = False) -> torch.Tensor:
     """Token ids (1, n) of a prompt: as a user's message in the model's chat template where it has one, unless `raw`.
-    PromptError where the prompt is empty."""
+    PromptError if the prompt is empty."""
     if not prompt.strip():
         raise PromptError("the prompt is empty; say something to answer")
     if not raw and getattr(tokenizer, "chat_template", None):
@@ -86,7 +87,7 @@ def encode_chat(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> torch.T
 
 
 def _encoded(text: str, what: str, instead: str, encode: Callable[[], list[int]]) -> torch.Tensor:
-    """Token ids (1, n) that `encode` makes of a text. PromptError where it refuses the text, or makes none."""
+    """Token ids (1, n) that `encode` makes of a text. PromptError if it refuses the text, or makes none."""
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes that are no UTF-8 are halves of surrogate pairs in Python
@@ -101,7 +102,7 @@ def _encoded(text: str, what: str, instead: str, encode: Callable[[], list[int]]
 
 
 def check_length(prompt_tokens: int, max_tokens: int, longest: int | None, reserved: int | None = None) -> int:
-    """How many tokens may be generated. PromptError where the prompt alone fills the model's context of `longest`
+    """How many tokens may be generated. PromptError if the prompt alone fills the model's context of `longest`
     tokens (None: unbounded), or the `reserved` tokens that memory was set aside for."""
     if longest is not None and prompt_tokens >= longest:
         raise PromptError(
@@ -132,7 +133,7 @@ def generate(
     model: a loaded transformers model, or an engine. input_ids: (1, n). on_text: called with each piece of text as it
     is ready. loop: an idle loop over the engine, whose prefix cache may hold a prefix of input_ids (a conversation's
     earlier turns); None: a new one, with this speculation. on_read: called after each chunk of the prompt, with its
-    tokens that have run and all of them. PromptError, ModelError where the prompt cannot be answered; LoadError where
+    tokens that have run and all of them. PromptError, ModelError if the prompt cannot be answered; LoadError where
     an expert is damaged."""
     engine, guessed, right = engine_of(model), 0, 0
     unknown = int(input_ids.max())
@@ -231,3 +232,60 @@ def _generate_by_transformers(model: Any, input_ids: torch.Tensor, sampling: Sam
     model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=sampling.max_tokens, streamer=answer, **options
     )
+
+
+class Conversation:
+    """Messages of a chat with `model` (or an engine), and the keys and values of their tokens.
+
+    A reply runs only the tokens after the longest prefix that the prefix cache holds. Where a reply is interrupted or
+    fails, its turn is dropped and the cache with it.
+
+    system: the system prompt, "" for none; it may change between replies. Without a chat template the text begins with
+    it. speculation: as in `RequestLoop`."""
+
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer, system: str = "", speculation: Speculation | None = None
+    ) -> None:
+        self.system = system
+        self._speculation = speculation
+        self._model = model
+        self._tokenizer = tokenizer
+        self._messages: list[dict[str, str]] = []
+        self._loop: RequestLoop | None = None  # whose prefix cache holds the last turn
+
+    def clear(self) -> None:
+        """Forgets everything said, but not the system prompt."""
+        self._messages.clear()
+        self._loop = None
+
+    def undo(self) -> None:
+        """Takes the last message and its answer back."""
+        del self._messages[-2:]
+
+    def reply(
+        self,
+        text: str,
+        sampling: Sampling,
+        on_text: Callable[[str], None],
+        on_read: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Report:
+        """Answers `text` after everything said before. on_text, on_read: as in `generate`. PromptError if the
+        conversation outgrows the context."""
+        messages = [*self._messages, {"role": "user", "content": text}]
+        if getattr(self._tokenizer, "chat_template", None):
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            ids = encode_chat(self._tokenizer, system + messages)
+        else:
+            said = "".join(message["content"] for message in messages)
+            ids = encode_prompt(self._tokenizer, self.system + said, raw=True)
+        loop = self._loop or RequestLoop(engine_of(self._model), self._tokenizer, speculation=self._speculation)
+        if ids.shape[1] >= loop.context:
+            raise PromptError(
+                f"the conversation has {ids.shape[1]:,} tokens, there is room for {loop.context:,} with the answer; "
+                f"/clear it, or start with a larger --context"
+            )
+        self._loop = None  # until the reply is whole
+        report = generate(self._model, self._tokenizer, ids, sampling, on_text, loop=loop, on_read=on_read)
+        self._loop = loop
+        self._messages = [*messages, {"role": "assistant", "content": report.text}]
+        return report

@@ -13,8 +13,7 @@ from tiermoe.engine.load import plan_for
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.errors import BudgetError, ModelError
 from tiermoe.formats.gguf_checkpoint import GgufCheckpoint
-from tiermoe.model.hf.hub import fetch_headers, inspect_headers
-from tiermoe.model.hf.repository import Repository
+from tiermoe.model.hf.hub import Repository, fetch_headers, inspect_headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class _Planned:
 
     @property
     def share(self) -> float:
-        """Share of the experts that the budget holds; 0 where it does not do."""
+        """Share of the experts that the budget holds; 0 if it does not do."""
         return self.plan.slots / self.plan.all_slots if self.plan else 0.0
 
 
@@ -48,7 +47,7 @@ def candidates(repository: Repository) -> list[Candidate]:
 def choose(repository: Repository, settings: Settings) -> tuple[Candidate, str]:
     """(candidate, reason for people): the largest one of which the memory budget holds all experts. Where there is no
     such one, the smallest of at least `DEFAULT_BITS` bits a weight, since fewer lose quality visibly, else the largest
-    of fewer; the budget holds what has to be resident of it. ModelError where tiermoe runs none of them, BudgetError
+    of fewer; the budget holds what has to be resident of it. ModelError if tiermoe runs none of them, BudgetError
     where the budget does for none."""
     known, (budget, source) = candidates(repository), memory_budget(settings)
 
@@ -78,7 +77,7 @@ def choose(repository: Repository, settings: Settings) -> tuple[Candidate, str]:
 
 
 def _planned(repository: Repository, candidate: Candidate, settings: Settings) -> _Planned:
-    """ModelError where the hub cannot be asked."""
+    """ModelError if the hub cannot be asked."""
     headers = fetch_headers(repository, candidate.files)
     try:
         blueprint = inspect_headers(repository, headers, candidate.name)

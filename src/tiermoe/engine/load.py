@@ -16,7 +16,7 @@ from tiermoe.config import Settings
 from tiermoe.config import settings as make_settings
 from tiermoe.engine.budget import plan_memory
 from tiermoe.engine.engine import Engine, Model
-from tiermoe.engine.hash_routing import decoder_tables
+from tiermoe.engine.forecasts import decoder_tables
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.reading import Reading, open_reading, rows_stay_on_disk
 from tiermoe.engine.service import ExpertService
@@ -29,11 +29,11 @@ from tiermoe.model.decoder import Decoder, decoder_for
 from tiermoe.model.families import decoder_family
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import inspect_without_download, resolve_model
-from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.moe import named_gates
 from tiermoe.model.packing import recipe_key, with_own_dense
 from tiermoe.model.prepare_store import Progress, ensure_packed, found_store, is_packed, open_or_create, store_root
 from tiermoe.model.stored_weights import StoredWeights
+from tiermoe.model.tokenizer import load_tokenizer
 from tiermoe.offload.cuda import resolve_device
 from tiermoe.offload.presets import Resolved, compose, resolve
 from tiermoe.platform import process_memory
@@ -78,18 +78,19 @@ def load(model: str | os.PathLike[str], *, progress: Progress | None = None, **o
 
 
 def load_blueprint(blueprint: Blueprint, settings: Settings, progress: Progress | None = None) -> Any:
-    """The transformers model of an inspected checkpoint, planned, packed where needed, in front of its engine."""
+    """The transformers model of an inspected checkpoint, planned, packed if needed, in front of its engine."""
     return load_resolved(blueprint, resolve_for(blueprint, settings), progress)
 
 
-def load_resolved(blueprint: Blueprint, resolved: Resolved, progress: Progress | None = None) -> Any:
-    """`load_blueprint` with a composition that is ready."""
-    return _load_found(blueprint, resolved, found_store(blueprint, resolved.settings.store), progress, USUAL)
-
-
-def _load_found(
-    blueprint: Blueprint, resolved: Resolved, found: Store | None, progress: Progress | None, use: Use
+def load_resolved(
+    blueprint: Blueprint,
+    resolved: Resolved,
+    progress: Progress | None = None,
+    found: Store | None = None,
+    use: Use = USUAL,
 ) -> Any:
+    """`load_blueprint` with a composition that is ready. found: the checkpoint's store, where it is open."""
+    found = found or found_store(blueprint, resolved.settings.store)
     store, plan = _prepared(blueprint, resolved, found, progress, use, lean=False)
     from tiermoe.engine.loading import load_model  # late: it imports transformers' modelling code
 
@@ -100,7 +101,7 @@ def _load_found(
 
 
 def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = None, use: Use = USUAL) -> Engine:
-    """The engine of an inspected checkpoint, planned for its use, and packed where needed. ModelError where the model
+    """The engine of an inspected checkpoint, planned for its use, and packed if needed. ModelError if the model
     writes no text."""
     blueprint.require_text()
     resolved = resolve_for(blueprint, settings)
@@ -109,7 +110,7 @@ def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = 
     found = found_store(blueprint, settings.store)
     lean = starts_lean(blueprint, resolved, found)
     if not lean and not blueprint.parts:
-        engine: Engine = _load_found(blueprint, resolved, found, progress, use).tiermoe
+        engine: Engine = load_resolved(blueprint, resolved, progress, found, use).tiermoe
         return engine
     store, plan = _prepared(blueprint, resolved, found, progress, use, lean)
     with open_reading(plan, store, resolved, blueprint, "cpu") as reading:
@@ -122,7 +123,7 @@ def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = 
 
 
 def check_mtp(blueprint: Blueprint, resolved: Resolved) -> None:
-    """ConfigError where nothing computes a model's MTP head, or a calibration says nothing of its experts."""
+    """ConfigError if nothing computes a model's MTP head, or a calibration says nothing of its experts."""
     if not _has_own_decoder(blueprint, resolved.settings):
         raise ConfigError("--draft mtp runs on tiermoe's own decoder, on a CPU; leave it, --decoder or --device out")
     if resolved.tables.bits:
@@ -174,34 +175,20 @@ def _packed(
     settings, unit = resolved.settings, resolved.composition.unit
     store = open_or_create(blueprint, store_root(blueprint, settings.store), found=found, waiting=progress)
     for bits in resolved.precisions:
-        ensure_packed(
-            store,
-            blueprint,
-            bits,
-            settings.quantizer_used,
-            settings.dense_bits_used,
-            progress,
-            device,
-            unit,
-            workers,
-        )
+        quantizer, dense_bits = settings.quantizer_used, settings.dense_bits_used
+        ensure_packed(store, blueprint, bits, quantizer, dense_bits, progress, device, unit, workers)
     return store
 
 
 def _measured(blueprint: Blueprint, resolved: Resolved, store: Store | None, lean: bool) -> None:
-    """Makes what this process holds before loading what it is going to hold: a plan counts it."""
+    """Imports and makes what this process is going to hold for a transformers model before its memory is measured: a
+    plan counts it. Packing, and the plan of the generic decoder, ask the model's skeleton."""
     if not lean:
-        _import_modelling(blueprint, resolved, store)
+        assert blueprint.model_class is not None
+        layout = machine_layout(resolve_device(resolved.settings.device))
+        if not _has_own_decoder(blueprint, resolved.settings) or not is_packed(store, blueprint, resolved, layout):
+            assert blueprint.skeleton is not None
     process_memory.settle()
-
-
-def _import_modelling(blueprint: Blueprint, resolved: Resolved, store: Store | None) -> None:
-    """Imports and makes what this process is going to hold for a transformers model, before it is measured. Its
-    skeleton is asked by packing, and by the plan of the generic decoder."""
-    assert blueprint.model_class is not None
-    layout = machine_layout(resolve_device(resolved.settings.device))
-    if not _has_own_decoder(blueprint, resolved.settings) or not is_packed(store, blueprint, resolved, layout):
-        assert blueprint.skeleton is not None
 
 
 def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: Resolved, reading: Reading) -> Model:
@@ -221,7 +208,7 @@ def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
     """The settings' preset, made ready for a checkpoint. The default one asks no routers where they name no experts by
     index (Switch), and shares its slots where an encoder's layers run only once. Experts that come
     quantised stay in their types where neither the settings nor the preset ask for bits, which a CPU alone has kernels
-    for; ModelError where they cannot. So do dense layers where neither asks for dense bits."""
+    for; ModelError if they cannot. So do dense layers where neither asks for dense bits."""
     if settings.preset == Settings().preset and not blueprint.family.forecasts:
         changes = {"prefetch": "none"} | ({"allotment": "pool"} if blueprint.family.encodes else {})
         settings = replace(settings, set={**changes, **settings.set})
@@ -239,7 +226,7 @@ def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
 
 
 def _check_also(resolved: Resolved) -> None:
-    """ConfigError where `also` is no folder, or the composition reads no whole experts from a drive."""
+    """ConfigError if `also` is no folder, or the composition reads no whole experts from a drive."""
     also, composition = resolved.settings.also, resolved.composition
     if also is None:
         return

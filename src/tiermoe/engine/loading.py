@@ -1,32 +1,39 @@
-"""Loads the dense part of a model: what stays resident, and no second copy of it."""
+"""A transformers model in front of an engine: its dense part is loaded without a second copy, its experts are the
+engine's, and its calls are steps."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from tiermoe.engine.attachment import attach
 from tiermoe.engine.engine import Engine, Model
-from tiermoe.engine.hash_routing import router_tables
+from tiermoe.engine.forecasts import router_tables
+from tiermoe.engine.forward_context import given_tokens, past_tokens
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.reading import Reading, rows_stay_on_disk
+from tiermoe.engine.rerouting import SavedCache
 from tiermoe.engine.service import ExpertService
+from tiermoe.engine.steps import is_finite, not_finite
 from tiermoe.errors import ModelError
 from tiermoe.formats.store import Store
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.model.decoder import decoder_for
+from tiermoe.model.cache.kv import KVCache
+from tiermoe.model.decoder import Decoder, decoder_for
+from tiermoe.model.families.family import Family
 from tiermoe.model.hf.blueprint import Blueprint
-from tiermoe.model.hf.configs import quantization_of, text_config
+from tiermoe.model.hf.configs import cache_of, quantization_of, text_config
 from tiermoe.model.hf.experts import IMPLEMENTATION, experts_left_out, gate_of, register, routers_of, shells_of
-from tiermoe.model.hf.face import face_base, face_class
-from tiermoe.model.hf.generic import GenericDecoder
+from tiermoe.model.hf.face import Face, SlabCache, face_base, face_class, takes_own_cache
+from tiermoe.model.hf.generic import GenericDecoder, pieces
 from tiermoe.model.moe import ExpertGate, named_gates
 from tiermoe.model.packing import attach_dense, attach_own, own_linears, recipe_key, shared_table
 from tiermoe.model.stored_weights import (
@@ -43,6 +50,8 @@ from tiermoe.offload.cuda import resolve_device
 from tiermoe.offload.presets import Resolved
 from tiermoe.offload.reader import ExtentReader
 from tiermoe.platform import process_memory
+
+NewCache = Callable[[int], KVCache]
 
 
 def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: Resolved, reading: Reading) -> Any:
@@ -189,3 +198,89 @@ def _take_from_directory(model: Any, blueprint: Blueprint) -> None:
     if blueprint.generation_config() is not None:  # which has checked the file
         model.generation_config = GenerationConfig.from_pretrained(blueprint.directory)
     model.name_or_path = model.config.name_or_path = str(blueprint.directory)
+
+
+def attach(engine: Engine, model: Any, family: Family) -> None:
+    """Puts a model whose class `hf.face.face_class` made in front of its engine, until that is closed."""
+    for shell, experts in zip(shells_of(model).values(), engine.layers, strict=True):
+        shell.run_experts = experts
+    if family.encodes:
+        for undo in engine.context.follow_encoder(model, family.encoder_decoder):
+            engine.before_closing(undo)
+    use_cache = bool(getattr(model.config.get_text_config(), "use_cache", True))
+    front = Front(engine, face_base(type(model)), use_cache, family)
+    model.serve(engine, front)
+
+
+class Front:
+    """What a transformers model with an engine does when it is called: a step where the decoder answers, else the code
+    of its own class, whose passes are told apart by their lengths.
+
+    base: the class whose code runs where the engine's decoder is none of ours."""
+
+    def __init__(self, engine: Engine, base: Any, use_cache: bool, family: Family) -> None:
+        self._family = family
+        self._engine = engine
+        self._context = engine.context
+        self._base = base
+        self._parameters = [name for name in inspect.signature(base.forward).parameters if name != "self"]
+        own = isinstance(engine.decoder, Decoder)
+        self._face = Face(self._parameters, use_cache, cast(NewCache, engine.new_cache)) if own else None
+
+    def forward(self, model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """transformers' output object."""
+        asked = self._face.parse(arguments, named) if self._face is not None else None
+        if asked is not None and self._face is not None:
+            asked.cache.kv.reserve(max(row.end for row in asked.batch.rows))
+            logits = self._engine.step(asked.batch, asked.cache.kv, every=asked.keep != 1)
+            return self._face.answer(asked, logits)
+        if self._family.encodes:  # its encoder and its decoder are passes
+            output = self._base.forward(model, *arguments, **named)
+        else:
+            with self._context.lock:
+                self._context.start()
+                output = self._by_transformers(model, arguments, named)
+                self._context.finish()
+        found: Any = getattr(output, "logits", None)
+        if found is not None and not is_finite(found[:, -1]):
+            raise not_finite()
+        return output
+
+    def cache_for_generate(self, generation_config: Any, model_kwargs: dict[str, Any]) -> SlabCache | None:
+        """The cache that `generate()` begins with; None: one of transformers'."""
+        if self._face is None or not takes_own_cache(generation_config, model_kwargs):
+            return None
+        return self._face.new_cache()
+
+    def _by_transformers(self, model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        given = {**dict(zip(self._parameters, arguments, strict=False)), **named}
+        ids, rows, length = given_tokens((), given)
+        cache = cache_of(given)
+        if ids is not None and cache is not None:
+            ends = pieces(past_tokens(given), length, self._engine.settings.chunk, self._family.continues)
+            if len(ends) > 1:
+                return self._in_chunks(model, given, ids, ends)
+        self._context.begin_call(ids, rows, length, past_tokens(given), prompt=False)
+        confident = self._engine.confident
+        if confident is None or self._context.phase != "decode":
+            return self._base.forward(model, **given)
+        saved = SavedCache(cache)
+        return confident.decode(lambda: self._base.forward(model, **given), lambda output: output.logits, saved.restore)
+
+    def _in_chunks(self, model: Any, given: dict[str, Any], ids: Tensor, ends: list[tuple[int, int]]) -> Any:
+        """A prompt, some of it at a time. The last output has the logits of all."""
+        past = past_tokens(given)
+        keep = given.get("logits_to_keep") or 0
+        kept: list[Tensor] = []
+        for begin, end in ends:
+            part = {**given, "input_ids": ids[:, begin:end], "logits_to_keep": min(keep, end - begin)}
+            if given.get("attention_mask") is not None and given["attention_mask"].ndim == 2:
+                part["attention_mask"] = given["attention_mask"][:, : past + end]
+            if given.get("position_ids") is not None:
+                part["position_ids"] = given["position_ids"][..., begin:end]
+            self._context.begin_call(ids[:, begin:end], ids.shape[0], end - begin, past + begin, prompt=True)
+            output = self._base.forward(model, **part)
+            kept.append(output.logits)
+        if keep != 1:
+            output.logits = torch.cat(kept, dim=1)[:, -keep:]
+        return output

@@ -51,7 +51,11 @@ def machine_rates(folder: Path, threads: int | None = None) -> Rates:
             busy = f"while other programs took {1 - share:.0%} of their time"
             source = f"measured on {date.today()} with {threads} threads, {busy}: the figures are too low, and not kept"
             return replace(rates, source=source)
-        replace_unlocked(folder / NAME, json.dumps({name: _as_json(*each) for name, each in kept.items()}).encode())
+        document = {
+            name: {"memory": each.memory, "drive": each.drive, "arithmetic": each.arithmetic, "day": day.isoformat()}
+            for name, (each, day) in kept.items()
+        }
+        replace_unlocked(folder / NAME, json.dumps(document).encode())
     rates, day = kept[case]
     return replace(rates, source=f"measured on {day} with {threads} threads, kept in {folder / NAME}")
 
@@ -92,12 +96,8 @@ def torch_seconds(form: ExpertFormat) -> tuple[float, float]:
     return min(seconds), fmean(seconds)
 
 
-def _as_json(rates: Rates, day: date) -> dict[str, float | str]:
-    return {"memory": rates.memory, "drive": rates.drive, "arithmetic": rates.arithmetic, "day": day.isoformat()}
-
-
 def _read(path: Path) -> dict[str, tuple[Rates, date]]:
-    """The rates that are kept, and when they were measured; none where the file is missing or torn."""
+    """The rates that are kept, and when they were measured; none if the file is missing or torn."""
     try:
         return {case: _checked(entry) for case, entry in read_json(path).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

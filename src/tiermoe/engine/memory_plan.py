@@ -81,7 +81,7 @@ class MemoryPlan:
 
     @property
     def packing(self) -> int:
-        """Bytes while the store is packed; 0 where it lacks nothing."""
+        """Bytes while the store is packed; 0 if it lacks nothing."""
         return total(self.needs, Phase.PACKING)
 
     @property
@@ -177,7 +177,7 @@ class MemoryPlan:
 
 
 ON_GPU = ("dense", "kv cache", "activations")
-"""The parts that lie on a GPU while the model runs, where there is one."""
+"""The parts that lie on a GPU while the model runs, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,12 @@ from typing import Any, cast
 
 import torch
 
-from tiermoe.engine.cached_routing import Route
 from tiermoe.engine.expert_sums import Sums, sums_of
 from tiermoe.engine.forward_context import ForwardContext
+from tiermoe.engine.rerouting import Route
 from tiermoe.engine.units import LayerKernels, NeuronExpert
 from tiermoe.errors import TiermoeError
-from tiermoe.formats.scratch import scratch
+from tiermoe.formats.encoding import scratch
 from tiermoe.kernels.experts import ExpertKernel, FusedExperts, SlotViews, Views
 from tiermoe.kernels.router import Router as NativeRouter
 from tiermoe.kernels.router import router_of
@@ -194,9 +194,10 @@ class MoELayer:
         native.routed(room, wide.data_ptr(), gates.data_ptr())
         routed = self._routed(index.tolist(), weights)
         came = {expert for row in routed.experts for expert in row}
-        scheduler = None if context.observer is not None or not context.asks_for_no_weights else context.scheduler
-        at_once = scheduler is not None and scheduler.computes_hits_at_once and not scheduler.loader.uncommitted
-        if scheduler is not None and at_once and came <= self.placed.keys():
+        scheduler = context.scheduler
+        asked = context.observer is not None or context.needs_weights or context.proceed or context.unsure is not None
+        at_once = not asked and scheduler.computes_hits_at_once and not scheduler.loader.uncommitted
+        if at_once and came <= self.placed.keys():
             self._compute(list(came))
             scheduler.all_hit(self._index, len(came), () if scheduler.settles else routed.experts)
         else:

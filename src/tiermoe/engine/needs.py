@@ -15,8 +15,7 @@ from tiermoe.engine.memory_plan import total
 from tiermoe.errors import ConfigError
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.store import Store
-from tiermoe.kernels.linear import decoded_bytes, machine_layout, prepared_bytes
-from tiermoe.kernels.matrix import prepared_at_most
+from tiermoe.kernels.linear import decoded_bytes, machine_layout, prepared_at_most, prepared_bytes
 from tiermoe.model.attention.linear import LinearSizes
 from tiermoe.model.cache import kv as kv_cache
 from tiermoe.model.hf.blueprint import Blueprint
@@ -28,7 +27,6 @@ from tiermoe.model.stored_weights import loading_needs, table_keys
 from tiermoe.model.streams import streams_of
 from tiermoe.offload.disk import most_lanes, staging_bytes
 from tiermoe.offload.presets import Resolved
-from tiermoe.platform.process_memory import can_free_pages
 from tiermoe.types import Need, Phase, Use, Workload
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ _PACKED_OPERATOR_TOKENS = 12  # from more tokens on, kernels may decode a matrix
 _PROBED = 256  # tokens after which every layer keeps something, a compressed cache too
 _LOGIT_BYTES = 16  # of a token's logits: in the model's dtype, as float32, and what a draw makes of them
 _SCORED_COPIES = 2  # of the logits of tokens that are scored, in the model's dtype: some decoders scale them
-_GROUPED_STATES = 5  # hidden states of a token of several chunks that live at once, beside its experts' outputs
+_GROUPED_STATES = 5  # hidden states of a token of several chunks that live at once, besides its experts' outputs
 _CHOICE_BYTES = 96  # of one of a token's experts: index, weight and place, as tensors and in lists
 _LENT_SHARE = 0.25  # of the slots, whose memory further chunks of a prompt may take
 _FIRST_USE = 46 * MIB  # library code and heap that the first forward pass brings in: 43 MiB measured
@@ -63,11 +61,6 @@ class PlanInputs:
         """Of the resolved preset."""
         return self.resolved.settings
 
-    @property
-    def every_format(self) -> list[ExpertFormat]:
-        """Of all layers in all precisions."""
-        return [form for forms in self.formats.values() for form in forms]
-
 
 def formats_of(blueprint: Blueprint, resolved: Resolved, layout: str) -> dict[int, list[ExpertFormat]]:
     """Precision → the format of each layer's experts."""
@@ -76,8 +69,9 @@ def formats_of(blueprint: Blueprint, resolved: Resolved, layout: str) -> dict[in
 
 
 def while_running(model: PlanInputs) -> list[Need]:
-    """Needs while the model runs, beside the slots of experts."""
-    blueprint, settings, formats = model.blueprint, model.settings, model.every_format
+    """Needs while the model runs, besides the slots of experts."""
+    blueprint, settings = model.blueprint, model.settings
+    formats = [form for forms in model.formats.values() for form in forms]
     load = Workload(
         model.context, settings.chunk, settings.batch, blueprint.dtype.itemsize,
         settings.threads or torch.get_num_threads(), settings.kv_bits, model.use,
@@ -104,9 +98,9 @@ def prompt_chunks(model: PlanInputs, slots: int, slot_bytes: int, spare: int) ->
     hidden states before and after attention, normed and as sums, and of the experts' outputs. spare: bytes of the
     budget that nobody needs; beyond them chunks take the memory of slots (`MemoryPlan.lent`).
 
-    1 where all experts have slots, or transformers' code, a GPU or neurons run, or rules look at all that runs at once.
-    Prompts take a quarter of the slots at most, and none that a layer needs for a token. With other sequences beside
-    it, a layer of all chunks takes no longer than a chunk in all layers."""
+    1 if all experts have slots, or transformers' code, a GPU or neurons run, or rules look at all that runs at once.
+    Prompts take a quarter of the slots at most, and none that a layer needs for a token. If other sequences
+    run too, a layer of all chunks takes no longer than a chunk in all layers."""
     layers = model.blueprint.layers
     most = _most_chunks(model)
     if most == 1 or slots >= sum(layer.experts for layer in layers):
@@ -124,7 +118,7 @@ def _most_chunks(model: PlanInputs) -> int:
     composition, settings = model.resolved.composition, model.settings
     layers = layers_of(model.blueprint, settings, model.device)
     exact = not composition.lossy and composition.unit == "expert" and composition.store == "disk"
-    if layers is None or not exact or not can_free_pages():
+    if layers is None or not exact:
         return 1
     chunks = -(-model.context // settings.chunk)
     return chunks if settings.batch == 1 else min(chunks, len(layers))
@@ -152,7 +146,7 @@ def while_loading(model: PlanInputs, on_disk: int) -> list[Need]:
 
 
 def while_packing(model: PlanInputs, budget: int) -> tuple[int, list[Need]]:
-    """Number of workers that pack the store, and their needs; no needs where the store lacks nothing. One worker more
+    """Number of workers that pack the store, and their needs; no needs if the store lacks nothing. One worker more
     than torch has threads, since one of them reads, or as many as the budget allows."""
     layout = machine_layout(model.device)
     process = Need("interpreter", model.process + _FIRST_USE, Phase.PACKING)
@@ -200,7 +194,7 @@ def _grown(blueprint: Blueprint) -> Sequence[LayerCache] | None:
 
 
 def layers_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence[DecoderLayer] | None:
-    """Layers of our own decoder, of weights without values; None where transformers' code runs."""
+    """Layers of our own decoder, of weights without values; None if transformers' code runs."""
     if settings.decoder == "generic" or blueprint.family.encodes or device != "cpu":
         return None
     return blueprint.planned_layers
@@ -209,7 +203,7 @@ def layers_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence
 def layers_for(
     option: str, flag: str, lacking: str, blueprint: Blueprint, settings: Settings, device: str
 ) -> Sequence[DecoderLayer]:
-    """`layers_of`; ConfigError where transformers' code runs, which `option` does not apply to. lacking: why, of that
+    """`layers_of`; ConfigError if transformers' code runs, which `option` does not apply to. lacking: why, of that
     code's cache. flag: the command's option to leave out."""
     layers = layers_of(blueprint, settings, device)
     if layers is None:
@@ -221,7 +215,7 @@ def layers_for(
 
 
 def longest_request(blueprint: Blueprint, settings: Settings, context: int, device: str) -> int | None:
-    """Bytes of keys and values of one sequence of the whole context; None where transformers' code runs."""
+    """Bytes of keys and values of one sequence of the whole context; None if transformers' code runs."""
     layers = layers_of(blueprint, settings, device)
     if layers is None:
         return None
@@ -281,23 +275,14 @@ def _layer_needs(
     decoded = decoded_bytes(formats, settings.dense_bits_used, blueprint.dtype)
     known = tokens * prepared_at_most(_widest_dense(blueprint)) if native.available() else 0
     prepared = max(prepared_bytes(formats, top_k, tokens, blueprint.dtype), known)
-    return [
-        Need(
-            "activations",
-            int(tokens * (2 * streams * item + max(norm, attention, experts, dense)) * _ALLOCATOR),
-            Phase.RUNNING,
-            "of one prefill chunk",
-        ),
-        Need("activations", decoded if tokens > _PACKED_OPERATOR_TOKENS else 0, Phase.RUNNING, "a decoded matrix"),
-        Need("activations", prepared, Phase.RUNNING, "what products know of their tokens"),
-        Need("activations", load.sequences * int(config.vocab_size) * _LOGIT_BYTES, Phase.RUNNING, "logits"),
-        Need(
-            "activations",
-            load.use.scored * int(config.vocab_size) * item * _SCORED_COPIES,
-            Phase.RUNNING,
-            "logits of tokens that are scored",
-        ),
-    ]
+    found = {
+        "of one prefill chunk": int(tokens * (2 * streams * item + max(norm, attention, experts, dense)) * _ALLOCATOR),
+        "a decoded matrix": decoded if tokens > _PACKED_OPERATOR_TOKENS else 0,
+        "what products know of their tokens": prepared,
+        "logits": load.sequences * int(config.vocab_size) * _LOGIT_BYTES,
+        "logits of tokens that are scored": load.use.scored * int(config.vocab_size) * item * _SCORED_COPIES,
+    }
+    return [Need("activations", nbytes, Phase.RUNNING, what) for what, nbytes in found.items()]
 
 
 def _widest_dense(blueprint: Blueprint) -> int:

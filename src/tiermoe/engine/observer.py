@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,11 +17,8 @@ DENSE, EXPERTS = "dense", "experts"
 Undo = Callable[[], None]
 
 
-class Watched(Protocol):
-    """Runs kernels (`LayerExperts`, `NeuronLayerExperts`)."""
-
-    def watch(self, wrap: Callable[[Any], Any]) -> Undo:
-        """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
+Watch = Callable[[Callable[[Any], Any]], Undo]
+"""Puts wrap(kernel), which is called as the kernel is, in the place of each kernel; returns what puts them back."""
 
 
 class Observer:
@@ -72,9 +69,9 @@ class Timed:
             self._note(time.perf_counter() - began)
 
 
-def time_kernels(decoder: Any, layers: Iterable[Watched], observer: Observer) -> list[Undo]:
-    """Puts every kernel of a decoder (one of ours or `GenericDecoder`) and of its MoE layers' experts under a clock
-    that tells `observer`. Returns what ends it."""
+def time_kernels(decoder: Any, watches: Iterable[Watch], observer: Observer) -> list[Undo]:
+    """Puts every kernel of a decoder (one of ours or `GenericDecoder`) and of its MoE layers' experts (`watches`) under
+    a clock that tells `observer`. Returns what ends it."""
 
     def dense(seconds: float) -> None:
         observer.on_kernel(DENSE, seconds)
@@ -86,4 +83,4 @@ def time_kernels(decoder: Any, layers: Iterable[Watched], observer: Observer) ->
         undo = decoder.watch(lambda part: Timed(part, dense))
     else:
         undo = decoder.time_linears(dense)
-    return [undo, *(layer.watch(experts) for layer in layers)]
+    return [undo, *(watch(experts) for watch in watches)]

@@ -1,5 +1,5 @@
-"""How a store is read: past the page cache, through it where it has room for all experts beside what is planned, or not
-at all: mapped, where that room is enough for the experts themselves."""
+"""How a store is read: past the page cache, through it if it has room for all experts besides what is planned, or not
+at all: mapped, if that room is enough for the experts themselves."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _ROOM_USED = 0.9  # of the room at most: others need some too
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a store is read. `files`: its files, mapped, where slots are their extents; None: slots hold copies. `drive`:
-    of both drives where `second`, the second drive, has files."""
+    """How a store is read. `files`: its files, mapped, if slots are their extents; None: slots hold copies. `drive`:
+    of both drives if `second`, the second drive, has files."""
 
     drive: DriveProbe
     files: MappedFiles | None = None
@@ -61,7 +61,7 @@ class Packed:
 
 def open_reading(plan: MemoryPlan, store: Store, resolved: Resolved, blueprint: Blueprint, device: str) -> Reading:
     """How the engine of a plan reads what is packed of a model for a device. Files that are mapped are read ahead from
-    now on where loading leaves memory for it."""
+    now on if loading leaves memory for it."""
     packed = _packed(store, resolved, blueprint, device)
     reading = reading_for(plan, packed, resolved, device)
     if reading.files is not None and plan.loading + plan.experts <= plan.budget:
@@ -127,7 +127,7 @@ def _files(packed: Packed) -> list[str]:
 
 
 def _has_room(plan: MemoryPlan, copies: int) -> bool:
-    """Whether the page cache can hold `copies` bytes beside all that the plan names, in the machine and in every memory
-    cgroup around the process, with nothing else pushed out."""
+    """Whether the page cache can hold `copies` bytes besides all that the plan names, in the machine and in every
+    memory cgroup around the process, with nothing else pushed out."""
     to_come = max(plan.total - resident_bytes(), 0)
     return copies + to_come <= _ROOM_USED * page_cache_room()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,10 +14,51 @@ from tiermoe.batch import Kind, Row, prompt, verify
 from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.sampling import Grammar, Sampler, Sampling, log_probabilities
 from tiermoe.engine.speculation import Drafter
-from tiermoe.engine.thought_budget import ThoughtBudget
 from tiermoe.model.cache.prefix import SlabContents
 from tiermoe.model.cache.prefix_disk import StoredPrefix
 from tiermoe.model.tokenizer import Tokenizer
+
+
+class Thinking(Protocol):
+    """Reader of an answer's text."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether a thought is under way."""
+
+    def add(self, text: str) -> object: ...
+
+
+class ThoughtBudget:
+    """Budget of the thoughts in one answer. most: their tokens. end: ids of the tokens that end a thought. thinking:
+    reads the answer."""
+
+    def __init__(self, most: int, end: Sequence[int], thinking: Thinking) -> None:
+        self._left = most
+        self._end = end
+        self._thinking = thinking
+        self._forced = deque[int]()  # to come
+        self._check(thinking.inside)
+
+    @property
+    def forced(self) -> int | None:
+        """The token that must come next; None: any may."""
+        return self._forced[0] if self._forced else None
+
+    def add(self, text: str) -> None:
+        """Goes on after one more token. text: what is certain of the answer's text with it."""
+        if self._forced:
+            self._forced.popleft()
+        before = self._thinking.inside
+        self._left -= before
+        self._thinking.add(text)
+        self._check(self._thinking.inside and not before)
+
+    def _check(self, begun: bool) -> None:
+        """Forces the end where the budget ends now, or had ended before a thought has begun."""
+        if (self._thinking.inside and self._left == 0) or (begun and self._left < 0):
+            self._forced.extend(self._end)
+
 
 AHEAD = 256
 """Tokens of an answer that memory is reserved for at a time."""
@@ -174,7 +217,7 @@ class RequestState:
         return prompt(self.slab, rest[:chunk], self.length)  # of a file that is gone
 
     def next_prompts(self, chunk: int, at_once: int, most: int) -> list[Row]:
-        """`next_prompt` and the chunks of the prompt behind it, at most `most` in all; of a step that runs alone, or
+        """`next_prompt` and the chunks of the prompt after it, at most `most` in all; of a step that runs alone, or
         that ran before, `next_prompt` only."""
         rows = [self.next_prompt(chunk, at_once)]
         if not (self.runs_alone or self.replaying):
@@ -183,7 +226,7 @@ class RequestState:
         return rows[:most]
 
     def next_answer(self, guesses: Sequence[int] = ()) -> Row:
-        """The row that decodes the token chosen last, or verifies draft tokens behind it."""
+        """The row that decodes the token chosen last, or verifies draft tokens after it."""
         return Row(self.slab, self.length, (self.answer[-1], *guesses), Kind.VERIFY if guesses else Kind.DECODE)
 
     def has_read(self, row: Row, logits: Tensor) -> None:
@@ -256,8 +299,8 @@ class RequestState:
         )  # fmt: skip
 
     def _score(self, logits: Tensor) -> None:
-        """Scores the prompt's tokens behind the slab's, from the logits (n, vocabulary) of the tokens before them. The
-        prompt's first token, which nothing scores, comes with those that follow it."""
+        """Scores the prompt's tokens after those of the slab, from the logits (n, vocabulary) of the tokens before
+        them. The prompt's first token, which nothing scores, comes with those that follow it."""
         first, ids = self.length, self.request.ids
         if first == 0:
             self.scores.append(TokenLogprob(ids[0], None, []))

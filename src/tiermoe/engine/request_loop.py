@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from tiermoe.engine.speculation import MOST, CachedSequence, DraftRequest, Specu
 from tiermoe.engine.steps import verifies_drafts
 from tiermoe.errors import LoadError, PromptError
 from tiermoe.metrics import PhaseMetrics
+from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.cache.prefix import PrefixCache
 from tiermoe.model.cache.prefix_disk import PrefixDisk
 from tiermoe.model.decoder import Decoder
@@ -60,7 +61,7 @@ class RequestLoop:
         tokenizer: Tokenizer,
         rows: int = 1,
         ends: set[int] | None = None,
-        disk: Callable[[Any], PrefixDisk] | None = None,
+        disk: Callable[[KVCache], PrefixDisk] | None = None,
         times_decoding: bool = False,
         speculation: Speculation | None = None,
     ) -> None:
@@ -75,7 +76,8 @@ class RequestLoop:
         self._ends = end_tokens(config) if ends is None else ends
         self._penalty: float | None = getattr(config, "repetition_penalty", None)
         self._cache = engine.new_cache(rows, self.context)
-        self.disk = disk(self._cache) if disk is not None else None
+        self._kv = cast(KVCache, self._cache)  # of our own decoders, which alone have files, guesses and layers apart
+        self.disk = disk(self._kv) if disk is not None else None
         self._numbers = count(1)
         missing = engine.plan.slots < engine.plan.all_slots
         self._timed = missing and times_decoding
@@ -104,7 +106,7 @@ class RequestLoop:
         return now.counts.hits, now.counts.misses, now.bytes_read
 
     def check(self, request: Request) -> None:
-        """PromptError where the prompt is empty or the model lacks a token of it, TooLongError where it leaves no room
+        """PromptError if the prompt is empty or the model lacks a token of it, TooLongError if it leaves no room
         for an answer."""
         if not request.ids:
             raise PromptError("the prompt has no tokens")
@@ -125,7 +127,7 @@ class RequestLoop:
         return number
 
     def cancel(self, number: int) -> None:
-        """Drops a request wherever it is; nothing where it has finished."""
+        """Drops a request wherever it is; nothing if it has finished."""
         self.counts.aborted += self.scheduler.drop(number)
 
     def step(self) -> list[Piece]:
@@ -146,7 +148,7 @@ class RequestLoop:
         row, chunks = layered.row, layered.chunks
         if layered.turns is None:
             batch = Batch(tuple(chunks), ragged=True)
-            layered.turns = self._engine.step_by_layers(batch, self._cache, layered.layers)
+            layered.turns = self._engine.step_by_layers(batch, self._kv, layered.layers)
         self.scheduler.layered = None  # an interruption leaves none
         try:
             logits = next(layered.turns)
@@ -218,7 +220,7 @@ class RequestLoop:
         except LoadError:  # an answer does not fail by what was guessed of it
             return [[]] * len(answering)
         return [
-            guesses if guesses and self._cache.can_crop(row.slab, row.length, 1 + len(guesses)) else []
+            guesses if guesses and self._kv.can_crop(row.slab, row.length, 1 + len(guesses)) else []
             for row, guesses in zip(answering, found, strict=True)
         ]
 
@@ -231,11 +233,11 @@ class RequestLoop:
         left = request.sampling.max_tokens - len(row.answer)
         room = min(row.room - 1, self.context - 2) - length
         most = max(0, min(MOST, FEW_TOKENS // rows - 1, left - 1, room, self._limits.chunk - 1))
-        place = CachedSequence(self._cache, row.slab, length)
+        place = CachedSequence(self._kv, row.slab, length)
         return DraftRequest(row.drafter, request.ids, row.answer, most, rows, place)
 
     def _answer(self, row: RequestState, guesses: list[int], logits: Tensor, pieces: list[Piece]) -> int:
-        """Adds the tokens of an answer that a step gave, and returns their number: one, and those behind right guesses.
+        """Adds the tokens of an answer that a step gave, and returns their number: one, and those after right guesses.
         Wrong ones are taken back. logits (1 + len(guesses), vocabulary)."""
         given = 0
         for guess, each in zip((*guesses, None), logits, strict=True):

@@ -1,6 +1,6 @@
 """Request scheduler: which requests run in the next step, and the KV memory that they have.
 
-A step is a chunk of one prompt, or a token of every answer, by turns where there are both. So a long prompt delays the
+A step is a chunk of one prompt, or a token of every answer, by turns if there are both. So a long prompt delays the
 others by a chunk. Where experts are missing, a step has both, and more prompts as far as they fit into a chunk: it
 reads each expert once. Chunks of a long prompt go through a layer together there, and a step is so many layers of them
 as compute as much as a chunk does (`LayeredPrompt`), by turns with answers and short prompts.
@@ -17,17 +17,17 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 from torch import Tensor
 
 from tiermoe.batch import Row
 from tiermoe.engine.request import Counts, RequestState
+from tiermoe.engine.steps import SequenceCache
 from tiermoe.model.cache.prefix import PrefixCache
 from tiermoe.model.cache.prefix_disk import StoredPrefix
 
 BESIDE = 4
-"""Most chunks of a prompt that runs chunk by chunk beside one whose chunks go through the layers together. It reads its
+"""Most chunks of a prompt that runs chunk by chunk while those of another go through the layers together. It reads its
 experts so many times at most, and does not wait for the other's."""
 
 Prompt = tuple[RequestState, Row]
@@ -74,11 +74,11 @@ class Turn:
 
 class RequestScheduler:
     """First come, first served: requests wait for a slab, read their prompts, and decode. A request without KV memory
-    blocks the requests behind it, however short they are.
+    blocks the requests after it, however short they are.
 
     cache: the KV cache. prefixes: its slabs. layered: the prompt whose chunks are amid the layers."""
 
-    def __init__(self, limits: Limits, cache: Any, prefixes: PrefixCache, counts: Counts) -> None:
+    def __init__(self, limits: Limits, cache: SequenceCache, prefixes: PrefixCache, counts: Counts) -> None:
         self.waiting: deque[RequestState] = deque()
         self.reading: deque[RequestState] = deque()  # in turns
         self.answering: list[RequestState] = []
@@ -207,7 +207,7 @@ class RequestScheduler:
 
     def _take_turns(self, answering: list[RequestState]) -> tuple[list[RequestState], list[Prompt]]:
         """These answers or the next prompt, by turns; or both with more prompts, where experts are missing. All of that
-        by turns with chunks that go layer by layer (`_layered_last`), beside which only short prompts run (`BESIDE`).
+        by turns with chunks that go layer by layer (`_layered_last`); only short prompts run between these (`BESIDE`).
         So an answer's next token waits for one turn of them at most."""
         layered, was_last = self.layered, self._layered_last
         reading = [row for row in self.reading if layered is None or self._runs_beside(row, layered)]

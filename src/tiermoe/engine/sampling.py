@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -24,8 +25,45 @@ _LARGEST_BIAS = 100
 IMPOSSIBLE = -9999.0
 """Log probability of a token that cannot come, as OpenAI gives it: JSON has no infinity."""
 _MANY = 1 << 30  # tokens: more than any context has
+
+
+class Truncation(ABC):
+    """A rule for which tokens may be drawn, by a number: the field of `Sampling` that has the rule's name in
+    `TRUNCATIONS`, else the entry of that name in `Sampling.own`, which a request gives as any other field."""
+
+    off: ClassVar[float]  # with this number all tokens may be drawn
+    least: ClassVar[float]  # number
+    largest: ClassVar[float]  # number
+
+    @abstractmethod
+    def kept(self, probabilities: Tensor, value: float, top_k: int) -> Tensor:
+        """Probabilities (vocabulary) with 0 for tokens that are not to be drawn; their sum need not be 1. top_k: only
+        so many of the likeliest are drawn afterwards; 0: all."""
+
+
+class MinP(Truncation):
+    """Tokens of at least this share of the likeliest token's probability."""
+
+    off, least, largest = 0, 0, 1
+
+    def kept(self, probabilities: Tensor, value: float, top_k: int) -> Tensor:
+        return probabilities.masked_fill(probabilities < value * probabilities.max(), 0)
+
+
+class TypicalP(Truncation):
+    """`typical`."""
+
+    off, least, largest = 1, 0, 1
+
+    def kept(self, probabilities: Tensor, value: float, top_k: int) -> Tensor:
+        return typical(probabilities, value, top_k)
+
+
+TRUNCATIONS: dict[str, Truncation] = {"typical_p": TypicalP(), "min_p": MinP()}
+"""Rules by name, in the order in which they are applied."""
 RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("min_p", "typical_p", "xtc_probability", "xtc_threshold"), (0, 1)),
+    **{name: (rule.least, rule.largest) for name, rule in TRUNCATIONS.items()},
+    **dict.fromkeys(("xtc_probability", "xtc_threshold"), (0, 1)),
     **dict.fromkeys(("top_n_sigma", "dry_multiplier"), (0, 100)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2, 2)),
     **dict.fromkeys(("min_tokens", "dry_allowed_length"), (0, _MANY)),
@@ -39,7 +77,7 @@ MOST_BREAKERS, LONGEST_BREAKER = 32, 40
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters of a request. ConfigError where a value is out of range."""
+    """Sampling parameters of a request. ConfigError if a value is out of range."""
 
     max_tokens: int = 256
     temperature: float = 0.0  # 0: greedy; then no value matters that says how tokens are drawn
@@ -64,6 +102,7 @@ class Sampling:
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = -1
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    own: Mapping[str, float] = field(default_factory=dict)  # numbers of rules in `TRUNCATIONS` that are no field here
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -75,9 +114,11 @@ class Sampling:
         if self.top_k < 0:
             raise ConfigError(f"top-k must be 0 (all tokens) or more, got {self.top_k}")
         for name, (least, largest) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value <= largest:
-                raise ConfigError(f"{name.replace('_', '-')} must be from {least:g} to {largest:,}, got {value}")
+            _check_range(name, getattr(self, name), least, largest)
+        for name, value in self.own.items():
+            if name not in TRUNCATIONS:
+                raise ConfigError(f"unknown sampling field '{name}'; leave it out")
+            _check_range(name, value, TRUNCATIONS[name].least, TRUNCATIONS[name].largest)
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ConfigError(f"seed must be from -2^63 to 2^64 - 1, got {self.seed}")
         wrong = [bias for bias in self.logit_bias.values() if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS]
@@ -95,10 +136,21 @@ class Sampling:
         """Whether the likeliest token is always taken."""
         return self.temperature < _COLDEST
 
+    @property
+    def truncations(self) -> list[tuple[Truncation, float]]:
+        """The rules that leave tokens out, with their numbers."""
+        values = {name: getattr(self, name, self.own.get(name, rule.off)) for name, rule in TRUNCATIONS.items()}
+        return [(TRUNCATIONS[name], value) for name, value in values.items() if value != TRUNCATIONS[name].off]
+
+
+def _check_range(name: str, value: float | None, least: float, largest: float) -> None:
+    if value is not None and not least <= value <= largest:
+        raise ConfigError(f"{name.replace('_', '-')} must be from {least:g} to {largest:,}, got {value}")
+
 
 def sampling_for(config: Any, named: Mapping[str, Any], otherwise: Sampling) -> Sampling:
     """Sampling parameters of a model: those in `named`, else those of its generation config where that samples at all,
-    else `otherwise`. config: transformers' GenerationConfig or None; named: fields of `Sampling`. ConfigError where a
+    else `otherwise`. config: transformers' GenerationConfig or None; named: fields of `Sampling`. ConfigError if a
     named value would do nothing."""
     chosen = otherwise
     if config is not None and config.do_sample:
@@ -134,6 +186,7 @@ class Sampler:
     def __init__(self, sampling: Sampling, penalty: float | None = None, tokenizer: Tokenizer | None = None) -> None:
         self._sampling = sampling
         self._greedy = sampling.greedy
+        self._truncations = sampling.truncations
         self._dry: Dry | None = None
         if sampling.dry_multiplier:
             self._dry = Dry(
@@ -189,15 +242,13 @@ class Sampler:
         return logits
 
     def _draw(self, logits: Tensor) -> int:
-        """A random token: top_n_sigma, temperature, typical_p, min_p, top_k and top_p, XTC."""
+        """A random token: top_n_sigma, temperature, `TRUNCATIONS`, top_k and top_p, XTC."""
         sampling, logits = self._sampling, logits.float()
         if sampling.top_n_sigma:
             logits = within_sigma(logits, sampling.top_n_sigma)
         probabilities = torch.softmax(logits / sampling.temperature, dim=-1)
-        if sampling.typical_p < 1:
-            probabilities = typical(probabilities, sampling.typical_p, sampling.top_k)
-        if sampling.min_p:
-            probabilities[probabilities < sampling.min_p * probabilities.max()] = 0
+        for rule, value in self._truncations:
+            probabilities = rule.kept(probabilities, value, sampling.top_k)
         weights, tokens = probabilities, None
         if sampling.top_k or sampling.top_p < 1:
             weights, tokens = nucleus(probabilities, sampling.top_k, sampling.top_p)
@@ -237,7 +288,7 @@ class Grammar:
         return stopped
 
     def restrict(self, logits: Tensor) -> Tensor:
-        """Logits (vocabulary) with minus infinity for each token that must not come next. TiermoeError where finding
+        """Logits (vocabulary) with minus infinity for each token that must not come next. TiermoeError if finding
         these tokens exceeds llguidance's limits of a step."""
         # by hand: llguidance.torch has torch compile a kernel while the server answers. That needs a compiler, and with
         # torch held to AVX2 the kernel let other tokens pass.
@@ -247,7 +298,7 @@ class Grammar:
         return logits.float().masked_fill(torch.from_numpy(allowed == 0), -torch.inf)
 
     def accept(self, token: int) -> None:
-        """Goes on behind the token that was chosen. TiermoeError as in `restrict`."""
+        """Goes on after the token that was chosen. TiermoeError as in `restrict`."""
         self._matcher.consume_token(token)
         self._check()
 

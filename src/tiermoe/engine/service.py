@@ -18,7 +18,7 @@ from tiermoe.engine.reading import Reading
 from tiermoe.engine.units import LayerKernels, unit_of
 from tiermoe.formats.expert_format import ExpertFormat, Layout
 from tiermoe.formats.store import Store, precision_key
-from tiermoe.formats.stores import hold
+from tiermoe.formats.store_files import hold
 from tiermoe.kernels.experts import Views
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.moe import ExpertGate
@@ -34,11 +34,10 @@ from tiermoe.offload.policies.prefetch_trial import PrefetchTrial, promising
 from tiermoe.offload.presets import Resolved
 from tiermoe.offload.probe import DriveProbe
 from tiermoe.offload.reader import ExtentReader, HeldReader
-from tiermoe.offload.run_record import RunRecord, read_record, record_path, write_record
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.offload.second_drive import TwoDrives
 from tiermoe.offload.slots import DeviceSlots, FilledSlots, HostSlots, SlotRuns, Slots
-from tiermoe.offload.usage import SizeCurve, Uses, merged
+from tiermoe.offload.usage import RunRecord, SizeCurve, Uses, merged, read_record, record_path, write_record
 from tiermoe.platform.machine import processors
 from tiermoe.platform.process_memory import free_pages
 from tiermoe.types import ExpertKey, Extent
@@ -106,7 +105,7 @@ class ExpertService:
 
     def before_step(self, interrupted: bool) -> None:
         """interrupted: the step before was, anywhere; then nothing is under way any more, and what is resident stays.
-        LoadError where a file that is mapped was cut short."""
+        LoadError if a file that is mapped was cut short."""
         if self._files is not None:
             self._files.check()
         if not interrupted:
@@ -180,7 +179,7 @@ class ExpertService:
         return scheduler
 
     def _free_slot(self, slot: int, kept: int = 0) -> None:
-        """Gives the memory of a slot back, behind its first `kept` bytes."""
+        """Gives the memory of a slot back, after its first `kept` bytes."""
         memory = self._slots.buffer(slot)[kept:]
         free_pages(memory.data_ptr(), memory.nbytes)
 
@@ -239,7 +238,7 @@ def tiers_of(
     """Disk → slots in main memory, filled by `lanes` threads. sizes: (count, bytes, whether they share fewer bytes) of
     each run of equal slots, numbered one run after the other. bytes_of: bytes of an expert in its slot. For a GPU: disk
     → pinned slots → slots on the GPU; pinned: (the bits of the experts that lie there, count, bytes) of each run.
-    BudgetError where memory is refused."""
+    BudgetError if memory is refused."""
     if device == "cpu":
         slots = SlotRuns([HostSlots(count, nbytes, shared=shared) for count, nbytes, shared in sizes if count])
         return Tiers(slots, _disk_link(filler, slots, lanes))
@@ -257,7 +256,7 @@ def _disk_link(filler: SlotFiller, slots: FilledSlots, threads: int) -> DiskLink
 
 
 def _pinned(runs: Sequence[tuple[Sequence[int], int, int]]) -> dict[int, HostSlots]:
-    """Bits → the slots of experts at so many. BudgetError where one run is refused; the others are given back."""
+    """Bits → the slots of experts at so many. BudgetError if one run is refused; the others are given back."""
     slots: dict[int, HostSlots] = {}
     with contextlib.ExitStack() as undo:
         for bits, count, nbytes in runs:
@@ -305,7 +304,7 @@ class History:
 
     @property
     def uses(self) -> Sequence[Sequence[float]]:
-        """Of each layer's experts in earlier runs; empty where nothing is known."""
+        """Of each layer's experts in earlier runs; empty if nothing is known."""
         return self._record.uses
 
     def trial(self, promises: Callable[[float], bool]) -> PrefetchTrial:

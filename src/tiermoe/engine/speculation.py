@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tiermoe.types import MOST_VERIFIED
+
+if TYPE_CHECKING:
+    from tiermoe.model.cache.kv import KVCache
 
 MOST = MOST_VERIFIED - 1  # guesses of a sequence in a step
 LEAST = 2  # guesses that are worth a step of several tokens: its first one costs more than the next
@@ -29,14 +32,14 @@ _FORGOTTEN = 1 / 512  # of what is known of the cost, for each step without gues
 _STALE = 32  # steps with guesses after which one runs without
 
 LOSS = 0.01
-"""Share of the time of decoding that guesses may lose, beside `_CREDIT`."""
+"""Share of the time of decoding that guesses may lose, besides `_CREDIT`."""
 _CREDIT = 8.0  # tokens' time: most that may be lost beyond that, of what guesses won; one begins with half of it
 
 
 class CachedSequence(NamedTuple):
     """A sequence in the KV cache, all of it but its last token."""
 
-    cache: Any  # the KV cache
+    cache: KVCache
     slab: int
     end: int  # the position of the last token
 

@@ -21,8 +21,8 @@ from tiermoe.offload.disk import SlotFiller
 from tiermoe.offload.gpu import GpuLink
 from tiermoe.offload.link import MeteredLink
 from tiermoe.offload.neurons import NeuronFiller, PartReader, to_bits, to_indices
-from tiermoe.offload.policies.cpu_fallback import MissCosts, averaged
 from tiermoe.offload.policies.neurons import whole
+from tiermoe.offload.policies.routing import MissCosts, averaged
 from tiermoe.types import ExpertKey, Extent
 
 ExtentOf = Callable[[ExpertKey], Extent]
@@ -92,12 +92,12 @@ class WholeExperts:
         return MissCosts(self._link.seconds_per_load, self._helper.seconds_per_expert)
 
     def roll_back(self) -> None:
-        """Waits for what runs beside the device, which nobody is going to ask for."""
+        """Waits for what the CPU computes, which nobody is going to ask for."""
         if self._helper is not None:
             self._helper.finish()
 
     def close(self) -> None:
-        """Ends what runs beside the device; before the link is closed."""
+        """Ends what computes on the CPU; before the link is closed."""
         if self._helper is not None:
             self._helper.close()
 
@@ -158,10 +158,10 @@ class ActiveNeurons:
         }
 
     def roll_back(self) -> None:
-        """Nothing runs beside the device."""
+        """Nothing is computed elsewhere."""
 
     def close(self) -> None:
-        """Nothing runs beside the device."""
+        """Nothing is computed elsewhere."""
 
     def _active(self, key: ExpertKey, hidden: torch.Tensor, views: Any) -> torch.Tensor:
         kernel = self._kernels[key.bits, key.layer]
@@ -196,7 +196,7 @@ class CpuHelper:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tiermoe-cpu")
 
     def layer(self, index: int, formats: Mapping[int, ExpertFormat], gate: Gate) -> OnCpu:
-        """What computes experts of MoE layer `index`; `formats` by precision. The Future raises LoadError where the
+        """What computes experts of MoE layer `index`; `formats` by precision. The Future raises LoadError if the
         expert cannot be read."""
         kernels = {bits: expert_kernel(form, gate, "cpu") for bits, form in formats.items()}
 
@@ -247,7 +247,7 @@ class NeuronExpert:
         self._counts = counts
 
     def __call__(self, x: torch.Tensor, views: Views) -> torch.Tensor:
-        """x (M, H) → (M, H); `views` as `neuron_views` gives them. LoadError where a neuron cannot be read."""
+        """x (M, H) → (M, H); `views` as `neuron_views` gives them. LoadError if a neuron cannot be read."""
         slot = views[_SLOT]["bytes"]
         key = self._filler.holder(slot)
         predicted = self._filler.was_predicted(key)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tiermoe.errors import StoreError
-from tiermoe.formats.encoding import DECODED_WEIGHTS, Field, FixedEncoding, InC
+from tiermoe.formats.encoding import DECODED_WEIGHTS, Field, FixedEncoding, InC, OfMatrices
 from tiermoe.formats.quantizers import Quantizer
 from tiermoe.native import ScaleKind
 
@@ -45,7 +45,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the nibble of each of eight outp
 
 
 @dataclass(frozen=True)
-class CheckpointQuant(FixedEncoding):
+class CheckpointQuant(OfMatrices, FixedEncoding):
     """Codes and scales, whose product is the weight.
 
     Fields: `codes`, bytes (out, in_ / 2) or (out, in_); `scales` (out / rows, in_ / columns), rounded up; where there
@@ -65,10 +65,6 @@ class CheckpointQuant(FixedEncoding):
     @property
     def label(self) -> str:
         return "NVFP4" if self.matrices else _LABELS[self.codes]
-
-    def stacked(self, count: int) -> CheckpointQuant:
-        """The encoding of the rows of `count` such matrices, one after the other."""
-        return replace(self, matrices=count * self.matrices)
 
     @property
     def bits(self) -> int:
@@ -120,7 +116,7 @@ class CheckpointQuant(FixedEncoding):
 
 
 @dataclass(frozen=True)
-class Transposed4(FixedEncoding):
+class Transposed4(OfMatrices, FixedEncoding):
     """GPTQ's and AWQ's 4 bits: w = (code - zero) * scale.
 
     Stored fields: `qweight`, words of eight codes, of inputs (GPTQ) or of outputs (AWQ); `qzeros`, words of eight
@@ -141,10 +137,6 @@ class Transposed4(FixedEncoding):
     @property
     def label(self) -> str:
         return self.method.partition("_")[0].upper()
-
-    def stacked(self, count: int) -> Transposed4:
-        """The encoding of the rows of `count` such matrices, one after the other."""
-        return replace(self, matrices=count * self.matrices)
 
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         """Raises StoreError for shapes that fill no whole words or groups."""

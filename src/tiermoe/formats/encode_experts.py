@@ -9,13 +9,11 @@ from typing import Protocol
 
 import torch
 
-from tiermoe.formats.encode_matrix import BLOCK_WEIGHTS, in_order, workspace_bytes
-from tiermoe.formats.encoding import Squares
+from tiermoe.formats.encoding import BLOCK_WEIGHTS, Squares, in_order, scratch, workspace_bytes
 from tiermoe.formats.expert_format import ExpertFormat, PartViews, Slice, expert_format, relative_error
 from tiermoe.formats.gptq import Solved, levels_of, solve, solving_bytes
 from tiermoe.formats.quantizers import QUANTIZERS, Quantizer
 from tiermoe.formats.safetensors import FileReader
-from tiermoe.formats.scratch import scratch
 from tiermoe.formats.source import ExpertSource
 from tiermoe.platform.machine import available_memory
 from tiermoe.types import Part, Segment

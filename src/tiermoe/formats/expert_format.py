@@ -1,31 +1,42 @@
-"""Format of one expert: the places of the parts in an extent on disk and in a slot in memory.
+"""Format of one expert: the places of the parts in an extent on disk and in a slot in memory, and the file of a layer's
+experts.
 
 An extent is one run of bytes: every field of every part (codes, scales, biases) at a 64-byte boundary, in the order of
 the layer's parts, padded to 4 KiB so that O_DIRECT reads it in one go. A slot has the same bytes, except where codes
 are rearranged while loading (AWQ's and GPTQ's).
+
+The data of a file starts at a 4 KiB boundary, extent after extent. The safetensors format allows a header padded with
+spaces, and wants no holes between tensors: the gaps inside an extent are named `….padding.N` tensors, so that any
+safetensors reader opens the file.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
+import xxhash
 
-from tiermoe.formats.encode_matrix import encode_rows, rows_at_a_time
-from tiermoe.formats.encoding import Encoding, Field, Squares
+from tiermoe.formats.encoding import FLOATS, Encoding, Field, Squares, encode_rows, rows_at_a_time
 from tiermoe.formats.quantizers import Quantizer
 from tiermoe.formats.registry import encoding_for, encoding_named
+from tiermoe.formats.safetensors import DTYPES
 from tiermoe.formats.trellis import Trellis
+from tiermoe.platform import file_io
 from tiermoe.types import MoeLayer, Part
 
 PAGE = 4096
 _FIELD_ALIGNMENT = 64
+_READ = 4 << 20  # bytes read back at a time for the checksum
 
-_VECTORS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # in a header
 
 PartViews = dict[str, torch.Tensor]
 
@@ -208,5 +219,61 @@ def format_from_names(
     the slot's. in_page: `ExpertFormat`."""
     biases = {part.name for part in layer.parts if not part.is_matrix}
     encodings = {part: encoding_named(name) for part, name in names.items() if part not in biases}
-    vectors = {part: _VECTORS[name] for part, name in names.items() if part in biases}
+    vectors = {part: FLOATS[name] for part, name in names.items() if part in biases}
     return ExpertFormat(layer, bits, dtype, encodings, vectors=vectors, in_page=in_page or {})
+
+
+class ExtentWriter:
+    """Appends an extent of one matrix to a file. Gaps between fields are zeros."""
+
+    def __init__(self, handle: IO[bytes], layout: Layout) -> None:
+        self._descriptor = handle.fileno()
+        self.offset = os.fstat(self._descriptor).st_size
+        self._end = self.offset + layout.nbytes
+        os.ftruncate(self._descriptor, self._end)
+        self._places = {placed.field.name: self.offset + placed.offset for placed in layout.fields}
+
+    def write(self, field: Field, first: int, value: torch.Tensor) -> None:
+        """Writes the values of `field` for rows of the matrix from `first` on; from any thread."""
+        before, after = field.shape[: field.rows_at], field.shape[field.rows_at + 1 :]
+        row = torch.Size(after).numel() * field.dtype.itemsize
+        runs = value.contiguous().view(torch.Size(before).numel(), -1).view(torch.uint8).numpy()
+        for index, run in enumerate(runs):
+            at = self._places[field.name] + (index * field.shape[field.rows_at] + first) * row
+            file_io.write_at(self._descriptor, run.data, at)
+
+    def checksum(self) -> str:
+        """The checksum of the extent, read back from the file."""
+        digest = xxhash.xxh3_64()
+        start = self.offset
+        while start < self._end:
+            content = file_io.read_bytes_at(self._descriptor, min(_READ, self._end - start), start)
+            digest.update(content)
+            start += len(content)
+        return str(digest.hexdigest())
+
+
+def header_of(layout: Layout, layer: int, experts: int) -> bytes:
+    """The file's first bytes (length prefix, JSON, spaces), a multiple of 4 KiB long."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", "tiermoe": "expert-store"}}
+    for expert in range(experts):
+        begin, gap = expert * layout.nbytes, 0
+        end = begin
+        for placed in layout.fields:
+            start = begin + placed.offset
+            if start > end:
+                table[f"layers.{layer}.experts.{expert}.padding.{gap}"] = _entry("U8", [start - end], end, start)
+                gap += 1
+            end = start + placed.field.nbytes
+            name = f"layers.{layer}.experts.{expert}.{placed.part}.{placed.field.name}"
+            table[name] = _entry(_DTYPE_NAMES[placed.field.dtype], list(placed.field.shape), start, end)
+        if begin + layout.nbytes > end:
+            stop = begin + layout.nbytes
+            table[f"layers.{layer}.experts.{expert}.padding.{gap}"] = _entry("U8", [stop - end], end, stop)
+    text = json.dumps(table, separators=(",", ":")).encode()
+    length = align(8 + len(text), PAGE) - 8
+    return struct.pack("<Q", length) + text.ljust(length, b" ")
+
+
+def _entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}

@@ -10,8 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tiermoe.formats.gguf_file import GgufFile, GgufTensor
-from tiermoe.formats.gguf_types import PREFIX, Nvfp4, gguf_encoding
+from tiermoe.formats.encoding import FixedEncoding, OfMatrices
+from tiermoe.formats.gguf_file import GgufFile
+from tiermoe.formats.gguf_header import GgufTensor
+from tiermoe.formats.gguf_types import PREFIX, gguf_encoding
 from tiermoe.formats.registry import encoding_named
 from tiermoe.formats.safetensors import FileReader, fingerprint_of
 from tiermoe.formats.source import StoredAs
@@ -99,7 +101,7 @@ class _Several:
         if len(names) != 1:
             return None
         encoding = encoding_named(name := names.pop())
-        return encoding.stacked(len(self.tensors)).name if isinstance(encoding, Nvfp4) else name
+        return encoding.stacked(len(self.tensors)).name if isinstance(encoding, OfMatrices) else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +218,7 @@ def decoded(tensor: GgufTensor, rows: Tensor, factors: Tensor | None) -> Tensor:
     columns = tensor.shape[-1]
     flat = rows.reshape(-1, rows.shape[-1])
     encoding = gguf_encoding(tensor.kind.name)
-    fields = {"blocks": flat}
-    slot = encoding.slot(fields, columns) if isinstance(encoding, Nvfp4) else fields
+    slot = encoding.slot_of({"blocks": flat}, len(flat), columns)
     values = encoding.decode(slot, len(flat), columns, torch.float32).view(*rows.shape[:-1], columns)
     return values if factors is None else values.mul_(factors.view(-1, *[1] * (values.dim() - 1)))
 
@@ -265,13 +266,10 @@ class GgufCheckpoint:
         return name in self.parameters
 
     def read(self, name: str, row: int | None = None) -> Tensor:
-        """A fresh tensor with the values of `name`, or of one row along dimension 0 (kept, of size 1)."""
         first, last = (0, self.parameters[name].shape[0]) if row is None else (row, row + 1)
         return self.read_rows(name, first, last)
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
-        """A fresh tensor with the rows first..last - 1 of `name` along dimension 0. ModelError where they cannot be
-        read."""
         return self.parameters[name].read(self._read, first, last)
 
     def own_encoding(self, name: str) -> str | None:
@@ -285,20 +283,16 @@ class GgufCheckpoint:
         """The slot fields of such a matrix, rows in the parameter's order."""
         parameter = self.parameters[name]
         assert isinstance(parameter, Rows | Joined)
-        stored = {"blocks": parameter.blocks(self._read, 0, parameter.shape[0])}
+        stored, factors = {"blocks": parameter.blocks(self._read, 0, parameter.shape[0])}, parameter.factors(self._read)
         encoding = encoding_named(parameter.encoding() or "")
-        if not isinstance(encoding, Nvfp4):
-            return stored
-        factors = parameter.factors(self._read)
-        return encoding.slot(stored if factors is None else {**stored, "factors": factors}, parameter.shape[1])
+        assert isinstance(encoding, FixedEncoding)
+        return encoding.slot_of(stored if factors is None else {**stored, "factors": factors}, *parameter.shape)
 
     def columns(self, name: str) -> Tensor | None:
-        """Where each column of such a matrix is in its blocks; None: in order."""
         parameter = self.parameters[name]
         return parameter.columns if isinstance(parameter, Rows) else None
 
     def stored_as(self, source: str, expert: int) -> list[StoredAs]:
-        """How a parameter of all experts is stored, a tensor at a time."""
         parameter = self.parameters[source]
         assert isinstance(parameter, Stacked)
         return [StoredAs(encoding_of(tensor), tensor.kind.dtype or torch.float32) for tensor in parameter.tensors]
@@ -328,7 +322,6 @@ class GgufCheckpoint:
         return self._fingerprint
 
     def close(self) -> None:
-        """Closes the files; reading opens them again."""
         self._files.close()
 
     def _read(self, tensor: GgufTensor, first: int, last: int) -> Tensor:

@@ -1,80 +1,25 @@
-"""A GGUF model: one file, or its shards. Headers are read in blocks; no tensor is mapped or touched.
-
-A file is: 'GGUF', version, number of tensors and of entries, entries (key, type, value), tensors (name, sizes, type,
-offset), padding, and the tensors' bytes. All numbers are little-endian. The gguf package's reader makes several arrays
-of each string of a vocabulary, which takes seconds for 150,000 strings; this module leaves a vocabulary in the file
-until it is read. `tiermoe.model.gguf` maps GGUF tensors to a model's parameters.
-"""
+"""A GGUF model: the headers of one file, or of its shards, and what they say of the model in llama.cpp's names of
+entries and tensors. `tiermoe.model.gguf` maps these tensors to a model's parameters."""
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 import re
-import struct
-from array import array
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
-
-import xxhash
+from typing import Any
 
 from tiermoe.errors import ModelError
-from tiermoe.formats.ggml_types import TYPES, UNREAD, GgmlType
+from tiermoe.formats.gguf_header import GgufTensor, Header, Strings, read_header
 from tiermoe.formats.source import require_shards
-from tiermoe.platform.file_io import read_bytes_at
-
-T = TypeVar("T")
 
 SUFFIX = ".gguf"
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)
-
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-_ALIGNMENT = 32  # where general.alignment says nothing
-MOST_HEADER = 64 << 20
-"""Bytes of a header that are read: 200,000 tokens and as many merges take 10 MB."""
-_AT_ONCE = 4 << 20  # bytes read at a time
-_DIMENSIONS = 4
-_FEW = 256  # numbers of an array that are a list
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+AGAIN = "download it again"
+"""What to do about a file that contradicts itself."""
+CONVERT = "convert the model again with a current llama.cpp"
 _NEEDED: Any = object()
-
-
-@dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """Where a tensor is in a file."""
-
-    file: Path
-    kind: GgmlType
-    shape: tuple[int, ...]  # in torch's order
-    offset: int  # from the start of the file
-    factors: GgufTensor | None = None  # of NVFP4: of the whole tensor, or of each entry along its first dimension
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape[:-1]) * self.row_bytes
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row: of the last dimension."""
-        return self.kind.row_bytes(self.shape[-1])
-
-
-@dataclass(frozen=True, slots=True)
-class Strings:
-    """An array of strings that stays in the file until it is read."""
-
-    file: Path
-    offset: int  # of the first string, in bytes
-    count: int
-
-    def read(self) -> list[str]:
-        """The strings. ModelError where they cannot be read."""
-        return _opened(self.file, lambda reader: reader.strings(self.offset, self.count))
 
 
 @dataclass(frozen=True)
@@ -88,7 +33,7 @@ class GgufFile:
     tensors: dict[str, GgufTensor]  # of all shards, by llama.cpp's names
     digests: tuple[bytes, ...]  # of the headers, a shard each
 
-    @functools.cached_property
+    @cached_property
     def longest(self) -> int:
         """The longest dimension of a tensor."""
         return max((size for tensor in self.tensors.values() for size in tensor.shape), default=0)
@@ -98,10 +43,15 @@ class GgufFile:
         """`general.architecture`. ModelError where there is none."""
         return str(self.require("general.architecture"))
 
+    def refusal(self, said: str, then: str = AGAIN) -> ModelError:
+        """The error of a file that is damaged, or of no model of its family: what the file has or says, and what to do
+        about it."""
+        return ModelError(f"{self.path} {said}; {then}")
+
     def require(self, key: str) -> Any:
         """The value of an entry. ModelError where the file has no such entry."""
         if key not in self.entries:
-            raise ModelError(f"{self.path} says nothing of {key}; convert the model again with a current llama.cpp")
+            raise self.refusal(f"says nothing of {key}", CONVERT)
         return self.entries[key]
 
     def strings(self, key: str) -> list[str]:
@@ -154,18 +104,86 @@ class GgufFile:
             raise self._wrong(key, value, "a whole number of at least 1 for some layer")
         return found
 
+    def of_layers(self, key: str, what: str, default: Any = None) -> list[Any]:
+        """An entry of the architecture that has a value for each layer. ModelError where it has fewer: the file does
+        not say `what`."""
+        found = self.of_model(key, default)
+        if not isinstance(found, list) or len(found) < self.layers:
+            raise self.refusal(f"does not say {what}")
+        return found[: self.layers]
+
+    def token_id(self, name: str) -> int | None:
+        """The id of a token that the file names ('bos', 'eos', 'padding', …); None where it names none of its own."""
+        token = self.entries.get(f"tokenizer.ggml.{name}_token_id")
+        tokens = self.entries.get("tokenizer.ggml.tokens")
+        return token if isinstance(token, int) and isinstance(tokens, Strings) and 0 <= token < tokens.count else None
+
+    @cached_property
+    def layers(self) -> int:
+        """Layers, without those that predict several tokens. ModelError where there are more than tensors, or none."""
+        layers = self.count("block_count") - self.count("nextn_predict_layers", 0)
+        if not 0 < layers <= len(self.tensors):
+            raise self.refusal(f"says that it has {layers:,} layers, of {len(self.tensors):,} tensors")
+        return layers
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return self.count("expert_count")
+
+    def layers_with(self, tensor: str) -> list[bool]:
+        """Which layers have a tensor."""
+        return [f"blk.{layer}.{tensor}" in self.tensors for layer in range(self.layers)]
+
+    @cached_property
+    def linear_layers(self) -> list[bool]:
+        """Which layers have linear attention."""
+        return self.layers_with("ssm_a")
+
+    @cached_property
+    def dense_layers(self) -> list[int]:
+        """Layers without a router."""
+        return [layer for layer, routed in enumerate(self.layers_with("ffn_gate_inp.weight")) if not routed]
+
+    @property
+    def leading_dense(self) -> int:
+        """Dense layers before those with experts. ModelError where one comes after."""
+        layers = self.dense_layers
+        if layers != list(range(len(layers))):
+            raise ModelError(f"{self.path} has dense layers among those with experts: {', '.join(map(str, layers))}")
+        return len(layers)
+
+    @property
+    def expert_columns(self) -> int:
+        """Columns between an expert's matrices."""
+        return self.shape_beside_experts("ffn_down_exps.weight", 3)[2]
+
+    @property
+    def dense_columns(self) -> int:
+        """Columns between a dense layer's matrices; of no matter where there are none."""
+        dense = self.dense_layers
+        return self.shape(f"blk.{dense[0]}.ffn_down.weight", 2)[1] if dense else self.expert_columns
+
+    def shape_beside_experts(self, tensor: str, dimensions: int = 2) -> tuple[int, ...]:
+        """The shape of a tensor in the first layer with experts."""
+        layer = next((at for at in range(self.layers) if at not in self.dense_layers), 0)
+        return self.shape(f"blk.{layer}.{tensor}", dimensions)
+
+    def shape(self, name: str, dimensions: int = 2) -> tuple[int, ...]:
+        """The shape of a tensor of so many dimensions. ModelError where there is none."""
+        if name not in self.tensors:
+            raise self.refusal(f"has no tensor {name}", CONVERT)
+        found = self.tensors[name].shape
+        if len(found) != dimensions:
+            raise self.refusal(f"has {name} of shape {found}, not of {dimensions} dimensions")
+        return found
+
     def _entry(self, key: str, default: Any) -> Any:
         value = self.of_model(key, default)
         return self.require(f"{self.architecture}.{key}") if value is _NEEDED else value
 
     def _wrong(self, key: str, value: Any, instead: str) -> ModelError:
-        return ModelError(
-            f"{self.path} says that {key} is {str(value)[:80]}, which is not {instead}; download it again"
-        )
-
-
-class HeaderCutError(ModelError):
-    """A file that ends within its header."""
+        return self.refusal(f"says that {key} is {str(value)[:80]}, which is not {instead}")
 
 
 def rounded(value: float) -> float:
@@ -234,188 +252,6 @@ def _with_factors(path: Path, tensors: dict[str, GgufTensor]) -> dict[str, GgufT
                 )
             found[name] = replace(tensor, factors=factors)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What one file says before its tensors' bytes."""
-
-    entries: dict[str, Any]  # arrays of strings as `Strings`
-    tensors: dict[str, GgufTensor]
-    digest: bytes  # of the header's bytes
-
-
-def read_header(file: Path) -> Header:
-    """Reads the header of one file. ModelError names the file and what is wrong: not a GGUF, cut short, of another
-    version or endianness, a type that is not read."""
-    return _opened(file, lambda reader: reader.header())
-
-
-def _opened(file: Path, ask: Callable[[_Reader], T]) -> T:
-    try:
-        with open(file, "rb", buffering=0) as handle:
-            return ask(_Reader(file, handle.fileno()))
-    except OSError as error:
-        raise ModelError(f"cannot read {file}: {error.strerror}") from error
-
-
-class _Reader:
-    """Values one after the other, from a buffer that grows on demand."""
-
-    def __init__(self, file: Path, descriptor: int) -> None:
-        self._file, self._descriptor = file, descriptor
-        self._size = os.fstat(descriptor).st_size
-        self._buffer = bytearray()  # from byte `_begin` on
-        self._begin = self._at = 0
-
-    def header(self) -> Header:
-        tensors, entries = self._counts()
-        metadata: dict[str, Any] = {}
-        for _ in range(entries):
-            key = self._string()
-            if key in metadata:
-                raise self._malformed(f"the entry {key} is there twice")
-            metadata[key] = self._value(self._number("I"))
-        found: dict[str, tuple[GgmlType, tuple[int, ...], int]] = {}
-        for _ in range(tensors):
-            name = self._string()
-            if name in found:
-                raise self._malformed(f"the tensor {name} is there twice")
-            found[name] = self._tensor(name)
-        digest = xxhash.xxh3_64(memoryview(self._buffer)[: self._at]).digest()
-        start = self._begin_of_tensors(metadata)
-        return Header(metadata, {name: self._placed(name, start, *tensor) for name, tensor in found.items()}, digest)
-
-    def strings(self, offset: int, count: int) -> list[str]:
-        """`count` strings from a byte on."""
-        self._at, self._begin = 0, offset
-        return [self._string() for _ in range(count)]
-
-    def _counts(self) -> tuple[int, int]:
-        if self._size < 4 or self._take(4) != MAGIC:
-            raise ModelError(f"{self._file} is not a GGUF file: it does not begin with 'GGUF'; download it again")
-        version: int = self._number("I")
-        if version not in VERSIONS:
-            if version.bit_length() > 16:  # the bytes the other way round
-                raise ModelError(
-                    f"{self._file} is a big-endian GGUF; take the little-endian file, or convert it with gguf's "
-                    f"gguf_convert_endian.py"
-                )
-            raise ModelError(
-                f"{self._file} is GGUF version {version}, versions {' and '.join(map(str, VERSIONS))} are read; "
-                f"convert the model again with a current llama.cpp"
-            )
-        tensors, entries = self._number("Q"), self._number("Q")
-        return tensors, entries
-
-    def _tensor(self, name: str) -> tuple[GgmlType, tuple[int, ...], int]:
-        dimensions = self._number("I")
-        if not 1 <= dimensions <= _DIMENSIONS:
-            raise self._malformed(f"{name} has {dimensions} dimensions")
-        shape = tuple(reversed(self._numbers("Q", dimensions)))
-        kind, offset = self._number("I"), self._number("Q")
-        if kind not in TYPES:
-            weights = [each.name for each in TYPES.values() if each.plain != "int32"]
-            raise ModelError(
-                f"{self._file}: {name} is stored as {UNREAD.get(kind, f'type {kind}')}, which tiermoe does not read; "
-                f"take a file with these types only: {', '.join(weights)}"
-            )
-        if shape[-1] % TYPES[kind].block or not all(shape):
-            raise self._malformed(f"{name} of shape {shape} cannot be {TYPES[kind].name}")
-        return TYPES[kind], shape, offset
-
-    def _begin_of_tensors(self, entries: dict[str, Any]) -> int:
-        alignment = entries.get("general.alignment", _ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
-            raise self._malformed(f"an alignment of {alignment!r}")
-        return -(-self._at // alignment) * alignment
-
-    def _placed(self, name: str, start: int, kind: GgmlType, shape: tuple[int, ...], offset: int) -> GgufTensor:
-        tensor = GgufTensor(self._file, kind, shape, start + offset)
-        end = tensor.offset + tensor.nbytes
-        if end > self._size:
-            raise ModelError(
-                f"{self._file} is cut short: {name} ends at byte {end:,}, the file has {self._size:,}; download it "
-                f"again"
-            )
-        return tensor
-
-    def _value(self, kind: int) -> Any:
-        if kind in _SCALARS:
-            return self._number(_SCALARS[kind])
-        if kind == _STRING:
-            return self._string()
-        if kind != _ARRAY:
-            raise self._malformed(f"an entry of type {kind}")
-        of, count = self._number("I"), self._number("Q")
-        if of in _SCALARS:
-            return self._scalars(_SCALARS[of], count)
-        if of == _STRING:
-            return self._skipped(count)
-        raise self._malformed(f"an array of type {of}")  # nor of arrays, as in llama.cpp
-
-    def _scalars(self, code: str, count: int) -> Sequence[Any]:
-        if count <= _FEW:
-            return list(self._numbers(code, count))
-        values = array("B" if code == "?" else code)
-        values.frombytes(self._take(count * struct.calcsize(f"<{code}")))
-        return values
-
-    def _skipped(self, count: int) -> Strings:
-        found = Strings(self._file, self._at, count)
-        for _ in range(count):
-            at = self._at
-            if at + 8 > len(self._buffer):
-                self._fill(8)
-            self._at = at + 8 + int.from_bytes(self._buffer[at : at + 8], "little")
-        self._fill(0)
-        return found
-
-    def _number(self, code: str) -> Any:
-        return self._numbers(code, 1)[0]
-
-    def _numbers(self, code: str, count: int) -> tuple[Any, ...]:
-        return struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize(f"<{code}")))
-
-    def _string(self) -> str:
-        at = self._at
-        if at + 8 > len(self._buffer):
-            self._fill(8)
-        length = int.from_bytes(self._buffer[at : at + 8], "little")
-        end = at + 8 + length
-        if end > len(self._buffer):
-            self._fill(8 + length)
-        self._at = end
-        try:
-            return self._buffer[at + 8 : end].decode()
-        except UnicodeDecodeError as error:
-            raise self._malformed(f"text that is not UTF-8 ({error})") from error
-
-    def _take(self, nbytes: int) -> bytes:
-        at = self._at
-        if at + nbytes > len(self._buffer):
-            self._fill(nbytes)
-        self._at = at + nbytes
-        return bytes(self._buffer[at : self._at])
-
-    def _fill(self, nbytes: int) -> None:
-        """Reads on until `nbytes` are there from the present place."""
-        needed = self._at + nbytes
-        if self._begin + needed > self._size:
-            raise HeaderCutError(
-                f"{self._file} is cut short: its header goes on beyond its {self._size:,} bytes; download it again"
-            )
-        if needed > MOST_HEADER:
-            raise self._malformed(f"more than {MOST_HEADER:,} bytes of header")
-        while len(self._buffer) < needed:
-            end = self._begin + len(self._buffer)
-            read = read_bytes_at(self._descriptor, max(_AT_ONCE, needed - len(self._buffer)), end)
-            if not read:
-                raise ModelError(f"{self._file} ended at byte {end:,} while it was read; download it again")
-            self._buffer += read
-
-    def _malformed(self, what: str) -> ModelError:
-        return ModelError(f"{self._file} has a malformed GGUF header ({what}); download it again")
 
 
 NGRAM_TABLE = "per_layer_token_embd.weight"

@@ -6,7 +6,7 @@ NVFP4 on the way into a slot; none of them changes."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from tiermoe import native
 from tiermoe.errors import StoreError
 from tiermoe.formats.checkpoint_quant import CheckpointQuant
-from tiermoe.formats.encoding import DECODED_WEIGHTS, Field, FixedEncoding, InC
-from tiermoe.formats.ggml_types import TYPES
+from tiermoe.formats.encoding import DECODED_WEIGHTS, Field, FixedEncoding, InC, OfMatrices
+from tiermoe.formats.gguf_header import TYPES
 from tiermoe.formats.quantizers import Quantizer
 
 PREFIX = "gguf/"
@@ -67,7 +67,7 @@ class Gguf(FixedEncoding):
 
 
 @dataclass(frozen=True)
-class Nvfp4(FixedEncoding):
+class Nvfp4(OfMatrices, FixedEncoding):
     """NVFP4's blocks of 64 columns, and a factor of all of a matrix, where the file has one (llama.cpp's `.scale`).
 
     Stored fields: `blocks`, bytes (out, in_ / 64 * 36): of a block four scales, then eight bytes for each of them,
@@ -92,10 +92,6 @@ class Nvfp4(FixedEncoding):
         """The encoding that kernels take."""
         return CheckpointQuant("e2m1", "e4m3-times", 1, _GROUP, max(1, self.matrices))
 
-    def stacked(self, count: int) -> Nvfp4:
-        """The encoding of the rows of `count` such matrices, one after the other."""
-        return replace(self, matrices=count * self.matrices)
-
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         """Raises StoreError where a row is no whole number of blocks."""
         (blocks,) = _NVFP4.stored_fields(out, in_, dtype)
@@ -117,14 +113,6 @@ class Nvfp4(FixedEncoding):
         codes = torch.cat((halves & 15, halves >> 4), dim=-1)
         slot["codes"].copy_((codes[..., 0::2] | codes[..., 1::2] << 4).flatten(1))
         slot["factors"].copy_(stored["factors"] if self.matrices else torch.ones(1))
-
-    def slot(self, stored: Mapping[str, Tensor], in_: int) -> dict[str, Tensor]:
-        """The slot fields of stored ones."""
-        out = stored["blocks"].shape[0]
-        fields = self.slot_fields(out, in_, torch.float32)
-        slot = {each.name: torch.empty(each.shape, dtype=each.dtype) for each in fields}
-        self.widen(stored, slot)
-        return slot
 
     def decoded(self, slot: Mapping[str, Tensor], in_: int) -> Iterator[tuple[int, Tensor]]:
         return self.in_slot.decoded(slot, in_)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from tiermoe.errors import ModelError
-from tiermoe.formats.checkpoint_quant import CheckpointQuant, Transposed4
-from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.checkpoint_quant import Transposed4
+from tiermoe.formats.encoding import Encoding, OfMatrices
 from tiermoe.formats.expert_format import PAGE, format_from_names
 from tiermoe.formats.gguf_types import Nvfp4
 from tiermoe.formats.plain import Halves, Values
@@ -101,7 +101,7 @@ def _named(
     if halves:
         return Halves(*encodings).name
     (encoding,) = encodings
-    if isinstance(encoding, CheckpointQuant | Nvfp4 | Transposed4):
+    if isinstance(encoding, OfMatrices):
         return encoding.stacked(len(ways)).name
     return encoding.name
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.formats.encoding import Encoded, EncodedInC, Field, InC, SameInSlot
+from tiermoe.formats.encoding import Encoded, EncodedInC, Field, InC, SameInSlot, scratch
 from tiermoe.formats.quantizers import Quantizer, uniform_codes, uniform_parameters
-from tiermoe.formats.scratch import scratch
 
 CPU_LAYOUT = "cpu-avx512"
 """The order of codes that CPUs take; a store packed in another one cannot be used on a CPU."""

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.formats.encoding import BLOCK_ROWS, Encoded, EncodedInC, Field, InC, RowBlocks
+from tiermoe.formats.encoding import BLOCK_ROWS, Encoded, EncodedInC, Field, InC, RowBlocks, scratch
 from tiermoe.formats.quantizers import Quantizer, require_finite
-from tiermoe.formats.scratch import scratch
 
 COLUMNS = 4  # a matrix has a multiple of them
 MIDDLE = 32

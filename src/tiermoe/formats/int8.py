@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.formats.encoding import Encoded, EncodedInC, Field, InC, SameInSlot
+from tiermoe.formats.encoding import Encoded, EncodedInC, Field, InC, SameInSlot, scratch
 from tiermoe.formats.quantizers import LinearQuantizer, Quantizer, nearest_codes
-from tiermoe.formats.scratch import scratch
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,10 @@ import xxhash
 from torch import Tensor
 
 from tiermoe.errors import ConfigError, ModelError, StoreError
-from tiermoe.formats.encoding import Encoding, Field, SameInSlot
+from tiermoe.formats.encoding import Encoding, Field, SameInSlot, scratch
 from tiermoe.formats.expert_format import PAGE, ExpertFormat, expert_format
 from tiermoe.formats.quantizers import HQQ_DOUBLE, Quantizer, nearest_codes, uniform_codes, uniform_parameters
 from tiermoe.formats.registry import encoding_for, encoding_named, quantizer_used
-from tiermoe.formats.scratch import scratch
 from tiermoe.types import MoeLayer, Part
 
 GATE, NEURONS = "gate", "neurons"

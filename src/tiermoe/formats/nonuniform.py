@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.formats.encoding import BLOCK_ROWS, Field, InC, RowBlocks
+from tiermoe.formats.encoding import BLOCK_ROWS, Field, InC, RowBlocks, scratch
 from tiermoe.formats.quantizers import Quantizer, require_finite
-from tiermoe.formats.scratch import scratch
 
 LEVELS = {
     4: (-125, -93, -71, -54, -40, -27, -15, -3, 9, 21, 33, 46, 62, 79, 101, 127),

@@ -20,14 +20,14 @@ import xxhash
 from tiermoe.config import format_size
 from tiermoe.errors import ModelError, PackError
 from tiermoe.formats.encode_experts import Inputs, encoded_experts, working_bytes
-from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.encoding import scratch
+from tiermoe.formats.expert_format import ExpertFormat, header_of
 from tiermoe.formats.gptq import SECONDS_A_WEIGHT
 from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.neurons import GATE, NEURONS, neuron_layer, unit_format
 from tiermoe.formats.outline import NAME as OUTLINE
 from tiermoe.formats.quantizers import CALIBRATED, QUANTIZERS, UNCALIBRATED
 from tiermoe.formats.registry import quantizer_used
-from tiermoe.formats.scratch import scratch
 from tiermoe.formats.source import ExpertSource
 from tiermoe.formats.store import (
     VERSION,
@@ -41,15 +41,14 @@ from tiermoe.formats.store import (
     precision_key,
 )
 from tiermoe.formats.store_files import (
+    TABLE,
     Pieces,
     Progress,
     Waiting,
     file_name,
     whole_or_nothing,
     write_atomically,
-    write_header,
 )
-from tiermoe.formats.stores import TABLE
 from tiermoe.platform.json_files import read_json
 from tiermoe.types import Extent, MoeLayer, Segment
 
@@ -273,7 +272,7 @@ def _write_layer(job: _Job, index: int, report: Callable[[int], None]) -> Packed
     errors: list[float] = []
     with whole_or_nothing(path) as handle:
         file = Pieces(handle)
-        offset = write_header(file, form.stored, index, form.layer.experts)
+        offset = file.write(header_of(form.stored, index, form.layer.experts))
         encoded = encoded_experts(form, QUANTIZERS[job.quantizer], job.source, index, job.workers, job.inputs)
         for content, error in encoded:
             errors.append(error)

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from tiermoe.errors import ConfigError, StoreError
-from tiermoe.formats.encoding import DECODED_WEIGHTS, Encoding, Field, FixedEncoding, InC, SameInSlot
+from tiermoe.formats.encoding import DECODED_WEIGHTS, FLOATS, Encoding, Field, FixedEncoding, InC, SameInSlot
 from tiermoe.formats.quantizers import Quantizer
 
 VALUES, HALVES = "values/", "halves/"
 _BETWEEN = "|"
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Halves(SameInSlot):
 
 def values_encoding(name: str) -> Values:
     """The encoding of a name like 'values/float32'. Raises StoreError for others."""
-    dtype = _DTYPES.get(name.removeprefix(VALUES))
+    dtype = FLOATS.get(name.removeprefix(VALUES))
     if dtype is None:
         raise StoreError(f"no kernel takes weights in {name!r}: take another checkpoint of the model")
     return Values(dtype)

@@ -11,7 +11,7 @@ from tiermoe.errors import ConfigError, StoreError
 from tiermoe.formats import int4, nonuniform, trellis
 from tiermoe.formats.checkpoint_quant import PREFIX as CHECKPOINT
 from tiermoe.formats.checkpoint_quant import TRANSPOSED, checkpoint_quant_encoding, transposed4_encoding
-from tiermoe.formats.encoding import BLOCK_ROWS, COMPUTE_DTYPES, Encoding
+from tiermoe.formats.encoding import BLOCK_ROWS, FLOATS, Encoding
 from tiermoe.formats.gguf_types import PREFIX as GGUF
 from tiermoe.formats.gguf_types import gguf_encoding
 from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR, Int2, Int4, RowMajorInt2, RowMajorInt4
@@ -46,14 +46,17 @@ def encoding_for(bits: int, out: int, in_: int, dtype: torch.dtype, layout: str,
     neither 6 nor 3 bits. A shape or layout that has no such format gets 8 bits, visible in the result's `bits` and
     `name`. Raises ConfigError for other bits, another machine's layout, an unknown quantizer, or a dtype that no kernel
     computes in."""
-    if dtype not in COMPUTE_DTYPES:
+    if dtype not in FLOATS.values():
         raise ConfigError(f"cannot compute in {dtype}: use bfloat16, float16 or float32")
     if BITS.get(bits, BY_SHAPE) != BY_SHAPE:
         return _of_every_shape(BITS[bits])
+    if bits in (*nonuniform.LEVELS, Int6.bits) and layout not in (ROW_MAJOR, CPU_LAYOUT):
+        raise ConfigError(f"cannot pack int{bits} for {layout!r}: there are {CPU_LAYOUT!r} and {ROW_MAJOR!r}")
     if bits in nonuniform.LEVELS:
         return _nonuniform_for(bits, out, in_, layout, quantizer) or _packed_for(bits, out, in_, layout, quantizer)
     if bits == Int6.bits:
-        return _six_bits_for(out, in_, layout)
+        fits = in_ % INT6_GROUP == 0 and out % BLOCK_ROWS == 0 and layout != ROW_MAJOR
+        return Int6(layout, INT6_GROUP) if fits else Int8()
     known = sorted({*BITS, Int6.bits}, reverse=True)
     raise ConfigError(f"no {bits}-bit encoding: choose one of {', '.join(map(str, known))}")
 
@@ -82,7 +85,6 @@ def _nonuniform_for(bits: int, out: int, in_: int, layout: str, quantizer: str) 
     used = quantizer_used(quantizer, bits, layout)
     if used not in (NONLINEAR, GPTQ_NONLINEAR) or out % BLOCK_ROWS:
         return None
-    _check_layout(bits, layout)
     if used == GPTQ_NONLINEAR and bits == Trellis.bits:
         long = next((group for group in trellis.GROUPS if in_ % group == 0), None)
         if long is not None:
@@ -94,23 +96,10 @@ def _nonuniform_for(bits: int, out: int, in_: int, layout: str, quantizer: str) 
 def _packed_for(bits: int, out: int, in_: int, layout: str, quantizer: str) -> Encoding:
     if quantizer not in INT4_GROUPS:
         raise ConfigError(f"unknown quantizer {quantizer!r}: choose one of {', '.join(INT4_GROUPS)}")
-    _check_layout(bits, layout)
     group = next((group for group in INT4_GROUPS[quantizer] if in_ % group == 0), None)
     if bits not in _PACKED or group is None or (layout != ROW_MAJOR and out % int4.ROWS):
         return Int8()
     return _packed(bits, layout, group)
-
-
-def _check_layout(bits: int, layout: str) -> None:
-    if layout not in (ROW_MAJOR, CPU_LAYOUT):
-        raise ConfigError(f"cannot pack int{bits} for {layout!r}: there are {CPU_LAYOUT!r} and {ROW_MAJOR!r}")
-
-
-def _six_bits_for(out: int, in_: int, layout: str) -> Encoding:
-    _check_layout(Int6.bits, layout)
-    if in_ % INT6_GROUP or layout == ROW_MAJOR or out % BLOCK_ROWS:
-        return Int8()
-    return Int6(layout, INT6_GROUP)
 
 
 def _packed(bits: int, layout: str, group: int) -> Encoding:

@@ -104,18 +104,11 @@ class QuantizedTensor:
 
     def slot(self, raw: Mapping[str, Tensor], out: int) -> dict[str, Tensor]:
         """The slot's fields of `out` rows, from the tensors that were read."""
-        in_, encoding = self.out_in[1], self.encoding
         stored = {
             each.name: raw[each.name].flatten().view(torch.uint8).view(each.dtype).view(each.shape)
-            for each in encoding.stored_fields(out, in_, self.dtype)
+            for each in self.encoding.stored_fields(out, self.out_in[1], self.dtype)
         }
-        if isinstance(encoding, CheckpointQuant):
-            return stored
-        slot = {
-            each.name: torch.empty(each.shape, dtype=each.dtype) for each in encoding.slot_fields(out, in_, self.dtype)
-        }
-        encoding.widen(stored, slot)
-        return slot
+        return self.encoding.slot_of(stored, out, self.out_in[1])
 
     def _rows(self, read: ReadRows, first: int, last: int) -> Tensor:
         """The rows first..last - 1 of one matrix: reads whole blocks of rows that share scales, and all rows where they
@@ -137,8 +130,9 @@ Entries = dict[str, TensorEntry | QuantizedTensor]
 
 
 class Checkpoint:
-    """The tensors of a checkpoint directory by name (`source.TensorSource`). Opening reads the headers and checks that
-    no shard is missing or shorter than its header says (ModelError names the shard and the sizes)."""
+    """The tensors of a checkpoint directory by name: a `source.TensorSource`, whose methods are described there.
+    Opening reads the headers and checks that no shard is missing or shorter than its header says (ModelError names the
+    shard and the sizes)."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -154,12 +148,10 @@ class Checkpoint:
         return name in self.tensors
 
     def read(self, name: str, row: int | None = None) -> Tensor:
-        """A fresh tensor with the values of `name`, or of one row along dimension 0 (kept, of size 1)."""
         first, last = (0, self.tensors[name].rows) if row is None else (row, row + 1)
         return self.read_rows(name, first, last)
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
-        """A fresh tensor with the rows first..last - 1 of `name` along dimension 0."""
         entry = self.tensors[name]
 
         def read(part: TensorEntry, begin: int, end: int) -> Tensor:
@@ -186,26 +178,21 @@ class Checkpoint:
         return entry.encoding.name
 
     def fields(self, name: str) -> dict[str, Tensor]:
-        """The slot fields of such a matrix."""
         entry = self.tensors[name]
         assert isinstance(entry, QuantizedTensor)
         parts = {each: self._read(name, part, 0, part.rows) for each, part in entry.fields.items()}
         return entry.slot(parts, entry.out_in[0])
 
     def columns(self, name: str) -> Tensor | None:
-        """None: columns are in order."""
         return None
 
     def stored_as(self, source: str, expert: int) -> list[StoredAs]:
-        """How an expert's tensor of a source (`formats.source`) is stored."""
         entry = self.tensors[source.replace(EACH, str(expert))]
         if isinstance(entry, TensorEntry):
             return [StoredAs("plain", entry.dtype)]
         return [StoredAs(entry.encoding.name, entry.dtype, entry.transposed)]
 
     def in_place(self, sources: Sequence[str], expert: int, offsets: Mapping[str, int]) -> list[Segment]:
-        """Where an expert's tensors of some sources are, field by field, to be placed one after the other from byte
-        offsets[field] of an extent on."""
         ends, segments = dict(offsets), []
         for index, source in enumerate(sources):
             entry = self.tensors[source.replace(EACH, str(expert))]
@@ -232,7 +219,6 @@ class Checkpoint:
         return self._fingerprint
 
     def close(self) -> None:
-        """Closes the shards; reading opens them again."""
         self._files.close()
 
     def _read_header(self, shard: Path) -> None:

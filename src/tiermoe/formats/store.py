@@ -16,20 +16,18 @@ from typing import Any
 import torch
 
 from tiermoe.errors import StoreError
+from tiermoe.formats.encoding import FLOATS
 from tiermoe.formats.expert_format import ExpertFormat, format_from_names
 from tiermoe.formats.int4 import ROW_MAJOR
 from tiermoe.formats.neurons import is_neuron_key, neuron_format_from_names, neuron_key
 from tiermoe.formats.registry import quantizer_used
-from tiermoe.formats.store_files import Progress, Waiting, exclusive, write_atomically
-from tiermoe.formats.stores import FORMAT, TABLE
+from tiermoe.formats.store_files import FORMAT, TABLE, Progress, Waiting, exclusive, write_atomically
 from tiermoe.platform.json_files import read_json, stays_inside
 from tiermoe.types import Extent, MoeLayer, Part, Segment
 
 VERSION = 1
 
 _DENSE_ENTRY = {"encoding", "shape", "offset", "checksum", "error"}
-_DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
 
 MTP_FOLDER = "mtp"
 """The folder of an MTP head's store, in its model's."""
@@ -153,7 +151,7 @@ class Store:
 
     @property
     def dtype(self) -> torch.dtype:
-        return _DTYPE_NAMES[self.source.dtype]
+        return FLOATS[self.source.dtype]
 
     def refresh(self) -> None:
         """Reads the table again, with what another process has packed meanwhile. StoreError where the folder now has

@@ -1,47 +1,36 @@
-"""Files of a store's folder: written by one process at a time, whole or not at all, extents field by field.
-
-The data of a file of experts starts at a 4 KiB boundary, extent after extent. The safetensors format allows a header
-padded with spaces, and wants no holes between tensors: the gaps inside an extent are named `….padding.N` tensors, so
-that any safetensors reader opens the file.
-"""
+"""Folders of stores, without torch: the user's cache folder and the stores in it, found, named, and removed if nobody
+uses them; files that one process at a time writes into a store's folder, each whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import functools
-import json
 import os
 import re
 import shutil
-import struct
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-import xxhash
-
 from tiermoe.config import format_size
-from tiermoe.errors import PackError
-from tiermoe.formats.encoding import Field
-from tiermoe.formats.expert_format import PAGE, Layout, align
-from tiermoe.formats.stores import LOCK
+from tiermoe.errors import ConfigError, PackError, StoreError
 from tiermoe.platform import file_io
+from tiermoe.platform.json_files import read_json
 
+FORMAT = "tiermoe-expert-store"
+TABLE = "store.json"
+LOCK = ".lock"
+"""File that a process locks while it packs into the folder."""
+_EXPERTS = "experts-*"  # all that an interrupted removal may have left
 PARTIAL = ".partial"
 
 PIECE = 2 << 20
 """Bytes of a huge page. Linux caches what is written so many at a time, at multiples of it, in huge pages, and what is
 written in smaller pieces in small ones, until it is read from the drive again: kernels over a store's mapped files are
 up to a fifth slower then (notebook/2026-11-21-warm-start.md)."""
-
-_READ = 4 << 20  # bytes read back at a time for the checksum
-_DTYPE_NAMES = {
-    torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32", torch.int64: "I64",
-    torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
-}  # fmt: skip
 
 _ELSEWHERE = "choose another folder with --store"
 _POLL_S = 0.2
@@ -53,6 +42,138 @@ Progress = Callable[[int, int], None]
 
 Waiting = Callable[[str, int, int], None]
 """Called with (the process that is waited for, what it has done, in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedStore:
+    """A store in the user's cache folder."""
+
+    root: Path
+    name: str  # of the model, as the user named it; of the folder where the table cannot be read
+    precisions: tuple[str, ...]  # of experts, by their keys; none where they run where the checkpoint has them
+    dense: tuple[str, ...]  # of packed dense layers, by their keys
+    nbytes: int  # of all files
+    used: float  # when it was last packed into or run from; seconds since the epoch
+    profiles: int  # number of calibration profiles
+    problem: str  # why its table cannot be read; empty for a whole store
+
+    @property
+    def label(self) -> str:
+        """The model's name in the folder's name, which also has the checkpoint's fingerprint."""
+        return self.root.name.rpartition("-")[0]
+
+    def answers_to(self, name: str) -> bool:
+        """Whether a user's name stands for this store: the model's, or that of the folder without the fingerprint."""
+        return name == self.name or name.replace("/", "--") == self.label
+
+
+def cache_folder() -> Path:
+    """The user's cache folder: TIERMOE_CACHE, or XDG_CACHE_HOME/tiermoe, or ~/.cache/tiermoe. Empty variables count as
+    none. ConfigError where nothing names a folder of the user's."""
+    if own := os.environ.get("TIERMOE_CACHE"):
+        return Path(own)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "tiermoe"
+    try:
+        home = None if os.environ.get("HOME") == "" else Path.home()  # Python takes / for an empty one
+    except RuntimeError:
+        home = None
+    if home is None:
+        raise ConfigError(
+            "there is no folder for packed experts: HOME and XDG_CACHE_HOME are empty; set one of them, or "
+            "TIERMOE_CACHE"
+        )
+    return home / ".cache" / "tiermoe"
+
+
+def cached_stores() -> list[CachedStore]:
+    """The stores in the user's cache folder, the one that was used last first; those too that are damaged."""
+    try:
+        folders = [each for each in cache_folder().absolute().iterdir() if each.is_dir()]
+    except OSError:
+        return []
+    stores = [_described(each) for each in folders if (each / TABLE).exists() or next(each.glob(_EXPERTS), None)]
+    return sorted(stores, key=lambda store: -store.used)
+
+
+def _described(root: Path) -> CachedStore:
+    name, precisions, dense, problem = root.name, (), (), ""
+    try:
+        table: Any = read_json(root / TABLE)
+        if table["format"] != FORMAT:
+            raise ValueError("it is another program's")
+        name, precisions, dense = str(table["source"]["name"]), tuple(table["precisions"]), tuple(table["dense"])
+    except FileNotFoundError:
+        problem = "its removal, or its packing, was interrupted"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problem = f"its table cannot be read ({error})"
+    files = [(each, each.lstat()) for each in root.rglob("*") if not each.is_dir()]
+    used = max(
+        (about.st_mtime for each, about in files if each.parent == root and each.name != LOCK),
+        default=root.stat().st_mtime,
+    )
+    profiles = sum(1 for _ in (root / "profiles").glob("*"))
+    return CachedStore(
+        root, name, precisions, dense, sum(about.st_size for _, about in files), used, profiles, problem
+    )  # fmt: skip
+
+
+def hold(root: Path) -> int | None:
+    """Keeps a store from being removed until the descriptor is closed, or the process ends. None where the system locks
+    no folders. StoreError while it is being removed."""
+    try:
+        return file_io.lock_folder(root, shared=True)
+    except BlockingIOError as error:
+        raise StoreError(f"the store in {root} is being removed by another process; run this again") from error
+
+
+def removable(store: CachedStore) -> bool:
+    """Whether a store is no link, and no process packs into it or runs from it now."""
+    try:
+        with _alone(store.root):
+            return not store.root.is_symlink()
+    except (StoreError, OSError):
+        return False
+
+
+def remove_store(store: CachedStore) -> None:
+    """Removes a store's folder. StoreError where it is a link or cannot be removed, or where a process packs into it or
+    runs from it."""
+    root = store.root
+    if root.is_symlink():
+        raise StoreError(f"{root} is a link to a folder elsewhere, of which nothing is removed; remove it by hand")
+    try:
+        with _alone(root):
+            (root / TABLE).unlink(missing_ok=True)  # first: nobody takes what is left for a store
+            for entry in root.iterdir():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                elif entry.name != LOCK:
+                    entry.unlink()
+        shutil.rmtree(root)
+    except OSError as error:
+        raise StoreError(f"{root} cannot be removed: {error.strerror}; check its permissions") from error
+
+
+@contextlib.contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """While no other process packs into a store or has it open."""
+    packing = file_io.open_to_write(root / LOCK)
+    opened = None
+    try:
+        try:
+            file_io.lock(packing)
+        except BlockingIOError as error:
+            raise StoreError(f"a process packs into {root}; end it, or wait until it is done") from error
+        try:
+            opened = file_io.lock_folder(root, shared=False)
+        except BlockingIOError as error:
+            raise StoreError(f"a running process uses the store in {root}; end it first") from error
+        yield
+    finally:
+        os.close(packing)
+        if opened is not None:
+            os.close(opened)
 
 
 @contextlib.contextmanager
@@ -180,67 +301,6 @@ def forget_cached(handle: IO[bytes]) -> None:
     file_io.drop_cached(handle.fileno())
 
 
-class ExtentWriter:
-    """Appends an extent of one matrix to a file. Gaps between fields are zeros."""
-
-    def __init__(self, handle: IO[bytes], layout: Layout) -> None:
-        self._descriptor = handle.fileno()
-        self.offset = os.fstat(self._descriptor).st_size
-        self._end = self.offset + layout.nbytes
-        os.ftruncate(self._descriptor, self._end)
-        self._places = {placed.field.name: self.offset + placed.offset for placed in layout.fields}
-
-    def write(self, field: Field, first: int, value: torch.Tensor) -> None:
-        """Writes the values of `field` for rows of the matrix from `first` on; from any thread."""
-        before, after = field.shape[: field.rows_at], field.shape[field.rows_at + 1 :]
-        row = torch.Size(after).numel() * field.dtype.itemsize
-        runs = value.contiguous().view(torch.Size(before).numel(), -1).view(torch.uint8).numpy()
-        for index, run in enumerate(runs):
-            at = self._places[field.name] + (index * field.shape[field.rows_at] + first) * row
-            file_io.write_at(self._descriptor, run.data, at)
-
-    def checksum(self) -> str:
-        """The checksum of the extent, read back from the file."""
-        digest = xxhash.xxh3_64()
-        start = self.offset
-        while start < self._end:
-            content = file_io.read_bytes_at(self._descriptor, min(_READ, self._end - start), start)
-            digest.update(content)
-            start += len(content)
-        return str(digest.hexdigest())
-
-
-def header_of(layout: Layout, layer: int, experts: int) -> bytes:
-    """The file's first bytes (length prefix, JSON, spaces), a multiple of 4 KiB long."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt", "tiermoe": "expert-store"}}
-    for expert in range(experts):
-        begin, gap = expert * layout.nbytes, 0
-        end = begin
-        for placed in layout.fields:
-            start = begin + placed.offset
-            if start > end:
-                table[f"layers.{layer}.experts.{expert}.padding.{gap}"] = _entry("U8", [start - end], end, start)
-                gap += 1
-            end = start + placed.field.nbytes
-            name = f"layers.{layer}.experts.{expert}.{placed.part}.{placed.field.name}"
-            table[name] = _entry(_DTYPE_NAMES[placed.field.dtype], list(placed.field.shape), start, end)
-        if begin + layout.nbytes > end:
-            stop = begin + layout.nbytes
-            table[f"layers.{layer}.experts.{expert}.padding.{gap}"] = _entry("U8", [stop - end], end, stop)
-    text = json.dumps(table, separators=(",", ":")).encode()
-    length = align(8 + len(text), PAGE) - 8
-    return struct.pack("<Q", length) + text.ljust(length, b" ")
-
-
-def write_header(file: Pieces, layout: Layout, layer: int, experts: int) -> int:
-    """Writes the header and returns the offset of expert 0."""
-    return file.write(header_of(layout, layer, experts))
-
-
 def file_name(key: str, layer: int | str) -> str:
     """The file of one layer's experts in precision `key`; a pattern of such names where either is '*'."""
     return f"experts-{key}-layer{layer:0>3}.safetensors" if layer != "*" else f"experts-{key}-layer*.safetensors"
-
-
-def _entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}

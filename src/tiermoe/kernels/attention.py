@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.formats.encoding import Encoding
-from tiermoe.formats.scratch import scratch
-from tiermoe.kernels.matrix import address, matrix_form, plain, prepared_at_most
+from tiermoe.formats.encoding import Encoding, scratch
+from tiermoe.kernels.linear import address, matrix_form, plain, prepared_at_most
 from tiermoe.kernels.norm import Norm
 from tiermoe.native import ROWS, _native, structs
 from tiermoe.types import FEW_TOKENS

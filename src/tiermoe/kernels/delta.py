@@ -10,8 +10,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from tiermoe.formats.scratch import scratch
-from tiermoe.kernels.matrix import plain
+from tiermoe.formats.encoding import scratch
+from tiermoe.kernels.linear import plain
 from tiermoe.native import _native, available, structs
 from tiermoe.types import FEW_TOKENS
 

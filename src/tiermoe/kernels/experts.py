@@ -10,13 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tiermoe.formats.encoding import scratch
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.plain import Plain
-from tiermoe.formats.scratch import scratch
 from tiermoe.kernels.gates import Gate
 from tiermoe.kernels.gpu import GroupedExperts, grouped_experts
-from tiermoe.kernels.linear import linear_for, native_tokens
-from tiermoe.kernels.matrix import MatrixForm, matrix_form
+from tiermoe.kernels.linear import MatrixForm, linear_for, matrix_form, native_tokens
 from tiermoe.native import ROWS, _native, available, structs
 from tiermoe.types import Part
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +16,10 @@ from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.int4 import RowMajorInt4
 from tiermoe.formats.int8 import Int8
-from tiermoe.kernels.matrix import SlotMatrix
 from tiermoe.types import Part
+
+if TYPE_CHECKING:
+    from tiermoe.kernels.triton_kernels import SlotMatrix
 
 Views = Mapping[str, Mapping[str, Tensor]]
 
@@ -68,10 +71,8 @@ class GroupedExperts:
     """Experts of one format: two packed matrices and nothing else."""
 
     def __init__(self, form: ExpertFormat, first: SlotMatrix, second: SlotMatrix) -> None:
-        from tiermoe.kernels.triton_kernels import grouped_linear
-
         self._first, self._second = first, second
-        self._multiply = grouped_linear
+        self._multiply: Callable[..., Tensor] = _triton().grouped_linear
         start = form.slot.fields[0]
         assert start.offset == 0
         self._start = start.part, start.field.name
@@ -101,7 +102,8 @@ def _packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
         return None
     at = {placed.field.name: placed.offset for placed in form.slot.fields if placed.part == part.name}
     codes, zero = ("weight", "scale") if taken[0] == 8 else ("codes", "zero")
-    return SlotMatrix(*part.out_in, *taken, form.dtype, at[codes], at["scale"], at[zero])
+    found: SlotMatrix = _triton().SlotMatrix(*part.out_in, *taken, form.dtype, at[codes], at["scale"], at[zero])
+    return found
 
 
 def _bits_and_group(encoding: Encoding | None) -> tuple[int, int] | None:

@@ -1,5 +1,6 @@
 """Linear kernels: tokens times one packed matrix, on the fields of a slot. `KERNELS` has one for each encoding and
-device; the reference is `DecodedLinear`, which decodes and multiplies.
+device; the reference is `DecodedLinear`, which decodes and multiplies. `MatrixForm` describes a matrix to the native
+kernels: coding, sizes and the addresses of a slot's fields.
 
 On a CPU, 2 to 8 bits in bfloat16: the native kernels where there are any. Else few tokens: torch's operators on the
 packed weights, which read fewer bytes; many tokens: decode, then one matrix product, in float32 where the processor has
@@ -7,8 +8,11 @@ no instructions for bfloat16 (there torch multiplies number by number). Which of
 encoding, the dtype and the number of tokens alone, so that a result depends on neither timing nor the cache.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -17,15 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.errors import ConfigError
-from tiermoe.formats.encoding import BLOCK_ROWS, Encoding, FixedEncoding, RowBlocks
+from tiermoe.formats.encoding import BLOCK_ROWS, Encoding, FixedEncoding, InC, RowBlocks, scratch
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR, Int4, is_torchs
 from tiermoe.formats.plain import Halves
 from tiermoe.formats.registry import encoding_named
-from tiermoe.formats.scratch import scratch
 from tiermoe.kernels import gpu
-from tiermoe.kernels.matrix import MatrixForm, matrix_form
-from tiermoe.native import _native, available, instruction_set
+from tiermoe.native import CODINGS, _native, available, instruction_set, structs, takes
 from tiermoe.types import FEW_TOKENS, Part
 
 # The most tokens for which the operator on packed weights is used; measured for (2048, 2048) and (1024, 2048)
@@ -39,9 +41,71 @@ NATIVE_TOKENS_BESIDE_AMX = 48
 DECODED_WEIGHTS = 1 << 24
 DECODED_BLOCKS = 1 << 20  # likewise, of blocks of rows: what is decoded stays in the cache
 INT8_COLUMNS = 16  # with another multiple the operator reads past the end of the rows in 16-bit dtypes
-
-
 _DECODING = 4 << 20  # temporaries of decoding a matrix
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixForm:
+    """Matrices (out, in_) of one coding."""
+
+    how: InC
+    out: int
+    in_: int
+
+    def pack(self, fields: Mapping[str, Tensor]) -> bytes:
+        """`structs.Matrix` of a matrix in a slot, valid as long as the slot's tensors live."""
+        how = self.how
+        return _packed(self, _address(fields, how.weights), _address(fields, how.scales), _address(fields, how.others))
+
+    def absent(self) -> bytes:
+        """`structs.Matrix` of an absent matrix: addresses are 0."""
+        return _packed(self, 0, 0, 0)
+
+
+def _address(fields: Mapping[str, Tensor], name: str | None) -> int:
+    return fields[name].data_ptr() if name and name in fields else 0
+
+
+@lru_cache(maxsize=4096)  # slots lie at the same addresses again and again
+def _packed(form: MatrixForm, weights: int, scales: int, others: int) -> bytes:
+    how = form.how
+    scale_kind, scale_rows, scale_columns, factor_rows = how.published
+    return _native.pack(
+        structs.Matrix(
+            coding=CODINGS[how.coding], weights=weights, scales=scales, zeros_or_factors=others, rows=form.out,
+            columns=form.in_, group=how.group, scale_kind=scale_kind, scale_rows=scale_rows,
+            scale_columns=scale_columns, factor_rows=factor_rows,
+        )
+    )  # fmt: skip
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether the kernels take a tensor by its address."""
+    return tensor.dtype == torch.bfloat16 and tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
+def address(tensor: Tensor | None) -> int:
+    """The address of a tensor; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def prepared_at_most(columns: int) -> int:
+    """Bytes of a token's prepared input of so many columns (matrix_prepared in native/matrix.h): AVX2's integers of
+    spans of 32 columns, in other instruction sets sums of groups of 32."""
+    return (136 if instruction_set() == "avx2" else 4) * -(-columns // 32)
+
+
+def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> MatrixForm | None:
+    """The form of matrices (out, in_) in an encoding, for products in `dtype`; None where the kernels do not take
+    them."""
+    form = _form(encoding, out, in_)
+    return form if form and takes(dtype, form.how.coding, out, in_, form.how.group) else None
+
+
+@lru_cache(maxsize=4096)
+def _form(encoding: Encoding, out: int, in_: int) -> MatrixForm | None:
+    how = encoding.in_c(out, in_)
+    return MatrixForm(how, out, in_) if how else None
 
 
 class LinearKernel(Protocol):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiermoe.formats.encoding import scratch
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.neurons import GATE, NEURONS, Records, Sealed
-from tiermoe.formats.scratch import scratch
 from tiermoe.kernels.experts import Views
 from tiermoe.kernels.gates import Activation
 from tiermoe.kernels.linear import linear_for, product_dtype

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tiermoe.kernels.matrix import address, plain
+from tiermoe.kernels.linear import address, plain
 from tiermoe.native import _native, available, structs
 
 NORM_COLUMNS = 16  # a width is a multiple of them

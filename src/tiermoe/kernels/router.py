@@ -8,7 +8,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from tiermoe.kernels.matrix import address, plain
+from tiermoe.kernels.linear import address, plain
 from tiermoe.native import _native, available, structs
 
 COLUMNS = 32  # a hidden size is a multiple of it

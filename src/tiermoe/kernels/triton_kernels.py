@@ -29,8 +29,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tiermoe.kernels.matrix import SlotMatrix
-
 # Bytes; below it Triton compiles another kernel, which may add in another order. Slot fields have more.
 ALIGNMENT = 16
 FUSE = True  # a * b + c rounds once: part of the result, so not left to Triton's default, which 3.10 changes
@@ -246,6 +244,23 @@ def grouped_kernel(
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
     total = row_sums(x, codes, scale, zero, rows, N, K, BITS, GROUP, BN, BK)
     tl.store(y + expert * N + rows, total.to(y.dtype.element_ty), mask=rows < N)
+
+
+@dataclass(frozen=True)
+class SlotMatrix:
+    """A packed matrix (rows, columns) in a slot. `codes`, `scale`, `zero`: where its fields begin, in bytes from the
+    slot's first one, multiples of 16. bits 2 and 4: fields as `int2_linear` and `int4_linear` take them, `group`
+    columns to a scale; bits 8: as `int8_linear` does, `group` and `zero` unused. `dtype` is that of scales and
+    zeros."""
+
+    rows: int
+    columns: int
+    bits: int
+    group: int
+    dtype: torch.dtype
+    codes: int
+    scale: int
+    zero: int
 
 
 def grouped_linear(x: Tensor, slots: Tensor, matrix: SlotMatrix, shared: bool) -> Tensor:

@@ -34,7 +34,7 @@ _RATIO, _PLAIN = 32, 16 * MIB
 _NEURONS = ("neurons", "named")  # fields of a layer
 _RANKED = ("forecasts", "counts")  # likewise
 _LATER = ("slot_bytes", "copied_bytes", "neuron_slot_bytes")  # files of earlier versions of tiermoe lack them
-_LATER_TIMES = ("layers", "prefill_layers", "prefetch", "prefill_prefetch")
+_LATER_TIMES = ("layers", "prefill_layers")
 
 _CSV = "# route_trace"  # a CSV's first characters
 _CSV_VERSION = "v1"
@@ -91,8 +91,6 @@ class Times:
     prefill_expert: dict[int, float]  # bits → one expert per prompt token beyond its first
     layers: float = 0.0  # of `dense`, what layers take from the router's choice to their first expert
     prefill_layers: float = 0.0  # likewise of `prefill_token`
-    prefetch: float = 0.0  # naming what to read ahead, in one layer of a decode pass
-    prefill_prefetch: float = 0.0  # likewise per prompt token
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,27 +232,9 @@ def _document(line: bytes, number: int, path: Path) -> dict[str, Any]:
 
 
 def _header_to_json(header: Header) -> dict[str, Any]:
-    times = header.times
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "model": header.model,
-        "fingerprint": header.fingerprint,
-        "experts": list(header.experts),
-        "top_k": list(header.top_k),
-        "expert_bytes": header.expert_bytes,
-        "times": times and {name: getattr(times, name) for name in Times.__slots__},
-        "holds": sorted(header.holds),
-        "forecast_distances": list(header.forecast_distances),
-        "head_bytes": header.head_bytes,
-        "neuron_bytes": header.neuron_bytes,
-        "neurons": header.neurons,
-        "dense_bytes": header.dense_bytes,
-        "encoder_layers": header.encoder_layers,
-        "made_from": header.made_from,
-        **{name: getattr(header, name) for name in _LATER},
-        "hash_layers": list(header.hash_layers),
-    }
+    fields = {name: getattr(header, name) for name in Header.__slots__}
+    times = header.times and {name: getattr(header.times, name) for name in Times.__slots__}
+    return {"format": FORMAT, "version": VERSION, **fields, "times": times, "holds": sorted(header.holds)}
 
 
 def _header_from_json(document: dict[str, Any]) -> Header:

@@ -33,7 +33,7 @@ class NotFiniteError(Exception):
 
 
 def require_finite(name: str, *values: Tensor) -> None:
-    """NotFiniteError where some of the values are not finite."""
+    """NotFiniteError if some of the values are not finite."""
     if not all(bool(torch.isfinite(each).all()) for each in values):
         raise NotFiniteError(name)
 
@@ -71,11 +71,11 @@ class Passing:
 
 
 class Decoder:
-    """A model's `layers` with the embedding before and the output layer behind them.
+    """A model's `layers` with the embedding before and the output layer after them.
 
-    shapes: of each layer's cache, an MTP head's behind the others'. norm: of the last layer's output; where layers have
+    shapes: of each layer's cache, an MTP head's after the others'. norm: of the last layer's output; where layers have
     streams it makes one of them first. rotaries: of the steps' angles. dtype: of the hidden states. kv_bits: of keys
-    and values in its caches. softcap: logits are softcap * tanh(logits / softcap) (Gemma 4). mtp: a layer behind the
+    and values in its caches. softcap: logits are softcap * tanh(logits / softcap) (Gemma 4). mtp: a layer after the
     last one, which drafts (`MtpHead`); None: there is none, or nobody asks for drafts."""
 
     rows_together = True  # several rows run in one step
@@ -118,12 +118,12 @@ class Decoder:
     def can_verify_draft(self) -> bool:
         """Whether the tokens of a draft, verified in one step, get the bits of decoding one by one: where they cannot
         run together, each runs by itself through a layer, which reads each expert once. A recurrent state is kept
-        behind the last of them alone."""
+        after the last of them alone."""
         return self.batch_invariant or not any(shape.state for shape in self.shapes)
 
     @property
     def routers(self) -> list[Router | None]:
-        """Routers of the MoE layers, in the order they run; None where experts follow from the token alone."""
+        """Routers of the MoE layers, in the order they run; None if experts follow from the token alone."""
         return [block.router if block.table is None else None for block in self._moe_blocks()]
 
     @property
@@ -144,7 +144,7 @@ class Decoder:
         return undo
 
     def require_finite(self) -> Callable[[], None]:
-        """Layers raise NotFiniteError where they give what is not finite, until the result is called."""
+        """Layers raise NotFiniteError if they give what is not finite, until the result is called."""
         layers = self.layers
         self.layers = [cast(DecoderLayer, FiniteLayer(layer)) for layer in layers]
 
@@ -154,7 +154,7 @@ class Decoder:
         return undo
 
     def attach(self, experts: Sequence[Experts]) -> None:
-        """Gives each MoE layer its experts, an MTP head's behind the others'."""
+        """Gives each MoE layer its experts, an MTP head's after the others'."""
         head = None if self.mtp is None else self.mtp.layer.moe
         for block, own in zip([*self._moe_blocks(), *filter(None, [head])], experts, strict=True):
             block.experts = own
@@ -238,7 +238,7 @@ class Decoder:
 
 def plan_layers(config: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> list[DecoderLayer] | None:
     """The layers of the decoder that a model with this config gets, of weights without values: what a plan counts.
-    shapes: of the weights, by path. None where it gets no decoder of ours."""
+    shapes: of the weights, by path. None if it gets no decoder of ours."""
     family = decoder_family(config)
     if family is None:
         return None
@@ -247,7 +247,7 @@ def plan_layers(config: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch
 
 
 def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int = 16) -> Decoder | None:
-    """The decoder of a model with this transformers config; None where the family has none or no block computes a part
+    """The decoder of a model with this transformers config; None if the family has none or no block computes a part
     of the config. kv_bits: of keys and values in its caches; latents have 16 alone."""
     family = decoder_family(config)
     if family is None:

@@ -16,7 +16,7 @@ from tiermoe.model.step import Step
 
 
 class DecoderLayer(Protocol):
-    """What a decoder asks of its layers. moe: the MoE block, None where there is none. sizes: of attention. by_kernel:
+    """What a decoder asks of its layers. moe: the MoE block, None if there is none. sizes: of attention. by_kernel:
     a native call computes few tokens up to the second norm, where the weights are such. batch_invariant: whether a
     token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
 
@@ -33,7 +33,7 @@ class DecoderLayer(Protocol):
     def batch_invariant(self) -> bool: ...
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
-        """x, the hidden states or streams of a step's tokens, behind layer `index`."""
+        """x, the hidden states or streams of a step's tokens, after layer `index`."""
         ...
 
     def forward_ragged(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
@@ -59,7 +59,6 @@ class Layer:
     norm_attended: Norm | None = None  # of attention's output before it is added
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
-        """x (T, H) → (T, H)."""
         return self.feed_forward.add(*self.attended(x, index, step), self.multiplier)
 
     def forward_ragged(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
@@ -135,7 +134,6 @@ class AttentionLayer:
         return self.attention.batch_invariant
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
-        """x (T, H) → (T, H)."""
         return x + self.attention(self.norm(x), index, step)
 
     def forward_ragged(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
@@ -156,7 +154,6 @@ class FeedForwardLayer:
     by_kernel: ClassVar[bool] = False
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
-        """x (T, H) → (T, H)."""
         return self.feed_forward.add(self.norm(x), x, 1.0)
 
     def forward_ragged(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:

@@ -16,10 +16,10 @@ NAME = "model-config.json"
 
 
 class ModelConfig:
-    """A model's config, by attribute: `config.hidden_size`. AttributeError where transformers' config has none of the
+    """A model's config, by attribute: `config.hidden_size`. AttributeError if transformers' config has none of the
     name.
 
-    fields: JSON values by name, `per_layer_config` among them where layers differ (layer → the values of its own).
+    fields: JSON values by name, `per_layer_config` among them if layers differ (layer → the values of its own).
     rope_frequencies: kind of layers, '' where all are alike → (frequencies of a rotary embedding that is not the
     default one, factor of its cos and sin). has_text_class: transformers has a class for the text part alone, whose
     tensors the checkpoint's then are. unread: what the model's other parts read ('pictures and sound'); empty for a
@@ -57,7 +57,7 @@ _BY_LAYER = ("layer_types", "mlp_layer_types", "indexer_types")
 
 
 def lengthened(fields: Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a config that change where a model has an MTP head's layer behind its last one: of the kinds that
+    """The fields of a config that change where a model has an MTP head's layer after its last one: of the kinds that
     the config says (`mtp_layer_types`), else `kinds` (`families.mtp_heads`), else like the last one."""
     lists = {name: fields[name] for name in _BY_LAYER if isinstance(fields.get(name), list)}
     own = {name: [*(fields.get(f"mtp_{name}") or ()), kinds.get(name, each[-1])][0] for name, each in lists.items()}
@@ -96,7 +96,7 @@ class GenerationConfig:
 
 
 def read_config(root: Path, origin: Origin) -> ModelConfig | None:
-    """The config that the store at `root` keeps; None where there is none that can be used."""
+    """The config that the store at `root` keeps; None if there is none that can be used."""
     kept = read_kept(root / NAME, origin)
     try:
         return None if kept is None else ModelConfig(**kept)

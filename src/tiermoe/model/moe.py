@@ -17,6 +17,7 @@ from torch import Tensor
 from tiermoe.errors import ModelError
 from tiermoe.formats.outline import Outline
 from tiermoe.kernels.gates import Activation, Gate, gate_named, gelu_tanh, relu_squared
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.parts import Linear, Norm, by_token
 from tiermoe.model.routers import Router, RouterRule
 from tiermoe.model.weights import Scope
@@ -40,7 +41,7 @@ class ExpertGate:
     activation: Gate
 
     def require_elementwise(self) -> Activation:
-        """act of experts that are W2 (act(W1 x) * W3 x). ModelError where they are gated otherwise, so that the neuron
+        """act of experts that are W2 (act(W1 x) * W3 x). ModelError if they are gated otherwise, so that the neuron
         unit cannot take them."""
         found = self.activation.kind.elementwise
         if found is None:
@@ -76,7 +77,7 @@ class Experts(Protocol):
 
     def block(self, router: Router, hidden: Tensor, residual: Tensor | None) -> Tensor | None:
         """residual, if any, + the sum of the experts that the router chooses for hidden, (T, H) each, in one call; None
-        where no call computes that."""
+        if no call computes that."""
         ...
 
     def route(self, router: Router, *parts: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -149,7 +150,6 @@ class DenseBlock:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
         return all(matrix.batch_invariant for matrix in (*self.first, self.down))
 
     def watched(self, wrap: Callable[[Any], Any]) -> DenseBlock:
@@ -157,11 +157,9 @@ class DenseBlock:
         return replace(self, first=tuple(map(wrap, self.first)), down=wrap(self.down))
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
-        """residual + multiplier * the block of x, (T, H) each."""
         return add_to(residual, self(x), multiplier)
 
     def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
-        """`add` of each (x, residual)."""
         return [self.add(x, residual, multiplier) for x, residual in parts]
 
 
@@ -190,7 +188,6 @@ class MoeBlock:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
         always = [part for part in (self.shared, self.shared_gate, *(self.latent or ())) if part is not None]
         return self.experts.batch_invariant and all(part.batch_invariant for part in always)
 
@@ -217,7 +214,6 @@ class MoeBlock:
         return [self._whole(x, result) for x, result in zip(xs, routed, strict=True)]
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
-        """residual + multiplier * the block of x, (T, H) each."""
         if self.fused and self.shared is None and self.norm is None and multiplier == 1:
             result = self.experts.block(self.router, x, residual)
             if result is not None:
@@ -225,7 +221,6 @@ class MoeBlock:
         return add_to(residual, self(x), multiplier)
 
     def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
-        """`add` of each (x, residual), bit for bit; each expert is read once for all of them."""
         results = self.forward_ragged([x for x, _ in parts])
         return [add_to(residual, result, multiplier) for (_, residual), result in zip(parts, results, strict=True)]
 
@@ -266,8 +261,8 @@ def dense(
     norm: Norm | None = None,
 ) -> DenseBlock:
     """The dense block with the weights of `w` ('mlp'), of `inner` columns between its matrices. activation: one of
-    `ACTIVATIONS`, or what is between the matrices. first, down: names of the matrices; two first ones are gate and up,
-    one is both (fused), or up alone. norm: of what the block gives."""
+    `ACTIVATIONS`, or what is between the matrices. first, down: names of the matrices; the first ones are gate and up
+    in this order, or one that is both (fused: rows of gate, then of up), or up alone. norm: of what the block gives."""
     between = activation if callable(activation) else ACTIVATIONS[activation]
     if not callable(activation) and (fused or len(first) == 2):
         between = gated(between)
@@ -294,10 +289,11 @@ def moe(
 ) -> MoeBlock:
     """The MoE block with the weights of `w` ('mlp'): so many `experts` of `inner` columns between their matrices.
 
-    router: name of the router's matrix; correction: of the bias by which it chooses, if it has one. shared: an expert
-    of every token; shared_gate: name of the matrix of its gate. latent: names of the projections before and after the
-    experts, and the columns that they take. table: name of the table of tokens' experts, of layers that have one.
-    weighs_input, norm: of `MoeBlock`. gateless: experts have no gate. biased: their matrices have biases."""
+    router: name of the router's matrix; correction: of the bias that is added to its scores for the choice alone, if
+    the layer has one. shared: an expert of every token; shared_gate: name of the matrix of its gate. latent: names of
+    the projections before and after the experts, and the columns that they take. table: name of the table of tokens'
+    experts, of layers that have one. weighs_input, norm: of `MoeBlock`. gateless: experts have no gate. biased: their
+    matrices have biases."""
     bias = w.tensor(f"{router}.bias", experts) if w.has(f"{router}.bias") else None
     corrects = correction is not None and w.has(correction)
     routed = Router(
@@ -327,23 +323,27 @@ def moe(
 
 def moe_or_dense(
     w: Scope,
+    config: ModelConfig,
     rule: RouterRule,
-    activation: str | Callable[..., Tensor],
-    *,
     experts: int,
-    inner: int,
-    dense_inner: int,
-    shared_inner: int = 0,
-    shared: str = "shared_experts",
+    *,
+    shared: int | None = 0,
+    inner: int | None = None,
+    activation: Callable[..., Tensor] | None = None,
     router: str = "gate",
     correction: str | None = None,
+    shared_name: str = "shared_experts",
     norm: Norm | None = None,
 ) -> MoeBlock | DenseBlock:
-    """The feed-forward part with the weights of `w`: `moe`, with a shared expert of `shared_inner` columns if the
-    layer has one, or `dense` in a layer without a router."""
+    """The feed-forward part with the weights of `w`: `moe`, or `dense` in a layer without a router, of the config's
+    `intermediate_size`. shared: experts beside the routed ones, in one matrix, if the layer has some. inner: columns of
+    an expert, None: the config's `moe_intermediate_size`. activation: of dense blocks, None: the config's `hidden_act`.
+    router, correction, norm: of `moe`."""
+    between = config.hidden_act if activation is None else activation
     if not w.has(f"{router}.weight"):
-        return dense(w, dense_inner, activation, norm=norm)
-    beside = dense(w.at(shared), shared_inner, activation) if w.has(shared) else None
+        return dense(w, config.intermediate_size, between, norm=norm)
+    inner = config.moe_intermediate_size if inner is None else inner
+    beside = dense(w.at(shared_name), (shared or 0) * inner, between) if w.has(shared_name) else None
     return moe(w, rule, experts, inner, router=router, correction=correction, shared=beside, norm=norm)
 
 

@@ -1,8 +1,8 @@
-"""MTP head (multi-token prediction): a layer behind a model's last one, which drafts the next token but one from a
+"""MTP head (multi-token prediction): a layer after a model's last one, which drafts the next token but one from a
 token's hidden state and the token after it (DeepSeek-V3's report, 2024, section 2.2; transformers' `MtpModel`).
 
 Its layer attends over keys and values of its own: entry p, at position p of the sequence's slab, is made of the hidden
-state of the token at p, behind the model's last norm, and of the token at p + 1. An entry takes no experts: keys and
+state of the token at p, after the model's last norm, and of the token at p + 1. An entry takes no experts: keys and
 values need the layer's attention alone. So the head reads every token of prompt and answer as it comes, and its experts
 run only where it drafts.
 
@@ -129,7 +129,7 @@ def _before(unread: Unread | None, first: int, like: Tensor) -> Unread:
 
 
 def _unknown(first: int, like: Tensor) -> Unread:
-    """The token before position `first` where its hidden state is not known, as behind the prefix of another sequence:
+    """The token before position `first` if its hidden state is not known, as after the prefix of another sequence:
     zeros stand for it, and change drafts alone."""
     count = min(first, 1)
     return Unread(first - count, [0] * count, like.new_zeros((count, like.shape[-1])))

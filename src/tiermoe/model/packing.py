@@ -18,15 +18,14 @@ import torch
 
 from tiermoe.config import Settings
 from tiermoe.errors import LoadError
-from tiermoe.formats import encode_matrix
-from tiermoe.formats.expert_format import PAGE, ExpertFormat, align, relative_error
+from tiermoe.formats.encoding import Matrix, WriteField, encode_matrices, scratch, workspace_bytes
+from tiermoe.formats.expert_format import PAGE, ExpertFormat, ExtentWriter, align, relative_error
 from tiermoe.formats.in_place import OWN_BITS
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for, encoding_named
-from tiermoe.formats.scratch import scratch
 from tiermoe.formats.source import label_of
 from tiermoe.formats.store import Store, adding_to, dense_file_name, dense_key, machine_of, one_matrix
-from tiermoe.formats.store_files import ExtentWriter, Progress, Waiting, forget_cached, whole_or_nothing
+from tiermoe.formats.store_files import Progress, Waiting, forget_cached, whole_or_nothing
 from tiermoe.kernels.attention import PackedMatrix
 from tiermoe.kernels.linear import linear_for, machine_layout
 from tiermoe.model.hf.blueprint import Blueprint
@@ -54,7 +53,7 @@ def kind_of(name: str) -> str:
 
 
 def bits_of(blueprint: Blueprint, name: str, bits: int, layout: str) -> int:
-    """The precision of the linear layer at path `name` for the kernels of `layout` where `bits` are asked for."""
+    """The precision of the linear layer at path `name` for the kernels of `layout` if `bits` are asked for."""
     if kind_of(name) not in _KEPT_AT_6:
         return bits
     out, in_ = blueprint.outline.tensors[f"{name}.weight"].shape
@@ -75,7 +74,7 @@ def recipe_key(blueprint: Blueprint, bits: int, layout: str) -> str:
 
 
 def dense_format(blueprint: Blueprint, name: str, bits: int, layout: str) -> ExpertFormat:
-    """How the linear layer at path `name` is packed for the kernels of `layout` where `bits` are asked for."""
+    """How the linear layer at path `name` is packed for the kernels of `layout` if `bits` are asked for."""
     bits = bits_of(blueprint, name, bits, layout)
     out, in_ = blueprint.outline.tensors[f"{name}.weight"].shape
     layer = one_matrix(name, out, in_)
@@ -151,7 +150,7 @@ def _pack_layers(
         progress(blocks, total)
 
     table = {}
-    found = zip(formats.items(), extents, encode_matrix.encode(matrices, report, workers), strict=True)
+    found = zip(formats.items(), extents, encode_matrices(matrices, report, workers), strict=True)
     for (name, form), extent, squares in found:
         table[name] = {
             "encoding": form.encodings["weight"].name,
@@ -163,9 +162,7 @@ def _pack_layers(
     return table
 
 
-def _matrix(
-    blueprint: Blueprint, sources: Sequence[str], form: ExpertFormat, write: encode_matrix.WriteField
-) -> encode_matrix.Matrix:
+def _matrix(blueprint: Blueprint, sources: Sequence[str], form: ExpertFormat, write: WriteField) -> Matrix:
     checkpoint = blueprint.checkpoint
     ends = list(accumulate(checkpoint.tensors[source].shape[0] for source in sources))
 
@@ -178,18 +175,18 @@ def _matrix(
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     encoding = form.encodings["weight"]
-    return encode_matrix.Matrix(encoding, QUANTIZERS["hqq"], form.layer.parts[0].out_in, form.dtype, read, write)
+    return Matrix(encoding, QUANTIZERS["hqq"], form.layer.parts[0].out_in, form.dtype, read, write)
 
 
 def packing_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
-    """Largest memory of each worker of `pack_dense`, in bytes; 0 where it packs nothing."""
+    """Largest memory of each worker of `pack_dense`, in bytes; 0 if it packs nothing."""
     quantizer, most = QUANTIZERS["hqq"], 0
     for name, sources in packable(blueprint).items():
         form = dense_format(blueprint, name, bits, layout)
         stored = blueprint.checkpoint.tensors[sources[0]].dtype
         converted = stored.itemsize if stored != blueprint.dtype else 0
         encoding, shape = form.encodings["weight"], form.layer.parts[0].out_in
-        most = max(most, encode_matrix.workspace_bytes(encoding, quantizer, *shape, blueprint.dtype, converted))
+        most = max(most, workspace_bytes(encoding, quantizer, *shape, blueprint.dtype, converted))
     return most
 
 
@@ -287,7 +284,7 @@ def with_own_dense(settings: Settings, blueprint: Blueprint, device: str) -> Set
 
 def shared_table(blueprint: Blueprint, device: str) -> str | None:
     """The key of an embedding that the output layer shares in the checkpoint's type: its rows are read from the file,
-    and nothing else needs the tensor. None where there is no such embedding."""
+    and nothing else needs the tensor. None if there is no such embedding."""
     tied = {path.removesuffix(".weight") for path in blueprint.outline.tied}
     return next((key for path, key in own_linears(blueprint, device).items() if path in tied), None)
 
@@ -311,7 +308,7 @@ def read_own(
     blueprint: Blueprint, device: str, bias_of: Callable[[str], torch.Tensor | None]
 ) -> Iterator[tuple[str, PackedLinear]]:
     """`own_linears`, each with its path, read one after the other and given the bias that `bias_of` has for its path.
-    ModelError where one cannot be read."""
+    ModelError if one cannot be read."""
     for path, key in own_linears(blueprint, device).items():
         form = _own_format(blueprint, key)
         encoding, (out, in_) = form.encodings["weight"], form.layer.parts[0].out_in

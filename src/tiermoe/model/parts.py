@@ -14,8 +14,7 @@ from torch import Tensor
 from tiermoe.formats.plain import Plain
 from tiermoe.kernels import norm as native_norm
 from tiermoe.kernels.attention import PackedMatrix
-from tiermoe.kernels.linear import LinearKernel, linear, multiplies_bfloat16, product
-from tiermoe.kernels.matrix import matrix_form
+from tiermoe.kernels.linear import LinearKernel, linear, matrix_form, multiplies_bfloat16, product
 from tiermoe.kernels.norm import Norm as NativeNorm
 from tiermoe.native import available
 from tiermoe.types import FEW_TOKENS
@@ -99,7 +98,7 @@ as of betas and decays in Qwen3.5 at 4 bits. So a token has the bits that it has
 
 
 class Linear(Protocol):
-    """x (T, in) → (T, out), with the bias where there is one. batch_invariant: a token's result does not depend on the
+    """x (T, in) → (T, out), with the bias if there is one. batch_invariant: a token's result does not depend on the
     other tokens of a call of up to FEW_TOKENS. packed: the weight for the attention kernels."""
 
     @property

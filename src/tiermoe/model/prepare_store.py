@@ -1,4 +1,4 @@
-"""Store of a checkpoint: opened, and packed where it lacks the chosen precision; for run, chat, pack and load alike."""
+"""Store of a checkpoint: opened, and packed if it lacks the chosen precision; for run, chat, pack and load alike."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from tiermoe.formats.store import (
     pack_anew,
     precision_key,
 )
-from tiermoe.formats.store_files import exclusive
-from tiermoe.formats.stores import TABLE
+from tiermoe.formats.store_files import TABLE, exclusive
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.hf.blueprint import Blueprint, chosen_store_root
 from tiermoe.model.packing import pack_dense, recipe_key
 from tiermoe.model.packing import packing_bytes as dense_packing_bytes
 from tiermoe.offload.presets import Resolved
 from tiermoe.platform.process_memory import PACKING_HEAP, heap_for_packing
-from tiermoe.types import Extent, MoeLayer, Need, Phase
+from tiermoe.types import Extent, Need, Phase
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is packed, or which process is waited for, done, in all)."""
@@ -52,7 +51,7 @@ def store_root(blueprint: Blueprint, chosen: Path | None) -> Path:
 
 
 def found_store(blueprint: Blueprint, chosen: Path | None) -> Store | None:
-    """The store in the folder of the blueprint's, whichever checkpoint it is of; None where none can be read. Where
+    """The store in the folder of the blueprint's, whichever checkpoint it is of; None if none can be read. Where
     experts are used as they were published, the store need not be there. The stores of a model's parts are one
     (`store.joined`)."""
     if blueprint.parts:
@@ -70,9 +69,9 @@ def found_store(blueprint: Blueprint, chosen: Path | None) -> Store | None:
 def open_or_create(
     blueprint: Blueprint, root: Path, force: bool = False, found: Store | None = None, waiting: Progress | None = None
 ) -> Store:
-    """The store at `root`, empty where there is none yet, with the checkpoint's outline beside it. found: what was just
+    """The store at `root`, empty if there is none yet, with the checkpoint's outline beside it. found: what was just
     read there, which is not read again. waiting: called with the progress of another process that packs there.
-    StoreError where the store is damaged, another checkpoint's or another version's; `force` makes an empty one of it
+    StoreError if the store is damaged, another checkpoint's or another version's; `force` makes an empty one of it
     then."""
     store = _opened_or_new(blueprint, root, force, waiting) if found is None else _checked(found, blueprint)
     with contextlib.suppress(OSError):
@@ -106,12 +105,9 @@ def _opened_or_new(blueprint: Blueprint, root: Path, force: bool, waiting: Progr
 
 
 def _new(blueprint: Blueprint, root: Path) -> Store:
-    return Store(root, _source(blueprint), blueprint.layers)
-
-
-def _source(blueprint: Blueprint) -> Source:
     dtype = str(blueprint.dtype).removeprefix("torch.")
-    return Source(blueprint.name, blueprint.checkpoint.fingerprint(), blueprint.family.model_type, dtype)
+    source = Source(blueprint.name, blueprint.checkpoint.fingerprint(), blueprint.family.model_type, dtype)
+    return Store(root, source, blueprint.layers)
 
 
 def _checked(store: Store, blueprint: Blueprint) -> Store:
@@ -122,7 +118,7 @@ def _checked(store: Store, blueprint: Blueprint) -> Store:
 
 
 def _check_dense_layers(store: Store, key: str, blueprint: Blueprint) -> None:
-    """StoreError where the model has not all of the dense layers packed under `key`: another transformers may call them
+    """StoreError if the model has not all of the dense layers packed under `key`: another transformers may call them
     otherwise."""
     tensors = blueprint.outline.tensors
     for name, packed in store.dense[key]["layers"].items():
@@ -150,10 +146,10 @@ def ensure_packed(
     workers: int | None = None,
     inputs: Inputs | None = None,
 ) -> None:
-    """Packs the asked precision, and the dense layers, where the store lacks them, for the kernels of `device`;
+    """Packs the asked precision, and the dense layers, if the store lacks them, for the kernels of `device`;
     `workers` pieces at a time, None: one more than torch has threads, for one of them reads. Where another process
     packs into the store, it is waited for, and its result is used. inputs: the experts', for quantizers that need to
-    know them. StoreError where the store has them for another machine's kernels."""
+    know them. StoreError if the store has them for another machine's kernels."""
     layout, workers = machine_layout(device), workers or torch.get_num_threads() + 1
     key = precision_key(bits, quantizer, layout, unit)
     precision = store.precisions.get(key)
@@ -182,7 +178,7 @@ def ensure_packed(
 
 
 def _instead_of(store: Store, key: str, layout: str) -> str:
-    """The reason for packing dense layers that the store has under another key than `key`; empty where it has none of
+    """The reason for packing dense layers that the store has under another key than `key`; empty if it has none of
     such bits."""
     bits = key.partition("-")[0]
     older = [
@@ -220,13 +216,14 @@ def packing_needs(
     store: Store | None, blueprint: Blueprint, resolved: Resolved, layout: str, workers: int
 ) -> list[Need]:
     """Memory of packing into the checkpoint's store (`found_store`) by so many workers, at its largest step; empty
-    where the store lacks nothing."""
+    if the store lacks nothing."""
     settings, unit = resolved.settings, resolved.composition.unit
     precisions, dense = missing(store, blueprint, resolved, layout)
     steps = []
     for bits in precisions:
         if bits == 16:  # checksums at the most, or copies
-            steps.append(workers * 2 * max(_expert_bytes(layer, blueprint) for layer in blueprint.layers))
+            largest = max(sum(math.prod(part.shape) for part in layer.parts) for layer in blueprint.layers)
+            steps.append(workers * 2 * largest * blueprint.dtype.itemsize)
             continue
         formats = blueprint.expert_formats(bits, unit, layout, settings.quantizer_used)
         placed = unit == "expert" and blueprint.experts.in_place(0, 0) is not None
@@ -236,10 +233,6 @@ def packing_needs(
         steps.append(workers * dense_packing_bytes(blueprint, settings.dense_bits_used, layout))
     step = max(steps, default=0)
     return [Need("packing", step + min(step, workers * PACKING_HEAP), Phase.PACKING)] if steps else []
-
-
-def _expert_bytes(layer: MoeLayer, blueprint: Blueprint) -> int:
-    return sum(math.prod(part.shape) for part in layer.parts) * blueprint.dtype.itemsize
 
 
 def _follow_checkpoint(precision: Precision, blueprint: Blueprint) -> None:
@@ -263,7 +256,7 @@ def _moved(precision: Precision, blueprint: Blueprint) -> bool:
 
 
 def check_fingerprint(root: Path, stored: str, actual: str) -> None:
-    """StoreError where a store was made from another checkpoint."""
+    """StoreError if a store was made from another checkpoint."""
     if stored != actual:
         raise StoreError(
             f"the store in {root} was packed from another checkpoint (fingerprint {stored}, this model's is {actual}); "
@@ -272,7 +265,7 @@ def check_fingerprint(root: Path, stored: str, actual: str) -> None:
 
 
 def check_machine(root: Path, machine: str, layout: str) -> None:
-    """StoreError where experts were packed for other kernels than those of `layout`."""
+    """StoreError if experts were packed for other kernels than those of `layout`."""
     if machine not in ("any", layout):
         raise StoreError(
             f"the store in {root} is packed for {machine}, this machine needs {layout}; "

@@ -105,7 +105,7 @@ def parameters_of(config: Any, layers: str | None) -> Any:
 
 
 def rotary_of(config: Any, columns: int, dtype: torch.dtype, layers: str | None = None) -> Rotary | None:
-    """A config's rotary embedding of `columns` of each head, for one of `layer_kinds`; None where it is not
+    """A config's rotary embedding of `columns` of each head, for one of `layer_kinds`; None if it is not
     computed."""
     if not is_rotated(config):
         return unrotated(columns, dtype)

@@ -66,8 +66,8 @@ class Router:
 
     weight (E, H), bias (E) of the logits, correction (E) of the scores by which experts are chosen; None: without.
     prepared: hidden states → the router's input; expert_scale (E): of the weights of each expert (Gemma 4).
-    native: the router for the native kernels; None where they do not take it.
-    ModelError where there are too few experts, or groups of them, for the rule."""
+    native: the router for the native kernels; None if they do not take it.
+    ModelError if there are too few experts, or groups of them, for the rule."""
 
     def __init__(
         self,

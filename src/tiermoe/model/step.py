@@ -36,7 +36,7 @@ class Step:
     ones. temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row the
     places of its recurrent states; None in a cache without them, or for a layer without (with_states). chosen:
     positions that an indexer chose (`choose`). native: of each rotary embedding the step for the attention kernel of up
-    to FEW_TOKENS; empty where no kernel runs, or groups of heads attend to positions of their own."""
+    to FEW_TOKENS; empty if no kernel runs, or groups of heads attend to positions of their own."""
 
     def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary, with_states: bool = True) -> None:
         self.cache = cache
@@ -80,7 +80,7 @@ class Step:
 
     def choose(self, chosen: Tensor | None) -> None:
         """The next layers' tokens attend to these positions of their sequences alone: int32 (T, most), ascending, and
-        behind them -1 where there are fewer; (T, groups, most): of each group of heads. None: to all positions."""
+        after them -1 if there are fewer; (T, groups, most): of each group of heads. None: to all positions."""
         changed = chosen is not None or self.chosen is not None
         if changed and (chosen is None or chosen.dim() == 2):
             self._native = [each.choosing(chosen) for each in self._native]

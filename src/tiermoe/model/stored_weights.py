@@ -175,7 +175,7 @@ class EmbeddingOnDisk(torch.nn.Module):
 
     @classmethod
     def in_place_of(cls, embedding: Any, blueprint: Blueprint, keys: Sequence[str]) -> EmbeddingOnDisk:
-        """With the scale of the embedding that it replaces, where that has one."""
+        """With the scale of the embedding that it replaces, if that has one."""
         return cls(blueprint.checkpoint, keys, blueprint.dtype, getattr(embedding, "embed_scale", None))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ class EmbeddingOnDisk(torch.nn.Module):
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: ids of any shape → (..., hidden) on their device. IndexError for an id that has no row, ModelError
-        where it cannot be read."""
+        if it cannot be read."""
         ids = tokens.flatten().tolist()
         if ids and not 0 <= min(ids) <= max(ids) < self.num_embeddings:
             raise IndexError(f"token ids from {min(ids)} to {max(ids)} for an embedding of {self.num_embeddings} rows")

@@ -19,7 +19,7 @@ from tiermoe.model.weights import Scope
 
 
 def streams_of(config: Any) -> int:
-    """Residual streams of a model; 1 where it has no hyper-connections."""
+    """Residual streams of a model; 1 if it has no hyper-connections."""
     return next((int(getattr(config, name)) for name in ("hc_count", "hc_mult") if hasattr(config, name)), 1)
 
 

@@ -1,4 +1,5 @@
-"""Tokenizer of a model and its chat template."""
+"""Tokenizer of a model and its chat template: as transformers makes it of a checkpoint or a GGUF file, and as a store
+keeps it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
 
 from tiermoe.config import MIB
+from tiermoe.errors import ModelError, first_line
+from tiermoe.formats.gguf_file import is_gguf, open_gguf
 from tiermoe.formats.outline import Origin, read_kept, write_kept
+from tiermoe.model.hf.blueprint import Blueprint
+from tiermoe.model.hf.configs import TOKENIZER_CONFIG, files_with_code, origin_of
+from tiermoe.platform import process_memory
 from tiermoe.platform.json_files import replace_unlocked
 
 NAME = "tokenizer.json"
@@ -34,7 +40,7 @@ _OWN = ("__call__", "encode", "_encode_plus", "decode", "_decode", "apply_chat_t
 class Tokenizer:
     """A tokenizer. Its methods are transformers', as far as answers need them.
 
-    chat_template: None where the model has none. special_tokens: those that a template may name. splits: special tokens
+    chat_template: None if the model has none. special_tokens: those that a template may name. splits: special tokens
     in a text are split as words are."""
 
     def __init__(
@@ -83,6 +89,46 @@ class Tokenizer:
         return render(self.chat_template, conversation, self._special_tokens, add_generation_prompt)
 
 
+def load_tokenizer(directory: Path) -> Any:
+    """The model's tokenizer. ModelError if the directory, or the GGUF file, has none."""
+    if is_gguf(directory):
+        return _from_gguf(directory)
+    process_memory.import_transformers()
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", TOKENIZER_CONFIG)
+    if not any((directory / name).exists() for name in names):
+        raise ModelError(
+            f"{directory} has no tokenizer (none of {', '.join(names)}); download it again with its tokenizer"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:
+        own = TOKENIZER_CONFIG in files_with_code(directory)
+        raise ModelError(
+            f"the tokenizer in {directory} needs code of its own, and tiermoe never runs a checkpoint's code: choose "
+            f"another model"
+            if own
+            else f"the tokenizer in {directory} cannot be loaded ({first_line(error)}); download it again"
+        ) from error
+
+
+def _from_gguf(file: Path) -> Any:
+    from tiermoe.model.gguf.tokenizer import load_tokenizer as from_entries
+
+    try:
+        return from_entries(open_gguf(file))
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"the tokenizer in {file} cannot be used ({first_line(error)}); download it again") from error
+
+
+def tokenizer_origin(blueprint: Blueprint) -> Origin:
+    """The origin of a tokenizer that the model's store keeps."""
+    return blueprint.origin if blueprint.in_gguf else origin_of(files_digest(blueprint.directory))
+
+
 def files_digest(directory: Path) -> str:
     """16 hex digits over the files that make a checkpoint's tokenizer."""
     digest = xxhash.xxh3_64()
@@ -95,7 +141,7 @@ def files_digest(directory: Path) -> str:
 
 
 def read_tokenizer(root: Path, origin: Origin) -> Tokenizer | None:
-    """The tokenizer that the store at `root` keeps; None where there is none of this origin that can be used."""
+    """The tokenizer that the store at `root` keeps; None if there is none of this origin that can be used."""
     kept = read_kept(root / NAME, origin)
     if kept is None:
         return None
@@ -110,8 +156,8 @@ def read_tokenizer(root: Path, origin: Origin) -> Tokenizer | None:
 
 
 def keep_tokenizer(root: Path, origin: Origin, tokenizer: Any) -> None:
-    """Keeps transformers' tokenizer in the store at `root`. Nothing happens where it does something that `Tokenizer`
-    does not, or where the store cannot be written."""
+    """Keeps transformers' tokenizer in the store at `root`. Nothing happens if it does something that `Tokenizer`
+    does not, or if the store cannot be written."""
     facts = _facts(tokenizer)
     if facts is None or not root.is_dir():
         return
@@ -124,7 +170,7 @@ def keep_tokenizer(root: Path, origin: Origin, tokenizer: Any) -> None:
 
 
 def _facts(tokenizer: Any) -> dict[str, Any] | None:
-    """What a `Tokenizer` needs beside the backend; None where it would not do what transformers' tokenizer does."""
+    """What a `Tokenizer` needs beside the backend; None if it would not do what transformers' tokenizer does."""
     from transformers import PreTrainedTokenizerFast
 
     own = type(tokenizer)

@@ -49,7 +49,7 @@ class NormKind:
 class Scope:
     """Weights below a path of a model ('model.layers.3'): what a family's file builds blocks of.
 
-    A block states the shape of each weight that it takes. ModelError where a weight has another one: config and weights
+    A block states the shape of each weight that it takes. ModelError if a weight has another one: config and weights
     do not belong together. hidden: columns of the hidden states. dtype: of the model. epsilon: of its norms."""
 
     def __init__(self, weights: Weights, config: Any, dtype: torch.dtype, norms: NormKind, path: str = "") -> None:
@@ -86,13 +86,13 @@ class Scope:
         return 1.0 if found.is_meta else float(found)
 
     def linear(self, name: str, out: int, in_: int) -> Linear:
-        """A linear layer, x (T, in) → (T, out), packed or not, with the bias where there is one."""
+        """A linear layer, x (T, in) → (T, out), packed or not, with the bias if there is one."""
         found = self._weights.linear(self.path(name))
         self._check(f"{name}.weight", (found.packed.out, found.packed.in_), (out, in_))
         return found
 
     def table(self, name: str, experts: int) -> Tensor:
-        """A table of tokens' experts, int64 (vocabulary, K). ModelError where it names one that a layer of so many does
+        """A table of tokens' experts, int64 (vocabulary, K). ModelError if it names one that a layer of so many does
         not have."""
         found = self._weights.tensor(self.path(name))
         least, most = (0, 0) if found.is_meta else (int(each) for each in torch.aminmax(found))
@@ -149,7 +149,7 @@ class TextPart:
 
 
 def text_part(weights: Weights) -> Weights:
-    """The weights of a model's text part; `weights` itself where the model has no other parts."""
+    """The weights of a model's text part; `weights` itself if the model has no other parts."""
     return TextPart(weights) if weights.has(_TEXT_PART) else weights
 
 

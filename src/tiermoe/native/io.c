@@ -61,7 +61,6 @@ typedef struct Load {
     const Request *request;
     int drive; /* whose result it has; where that is the second drive's and not DONE, the first has given the load */
     Result result;
-    int64_t ended;
 } Load;
 
 typedef struct {
@@ -83,10 +82,9 @@ typedef struct {
     int count, closed, open;
     int reading, sleeping, in_background;
     Buffer own; /* of who waits and reads meanwhile */
-    int64_t bytes_read, busy, busy_since, waited, wakes, wake, starts, start;
+    int64_t bytes_read, busy, busy_since, waited;
     int64_t under_way[DRIVES]; /* bytes */
     double ratio;              /* the second drive's bandwidth in the first one's; 0: there is one drive */
-    int64_t since; /* the first of the loads was asked for that no thread has taken, or 0 */
 } IOThreads;
 
 static int64_t now(void) {
@@ -260,7 +258,6 @@ static void work(IOThreads *io, Load *load, Buffer *buffer) {
     pthread_mutex_lock(&io->lock);
     count_reading(io, -1);
     io->under_way[drive] -= nbytes;
-    load->ended = now();
     if (load->drive || load->result.outcome == DONE || load->result.outcome == DAMAGED) io->bytes_read += nbytes;
     append(&io->finished, load);
 }
@@ -291,11 +288,8 @@ static void *serve(void *data) {
             io->sleeping++;
             pthread_cond_wait(&io->asked, &io->lock);
             io->sleeping--;
-            if (io->since && (io->queues[URGENT].first || io->queues[SPECULATIVE].first))
-                io->starts++, io->start += now() - io->since;
             continue;
         }
-        io->since = 0;
         work(io, load, &buffer);
         if (load->kind == BACKGROUND) io->in_background--;
         pthread_mutex_unlock(&io->lock);
@@ -316,18 +310,10 @@ static void clear(Queue *queue) {
     for (Load *load; (load = pop(queue));) let_go(load);
 }
 
-/* No thread began what was asked for at `since`, and nothing is left to begin; under the lock. The time counts, the start
- * does not: those that come too late would be missing in the mean otherwise. */
-static void none_began(IOThreads *io) {
-    if (io->since) io->start += now() - io->since;
-    io->since = 0;
-}
-
 /* Drops what is queued, and returns when what has begun has ended. */
 static void quiet(IOThreads *io) {
     pthread_mutex_lock(&io->lock);
     for (int kind = 0; kind < KINDS; kind++) clear(&io->queues[kind]);
-    io->since = 0;
     pthread_mutex_unlock(&io->lock);
     Py_BEGIN_ALLOW_THREADS /* never waited for under the lock: who has the interpreter may wait for the lock */
     pthread_mutex_lock(&io->lock);
@@ -402,7 +388,6 @@ static PyObject *io_submit(PyObject *self, PyObject *const *args, Py_ssize_t cou
     pthread_mutex_lock(&io->lock);
     const int alone = kind == URGENT && is_small(load) && !io->queues[URGENT].first;
     append(&io->queues[kind], load);
-    if (kind != BACKGROUND && !io->since) io->since = now();
     const int wakes = io->sleeping && !alone;
     pthread_mutex_unlock(&io->lock);
     if (wakes) pthread_cond_signal(&io->asked); /* without the lock, for which the thread would have to wait */
@@ -410,12 +395,11 @@ static PyObject *io_submit(PyObject *self, PyObject *const *args, Py_ssize_t cou
 }
 
 /* Reads what is urgent and has not begun, else sleeps until something has ended or signals are looked for; under the
- * lock. began: when the wait did. */
-static void await(IOThreads *io, int64_t began) {
+ * lock. */
+static void await(IOThreads *io) {
     if (io->finished.first) return;
     if (io->reading < io->count && io->queues[URGENT].first && own(io->queues[URGENT].first)) {
         Load *load = pop(&io->queues[URGENT]);
-        if (!io->queues[URGENT].first && !io->queues[SPECULATIVE].first) none_began(io);
         work(io, load, &io->own);
         if (io->sleeping && (io->queues[URGENT].first || io->queues[SPECULATIVE].first || io->queues[BACKGROUND].first))
             pthread_cond_signal(&io->asked);
@@ -426,8 +410,6 @@ static void await(IOThreads *io, int64_t began) {
     until.tv_nsec += SIGNALS_NS;
     if (until.tv_nsec >= 1000000000) until.tv_sec++, until.tv_nsec -= 1000000000;
     pthread_cond_timedwait(&io->ended, &io->lock, &until);
-    if (io->finished.first && io->finished.first->ended > began)
-        io->wakes++, io->wake += now() - io->finished.first->ended;
 }
 
 static PyObject *taken(IOThreads *io) {
@@ -447,7 +429,7 @@ static PyObject *io_wait(PyObject *self, PyObject *none) {
     while (result == Py_None) {
         Py_BEGIN_ALLOW_THREADS
         pthread_mutex_lock(&io->lock);
-        await(io, began);
+        await(io);
         pthread_mutex_unlock(&io->lock);
         Py_END_ALLOW_THREADS
         result = PyErr_CheckSignals() || !is_open(io) ? NULL : taken(io);
@@ -472,7 +454,6 @@ static PyObject *io_recall(PyObject *self, PyObject *none) {
         Py_XDECREF(number);
         let_go(load);
     }
-    if (!io->queues[URGENT].first) none_began(io);
     pthread_mutex_unlock(&io->lock);
     return numbers;
 }
@@ -508,8 +489,7 @@ static PyObject *io_counters(PyObject *self, PyObject *none) {
     pthread_mutex_lock(&io->lock);
     const int64_t busy = io->busy + (io->reading ? now() - io->busy_since : 0);
     PyObject *result =
-        Py_BuildValue("(LddLdLd)", (long long)io->bytes_read, busy * 1e-9, io->waited * 1e-9, (long long)io->wakes,
-                      io->wake * 1e-9, (long long)io->starts, io->start * 1e-9);
+        Py_BuildValue("(Ldd)", (long long)io->bytes_read, busy * 1e-9, io->waited * 1e-9);
     pthread_mutex_unlock(&io->lock);
     return result;
 }
@@ -557,7 +537,7 @@ static PyMethodDef methods[] = {
     {"drop", io_drop, METH_NOARGS, "drop(): what is queued, and what has ended when all that had begun has"},
     {"close", io_close, METH_NOARGS, "close(): drop, and the threads end"},
     {"counters", io_counters, METH_NOARGS,
-     "counters() -> bytes read, and in seconds: busy; waited; wakes, until they went on; starts, until they began"},
+     "counters() -> bytes read, and in seconds: busy; waited"},
     {NULL, NULL, 0, NULL},
 };
 

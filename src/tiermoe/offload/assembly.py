@@ -14,13 +14,12 @@ from tiermoe.offload.composition import Composition, require_settings
 from tiermoe.offload.link import Link
 from tiermoe.offload.loader import ExpertLoader
 from tiermoe.offload.policies.allotment import ALLOTMENTS, Pool, Share, shallow_and_shared
-from tiermoe.offload.policies.cpu_fallback import MissCosts, misses_on_cpu
 from tiermoe.offload.policies.eviction import EVICTIONS, Clock, Eviction, EvictionContext, NextUse, Popularity
-from tiermoe.offload.policies.eviction.undoable import Undoable
+from tiermoe.offload.policies.eviction.base import Undoable
 from tiermoe.offload.policies.precision import PRECISIONS, Precision, PrecisionContext
 from tiermoe.offload.policies.prediction import PREDICTIONS, Future, HashTable, PredictionContext
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
-from tiermoe.offload.policies.routing import CachePrior
+from tiermoe.offload.policies.routing import CachePrior, MissCosts, misses_on_cpu
 from tiermoe.offload.profiles import Tables
 from tiermoe.offload.scheduler import Scheduler
 
@@ -48,7 +47,7 @@ class PrecisionSlots(NamedTuple):
 
     bits: tuple[int, ...]
     slots: int  # of the largest of them
-    # bytes of a copy in each of `bits`, where smaller copies leave their slots' bytes to others; empty: none does
+    # bytes of a copy in each of `bits`, if smaller copies leave their slots' bytes to others; empty: none does
     sizes: tuple[int, ...] = ()
 
 
@@ -61,7 +60,7 @@ class FutureTrace:
 
 
 def precisions(composition: Composition, bits: int, table: Mapping[tuple[int, int], int]) -> tuple[int, ...]:
-    """The bits that experts are loaded in, highest first. bits: the engine's, where the composition names none.
+    """The bits that experts are loaded in, highest first. bits: the engine's, if the composition names none.
     table: (layer, expert) → bits."""
     return _precision_rule(composition, PrecisionContext(composition.bits or bits, (), table)).loaded
 
@@ -99,13 +98,13 @@ def divide(
     whole_slots: bool = False,
 ) -> list[PrecisionSlots]:
     """Slots of each precision in `nbytes` bytes of cache: `least` of each whatever they take, and at most as many as
-    experts can use. sizes: precision → bytes of a slot. table: the bits of every expert, where there is such a table.
+    experts can use. sizes: precision → bytes of a slot. table: the bits of every expert, if there is such a table.
     all_slots: experts of the model. whole_slots: a slot's memory is one piece, as on a GPU.
 
     Precisions share all bytes, of which a copy takes its own (EdgeMoE, section 3.3.3: one budget), unless a composition
     keeps a share for low copies (HOBBIT, section 4: two caches). Of whole slots, they share those of the largest size,
     but with a table that says how often each precision occurs, each has slots of its own in the table's proportion,
-    where sizes differ."""
+    if sizes differ."""
     high, *lower = sorted(sizes, reverse=True)
     used = list(table) if composition.precision == "table" else []
     if lower and composition.low_share:
@@ -144,10 +143,10 @@ def assemble(
     trial: Callable[[], PrefetchTrial] = PrefetchTrial,
 ) -> Scheduler:
     """A scheduler that runs `composition` over `link`. slots: as `divide` gives them. bits: the precision of 'fixed'
-    and of high loads. seed: of random eviction. trial: makes the trial of prefetching, where the composition
+    and of high loads. seed: of random eviction. trial: makes the trial of prefetching, if the composition
     measures.
 
-    ProfileError where settings are open. ConfigError for slots that the allotment cannot share out, and for parts that
+    ProfileError if settings are open. ConfigError for slots that the allotment cannot share out, and for parts that
     need tables, the future, hash tables or miss costs that are not given."""
     require_settings(composition, "MODEL")
     tables = tables or Tables()
@@ -221,7 +220,7 @@ def assemble(
         substitutes=composition.on_mispredict == "predicted",
         cpu_fallback=on_cpu,
         predicts=predicts,
-        # background reads change no token where no miss is skipped, computed on the CPU or read in part
+        # background reads change no token if no miss is skipped, computed on the CPU or read in part
         fills=len(loaded) == 1
         and composition.precision == "fixed"
         and composition.cache != "none"
@@ -237,7 +236,7 @@ def assemble(
 
 
 def _shared_sizes(slots: Sequence[PrecisionSlots]) -> dict[int, int] | None:
-    """Bits → bytes of a copy, where copies of several precisions share bytes."""
+    """Bits → bytes of a copy, if copies of several precisions share bytes."""
     return {bits: size for each in slots for bits, size in zip(each.bits, each.sizes, strict=False)} or None
 
 
@@ -267,7 +266,7 @@ def _eviction(
     composition: Composition, shape: ModelShape, context: EvictionContext, pool: Pool, single: bool
 ) -> Eviction:
     """single: experts are loaded in one precision."""
-    # where nothing or everything stays, no choice is left: the policy that costs least will do
+    # if nothing or everything stays, no choice is left: the policy that costs least will do
     all_fit = pool.slots >= sum(shape.experts[i] for i in pool.layers) and not pool.kept
     if composition.cache in ("none", "all") or (single and all_fit):
         return EVICTIONS["fifo"](context)

@@ -45,7 +45,7 @@ class ExpertCache:
 
     pools: how slots are divided; a single pool takes every key. evictions: makes the policies of all pools. precisions:
     the bits that experts are loaded in. exact_bits: a copy in more bits than a demand asks for does not serve it.
-    sizes: bits → bytes of a copy, where copies share the bytes of their pool, which are those of its largest copy for
+    sizes: bits → bytes of a copy, if copies share the bytes of their pool, which are those of its largest copy for
     each of its slots; None: each copy takes a slot. room: further slots for what is fetched for a layer in the highest
     precision until it has run. Nobody leaves before they are taken; then whoever the policy does not keep does, until
     the layer's pool has no more than its own slots (Fate, section 4.1: experts that are not on the cache list).
@@ -55,7 +55,7 @@ class ExpertCache:
 
     A prefetch reserves its slot speculatively: whoever would leave for it stays resident until `commit`, and its policy
     hears of nothing before; `cancel` leaves all as it was. `on_leave` is called with every key whose slot may be
-    written from now on. `on_shrink` is called with a slot and the bytes of it that stay in use, where copies share
+    written from now on. `on_shrink` is called with a slot and the bytes of it that stay in use, if copies share
     bytes: the memory behind them is counted for others from now on. `evictions`: keys that have left for others.
     """
 
@@ -94,7 +94,7 @@ class ExpertCache:
             self._pool_of.update(dict.fromkeys(places, made))
         if len(pools) == 1:
             self._pool_of = _Everywhere(self._pools[0])
-        self._shares: dict[int, SlotShares] = {}  # by precision, where slots move
+        self._shares: dict[int, SlotShares] = {}  # by precision, if slots move
         for run in self._runs:
             kept = pools[run.pools[0].number].kept
             if kept:
@@ -105,11 +105,11 @@ class ExpertCache:
         return len(self.resident)
 
     def slot(self, key: ExpertKey) -> int | None:
-        """The slot of a resident key, None where it is absent or in flight."""
+        """The slot of a resident key, None if it is absent or in flight."""
         return self.resident.get(key)
 
     def find(self, layer: int, expert: int, bits: int) -> ExpertKey | None:
-        """The resident copy of the highest precision that serves `bits`; None where there is none."""
+        """The resident copy of the highest precision that serves `bits`; None if there is none."""
         for precision in self._serving[bits]:
             key = ExpertKey(layer, expert, precision)
             if key in self.resident:
@@ -117,7 +117,7 @@ class ExpertCache:
         return None
 
     def arriving(self, layer: int, expert: int, bits: int) -> ExpertKey | None:
-        """The copy in flight of the highest precision that serves `bits`; None where there is none."""
+        """The copy in flight of the highest precision that serves `bits`; None if there is none."""
         if self.in_flight:
             for precision in self._serving[bits]:
                 key = ExpertKey(layer, expert, precision)
@@ -146,11 +146,11 @@ class ExpertCache:
         return self._pool_of[key.layer, key.bits].number
 
     def size(self, key: ExpertKey) -> int:
-        """What a key takes of its pool: 1 slot, or its bytes where copies share them."""
+        """What a key takes of its pool: 1 slot, or its bytes if copies share them."""
         return 1 if self._sizes is None else self._sizes[key.bits]
 
     def free(self, pool: int) -> int:
-        """What nobody has of a pool: slots, or bytes where copies share them."""
+        """What nobody has of a pool: slots, or bytes if copies share them."""
         return self._pools[pool].spare
 
     def pin(self, *keys: ExpertKey) -> None:
@@ -236,7 +236,7 @@ class ExpertCache:
         return slot
 
     def commit(self, key: ExpertKey) -> None:
-        """The load behind a speculative reservation, if there is one, has begun: who was to leave leaves."""
+        """The load of a speculative reservation, if there is one, has begun: who was to leave leaves."""
         if key not in self._uncommitted:
             return
         pool, victim = self._pool_of[key.layer, key.bits], self._uncommitted.pop(key)
@@ -252,7 +252,7 @@ class ExpertCache:
         pool.eviction.admitted(key)
 
     def cancel(self, key: ExpertKey) -> None:
-        """The load behind a speculative reservation will not begin: all is as before."""
+        """The load of a speculative reservation will not begin: all is as before."""
         pool = self._pool_of[key.layer, key.bits]
         slot, victim = self.in_flight.pop(key), self._uncommitted.pop(key)
         if victim is None:
@@ -332,7 +332,7 @@ class ExpertCache:
             pool.eviction.new_sequence()
 
     def follow(self, uses: Sequence[Sequence[float]]) -> None:
-        """Slots move to the layers whose experts are used most, where they move. uses: a row of experts for each
+        """Slots move to the layers whose experts are used most, if they move. uses: a row of experts for each
         layer."""
         for shares in set(self._shares.values()):
             shares.follow(uses)
@@ -410,7 +410,7 @@ class ExpertCache:
         return self._evictable(key) and self._pool_of[key.layer, key.bits].number == pool
 
     def _make_room(self, pool: SlotPool, key: ExpertKey, size: int) -> bool:
-        """Evicts until a pool has `size` to spare for `key`; False where that cannot be had."""
+        """Evicts until a pool has `size` to spare for `key`; False if that cannot be had."""
         if self._unborrowed:
             self._borrow(pool, size)
         if self._shares and pool.spare < size:
@@ -429,7 +429,7 @@ class ExpertCache:
         return True
 
     def _borrow(self, pool: SlotPool, size: int) -> None:
-        """A slot of the room beside all pools, where a pool has less than `size` to spare."""
+        """A slot of the common room, if a pool has less than `size` to spare."""
         if pool.spare < size and self._unborrowed and pool in self._runs[0].pools:
             self._unborrowed -= 1
             pool.borrowed += 1

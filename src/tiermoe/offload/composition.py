@@ -52,12 +52,12 @@ def _absent(composition: Composition) -> bool:
 
 
 def _finds_some(composition: Composition) -> bool:
-    """Whether an expert can be cached when its layer runs, where routing depends on that."""
+    """Whether an expert can be cached when its layer runs, if routing depends on that."""
     return composition.routing != "cached" or composition.cache != "none"
 
 
 def _known_before(composition: Composition) -> bool:
-    """Whether there is a discarded pass to recall, where the prediction recalls one."""
+    """Whether there is a discarded pass to recall, if the prediction recalls one."""
     return composition.prefetch != "recalled" or composition.routing == "confident"
 
 
@@ -95,20 +95,20 @@ class Composition:
     # parts
 
     # which experts run: 'all' K; 'half' the `little` of the largest weights; 'confident' these, and again with all K
-    # where the likeliest next token has a probability of at most `gamma` (MoBiLE); 'cached' K that are moved towards
+    # if the likeliest next token has a probability of at most `gamma` (MoBiLE); 'cached' K that are moved towards
     # cached ones in decode (`policies.routing.CachePrior`); 'layer' all of the layer are fetched, routed or not (STI)
     routing: str = _part("all", ("all", "half", "confident", "cached", "layer"), read_by=(("cache", _finds_some),))
     precision: str = _part("fixed", PRECISIONS.keys())
     prefetch: str = _part(
         "none", PREDICTIONS.keys(), read_by=(("cache", _absent), ("routing", _known_before)), off=True
     )
-    # when decode prefetches; prefill always does. 'measured': only where passes are measured to be faster for it
+    # when decode prefetches; prefill always does. 'measured': only if passes are measured to be faster for it
     # (`policies.prefetch_trial`), which by itself changes no token
     speculate: str = _part("always", ("always", "measured"), read_by=(_is_not("prefetch", "none"),), off=True)
     # eviction policy; 'none': room for one layer's K, 'all': every expert stays
     cache: str = _part("lru", ChainMap[str, Any](EVICTIONS, {"none": None, "all": None}).keys())
     # 'pool' one for all layers, 'even' the same for each, 'by-use' more where experts are used most, 'shallow' all
-    # experts of the layers below `boundary` first; 'pool' too where slots do not give every layer its K
+    # experts of the layers below `boundary` first; 'pool' too if slots do not give every layer its K
     allotment: str = _part("pool", ALLOTMENTS.keys(), read_by=(_is("cache", *EVICTIONS),), off=True)
     # of the eviction policy: forgotten at each sequence, or kept for the model
     records: str = _part("model", ("model", "sequence"), read_by=(("cache", _forgets),), off=True)
@@ -185,11 +185,11 @@ class Composition:
         return replace(self, own={**self.own, **own}, **fields)
 
     def policy(self, part: str) -> Any:
-        """The class that `part` names; None where it names none ('none' and 'all' of cache)."""
+        """The class that `part` names; None if it names none ('none' and 'all' of cache)."""
         return POLICIES[part].get(getattr(self, part))
 
     def options(self, part: str) -> dict[str, Any]:
-        """The settings that the policy of `part` is made with beside its context; those without a value are absent."""
+        """The settings that the policy of `part` is made with besides its context; those without a value are absent."""
         return {name: self.own[name] for name in declared(self.policy(part)) if self.own.get(name) is not None}
 
     @property
@@ -243,7 +243,7 @@ class Composition:
 
     @property
     def needs_profile(self) -> bool:
-        """True where a setting is open or a part reads a calibrated table."""
+        """True if a setting is open or a part reads a calibrated table."""
         return bool(self.missing() or self.policy("precision").reads_table or self.policy("prefetch").reads_table)
 
 
@@ -288,7 +288,7 @@ def unread(
     name: str, composition: Composition, known: Mapping[str, Declaration] | None = None
 ) -> tuple[str, list[str]] | None:
     """Why the part or setting `name` does nothing in a composition: the part that would have to change, and its values
-    with which something reads `name`, or would if no other part were in the way. None where it is read. known: all
+    with which something reads `name`, or would if no other part were in the way. None if it is read. known: all
     declarations, for callers that have them."""
     known = known or declarations()
     for part, reads in known[name].read_by:
@@ -332,7 +332,7 @@ def changed(composition: Composition, changes: Mapping[str, Any] | None = None) 
 
 
 def filled(composition: Composition, profile: Profile | None) -> Composition:
-    """The composition with its open settings from `profile`, where there is one; settings that have a value stay."""
+    """The composition with its open settings from `profile`, if there is one; settings that have a value stay."""
     if profile is None:
         return composition
     names = composition.missing()
@@ -344,7 +344,7 @@ def filled(composition: Composition, profile: Profile | None) -> Composition:
 
 
 def with_low_share(composition: Composition, layers: int) -> Composition:
-    """The composition with the share of the cache for low copies that follows from its other settings, where it has
+    """The composition with the share of the cache for low copies that follows from its other settings, if it has
     none. layers: MoE layers of the model. Low copies for a prompt serve their own layer alone, since all are high in
     decode: they get their share of one layer's part of the cache."""
     if composition.low_share is None and composition.low_copies_pass:
@@ -353,7 +353,7 @@ def with_low_share(composition: Composition, layers: int) -> Composition:
 
 
 def require_settings(composition: Composition, model: str) -> None:
-    """ProfileError where calibrated settings are open, with the command that makes the calibration for `model`."""
+    """ProfileError if calibrated settings are open, with the command that makes the calibration for `model`."""
     missing = composition.missing()
     if missing:
         made_for = composition.profile or "hobbit,edgemoe,fate,corm"
@@ -364,7 +364,7 @@ def require_settings(composition: Composition, model: str) -> None:
 
 
 def require_device(composition: Composition, device: str) -> None:
-    """ConfigError where a device type ('cpu', 'cuda') cannot run a composition: misses=cpu is help for a GPU, whose
+    """ConfigError if a device type ('cpu', 'cuda') cannot run a composition: misses=cpu is help for a GPU, whose
     kernels and copies know whole experts alone."""
     if composition.misses != "load" and device == "cpu":
         raise ConfigError(

@@ -1,6 +1,6 @@
 """How fast computers and drives are, by name: for an expectation before anything runs, and for replays.
 
-Links have the figures of the papers' machines: effective ones, of what a copy of a few MiB reaches, beside the nominal
+Links have the figures of the papers' machines: effective ones, of what a copy of a few MiB reaches, and the nominal
 ones. A figure measured on the machine at hand is better than any of them. Computers have the makers' or published
 figures, lowered to what a program gets: memory to 80 % of its nominal rate, drives to 65 % of their sequential one,
 arithmetic to half of cores x clock x operations a cycle."""
@@ -53,7 +53,7 @@ class Rates:
     arithmetic: float  # float operations a second of matrix products on its processor
     source: str  # of the figures, for people
     torch_s: tuple[float, float] | None = None
-    """Seconds a byte of a model's experts where torch's operators compute them, at best and on average; None where
+    """Seconds a byte of a model's experts if torch's operators compute them, at best and on average; None if
     compiled kernels do."""
 
 

@@ -22,7 +22,7 @@ class Ticket(NamedTuple):
 
 
 class CudaCopier:
-    """Copies from pinned memory to a GPU on a stream of its own, beside the computation."""
+    """Copies from pinned memory to a GPU on a stream of its own, during the computation."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -46,7 +46,7 @@ class CudaCopier:
         return Ticket(begun, done)
 
     def ready(self, ticket: Ticket) -> bool:
-        """True where the copy is done."""
+        """True if the copy is done."""
         return bool(ticket.done.query())
 
     def wait(self, ticket: Ticket) -> None:
@@ -64,7 +64,7 @@ class CudaCopier:
 
 def resolve_device(asked: str) -> str:
     """What 'auto', 'cpu', 'cuda' or 'cuda:1' stands for here: 'cpu', or the GPU's name. ConfigError names the
-    cause where there is no such GPU."""
+    cause if there is no such GPU."""
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return "cpu"
     if asked == "auto":
@@ -79,7 +79,7 @@ def resolve_device(asked: str) -> str:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that `device` has free, beside what torch holds."""
+    """Bytes that `device` has free, besides what torch holds."""
     free, _ = torch.cuda.mem_get_info(torch.device(device))
     return free
 
@@ -90,7 +90,7 @@ def peak_memory(device: str) -> int:
 
 
 def pin_memory(tensor: torch.Tensor) -> None:
-    """Locks a tensor's memory so that the GPU can copy from it beside the computation. BudgetError where the
+    """Locks a tensor's memory so that the GPU can copy from it during the computation. BudgetError if the
     system does not allow it."""
     status = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
     if status != 0:

@@ -39,7 +39,7 @@ def most_lanes(settings: Settings) -> int:
 
 
 def staging_bytes(formats: Sequence[ExpertFormat], lanes: int) -> int:
-    """What I/O threads have beside the slots: a bounce buffer for experts served from the checkpoint in place, whose
+    """What I/O threads have besides the slots: a bounce buffer for experts served from the checkpoint in place, whose
     offsets are not aligned, and the stored bytes of codes that are rearranged in the slot."""
     buffers = any(form.bits == 16 for form in formats) + any(form.widened for form in formats)
     return buffers * lanes * (align(max(form.stored.nbytes for form in formats), PAGE) + PAGE)
@@ -51,7 +51,7 @@ class Reader(Protocol):
     bytes_read: int
 
     def read(self, extent: Extent, target: memoryview, key: ExpertKey) -> None:
-        """Fills `target` (page-aligned, writable) with the extent's bytes, verified. LoadError where it cannot."""
+        """Fills `target` (page-aligned, writable) with the extent's bytes, verified. LoadError if it cannot."""
 
     def close(self) -> None: ...
 
@@ -92,7 +92,7 @@ class SlotFiller:
         return self.reader.bytes_read
 
     def fill(self, key: ExpertKey, slot: torch.Tensor) -> None:
-        """Reads expert `key` into `slot` (uint8, page-aligned). LoadError where it cannot be read."""
+        """Reads expert `key` into `slot` (uint8, page-aligned). LoadError if it cannot be read."""
         with self._reading():
             self._read(key, slot)
 
@@ -142,34 +142,27 @@ class DiskLink:
     now = staticmethod(time.perf_counter)
 
     def __init__(self, filler: SlotFiller, slots: FilledSlots, threads: int) -> None:
-        self._wait_s = self._wake_s = 0.0
-        self._wakes = 0
+        self._wait_s = 0.0
         self._filler = filler
         self._slots = slots
-        self._finished: queue.SimpleQueue[tuple[Finished, float]] = queue.SimpleQueue()  # and when it ended
+        self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._threads = IOThreads(threads, self._work)
 
     def counters(self) -> LinkCounters:
-        filler, threads = self._filler, self._threads
-        waited = self._wait_s, self._wakes, self._wake_s
-        return LinkCounters(filler.bytes_read, filler.busy_s, *waited, threads.starts, threads.start_s)
+        return LinkCounters(self._filler.bytes_read, self._filler.busy_s, self._wait_s)
 
     def submit(self, load: Load) -> None:
         self._threads.submit(load)
 
     def wait(self) -> Finished:
         started = time.perf_counter()
-        finished, ended = self._finished.get()
-        now = time.perf_counter()
-        self._wait_s += now - started
-        if ended > started:
-            self._wakes += 1
-            self._wake_s += now - ended
+        finished = self._finished.get()
+        self._wait_s += time.perf_counter() - started
         return finished
 
     def poll(self) -> Finished | None:
         try:
-            return self._finished.get_nowait()[0]
+            return self._finished.get_nowait()
         except queue.Empty:
             return None
 
@@ -196,11 +189,11 @@ class DiskLink:
             self._filler.fill(load.key, self._slots.place(load.slot, load.key))
         except Exception as failure:  # handed to whoever waits for the load
             error = failure
-        self._finished.put((Finished(load, error), time.perf_counter()))
+        self._finished.put(Finished(load, error))
 
 
 _CACHED, _DROPPED, _DIRECT, _MAPPED = range(4)  # io.c: How
-_DONE, _SYSTEM, _, _DAMAGED = range(4)  # io.c: Outcome, beside ENDS_EARLY
+_DONE, _SYSTEM, _, _DAMAGED = range(4)  # io.c: Outcome, and ENDS_EARLY
 _SHORT = 240  # bytes: the native checksum takes more
 _REQUEST = struct.Struct("=Qii")
 _PIECE = struct.Struct("=qqqiiii")

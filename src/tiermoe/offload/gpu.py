@@ -1,8 +1,8 @@
 """The GPU tier: disk → pinned slots in main memory → slots on the GPU.
 
-Main memory is the second-level cache (`HostCache`). Copies run beside the computation and are ordered against it by
+Main memory is the second-level cache (`HostCache`). Copies run during the computation and are ordered against it by
 events: a copy starts after the kernels launched before its load was submitted (they may still read the slot), and the
-kernels launched after a load is handed out start after its copy. An I/O thread waits for a copy where it needs the
+kernels launched after a load is handed out start after its copy. An I/O thread waits for a copy if it needs the
 pinned slot that is copied from, and for speculative ones; nobody waits for the device as a whole.
 """
 
@@ -22,7 +22,7 @@ from tiermoe.offload.cuda import CudaCopier, Mark, Ticket
 from tiermoe.offload.disk import SlotFiller
 from tiermoe.offload.io_threads import IOThreads
 from tiermoe.offload.link import Finished, LinkCounters
-from tiermoe.offload.policies.cpu_fallback import averaged
+from tiermoe.offload.policies.routing import averaged
 from tiermoe.offload.second_level import SecondLevelCache
 from tiermoe.offload.slots import HostSlots, Slots
 from tiermoe.types import ExpertKey, Load
@@ -44,10 +44,6 @@ class CopyQueue:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def mark(self) -> Mark:
-        """The point after everything that the calling thread has launched so far."""
-        return self._copier.mark()
-
     def start(self, key: ExpertKey, source: torch.Tensor, target: torch.Tensor, after: Mark) -> Ticket:
         """Asks for the copy of an expert, which starts once `after` is reached."""
         ticket = self._copier.copy(source, target, after)
@@ -67,11 +63,11 @@ class CopyQueue:
         return [key for key, _ in ended]
 
     def oldest(self) -> Ticket | None:
-        """None where no copy is under way. The caller holds `lock`."""
+        """None if no copy is under way. The caller holds `lock`."""
         return self._under_way[0][1] if self._under_way else None
 
     def is_over(self, ticket: Ticket | None) -> bool:
-        """True where there is nothing to wait for: no copy, one that is done, or one that has failed."""
+        """True if there is nothing to wait for: no copy, one that is done, or one that has failed."""
         try:
             return ticket is None or self._copier.ready(ticket)
         except Exception:  # `wait_before_use` meets it again
@@ -81,10 +77,6 @@ class CopyQueue:
         """Blocks until the copy is done or has failed; who takes the load meets the error."""
         with contextlib.suppress(Exception):
             self._copier.wait(ticket)
-
-    def wait_before_use(self, ticket: Ticket) -> None:
-        """Lets what the calling thread launches from now on start only after the copy; raises what it failed of."""
-        self._copier.wait_before_use(ticket)
 
     def finish(self) -> None:
         """Waits for the copies under way."""
@@ -115,7 +107,7 @@ class HostCache(SecondLevelCache):
             return super().pin_if_here(key)
 
     def bring(self, key: ExpertKey) -> None:
-        """Pins `key`, which is read if it is not here yet. LoadError where it cannot be read."""
+        """Pins `key`, which is read if it is not here yet. LoadError if it cannot be read."""
         while not self.pin_if_here(key):
             slot = self._slot_for(key)
             if slot is not None:
@@ -130,8 +122,8 @@ class HostCache(SecondLevelCache):
         return self._slots[key.bits].buffer(slot)
 
     def borrow(self, key: ExpertKey) -> torch.Tensor:
-        """The slot of an expert, uint8 (slot_bytes,), kept until `give_back`. It is read first where it is not here,
-        which waits for a slot. LoadError where it cannot be read."""
+        """The slot of an expert, uint8 (slot_bytes,), kept until `give_back`. It is read first if it is not here,
+        which waits for a slot. LoadError if it cannot be read."""
         self.bring(key)
         return self.buffer(key)
 
@@ -142,7 +134,7 @@ class HostCache(SecondLevelCache):
             self._changed.notify_all()
 
     def copy(self, key: ExpertKey, nbytes: int, target: torch.Tensor, after: Mark) -> Ticket:
-        """Asks for the copy of a pinned expert, which is unpinned once that is over, or where asking fails."""
+        """Asks for the copy of a pinned expert, which is unpinned once that is over, or if asking fails."""
         try:
             ticket = self._copies.start(key, self.buffer(key)[:nbytes], target[:nbytes], after)
         except Exception:
@@ -182,8 +174,8 @@ class HostCache(SecondLevelCache):
             self._changed.notify_all()
 
     def _slot_for(self, key: ExpertKey) -> int | None:
-        """A slot for `key`; where all are in use, waits for the oldest copy, for a thread or for what is borrowed. None
-        where another thread reads `key` meanwhile, once it is done."""
+        """A slot for `key`; if all are in use, waits for the oldest copy, for a thread or for what is borrowed. None
+        if another thread reads `key` meanwhile, once it is done."""
         cache = self._caches[key.bits]
         while True:
             with self._lock:
@@ -238,6 +230,7 @@ class GpuLink:
         self._filler = filler
         self._device = device
         self._bytes_of = bytes_of
+        self._copier = copier
         self._copies = CopyQueue(copier)
         self.host = HostCache(filler, host, self._copies)
         self._marks: dict[int, Mark] = {}
@@ -266,7 +259,7 @@ class GpuLink:
 
     def submit(self, load: Load) -> None:
         # whatever may still read the slot was launched before its load is submitted
-        mark = self._copies.mark()
+        mark = self._copier.mark()
         if load.urgent and self.host.pin_if_here(load.key):
             self._copy(load, mark)  # no reading to do: without a thread's detour
             return
@@ -332,7 +325,7 @@ class GpuLink:
         if arrival.ticket is None:
             return Finished(arrival.load, arrival.error)
         try:
-            self._copies.wait_before_use(arrival.ticket)
+            self._copier.wait_before_use(arrival.ticket)
         except Exception as failure:  # handed to whoever waits for the load
             return Finished(arrival.load, failure)
         return Finished(arrival.load)
@@ -347,10 +340,10 @@ class GpuLink:
             return
         ticket = self._copy(load, mark)
         if ticket is not None and not load.urgent:
-            self._copies.wait_out(ticket)  # so that the speculative loads behind it can still be recalled
+            self._copies.wait_out(ticket)  # so that the speculative loads after it can still be recalled
 
     def _copy(self, load: Load, mark: Mark) -> Ticket | None:
-        """Asks for the copy of an expert that is pinned in main memory; None where that fails."""
+        """Asks for the copy of an expert that is pinned in main memory; None if that fails."""
         try:
             ticket = self.host.copy(load.key, self._bytes_of(load.key), self._device.buffer(load.slot), mark)
         except Exception as failure:  # handed to whoever waits for the load

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
@@ -14,18 +13,13 @@ from tiermoe.types import ExpertKey, Load
 class IOThreads:
     """`count` threads that call `work` for one load at a time each. `work` itself reports how a load ended
     and raises nothing. Of several threads one is kept free of background loads, so that an urgent one never waits for
-    these; where there is one, for the one that has begun. `starts`: how many loads, background ones apart, found a
-    thread without work; `start_s`: seconds from their submission until it took them, or until all were taken back: a
-    start that would have come later is then no less in the mean, `start_s / starts`.
+    these; if there is one, for the one that has begun.
 
     The thread that computes may be interrupted anywhere (Ctrl-C). It uses plain locks and queues alone, which Python
     takes and gives back in one piece; in the midst of a `threading.Condition` it would leave the threads locked."""
 
     def __init__(self, count: int, work: Callable[[Load], None]) -> None:
-        self.starts = 0
-        self.start_s = 0.0
         self._work = work
-        self._asked: float | None = None  # when the first of the loads was that no thread has taken since
         self._urgent: deque[Load] = deque()
         self._speculative: deque[Load] = deque()
         self._background: OrderedDict[ExpertKey, Load] = OrderedDict()
@@ -48,8 +42,6 @@ class IOThreads:
                 self._background[load.key] = load
             else:
                 (self._urgent if load.urgent else self._speculative).append(load)
-                if self._asked is None:
-                    self._asked = time.perf_counter()
         self._wakes.put(None)
 
     def recall(self) -> list[Load]:
@@ -57,13 +49,10 @@ class IOThreads:
         with self._lock:
             loads = list(self._speculative)
             self._speculative.clear()
-            if not self._urgent and self._asked is not None:
-                self.start_s += time.perf_counter() - self._asked
-                self._asked = None
             return loads
 
     def withdraw(self, key: ExpertKey) -> Load | None:
-        """Takes back the background load of `key`; None where it has begun."""
+        """Takes back the background load of `key`; None if it has begun."""
         with self._lock:
             return self._background.pop(key, None)
 
@@ -89,7 +78,6 @@ class IOThreads:
         self._urgent.clear()
         self._speculative.clear()
         self._background.clear()
-        self._asked = None
 
     def _run(self, working: threading.Lock) -> None:
         while not self._closed:
@@ -106,14 +94,12 @@ class IOThreads:
             working.release()
 
     def _take(self, working: threading.Lock) -> Load | None:
-        """The next load, for which a thread is woken, and with which it works from now on; None where there is none."""
-        slept = self._wakes.empty()
+        """The next load, for which a thread is woken, and with which it works from now on; None if there is none."""
         self._wakes.get()
         with self._lock:
             if self._closed:
                 return None
             if self._urgent or self._speculative:
-                self._note_start(slept)
                 load = self._urgent.popleft() if self._urgent else self._speculative.popleft()
             elif self._background and self._begun_in_background < self._most_in_background:
                 self._begun_in_background += 1
@@ -122,9 +108,3 @@ class IOThreads:
                 return None
             working.acquire()
             return load
-
-    def _note_start(self, slept: bool) -> None:
-        if slept and self._asked is not None:
-            self.starts += 1
-            self.start_s += time.perf_counter() - self._asked
-        self._asked = None

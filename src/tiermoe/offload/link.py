@@ -31,7 +31,7 @@ class Link(Protocol):
         """Takes back the speculative loads that have not begun, but none in the background."""
 
     def withdraw(self, key: ExpertKey) -> bool:
-        """Takes back the background load of `key`; False where it has begun."""
+        """Takes back the background load of `key`; False if it has begun."""
 
     def now(self) -> float:
         """Seconds since some moment, by the clock in which loads take their time."""
@@ -43,10 +43,6 @@ class LinkCounters(NamedTuple):
     bytes_read: int  # from the drive
     busy_s: float  # seconds in which at least one thread was reading
     wait_s: float  # seconds in which the caller waited
-    wakes: int = 0  # how often the caller had to wait; 0 of a GPU's link, and so on
-    wake_s: float = 0.0  # seconds from the end of what it waited for until it went on
-    starts: int = 0  # loads, background ones apart, that found a thread without work
-    start_s: float = 0.0  # seconds from their submission until it took them
 
 
 class MeteredLink(Link, Protocol):

@@ -76,7 +76,7 @@ class ExpertLoader:
     def prefetch(self, keys: Iterable[ExpertKey], protect: bool = False) -> bool:
         """Has absent `keys` read ahead in their order, while no layer waits for the link (else False, and nothing is
         read), and only into slots that can be had without disturbing what is pinned, in flight or protected. As many
-        are read at once as the link has threads. Those behind them wait, and nobody leaves for them before they begin;
+        are read at once as the link has threads. The others wait, and nobody leaves for them before they begin;
         what waited before is taken back. `protect` keeps them from eviction until their layer has run (HOBBIT,
         masking): first those that are resident or arriving, so that no prediction makes another leave."""
         self.recall()
@@ -117,7 +117,7 @@ class ExpertLoader:
         that are neither resident nor in flight, how many are not loaded: those of the fewest tokens. They are yielded
         with the slot CPU_FALLBACK in the precision demanded, before all else, so that their computing begins before
         this device is given work (HOBBIT, section 4, CPU-GPU cooperative computing). on_end: called at the end.
-        Raises LoadError where an expert cannot be read. `roll_back` after that, and after a run that was not taken to
+        Raises LoadError if an expert cannot be read. `roll_back` after that, and after a run that was not taken to
         its end."""
         if self.uncommitted:
             self.recall()
@@ -307,7 +307,7 @@ class ExpertLoader:
             fetch.missing.append(key)
 
     def _speculate(self, key: ExpertKey) -> bool:
-        """Begins a prefetch; False where no slot can be had for it."""
+        """Begins a prefetch; False if no slot can be had for it."""
         if self._background.count:
             self._make_room(key)
         slot = self.cache.reserve_speculatively(key)

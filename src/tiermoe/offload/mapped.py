@@ -1,6 +1,6 @@
 """Slots that are the store's own files, mapped: what is loaded is neither copied nor given memory of its own.
 
-For a store whose experts are all wanted and fit, beside everything else, into the page cache. A load brings an extent's
+For a store whose experts are all wanted and fit, with everything else, into the page cache. A load brings an extent's
 pages in and compares its checksum, as a load into memory of one's own does, and the same threads do it.
 
 * Pages count as the process's resident memory, and as page cache in control groups. The plan counts them as slots.
@@ -39,7 +39,7 @@ _ELSEWHERE = 1 << 20  # bytes read at once into memory that nobody uses
 
 
 class MappedFiles:
-    """Files that are mapped whole, each when it is first asked for, in huge pages where the file system has them."""
+    """Files that are mapped whole, each when it is first asked for, in huge pages if the file system has them."""
 
     def __init__(self) -> None:
         self._files: dict[str, torch.Tensor] = {}
@@ -49,7 +49,7 @@ class MappedFiles:
         self._ahead: threading.Thread | None = None
 
     def add(self, files: Iterable[str]) -> None:
-        """Maps files. OSError where the system cannot."""
+        """Maps files. OSError if the system cannot."""
         for file in files:
             with open(file, "rb") as handle:
                 memory = map_file(handle)
@@ -57,7 +57,7 @@ class MappedFiles:
             self._files[file] = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))
 
     def view(self, extent: Extent) -> torch.Tensor:
-        """The bytes of an extent of one segment, uint8 (nbytes,), as they lie in the file. LoadError where the file was
+        """The bytes of an extent of one segment, uint8 (nbytes,), as they lie in the file. LoadError if the file was
         shorter when it was mapped."""
         (segment,) = extent.segments
         whole = self._files[segment.file]
@@ -66,7 +66,7 @@ class MappedFiles:
         return whole[segment.offset : segment.offset + segment.nbytes]
 
     def check(self) -> None:
-        """LoadError where a file is shorter by now than what is mapped of it, before somebody comes to pages that are
+        """LoadError if a file is shorter by now than what is mapped of it, before somebody comes to pages that are
         not there. Looks every `CHECK_EVERY_S` seconds at the most."""
         now = time.monotonic()
         if now < self._check_at:
@@ -102,7 +102,7 @@ class MappedFiles:
 
 
 def populate(pages: torch.Tensor) -> bool:
-    """Brings mapped pages (uint8, from a page's begin) into memory, without the interpreter's lock. False where the
+    """Brings mapped pages (uint8, from a page's begin) into memory, without the interpreter's lock. False if the
     system does not know how, or cannot read one."""
     if sys.platform != "linux":
         return False
@@ -132,7 +132,7 @@ class MappedReader:
 
     def _read_elsewhere(self, segment: Segment, key: ExpertKey) -> None:
         """Reads what could not be brought in, to no use: that brings the pages too, or tells what is wrong with them,
-        where touching a page of the mapping would end the process."""
+        if touching a page of the mapping would end the process."""
         memory = aligned_memory(_ELSEWHERE)
         for begin in range(0, segment.nbytes, _ELSEWHERE):
             nbytes = min(_ELSEWHERE, segment.nbytes - begin)
@@ -150,7 +150,7 @@ class MappedSlots:
         self._in_use = [False] * count
 
     def place(self, slot: int, key: ExpertKey) -> torch.Tensor:
-        """Where the expert is mapped, uint8; `buffer` of the slot from now on. RuntimeError where another one was used
+        """Where the expert is mapped, uint8; `buffer` of the slot from now on. RuntimeError if another one was used
         there: its views would still be taken for the slot's."""
         if self._in_use[slot]:
             raise RuntimeError(f"{key} was given a mapped slot that another expert is used from")

@@ -49,14 +49,14 @@ class PartReader(Reader, Protocol):
         """Whether what a part is read from has been verified already."""
 
     def read_part(self, part: Segment, target: memoryview, key: ExpertKey) -> None:
-        """Fills its place in `target` with a part. LoadError where it cannot."""
+        """Fills its place in `target` with a part. LoadError if it cannot."""
 
 
 class NeuronFiller(SlotFiller):
     """Reads experts of the neuron unit into slots in main memory, from any number of threads at once.
 
     neurons: what is there of each expert. active_of: the rule for active neurons. upper_limit: share of an expert's
-    neurons above which all are read. gap_bytes: records between two wanted ones are read through where they take up
+    neurons above which all are read. gap_bytes: records between two wanted ones are read through if they take up
     no more than that; what is read through and whole counts as there. A whole expert is verified by its checksum, W1
     and each record of a part by their own. `wait_s` adds up the time spent in `top_up`. Of the experts that were loaded
     for single tokens, `asked`: all their neurons, `spared`: those that were not read.
@@ -101,7 +101,7 @@ class NeuronFiller(SlotFiller):
 
     def top_up(self, key: ExpertKey, slot: torch.Tensor, missing: int) -> None:
         """Reads neurons that are `missing` of the expert in `slot` and adds them to those that are there. LoadError
-        where they cannot be read. For the thread that computes."""
+        if they cannot be read. For the thread that computes."""
         started = time.perf_counter()
         try:
             with self._reading():
@@ -161,7 +161,7 @@ class NeuronFiller(SlotFiller):
         return brought
 
     def _verify(self, key: ExpertKey, place: RecordPlace, brought: int, slot: memoryview) -> None:
-        """Checks the records that were read: one by one, or with the expert where all were and W1 lies before them."""
+        """Checks the records that were read: one by one, or with the expert if all were and W1 lies before them."""
         if brought == whole(place.neurons) and place.slot_at == place.stored_at:
             verify(self.extent_of(key), slot, key)
             return

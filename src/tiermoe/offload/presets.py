@@ -4,7 +4,8 @@ table, `compose` applies `--set` to a preset, `resolve` makes one ready for a mo
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,36 +84,19 @@ _PAPERS = {name: f"tiermoe.lab.papers.{name}:PRESET" for name in ("hobbit", "edg
 """Published systems: their presets are the laboratory's."""
 
 
-class Presets(MutableMapping[str, Composition]):
+class Presets(UserDict[str, Any]):
     """Preset by name. One that is given as "module:NAME" is imported when it is first asked for."""
 
-    def __init__(self, presets: Mapping[str, Composition | str]) -> None:
-        self._presets = dict(presets)
-
     def __getitem__(self, name: str) -> Composition:
-        preset = self._presets[name]
+        preset = self.data[name]
         if isinstance(preset, str):
             module, _, constant = preset.partition(":")
-            preset = self._presets[name] = getattr(importlib.import_module(module), constant)
+            preset = self.data[name] = getattr(importlib.import_module(module), constant)
+        assert isinstance(preset, Composition)
         return preset
 
-    def __setitem__(self, name: str, preset: Composition | str) -> None:
-        self._presets[name] = preset
 
-    def __delitem__(self, name: str) -> None:
-        del self._presets[name]
-
-    def __contains__(self, name: object) -> bool:  # without an import
-        return name in self._presets
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._presets)
-
-    def __len__(self) -> int:
-        return len(self._presets)
-
-
-PRESETS = Presets(
+PRESETS: MutableMapping[str, Composition] = Presets(
     {
         **{preset.name: preset for preset in _OURS},
         **_PAPERS,
@@ -122,7 +106,7 @@ PRESETS = Presets(
 
 
 def preset_named(name: str) -> Composition:
-    """ConfigError names the near ones where there is none of that name."""
+    """ConfigError names the near ones if there is none of that name."""
     if name in PRESETS:
         return PRESETS[name]
     raise ConfigError(f"unknown preset '{name}'{near(name, PRESETS)}")
@@ -149,7 +133,7 @@ class Resolved:
 
 def resolve(settings: Settings, store: Path, fingerprint: str, model: str, layers: int) -> Resolved:
     """Makes the preset of `settings` ready for a model of `layers` MoE layers. store: folder of the model's store, with
-    the profiles. ConfigError for an unknown preset, part or value; ProfileError where a profile is needed and cannot be
+    the profiles. ConfigError for an unknown preset, part or value; ProfileError if a profile is needed and cannot be
     used."""
     options = {name: value for name in OPTIONS if (value := getattr(settings, name)) is not None}
     given = {**options, **settings.set}

@@ -41,14 +41,14 @@ class DriveProbe:
 
 
 def through_page_cache(extents: Sequence[Extent], lanes: int | None = None) -> DriveProbe:
-    """Reading that fills the page cache: nothing is left to choose but the number of lanes, where `lanes` leaves it
+    """Reading that fills the page cache: nothing is left to choose but the number of lanes, if `lanes` leaves it
     open, so a look of 10 ms at the first extents is enough."""
     lanes = lanes or _PAGE_CACHE_LANES
     return DriveProbe(False, lanes, read_rate(ExtentReader(keep=True), itertools.cycle(extents), 1, _LOOK), keep=True)
 
 
 def known_drive(extents: Sequence[Extent], lanes: int | None, path: Path) -> DriveProbe:
-    """`probe_drive`, or what it has found before on this drive today for extents of this size, kept in `path`: where a
+    """`probe_drive`, or what it has found before on this drive today for extents of this size, kept in `path`: if a
     look of 10 ms does not find the drive much slower or much faster: what was found while others used the drive or the
     processor does not hold for the day."""
     case = _case(extents, lanes)
@@ -102,7 +102,7 @@ def _case(extents: Sequence[Extent], lanes: int | None) -> str:
 
 
 def _read_kept(path: Path) -> dict[str, DriveProbe]:
-    """What was found today; empty where the file is missing, torn or of another day."""
+    """What was found today; empty if the file is missing, torn or of another day."""
     try:
         document = read_json(path)
         if document["day"] != _today():
@@ -113,7 +113,7 @@ def _read_kept(path: Path) -> dict[str, DriveProbe]:
 
 
 def _checked(entry: dict[str, object]) -> DriveProbe:
-    """ValueError where an entry is none that a probe gives."""
+    """ValueError if an entry is none that a probe gives."""
     direct, lanes, bandwidth = entry["direct"], entry["lanes"], entry["bandwidth"]
     if not (isinstance(direct, bool) and isinstance(lanes, int) and isinstance(bandwidth, float)):
         raise ValueError("not a probe's result")

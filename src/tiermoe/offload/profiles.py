@@ -64,7 +64,7 @@ def profile_of(folder: Path, name: str, model: str, fingerprint: str | None) -> 
 
 
 def read_profile(path: Path, fingerprint: str | None, command: str) -> Profile:
-    """The profile at `path`. ProfileError, naming the `command` that makes it, where it is missing, damaged, of another
+    """The profile at `path`. ProfileError, naming the `command` that makes it, if it is missing, damaged, of another
     version, or made for another checkpoint than `fingerprint` (None: any)."""
     try:
         document = read_json(path)

@@ -1,4 +1,4 @@
-"""Reads the extents of experts: O_DIRECT into page-aligned memory where it can, checked against their checksums; or
+"""Reads the extents of experts: O_DIRECT into page-aligned memory if it can, checked against their checksums; or
 once into main memory, from where they are copied afterwards."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tiermoe.types import ExpertKey, Extent, Segment
 
 
 def aligned_memory(nbytes: int) -> memoryview:
-    """Fresh page-aligned memory, in huge pages where it is large enough for one."""
+    """Fresh page-aligned memory, in huge pages if it is large enough for one."""
     return memoryview(process_memory.anonymous_memory(align(max(nbytes, 1), PAGE)))
 
 
@@ -98,7 +98,7 @@ class ExtentReader:
         return buffer[: align(nbytes, PAGE)]
 
     def open(self, file: str) -> tuple[int, bool]:
-        """A file's descriptor, until `close`, and whether it reads past the page cache. OSError where there is none."""
+        """A file's descriptor, until `close`, and whether it reads past the page cache. OSError if there is none."""
         with self._lock:
             if file not in self._descriptors:
                 self._descriptors[file] = file_io.open_to_read(file, self.direct)
@@ -106,7 +106,7 @@ class ExtentReader:
 
 
 def verify(extent: Extent, content: memoryview, key: ExpertKey) -> None:
-    """LoadError where the bytes in `content`, at their places in the extent, do not match its checksum. An extent
+    """LoadError if the bytes in `content`, at their places in the extent, do not match its checksum. An extent
     without one (of a file that nobody has read whole) matches."""
     if not extent.checksum:
         return
@@ -161,7 +161,7 @@ def copy_rows(source: torch.Tensor, target: torch.Tensor, rows: torch.Tensor) ->
 
 class HeldReader:
     """Serves `experts` as `ExtentReader` does, from any number of threads at once. Parts are served of experts that lie
-    in one piece. `bytes_read`: bytes copied since. LoadError where an expert cannot be read."""
+    in one piece. `bytes_read`: bytes copied since. LoadError if an expert cannot be read."""
 
     page = 1
     checked = True

@@ -13,7 +13,7 @@ from tiermoe.metrics import ExpertCounts, PhaseMetrics
 from tiermoe.offload.cache import SHARE_EVERY
 from tiermoe.offload.loader import ExpertLoader
 from tiermoe.offload.policies.eviction import Clock, Popularity
-from tiermoe.offload.policies.eviction.undoable import Undoable
+from tiermoe.offload.policies.eviction.base import Undoable
 from tiermoe.offload.policies.precision import Precision
 from tiermoe.offload.policies.prediction import Forecasts, Predictor
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
@@ -22,7 +22,7 @@ from tiermoe.offload.usage import Reuse, SizeCurve, Uses, merged, most_used, sha
 from tiermoe.types import Demand, ExpertKey, Ready, Routed
 
 _LONG_ENOUGH = 16  # decoded tokens that say what others take
-_WARMED_A_PASS = 64  # experts that the background has brought: 50 µs each where kernels are given their addresses
+_WARMED_A_PASS = 64  # experts that the background has brought: 50 µs each if kernels are given their addresses
 
 
 @dataclass(slots=True)
@@ -31,16 +31,16 @@ class Scheduler:
 
     together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
     not; `experts` is how many each layer has, `top_k` how many of them a token uses. proceed: a decoding layer that was
-    predicted leaves out the experts that were not, as far as they are not resident (CORM's misprediction); where
+    predicted leaves out the experts that were not, as far as they are not resident (CORM's misprediction); if
     nothing was predicted for it in its pass, or none of its experts, all come. substitutes: tokens use what was
     predicted instead (`as_predicted`), which whoever computes has to do. cpu_fallback: in decode, how many of a
     layer's misses are computed on the CPU and not loaded (HOBBIT, section 4, cooperative computing). settles: what has
-    come stays, in the one precision there is, and nothing is predicted: where all that a token chose has come there is
+    come stays, in the one precision there is, and nothing is predicted: if all that a token chose has come there is
     nothing to decide. trial: says which decode passes prefetch, by what they take from `begin_pass` to the end of the
     last layer; None: all do, as prefills always do. fills: whether the background may read experts into free slots, for
-    it changes nothing but hits; `everything`: all of them fit. undoable: the eviction policies, where a decode pass may
+    it changes nothing but hits; `everything`: all of them fit. undoable: the eviction policies, if a decode pass may
     be discarded. prior: moves the choices of decoded tokens towards experts that are resident. exact: what is read and
-    asked for does not depend on what is cached. `reuse` is counted since the beginning where exact and not all fits.
+    asked for does not depend on what is cached. `reuse` is counted since the beginning if exact and not all fits.
     """
 
     loader: ExpertLoader
@@ -69,7 +69,6 @@ class Scheduler:
     uses: Uses = field(init=False)  # tokens that each expert has served, as far as `record_hits` knows
     reuse: Reuse = field(init=False)
     _depth: int = field(init=False)  # layers of a pass that does not draft
-    predicted_s: float = field(default=0.0, init=False)  # seconds of naming what to read ahead, by the link's clock
     discarded: ExpertCounts = field(default_factory=ExpertCounts)
     _hits: list[tuple[int, Sequence[Sequence[int]]]] = field(default_factory=list)  # that policies have not learnt of
     _phase: str = "prefill"  # of the running pass
@@ -86,7 +85,7 @@ class Scheduler:
     _unranked: int = 0  # tokens since uses were last counted together
     _pass_tokens: int = 0
     _repeats: bool = False  # the next pass, one that was discarded
-    _began: float | None = None  # when the running pass did, where the trial measures it
+    _began: float | None = None  # when the running pass did, if the trial measures it
     _waited: float = 0.0  # by then, for experts
     _took: tuple[float, float] | None = None  # by the last one, a token and a layer, until known not to be discarded
 
@@ -97,13 +96,13 @@ class Scheduler:
 
     @property
     def prefetching(self) -> str:
-        """What the trial has decided, with its figures; empty where there is none or it has not ended."""
+        """What the trial has decided, with its figures; empty if there is none or it has not ended."""
         return str(self.trial or "")
 
     def fill(self, uses: Sequence[Sequence[float]]) -> None:
         """Begins to read experts into free slots, in the background: those that the prediction says the cache begins
-        with, else all of them where all fit, or those that earlier runs used most. uses: theirs, a row of experts for
-        each layer; empty where nothing is known."""
+        with, else all of them if all fit, or those that earlier runs used most. uses: theirs, a row of experts for
+        each layer; empty if nothing is known."""
         self._earlier_uses = uses
         if uses:
             self._count_together()
@@ -144,7 +143,7 @@ class Scheduler:
 
     def begin_pass(self, tokens: int, forecasts: Forecasts, phase: str, first: int = 0, resumed: bool = False) -> None:
         """A forward pass over `tokens` tokens begins (all rows of a batch counted). phase: 'prefill' or 'decode'.
-        first: its first MoE layer, not 0 in a decoder behind an encoder, nor in a pass that drafts. resumed: it goes on
+        first: its first MoE layer, not 0 in a decoder after an encoder, nor in a pass that drafts. resumed: it goes on
         with that layer after other passes, or drafts, and its tokens are counted already."""
         self.record_hits()
         self.loader.collect()
@@ -209,12 +208,12 @@ class Scheduler:
 
     def predicted(self, layer: int) -> list[int]:
         """The experts that were read ahead for a layer of the running pass, or would have been if they had not been
-        here, the likeliest first; empty where nothing was predicted."""
+        here, the likeliest first; empty if nothing was predicted."""
         return [*self._predicted.get(layer, ())]
 
     def all_hit(self, layer: int, hits: int, chosen: Sequence[Sequence[int]]) -> None:
         """A layer was computed whose `hits` experts were all resident (`computes_hits_at_once`). chosen: they, by
-        token, of which policies learn before they next decide; empty where nothing is decided any more (`settles`)."""
+        token, of which policies learn before they next decide; empty if nothing is decided any more (`settles`)."""
         self.loader.counts.hits += hits
         if chosen:
             self._hits.append((layer, chosen))
@@ -262,7 +261,7 @@ class Scheduler:
             self.loader.hit(layer, demands)
 
     def size_curve(self, slots: int, decode: PhaseMetrics) -> SizeCurve | None:
-        """What decoding, which took `decode` with a cache of `slots` slots, says of other sizes; None where it was
+        """What decoding, which took `decode` with a cache of `slots` slots, says of other sizes; None if it was
         short, missed nothing, or read otherwise for what was cached."""
         rate = decode.counts.hit_rate
         if not self.exact or decode.tokens < _LONG_ENOUGH or rate is None or rate == 1:
@@ -279,7 +278,7 @@ class Scheduler:
             self.reuse.record(routed.layer, demands, routed.phase)
 
     def _count_together(self) -> None:
-        """Eviction and shares of slots learn the uses of this run and the ones before it, where some are missing."""
+        """Eviction and shares of slots learn the uses of this run and the ones before it, if some are missing."""
         self._unranked = 0
         if self.everything:
             return
@@ -335,12 +334,10 @@ class Scheduler:
         loader.recall()  # then it is known what is here
         loader.collect()
         named = []
-        began = loader.link.now()
         for target, expert, _ in prediction.candidates(layer, forecasts, here):
             bits = bits_of(target, expert)
             if bits:
                 named.append(ExpertKey(target, expert, bits))
-        self.predicted_s += loader.link.now() - began
         if self._watches:
             first: dict[int, list[int]] = {}  # as many as a token uses: some predictors rank all
             for target, expert, _ in named:

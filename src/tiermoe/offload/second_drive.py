@@ -32,7 +32,7 @@ class SecondDrive:
     reads that they failed, `failure`: the first of them. `notes`: lines about the copies for people.
 
     files: file of experts → its copy, which is opened now. ratio: the bandwidth of the copy's drive in that of the
-    first. direct: whether the copies are read past the page cache. OSError where a copy cannot be opened."""
+    first. direct: whether the copies are read past the page cache. OSError if a copy cannot be opened."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class SecondDrive:
 
     @property
     def warning(self) -> str:
-        """What the copies failed to give, for people; empty where nothing."""
+        """What the copies failed to give, for people; empty if nothing."""
         if not self.failures:
             return ""
         return f"{self.failures} reads failed and were done from the first drive; the first: {self.failure}"
 
     def copy_of(self, extent: Extent, key: ExpertKey) -> Extent | None:
-        """Where the copy of an expert lies; None where there is none, or it failed before."""
+        """Where the copy of an expert lies; None if there is none, or it failed before."""
         return None if key in self._left_out else _copy_of(extent, self.files)
 
     def record(self, nbytes: int) -> None:
@@ -86,7 +86,7 @@ class TwoDrives(ExtentReader):
         self._under_way = [0, 0]  # bytes, by drive
 
     def read(self, extent: Extent, target: memoryview, key: ExpertKey) -> None:
-        """Fills `target` as `ExtentReader.read` does. LoadError where the first drive cannot."""
+        """Fills `target` as `ExtentReader.read` does. LoadError if the first drive cannot."""
         copy, nbytes = self.second.copy_of(extent, key), extent.nbytes
         with self._lock:
             first, second = (under_way + nbytes for under_way in self._under_way)
@@ -104,7 +104,7 @@ class TwoDrives(ExtentReader):
         self.second.reader.close()
 
     def _read_copy(self, copy: Extent, target: memoryview, key: ExpertKey) -> bool:
-        """False where that fails."""
+        """False if that fails."""
         try:
             self.second.reader.read(copy, target, key)
         except LoadError as error:
@@ -120,8 +120,8 @@ def open_copy(
     folder: Path, extents: Sequence[Extent], first: DriveProbe, lanes: int | None, kept: Path
 ) -> tuple[SecondDrive, DriveProbe]:
     """(the copy in `folder`, how experts are read from both drives). The copy may lack files, but not all. extents: of
-    all experts. first: how these are read. lanes, kept: as `known_drive`. ConfigError where the folder has no file of
-    experts, and where a file is not as the model's: names the first difference. Files are compared whole where they are
+    all experts. first: how these are read. lanes, kept: as `known_drive`. ConfigError if the folder has no file of
+    experts, and if a file is not as the model's: names the first difference. Files are compared whole if they are
     small, else at places spread over them."""
     sources = list(dict.fromkeys(segment.file for extent in extents for segment in extent.segments))
     found = {source: folder / Path(source).name for source in sources}
@@ -148,14 +148,14 @@ def open_copy(
 
 
 def _copy_of(extent: Extent, files: Mapping[str, str]) -> Extent | None:
-    """The extent in the copies of its files; None where one has no copy."""
+    """The extent in the copies of its files; None if one has no copy."""
     if any(segment.file not in files for segment in extent.segments):
         return None
     return replace(extent, segments=tuple(replace(each, file=files[each.file]) for each in extent.segments))
 
 
 def _compare(source: str, copy: str, most: int) -> None:
-    """ConfigError where a copy differs from its source in size, or in one of some pieces, `most` bytes in all."""
+    """ConfigError if a copy differs from its source in size, or in one of some pieces, `most` bytes in all."""
     try:
         if os.path.samefile(source, copy):
             raise ConfigError(f"--also: {copy} is {source} itself; name a folder with a copy on another drive")

@@ -35,7 +35,7 @@ class SecondLevelCache:
         return True
 
     def reserve(self, key: ExpertKey) -> int | None:
-        """A slot that `key`, which is absent, is read into; None where all are in use."""
+        """A slot that `key`, which is absent, is read into; None if all are in use."""
         slot = self._caches[key.bits].reserve(key)
         self.misses += slot is not None
         return slot

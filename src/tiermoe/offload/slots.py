@@ -37,48 +37,59 @@ class FilledSlots(Slots, Protocol):
         """Where `place(slot, key)` begins."""
 
 
-class HostSlots:
-    """`count` slots of `slot_bytes` (rounded up to 4 KiB) in anonymous memory, outside malloc: pages come
-    from the system when first written and O_DIRECT reads go straight into them. `pin` locks them, all pages
-    at once, for copies to a GPU. shared: the slots share fewer bytes than they have addresses for, in pages of
-    the smallest size. BudgetError where the system refuses."""
+class _Run:
+    """`count` slots of `slot_bytes` in one uint8 tensor, the first at the address `first`."""
 
-    def __init__(self, count: int, slot_bytes: int, pin: bool = False, shared: bool = False) -> None:
-        self.count = count
-        self.slot_bytes = align(slot_bytes, PAGE)
-        try:
-            self._memory = anonymous_memory(count * self.slot_bytes, huge=not shared)
-        except (OSError, ValueError, OverflowError) as error:
-            message = f"cannot reserve {count} slots of {self.slot_bytes:,} bytes: {error}"
-            raise BudgetError(message) from error
-        self._tensor = torch.from_numpy(np.frombuffer(self._memory, dtype=np.uint8))
-        self.first = self._tensor.data_ptr()  # address of slot 0
-        self._pinned = pin
-        if pin:
-            pin_memory(self._tensor)
+    def __init__(self, tensor: torch.Tensor, count: int, slot_bytes: int) -> None:
+        self.count, self.slot_bytes = count, slot_bytes
+        self.first = tensor.data_ptr()
+        self._tensor = tensor
 
     def buffer(self, slot: int) -> torch.Tensor:
         """Slot `slot` as uint8 (slot_bytes,)."""
         return self._tensor[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
+    def address(self, slot: int, key: ExpertKey) -> int:
+        return self.first + slot * self.slot_bytes
+
+    def close(self) -> None:
+        """Gives the memory back; views of slots keep it alive."""
+        del self._tensor
+
+
+class HostSlots(_Run):
+    """`count` slots of `slot_bytes` (rounded up to 4 KiB) in anonymous memory, outside malloc: pages come
+    from the system when first written and O_DIRECT reads go straight into them. `pin` locks them, all pages
+    at once, for copies to a GPU. shared: the slots share fewer bytes than they have addresses for, in pages of
+    the smallest size. BudgetError if the system refuses."""
+
+    def __init__(self, count: int, slot_bytes: int, pin: bool = False, shared: bool = False) -> None:
+        slot_bytes = align(slot_bytes, PAGE)
+        try:
+            memory = anonymous_memory(count * slot_bytes, huge=not shared)
+        except (OSError, ValueError, OverflowError) as error:
+            message = f"cannot reserve {count} slots of {slot_bytes:,} bytes: {error}"
+            raise BudgetError(message) from error
+        super().__init__(torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)), count, slot_bytes)
+        self._pinned = pin
+        if pin:
+            pin_memory(self._tensor)
+
     def place(self, slot: int, key: ExpertKey) -> torch.Tensor:
         """Where the expert is to be written: the slot itself, whatever the expert."""
         return self.buffer(slot)
-
-    def address(self, slot: int, key: ExpertKey) -> int:
-        return self.first + slot * self.slot_bytes
 
     def close(self) -> None:
         """Gives the memory back once no view of a slot is left. No copy may be under way."""
         if self._pinned:
             unpin_memory(self._tensor)
-        del self._tensor, self._memory
+        super().close()
 
 
 class SlotRuns:
     """Runs of equal slots one after the other, numbered through."""
 
-    def __init__(self, runs: Sequence[HostSlots | DeviceSlots]) -> None:
+    def __init__(self, runs: Sequence[_Run]) -> None:
         self._runs = list(runs)
         self._firsts = [0, *accumulate(run.count for run in runs)]
 
@@ -103,25 +114,16 @@ class SlotRuns:
         self._runs.clear()
 
 
-class DeviceSlots:
+class DeviceSlots(_Run):
     """`count` slots of `slot_bytes` (rounded up to 4 KiB) in one uint8 tensor on `device`."""
 
     def __init__(self, count: int, slot_bytes: int, device: str) -> None:
-        self.count = count
-        self.slot_bytes = align(slot_bytes, PAGE)
+        slot_bytes = align(slot_bytes, PAGE)
         try:
-            self._tensor = torch.empty(count * self.slot_bytes, dtype=torch.uint8, device=device)
+            tensor = torch.empty(count * slot_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise BudgetError(
-                f"{device} has no room for {count} slots of {self.slot_bytes:,} bytes; lower --gpu-memory or "
+                f"{device} has no room for {count} slots of {slot_bytes:,} bytes; lower --gpu-memory or "
                 f"--cache, or end other programs on it"
             ) from error
-        self.first = self._tensor.data_ptr()  # address of slot 0
-
-    def buffer(self, slot: int) -> torch.Tensor:
-        """Slot `slot` as uint8 (slot_bytes,)."""
-        return self._tensor[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
-
-    def close(self) -> None:
-        """Gives the memory back to torch; views of slots keep it alive."""
-        del self._tensor
+        super().__init__(tensor, count, slot_bytes)

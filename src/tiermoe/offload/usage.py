@@ -1,10 +1,17 @@
-"""How often experts are used: counts of this run and of earlier ones, and what they say of caches of other sizes."""
+"""How often experts are used: counts of this run, what they say of caches of other sizes, and the record that a run
+leaves to the next. The record is a small file beside the store, of a checkpoint in one precision. It decides how soon
+experts are there and changes no token, so that a file that is torn, foreign or cannot be written is ignored."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
+from tiermoe.platform.json_files import read_json, replace_unlocked
 from tiermoe.types import Demand, ExpertKey
 
 WINDOW = 1 << 15
@@ -43,7 +50,7 @@ class Uses:
 
 def merged(earlier: Sequence[Sequence[float]], uses: Sequence[Sequence[float]]) -> list[list[float]]:
     """Uses of a run added to those of the runs before it, which fade by as much of `WINDOW` as the run fills. Both: a
-    row of experts for each layer; earlier: empty where there were no runs."""
+    row of experts for each layer; earlier: empty if there were no runs."""
     if not earlier:
         return [list(row) for row in uses]
     result = []
@@ -65,7 +72,7 @@ def shares_of(uses: Sequence[Sequence[float]], top_k: Sequence[int]) -> list[lis
 
 def most_used(experts: Sequence[int], bits: int, uses: Sequence[Sequence[float]], everything: bool) -> list[ExpertKey]:
     """The experts of a model in the precision `bits`, most used first, of equal ones in their order. experts: number of
-    each layer's. uses: a row of experts for each layer; empty where nothing is known. everything: unused ones too."""
+    each layer's. uses: a row of experts for each layer; empty if nothing is known. everything: unused ones too."""
     ranked = [
         (-(uses[layer][expert] if uses else 0.0), layer, expert)
         for layer, count in enumerate(experts)
@@ -106,8 +113,8 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class SizeCurve:
-    """What a run says of caches of other sizes. Hits of another policy or of prefetching, beside those of LRU, are a
-    factor, measured at the size that ran."""
+    """What a run says of caches of other sizes. Hits of another policy or of prefetching, in relation to those of LRU,
+    are a factor, measured at the size that ran."""
 
     distances: tuple[float, ...]  # as `Reuse` counts them
     first: float  # as `Reuse` counts them
@@ -127,7 +134,7 @@ class SizeCurve:
 
 
 def missed(distances: Sequence[float], first: float, slots: float) -> float:
-    """Share of the uses that `Reuse` counted that an LRU cache of `slots` slots a layer misses; 0 where there are none.
+    """Share of the uses that `Reuse` counted that an LRU cache of `slots` slots a layer misses; 0 if there are none.
     Between two whole numbers of slots in proportion."""
     total = sum(distances) + first
     whole = min(int(slots), len(distances))
@@ -135,3 +142,69 @@ def missed(distances: Sequence[float], first: float, slots: float) -> float:
     if whole < len(distances):
         hits += (slots - whole) * distances[whole]
     return 1 - hits / total if total else 0.0
+
+
+FORMAT = "tiermoe-runs"
+VERSION = 1
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """What earlier runs have found."""
+
+    uses: list[list[float]] = field(default_factory=list)
+    """[layer][expert]: tokens served, those of earlier runs faded; empty: nothing is known."""
+    prefetching: dict[str, bool] = field(default_factory=dict)
+    """Whether prefetching paid, by the circumstances in which that was measured."""
+    curve: SizeCurve | None = None
+    """What the last run that decoded enough says of other sizes of the cache."""
+
+
+def record_path(root: Path, precision: str) -> Path:
+    """The file of a precision's record in the store at `root`."""
+    return root / f"runs-{precision}.json"
+
+
+def read_record(path: Path, fingerprint: str, experts: Sequence[int]) -> RunRecord:
+    """The record of a checkpoint with this fingerprint and so many experts a layer; an empty one if there is none
+    that can be used."""
+    try:
+        document = read_json(path)
+        if (document["format"], document["version"], document["fingerprint"]) != (FORMAT, VERSION, fingerprint):
+            return RunRecord()
+        uses = [[float(count) for count in row] for row in document["uses"]]
+        prefetching = {str(name): bool(pays) for name, pays in document["prefetching"].items()}
+        curve = _curve(document["curve"]) if document.get("curve") else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return RunRecord()
+    whole = all(math.isfinite(count) and count >= 0 for row in uses for count in row)
+    if not whole or [len(row) for row in uses] != list(experts):
+        return RunRecord()
+    return RunRecord(uses, prefetching, curve)
+
+
+def _curve(values: dict[str, Any]) -> SizeCurve:
+    """The curve that a record has. ValueError, KeyError or TypeError if the values are no curve."""
+    curve = SizeCurve(
+        tuple(float(count) for count in values["distances"]), float(values["first"]), int(values["slots"]),
+        int(values["layers"]), float(values["miss_rate"]), float(values["compute_s"]), float(values["wait_s"]),
+    )  # fmt: skip
+    numbers = [*curve.distances, curve.first, curve.wait_s]
+    if not all(math.isfinite(each) and each >= 0 for each in numbers) or curve.slots < 1 or curve.layers < 1:
+        raise ValueError
+    if not (0 < curve.miss_rate <= 1 and 0 < curve.compute_s < math.inf):
+        raise ValueError
+    return curve
+
+
+def write_record(path: Path, fingerprint: str, record: RunRecord) -> None:
+    """Replaces the record: a reader sees the old or the new one. Where it cannot be written nothing happens."""
+    document: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": fingerprint,
+        "uses": [[round(count, 1) for count in row] for row in record.uses],
+        "prefetching": record.prefetching,
+        "curve": record.curve and asdict(record.curve),
+    }
+    replace_unlocked(path, json.dumps(document, separators=(",", ":")).encode())

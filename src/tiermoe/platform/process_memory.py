@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from types import ModuleType
 
 _MADV_DONTNEED = 4
-_FREE_ADVICE = {"linux": _MADV_DONTNEED, "darwin": 5}.get(sys.platform)
-"""Advice that frees a range of anonymous memory: MADV_DONTNEED, on macOS MADV_FREE; None: the system has none."""
+_FREE_ADVICE = 5 if sys.platform == "darwin" else _MADV_DONTNEED
+"""Advice that frees a range of anonymous memory: MADV_DONTNEED, on macOS MADV_FREE."""
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _M_MMAP_THRESHOLD = -3
 _M_TRIM_THRESHOLD = -1
@@ -272,15 +272,10 @@ def anonymous_memory(nbytes: int, huge: bool = True) -> mmap.mmap:
     return memory
 
 
-def can_free_pages() -> bool:
-    """Whether the system takes parts of `anonymous_memory` back; others than Linux and macOS are not asked to."""
-    return _FREE_ADVICE is not None
-
-
 def free_pages(address: int, nbytes: int) -> None:
-    """Gives the whole pages of a range of `anonymous_memory` back where `can_free_pages`: their content is lost, and
-    they become resident again when they are written."""
+    """Gives the whole pages of a range of `anonymous_memory` back: their content is lost, and they become resident
+    again when they are written."""
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if _FREE_ADVICE is not None and begin < end:
+    if begin < end:
         _advise(begin, end - begin, _FREE_ADVICE)

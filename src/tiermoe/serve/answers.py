@@ -19,6 +19,7 @@ from tiermoe.engine.request_loop import TooLongError
 from tiermoe.errors import PromptError, TiermoeError
 from tiermoe.serve.dialects import KEEP_ALIVE_S, TOO_LONG, Json, Refused, StreamKind
 from tiermoe.serve.grammar import Compiling
+from tiermoe.serve.guards import until_left
 from tiermoe.serve.worker import Answers, ClosingError, QueueFullError, Worker
 
 ANSWERS: dict[int | str, Json] = {
@@ -64,8 +65,7 @@ async def whole(http: HttpRequest, answers: Answers, add: Callable[[int, Piece],
 
 
 async def _cancelled_where_gone(http: HttpRequest, answers: Answers) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
+    await until_left(http.receive)
     answers.cancel()
 
 

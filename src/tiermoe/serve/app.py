@@ -1,10 +1,9 @@
-"""HTTP app of the server: routes beside those of the dialects, and errors."""
+"""HTTP app of the server: errors, and routes that belong to no dialect."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Response
@@ -18,9 +17,9 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from tiermoe.engine.engine import Engine
 from tiermoe.serve import anthropic, llama_server, ollama, openai, responses
-from tiermoe.serve.dialects import OLLAMA, Json, Refused, error_body, from_json, retry_after
+from tiermoe.serve.dialects import OLLAMA, Json, Refused, error_body, from_json, listed, model_list
 from tiermoe.serve.fields import Several, TokenIds
-from tiermoe.serve.guards import Guard, Hosts
+from tiermoe.serve.guards import Guard, Hosts, refusal
 from tiermoe.serve.intake import Intake, aside
 from tiermoe.serve.openai import Message
 from tiermoe.serve.page import page
@@ -70,7 +69,7 @@ def create_app(
         counts.refused += 1
 
     app.router.route_class = _Route
-    app.add_middleware(Guard, keys=keys, hosts=hosts, body=error_body, intake=Intake(served.context, refused))
+    app.add_middleware(Guard, keys=keys, hosts=hosts, intake=Intake(served.context, refused))
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     _add_error_handlers(app)
@@ -111,7 +110,7 @@ class _Bounded(HttpRequest):
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Refused)
     async def refused(request: HttpRequest, error: Refused) -> JSONResponse:
-        return JSONResponse(error_body(request.url.path, error), error.status, retry_after(error))
+        return refusal(request.url.path, error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: HttpRequest, error: RequestValidationError) -> JSONResponse:
@@ -135,16 +134,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_routes(app: FastAPI, served: Served) -> None:
-    model = {
-        "id": served.name,
-        "object": "model",
-        "created": served.created,
-        "owned_by": "tiermoe",
-        "max_model_len": served.context,
-        "type": "model",  # this and what follows is Anthropic's
-        "display_name": served.name,
-        "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
-    }
+    model = listed(served.name, served.created, served.context)
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def shown() -> Response:
@@ -175,8 +165,7 @@ def _add_routes(app: FastAPI, served: Served) -> None:
 
     @app.get("/v1/models")
     async def models() -> Json:
-        ends = {"first_id": served.name, "last_id": served.name, "has_more": False}
-        return {"object": "list", "data": [model], **ends}
+        return model_list([model])
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Json:

@@ -45,7 +45,7 @@ def as_served(
     blueprint: Blueprint, asked: Settings, batch_named: bool, kv_memory: int | None, note: Callable[[str], None]
 ) -> tuple[Settings, Use]:
     """Settings and use that a server runs with. batch_named: `asked` has the number of requests that run at once.
-    kv_memory, note: bytes of the KV cache, where they are named; else as of `with_room`."""
+    kv_memory, note: bytes of the KV cache, if they are named, else as of `with_room`."""
     use = use_of_server(blueprint, asked)
     if kv_memory is None:
         return (asked, use) if batch_named else with_room(blueprint, asked, use, note)
@@ -57,7 +57,7 @@ def with_room(blueprint: Blueprint, asked: Settings, use: Use, note: Callable[[s
 
     16 requests run at once and share the KV memory of as many of the longest as experts can do without; one runs where
     memory is too little for more. Where transformers' code keeps keys and values, which are not shared, as many of the
-    longest run at once. note: called with a line where they are fewer than 16."""
+    longest run at once. note: called with a line if they are fewer than 16."""
     used = resolve_for(blueprint, asked).settings
     context = context_of(blueprint, used)
     longest = longest_request(blueprint, used, context, resolve_device(used.device))

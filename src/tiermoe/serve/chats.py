@@ -1,5 +1,6 @@
 """Chats of all dialects: a conversation that wants an answer; the prompt, grammar and stop strings that follow from it;
-and the reader of its answer."""
+and the reader of its answer. A thought before it is text between <think> and </think> (Qwen3, GLM-4.5, MiniMax-M2,
+DeepSeek), which some chat templates open at the end of the prompt, or in channels (`harmony`)."""
 
 from __future__ import annotations
 
@@ -7,17 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tiermoe.engine.request import Piece, Request
+from tiermoe.engine.detokenize import overlap
+from tiermoe.engine.request import Piece, Request, Thinking, ThoughtBudget
 from tiermoe.engine.sampling import Grammar, Sampling
-from tiermoe.engine.thought_budget import Thinking, ThoughtBudget
 from tiermoe.errors import ConfigError
 from tiermoe.serve import harmony
 from tiermoe.serve.dialects import Json, Refused
 from tiermoe.serve.grammar import Compiling, Constraint
 from tiermoe.serve.served import Served, continued
-from tiermoe.serve.thoughts import END, ThoughtReader, opened, thinks, unfinished
-from tiermoe.serve.tool_calls import CallPiece, CallReader
-from tiermoe.serve.tool_formats import Format, format_of, types_of
+from tiermoe.serve.tool_calls import CallPiece, CallReader, Format, format_of, types_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,86 @@ class Chat:
                 "messages",
             )
         return begun
+
+
+# --- answers ---
+
+
+BEGIN, END = "<think>", "</think>"
+
+
+def thinks(template: str | None) -> bool:
+    """Whether a chat template has thoughts."""
+    return END in (template or "")
+
+
+def opened(prompt: str) -> bool:
+    """Whether a prompt ends within a thought."""
+    return prompt.rstrip().endswith(BEGIN)
+
+
+def unfinished(text: str) -> str | None:
+    """The thought within which a text ends, or None."""
+    _, begun, thought = text.rpartition(BEGIN)
+    return thought if begun and END not in thought else None
+
+
+class ThoughtReader:
+    """Reads one answer as it comes: text in, (thought, answer) out. Line breaks around the thought belong to neither.
+
+    inside: whether the answer begins within a thought. begun: whether it continues that thought's text."""
+
+    def __init__(self, inside: bool, begun: bool = False) -> None:
+        self.inside = inside
+        self._before = not inside  # whether a thought may still begin
+        self._first = not begun  # whether nothing of the current part has come
+        self._withheld = ""
+
+    def add(self, text: str, last: bool = False) -> tuple[str, str]:
+        """Thought and answer that are certain with more text. last: no more text comes."""
+        self._withheld += text
+        if self._before and not self._begun(last):
+            return "", ""
+        thought = self._thought(last) if self.inside else ""
+        return thought, "" if self.inside else self._trimmed(self._take(len(self._withheld)))
+
+    def _begun(self, last: bool) -> bool:
+        """Whether it is certain if the answer begins with a thought."""
+        start = self._withheld.lstrip()
+        if not last and BEGIN.startswith(start[: len(BEGIN)]) and len(start) < len(BEGIN):
+            return False
+        self._before = False
+        if start.startswith(BEGIN):
+            self.inside = True
+            self._withheld = start[len(BEGIN) :]
+        else:
+            self._first = False  # an answer without a thought stays as it is
+        return True
+
+    def _thought(self, last: bool) -> str:
+        at = self._withheld.find(END)
+        if at >= 0:
+            thought = self._trimmed(self._take(at).rstrip("\n"))
+            self._take(len(END))
+            self.inside, self._first = False, True
+            return thought
+        certain = (
+            self._withheld
+            if last
+            else self._withheld[: len(self._withheld) - overlap(self._withheld, END)].rstrip("\n")
+        )
+        return self._trimmed(self._take(len(certain)))
+
+    def _trimmed(self, text: str) -> str:
+        """Text without the line breaks at the beginning of its part."""
+        if self._first:
+            text = text.lstrip("\n")
+            self._first = not text
+        return text
+
+    def _take(self, count: int) -> str:
+        taken, self._withheld = self._withheld[:count], self._withheld[count:]
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +180,9 @@ class AnswerReader:
         return ParsedChunk(thought, text, calls, finish)
 
 
+# --- preparing ---
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A prompt, and how its answers are made and read."""
@@ -110,7 +192,7 @@ class Prepared:
     grammar: Compiling | None = None  # compiles what answers must follow
     budget: Callable[[], ThoughtBudget] | None = None  # makes that of an answer
     special: bool = False  # whether answers are read with their special tokens
-    stops: tuple[str, ...] = ()  # stop strings beside those of the request
+    stops: tuple[str, ...] = ()  # stop strings in addition to the request's
 
     def request(self, sampling: Sampling, stops: Sequence[str], **more: Any) -> Request:
         """The request of one answer. stops: its own stop strings. more: further fields of `Request`."""
@@ -196,8 +278,8 @@ def _named(chat: Chat, tools: Sequence[Json]) -> list[Json]:
 
 
 def _grammar(served: Served, chat: Chat, form: Format | None, tools: Sequence[Json], inside: bool) -> Compiling | None:
-    """Grammar of the answer: one call, what the constraint says, or either where tools may be called as well; behind a
-    thought where the prompt has opened one. None: the answer is free."""
+    """Grammar of the answer: one call, what the constraint says, or either if tools may be called as well; after a
+    thought if the prompt has opened one. None: the answer is free."""
     named = _named(chat, tools)
     constraint = None if chat.forced else chat.constraint
     if not chat.forced and constraint is None:

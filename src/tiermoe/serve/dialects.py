@@ -4,7 +4,7 @@ their shapes, how a stream is kept alive, and the names of Ollama's API."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -91,6 +91,22 @@ def error_body(path: str, error: Refused) -> Json:
 def retry_after(error: Refused) -> dict[str, str]:
     """Headers of a refusal."""
     return {"Retry-After": str(RETRY_S)} if error.status == 503 else {}
+
+
+# --- models ---
+
+
+def listed(name: str, created: int, context: int, **more: Any) -> Json:
+    """A model in OpenAI's list and in Anthropic's. created: seconds since the epoch. context: most tokens."""
+    openai = {"id": name, "object": "model", "created": created, "owned_by": "tiermoe", "max_model_len": context}
+    since = datetime.fromtimestamp(created, UTC).isoformat()
+    return {**openai, **more, "type": "model", "display_name": name, "created_at": since}
+
+
+def model_list(models: Sequence[Json]) -> Json:
+    """The list of `listed` models."""
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
+    return {"object": "list", "data": models, **ends}
 
 
 # --- streams ---

@@ -4,12 +4,13 @@ server does not know."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import pydantic_core
 from pydantic import BaseModel, BeforeValidator, Field
 
-from tiermoe.engine.sampling import LONGEST_BREAKER, MOST_BREAKERS, RANGES
+from tiermoe.engine.sampling import LONGEST_BREAKER, MOST_BREAKERS, RANGES, TRUNCATIONS, Sampling
 from tiermoe.serve.dialects import Json, Refused, from_json
 
 _T = TypeVar("_T")
@@ -130,7 +131,7 @@ def check_fields(asked: BaseModel) -> None:
     asks for nothing. asked: a model that keeps unknown fields."""
     for name, value in (asked.model_extra or {}).items():
         nothing = value is None or value in ("", [], {}) or value in NEUTRAL.get(name, ())
-        if name in PASSED or nothing:
+        if name in PASSED or nothing or (isinstance(asked, SamplerFields) and name in asked.own):
             continue
         instead = _INSTEAD.get(name)
         if name in _UNKEPT and "input" in type(asked).model_fields:
@@ -143,11 +144,7 @@ def check_fields(asked: BaseModel) -> None:
 # --- sampling ---
 
 
-_SAME = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "repeat_last_n", "min_tokens", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold",
-    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
-)  # fmt: skip
+_SAME = tuple(each.name for each in fields(Sampling) if each.name not in ("max_tokens", "own"))
 """Fields that `Sampling` has under the same names."""
 _LAST_N = 64
 """`repeat_last_n` of a repeat_penalty without one, as in llama-server."""
@@ -194,6 +191,16 @@ class SamplerFields(BaseModel):
     min_tokens: int | None = _within("min_tokens")
     ignore_eos: bool | None = None
 
+    @property
+    def own(self) -> dict[str, float]:
+        """Numbers of rules that are no field here. Refused if one is out of its rule's range."""
+        found = {name: value for name, value in (self.model_extra or {}).items() if name in TRUNCATIONS}
+        for name, value in found.items():
+            rule = TRUNCATIONS[name]
+            if not isinstance(value, int | float) or not rule.least <= value <= rule.largest:
+                raise Refused(400, f"{name} must be from {rule.least:g} to {rule.largest:g}, got {value!r}", name)
+        return found
+
     def named(self, most: int) -> Json:
         """Fields of `Sampling` that the request names. most: tokens that the answer may have. Refused if two of its
         fields contradict each other."""
@@ -210,4 +217,4 @@ class SamplerFields(BaseModel):
             raise Refused(400, f"min_tokens is {self.min_tokens:,}, the answer ends at {most:,}", "min_tokens")
         if self.ignore_eos:
             values["min_tokens"] = most
-        return values
+        return {**values, "own": own} if (own := self.own) else values

@@ -1,7 +1,7 @@
 """Grammars that answers must follow (JSON, a regular expression, a call of a tool): the fields of a request that ask
 for one, and their compiler over llguidance.
 
-A grammar is compiled beside the batch and the event loop, after a trial in a process of its own (`grammar_trial.py`);
+A grammar is compiled in a thread, after a trial in a process of its own (`grammar_trial.py`);
 one beyond the limits here is refused. Applying it to an answer's tokens (`engine.sampling.Grammar`) has llguidance's
 limits."""
 
@@ -78,7 +78,7 @@ class Grammars:
         self._lock = Lock()
 
     async def compiled(self, rules: str, count: int, grammar: str = "") -> list[Grammar]:
-        """`compile`, beside the event loop. Refused if too many grammars wait."""
+        """`compile`, in a thread. Refused if too many grammars wait."""
         if self._under_way >= MOST_WAITING:
             raise Refused(503, f"{MOST_WAITING} grammars are being compiled; ask again later", kind="server_error")
         self._under_way += 1
@@ -89,7 +89,7 @@ class Grammars:
 
     def compile(self, rules: str, count: int = 1, grammar: str = "") -> list[Grammar]:
         """A grammar for each of `count` answers. rules: in llguidance's form of Lark. grammar: what their rule
-        `grammar` is, where they name it, in GBNF or Lark. ConfigError if the rules, or a JSON schema in them, cannot
+        `grammar` is, if they name it, in GBNF or Lark. ConfigError if the rules, or a JSON schema in them, cannot
         be followed within the limits."""
         from llguidance import LLMatcher, LLParserLimits
 
@@ -120,7 +120,9 @@ class Grammars:
         fault = self._faults.get(key)
         if fault is None:
             added = self._tokenizer.added_tokens_decoder.values()
-            fault = _tried(rules, [each.content for each in added if each.special and each.content in rules])
+            special = [each.content for each in added if each.special and each.content in rules]
+            found, fault = _run_trial({"rules": rules, "special": special, "limits": _LIMITS})
+            fault = fault or own_words(found)
             with self._lock:
                 self._faults[key] = fault
                 if len(self._faults) > _KNOWN:
@@ -167,12 +169,6 @@ def _as_lark(grammar: str) -> str:
     if fault:
         raise _unfollowed(fault)
     return str(lark)
-
-
-def _tried(rules: str, special: list[str]) -> str:
-    """What is wrong with a grammar, from a trial in a process of its own; empty where nothing is."""
-    found, fault = _run_trial({"rules": rules, "special": special, "limits": _LIMITS})
-    return fault or own_words(found)
 
 
 def _run_trial(asked: Json) -> tuple[Any, str]:
@@ -304,19 +300,11 @@ def _from_regex(regex: str, field: str) -> Constraint:
     return Constraint(field, regex_rule(regex))
 
 
-def _from_choices(choices: Sequence[str], field: str) -> Constraint:
-    return Constraint(field, choice_rule(choices))
-
-
-def _from_grammar(grammar: str, field: str) -> Constraint:
-    return Constraint(field, grammar=grammar)
-
-
 _READ: dict[str, Callable[[Any, str], Constraint | None]] = {
     **dict.fromkeys(("json_schema", "guided_json", "json"), _from_schema),
     **dict.fromkeys(("regex", "guided_regex"), _from_regex),
-    **dict.fromkeys(("guided_choice", "choice"), _from_choices),
-    **dict.fromkeys(("grammar", "guided_grammar", "ebnf"), _from_grammar),
+    **dict.fromkeys(("guided_choice", "choice"), lambda choices, field: Constraint(field, choice_rule(choices))),
+    **dict.fromkeys(("grammar", "guided_grammar", "ebnf"), lambda text, field: Constraint(field, grammar=text)),
     "json_object": lambda _, field: json_constraint({"type": "object"}, field),
 }
 """Field, or a field of structured_outputs → how its value is read."""

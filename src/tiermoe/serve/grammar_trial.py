@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_STEPS = 64  # of an answer that is tried: the cost of a grammar often shows behind its first bytes
+_STEPS = 64  # of an answer that is tried: the cost of a grammar often shows after its first bytes
 
 
 class Bytes:

@@ -9,7 +9,7 @@ import hmac
 import ipaddress
 import os
 import ssl
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tiermoe.errors import ConfigError
-from tiermoe.serve.dialects import Json, Refused, retry_after
+from tiermoe.serve.dialects import Refused, error_body, retry_after
 from tiermoe.serve.intake import Intake, Share, too_large
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -30,8 +30,8 @@ class Hosts:
     """Names of a server without a key, as clients may call it. A web page whose name is made to point to this machine
     (DNS rebinding) would pass every other check of a browser.
 
-    names: beside the loopback's; '*' is any. host: address that the server listens on; where that is every address, any
-    address will do, since a rebound name is none."""
+    names: in addition to the loopback's; '*' is any. host: address that the server listens on; if that is every
+    address, any address will do, since a rebound name is none."""
 
     def __init__(self, host: str, names: Collection[str] = ()) -> None:
         self._names = {*LOOPBACK, host.lower(), *map(_name, names)}
@@ -56,24 +56,26 @@ def _is_address(name: str) -> bool:
     return False
 
 
+def refusal(path: str, error: Refused) -> JSONResponse:
+    """The answer to a refused request, in the shape of the dialect that its path speaks."""
+    return JSONResponse(error_body(path, error), error.status, retry_after(error))
+
+
+async def until_left(receive: Receive) -> None:
+    """Waits until the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Guard:
     """ASGI middleware that refuses requests before they reach a route.
 
-    keys: one of which a client must have; empty: none is needed. hosts: what `Host` may be; None: anything. body: makes
-    an error in the shape of the dialect that a path speaks."""
+    keys: one of which a client must have; empty: none is needed. hosts: what `Host` may be; None: anything."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: Sequence[str],
-        hosts: Hosts | None,
-        body: Callable[[str, Refused], Json],
-        intake: Intake,
-    ) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], hosts: Hosts | None, intake: Intake) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._hosts = hosts
-        self._body = body
         self._intake = intake
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,8 +119,8 @@ class Guard:
     async def _refuse(self, error: Refused, scope: Scope, incoming: _Incoming, send: Send) -> None:
         """Answers with an error and reads on for a while: a connection that is closed with an unread body is reset, and
         the client never sees the answer."""
-        headers = {"Connection": "close", **retry_after(error)}
-        answer = JSONResponse(self._body(scope["path"], error), error.status, headers)
+        answer = refusal(scope["path"], error)
+        answer.headers["Connection"] = "close"
         await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
         await send({"type": "http.response.body", "body": answer.body, "more_body": True})
         with contextlib.suppress(TimeoutError):
@@ -162,7 +164,7 @@ async def _whole(incoming: _Incoming, share: Share) -> bytes | None:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Receiver of the body in one message, and of the messages behind it."""
+    """Receiver of the body in one message, and of the messages after it."""
     given = False
 
     async def again() -> Message:

@@ -4,7 +4,7 @@
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 
 `analysis` is the thought; `final`, and a message in `commentary` to nobody, is the answer; a message to a function is a
-call (github.com/openai/harmony, docs/format.md). The prompt ends within the first message's header, behind
+call (github.com/openai/harmony, docs/format.md). The prompt ends within the first message's header, after
 `<|start|>assistant`; `<|return|>` and `<|call|>` end the answer.
 """
 
@@ -37,7 +37,7 @@ def speaks(template: str | None) -> bool:
 
 
 def message_of(message: Mapping[str, Any]) -> Json:
-    """A message as such templates take it, of which transformers calls the thought `thinking`: beside calls a thought
+    """A message as such templates take it, of which transformers calls the thought `thinking`: with calls a thought
     or a text, not both."""
     thought, text = message.get("reasoning_content"), message.get("content")
     if thought is None or not text or not message.get("tool_calls"):

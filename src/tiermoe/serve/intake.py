@@ -1,7 +1,7 @@
 """Intake: memory of requests in flight (bodies, parsed values, token ids), bounded and part of the memory plan.
 
 A body is bounded before it is parsed, by the memory that it may become: Python's parser holds the interpreter, and
-every request waits for it. Templates and the tokenizer run in threads beside the event loop.
+every request waits for it. Templates and the tokenizer run in threads of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tiermoe.serve.dialects import Refused
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_LEAST = 16 << 20  # bytes for requests in flight, beside those for each token of the context
+_LEAST = 16 << 20  # bytes for requests in flight, in addition to those for each token of the context
 _TOKEN_OF_CONTEXT = 1 << 10  # bytes for each token of the context
 _SHARES = 8  # how many of the largest requests fit
 _TEXT = 8  # bytes for each byte of a body: it, its texts and what a template makes of them, some at 4 a character
@@ -50,7 +50,7 @@ def requests_bytes(context: int) -> int:
 
 
 def values_of(body: bytes, most: int) -> int:
-    """Number of values in a JSON text beside the outermost: characters outside of strings that may begin one. Where
+    """Number of values in a JSON text without the outermost: characters outside of strings that may begin one. If
     there are more than `most` strings, the number of strings."""
     body = body.replace(rb"\\", b"").replace(rb"\"", b"")
     if (quotes := body.count(b'"')) > 2 * most:
@@ -157,7 +157,7 @@ async def aside(work: Callable[_P, _T], *args: _P.args, **named: _P.kwargs) -> _
 
 
 def hold_tokens(count: int) -> None:
-    """Adds token ids to the current request's share, where there is one. Refused with 413 or 503 if they are too
+    """Adds token ids to the current request's share, if there is one. Refused with 413 or 503 if they are too
     many."""
     if (share := _CURRENT.get(None)) is not None:
         share.hold_tokens(count)

@@ -387,7 +387,7 @@ class ModelProcess:
         await self._process.wait()
 
     async def end(self) -> None:
-        """Asks the process to end once it has answered, and waits for it; kills it where it takes longer than
+        """Asks the process to end once it has answered, and waits for it; kills it if it takes longer than
         `_ENDING_S`."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

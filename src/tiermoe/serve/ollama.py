@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tiermoe.engine.request import Piece, Request
 from tiermoe.serve import harmony
 from tiermoe.serve.answers import LineStream, Logprobs, failure, submitted, whole
-from tiermoe.serve.chats import AnswerReader, Chat, ParsedChunk, Prepared, grammar_of, prepare
+from tiermoe.serve.chats import AnswerReader, Chat, ParsedChunk, Prepared, grammar_of, prepare, thinks
 from tiermoe.serve.dialects import (
     LATEST,
     OLLAMA,
@@ -33,7 +33,6 @@ from tiermoe.serve.dialects import (
     ollama_reply,
 )
 from tiermoe.serve.fields import (
-    CallArguments,
     SamplerFields,
     Several,
     StopFields,
@@ -43,11 +42,9 @@ from tiermoe.serve.fields import (
 )
 from tiermoe.serve.grammar import Constraint, json_constraint
 from tiermoe.serve.intake import aside
-from tiermoe.serve.openai import Function
+from tiermoe.serve.openai import CalledFunction, Function
 from tiermoe.serve.served import Served
-from tiermoe.serve.thoughts import thinks
-from tiermoe.serve.tool_calls import ToolCall
-from tiermoe.serve.tool_formats import format_of
+from tiermoe.serve.tool_calls import ToolCall, format_of
 
 _FOR_EVER = "9999-12-31T23:59:59Z"
 _LINES: dict[int | str, Json] = {
@@ -119,11 +116,6 @@ class GenerateRequest(Asked):
         """The conversation as chat templates take it."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.prompt}]
-
-
-class CalledFunction(BaseModel):
-    name: str
-    arguments: CallArguments = {}
 
 
 class CalledTool(BaseModel):
@@ -290,7 +282,7 @@ def _check(served: Served, asked: Asked) -> None:
 
 
 def check_model(served: Served, name: str) -> None:
-    """Refused if a client names another model; a tag behind a name says nothing."""
+    """Refused if a client names another model; a tag after a name says nothing."""
     if name != served.name:
         served.check_model(name.removesuffix(LATEST))
 

@@ -243,11 +243,11 @@ class ChoiceReader:
 
     logprobs: Logprobs
     reader: AnswerReader
-    echo: str = ""  # text of the prompt, where it comes before the answer's
+    echo: str = ""  # text of the prompt, if it comes before the answer's
     calls: list[ToolCall] = field(default_factory=list)  # so far
 
     def add(self, piece: Piece) -> tuple[Json, str | None]:
-        """reasoning_content, content and tool_calls of a piece, where it has any, and the reason of the end."""
+        """reasoning_content, content and tool_calls of a piece, if it has any, and the reason of the end."""
         parsed = self.reader.add(piece)
         calls = [self._delta(each) for each in parsed.calls if each.kind != "end"]
         text, self.echo = self.echo + parsed.text, ""
@@ -326,7 +326,7 @@ async def stream(
 
 
 def _timings(pieces: Sequence[Piece], answers: int) -> Json:
-    """`timings` behind all pieces, where there is one answer: those of several are of each by itself."""
+    """`timings` after all pieces, if there is one answer: those of several are of each by itself."""
     return {"timings": timings_of(pieces[-1])} if answers == 1 else {}
 
 

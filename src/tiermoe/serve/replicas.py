@@ -101,12 +101,12 @@ def app_of(deployed: Deployed) -> FastAPI:
     from tiermoe.platform import process_memory
 
     process_memory.import_libraries(own_process=True)
+    from tiermoe.engine.drafts import Lookup
     from tiermoe.engine.load import start as start_engine
-    from tiermoe.engine.prompt_lookup import Lookup
     from tiermoe.engine.speculation import Speculation
     from tiermoe.model.hf.blueprint import inspect_model
     from tiermoe.model.hf.hub import resolve_model
-    from tiermoe.model.hf.tokenizers import load_tokenizer
+    from tiermoe.model.tokenizer import load_tokenizer
     from tiermoe.serve.app import create_app
     from tiermoe.serve.batch_limits import use_of_server
     from tiermoe.serve.served import served_of

@@ -43,16 +43,17 @@ from tiermoe.serve.dialects import (
     StreamKind,
     error_body,
     from_json,
+    listed,
+    model_list,
     ollama_lines,
-    retry_after,
 )
-from tiermoe.serve.guards import Guard, Hosts
+from tiermoe.serve.guards import Guard, Hosts, refusal, until_left
 from tiermoe.serve.intake import Intake
 from tiermoe.serve.loaded_models import LoadedModels, Model, ModelProcess
 from tiermoe.serve.page import page
 
 _HEALTH_S = 10  # for a process to say how it is
-_STREAM = {"cache-control": "no-store", "x-accel-buffering": "no"}  # headers, beside the type
+_STREAM = {"cache-control": "no-store", "x-accel-buffering": "no"}  # headers, without the type
 # headers of a connection, of its length, and of the router's own access
 _NOT_ASKED = {"host", "connection", "keep-alive", "transfer-encoding", "content-length", "authorization", "x-api-key"}
 _NOT_ANSWERED = {"connection", "keep-alive", "transfer-encoding", "date", "server"}
@@ -68,7 +69,7 @@ def create_router(
     """The app over models. context: most tokens of a request to any of them. keys, hosts, origins: as of
     `create_app`."""
     router = Router(loaded)
-    guard = Middleware(Guard, keys=keys, hosts=hosts, body=error_body, intake=Intake(context, router.count_refusal))
+    guard = Middleware(Guard, keys=keys, hosts=hosts, intake=Intake(context, router.count_refusal))
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return Starlette(
         routes=[
@@ -140,9 +141,7 @@ class Router:
         })  # fmt: skip
 
     async def models(self, request: Request) -> Response:
-        names = [model.name for model in self._loaded.models]
-        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-        return JSONResponse({"object": "list", "data": [self._facts(each) for each in self._loaded.models], **ends})
+        return JSONResponse(model_list([self._facts(each) for each in self._loaded.models]))
 
     async def one_model(self, request: Request) -> Response:
         return JSONResponse(self._facts(self._loaded.find(request.path_params["name"])))
@@ -191,18 +190,7 @@ class Router:
         """A model as `/v1/models` lists it, with llama-server's `status` and `aliases`."""
         error = model.problem or model.error
         status = {"value": model.status} | ({"failed": True, "error": error} if error else {})
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "tiermoe",
-            "max_model_len": model.context,
-            "status": status,
-            "aliases": list(model.aliases),
-            "type": "model",  # this and what follows is Anthropic's
-            "display_name": model.name,
-            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
-        }
+        return listed(model.name, self._created, model.context, status=status, aliases=list(model.aliases))
 
 
 class _Passed:
@@ -215,7 +203,7 @@ class _Passed:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = asyncio.ensure_future(self._answer(send))
-        leaving = asyncio.ensure_future(_until_left(receive))
+        leaving = asyncio.ensure_future(until_left(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -296,14 +284,8 @@ def _request(request: Request, body: bytes) -> Json:
     return {"method": request.method, "url": url, "content": body, "headers": headers}
 
 
-async def _until_left(receive: Receive) -> None:
-    """Waits until the client leaves."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _health(process: ModelProcess | None) -> Json:
-    """What a model's process says of its health; empty where it says nothing."""
+    """What a model's process says of its health; empty if it says nothing."""
     assert process is not None
     with contextlib.suppress(httpx.TransportError):
         found: Json = (await process.client.get("/health", timeout=_HEALTH_S)).json()
@@ -316,7 +298,7 @@ async def _health(process: ModelProcess | None) -> Json:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    return JSONResponse(error_body(request.url.path, error), error.status, retry_after(error))
+    return refusal(request.url.path, error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -1,6 +1,6 @@
 """One run of transformers or llama.cpp in a process of its own; prints one JSON object.
 
-    PYTHON run_peer.py '{"task": "transformers" | "llama.cpp" | "answer", …}'
+    PYTHON run_peer.py '{"task": "transformers" | "llama.cpp", …}'
 
 An interpreter that holds llama-cpp-python runs this file by its path. That interpreter needs numpy, and neither tiermoe
 nor torch nor transformers, so this file imports nothing of tiermoe.
@@ -205,38 +205,7 @@ def run_llama(job: dict[str, Any]) -> dict[str, Any]:
     return {**found, "version": f"llama-cpp-python {llama_cpp.__version__}"}
 
 
-def answer_llama(job: dict[str, Any]) -> dict[str, Any]:
-    """Answers a prompt greedily as llama.cpp does by default: its file mapped, its weights repacked.
-
-    job: `gguf`, `ids` (a .npy of (1, prompt) token ids), `tokens` of the answer, `threads`. Seconds: `imports_s` since
-    the process was started, `seconds` from there to the last token, `load_s` and `ttft_s` of them. RuntimeError where
-    llama.cpp fails.
-    """
-    import llama_cpp  # noqa: F401  imports come before the clock
-    import numpy as np
-
-    imports_s = since_start()
-    began = time.perf_counter()
-    ids, tokens = np.load(job["ids"])[0].tolist(), job["tokens"]
-    engine = LlamaEngine(Path(job["gguf"]), len(ids) + tokens, job["threads"], mmap=True, repack=True)
-    loaded = time.perf_counter()
-    token = int(engine.append([ids])[-1].argmax())
-    first = time.perf_counter()
-    for _ in range(tokens - 1):
-        token = int(engine.append([[token]])[-1].argmax())
-    ended = time.perf_counter()
-    return {
-        "imports_s": imports_s,
-        "load_s": loaded - began,
-        "ttft_s": first - loaded,
-        "decode_tok_s": (tokens - 1) / (ended - first),
-        "seconds": ended - began,
-        "process_s": since_start(),
-        "peak_memory_bytes": peak_resident_bytes(),
-    }
-
-
-_TASKS = {"transformers": run_transformers, "llama.cpp": run_llama, "answer": answer_llama}
+_TASKS = {"transformers": run_transformers, "llama.cpp": run_llama}
 
 
 def main() -> None:

@@ -142,7 +142,7 @@ def device_bytes_read(folder: Path) -> int | None:
 
 
 def write_routing(engine: Any, ids: Any, prompt: int, path: Path) -> None:
-    """Runs the rows and writes the routers' choices into a file that `tiermoe.lab.bench.bounds` reads: a header of the
+    """Runs the rows and writes the routers' choices into a file that `tiermoe.lab.bench.engines` reads: a header of the
     model, then one line of JSON for each layer of each pass, written as it runs, since memory is what is measured.
 
     Writes nothing where no one cache of equal experts serves the model exactly.
@@ -176,19 +176,27 @@ def write_routing(engine: Any, ids: Any, prompt: int, path: Path) -> None:
 
 
 def _kernel_seconds(engine: Any, ids: Any, prompt: int) -> float:
-    """Seconds of kernels for each token of the phase that is measured."""
-    from tiermoe.lab.bench.kernel_clock import KernelClock
+    """Seconds of kernels for each token of the phase that is measured: of experts, and of all other weights. What is
+    left of a token's time, less waiting for the link, is the framework's own. Timing every call costs a little."""
+    from tiermoe.engine.observer import Observer
+
+    class Clock(Observer):
+        layers, kernels = False, True
+        seconds = 0.0
+
+        def on_kernel(self, kind: str, seconds: float) -> None:
+            self.seconds += seconds
 
     rows, length = ids.shape
     until = min(length, prompt + _SPLIT)
-    feeding = Feeding(engine, ids, prompt)
-    with KernelClock(engine) as clock:
-        feeding.prompt()
-        before = clock.seconds
-        if length == prompt:
-            return float(before / (rows * prompt))
-        feeding.decode(until)
-    return float((clock.seconds - before) / (rows * (until - prompt)))
+    feeding, clock = Feeding(engine, ids, prompt), Clock()
+    engine.observe(clock)
+    feeding.prompt()
+    before = clock.seconds
+    feeding.decode(until)
+    engine.observe(None)
+    per_token = before / prompt if length == prompt else (clock.seconds - before) / (until - prompt)
+    return float(per_token / rows)
 
 
 def main() -> None:

@@ -45,8 +45,8 @@ from tiermoe.lab.bench.engines import Accelerate, BenchEngine, Common, LlamaCpp,
 from tiermoe.lab.bench.summary import describe_machine, summarise
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.hub import resolve_model
-from tiermoe.model.hf.tokenizers import load_tokenizer
 from tiermoe.model.prepare_store import ensure_packed, open_or_create, store_root
+from tiermoe.model.tokenizer import load_tokenizer
 
 _TITLES = {ACCELERATE: "transformers + accelerate"}  # of engines whose name says too little
 

@@ -30,7 +30,7 @@ from tiermoe.lab.bench.cases import (
     parse_starts,
     text_file,
 )
-from tiermoe.lab.bench.plots import missing_plots
+from tiermoe.lab.bench.report import missing_plots
 from tiermoe.lab.bench.summary import Column, case_of, figures, notes, speeds, spent, split_up
 from tiermoe.lab.measure.compare import presets_asked
 from tiermoe.platform.machine import processors
@@ -40,14 +40,6 @@ if TYPE_CHECKING:
 
 
 _WIDE = 200  # columns of a table that goes to a file or a pipe
-
-
-def print_tables(document: dict[str, Any]) -> None:
-    """The speeds of every case that has figures, a rule between conditions; then where our own time went."""
-    console = Terminal(piped=_WIDE)
-    for cases, columns in ((figures(document), speeds(document)), (split_up(document), spent())):
-        if cases:
-            console.print(_drawn(cases, [column for column in columns if any(map(column[1], cases))]))
 
 
 def _drawn(cases: list[dict[str, Any]], columns: list[Column]) -> Table:
@@ -187,6 +179,10 @@ def _line(step: Step) -> str:
 
 
 def _print(document: dict[str, Any]) -> None:
-    print_tables(document)
+    """The speeds of every case that has figures, a rule between conditions; then where our own time went."""
+    console = Terminal(piped=_WIDE)
+    for cases, columns in ((figures(document), speeds(document)), (split_up(document), spent())):
+        if cases:
+            console.print(_drawn(cases, [column for column in columns if any(map(column[1], cases))]))
     for line in notes(document):
         note(line)

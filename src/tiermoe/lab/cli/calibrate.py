@@ -17,7 +17,7 @@ from tiermoe.lab.measure.pairs import read_pairs
 from tiermoe.offload.presets import PRESETS
 
 if TYPE_CHECKING:
-    from tiermoe.lab.measure.profiles import MadeProfile
+    from tiermoe.lab.measure.calibrate import MadeProfile
 
 NEEDED = ("hobbit", "edgemoe", "fate", "corm")
 """Presets that cannot run without a calibration."""
@@ -73,8 +73,7 @@ def calibrate(
     _check_processes(names, processes, ray)
     content = opt.read_text(text)
     with starting():
-        from tiermoe.lab.measure.calibrate import CalibrationOptions, prepare
-        from tiermoe.lab.measure.profiles import MadeProfile, make_profiles
+        from tiermoe.lab.measure.calibrate import CalibrationOptions, MadeProfile, make_profiles, prepare
         from tiermoe.lab.measure.texts import SequenceShape
 
         asked = CalibrationOptions(

@@ -152,7 +152,7 @@ def _table(columns: list[Column], results: list[dict[str, Any]]) -> Table:
 
 
 def _columns(results: list[dict[str, Any]]) -> list[Column]:
-    from tiermoe.lab.bench.plots import speed_in_figures
+    from tiermoe.lab.bench.report import speed_in_figures
 
     columns: list[Column] = [
         ("bits", lambda row: str(row["bits"])),

@@ -57,11 +57,11 @@ def evaluate(
         raise ConfigError("--data and --limit are of --tasks; name the tasks, or leave them out")
     material = lab.read_material(text, pairs, prompt)
     with starting():
-        from tiermoe.lab.measure.summaries import prepare
+        from tiermoe.lab.measure.evaluate import prepare
         from tiermoe.lab.measure.texts import WindowShape
 
         shape = WindowShape(material.prompt, window, tokens)
-        evaluation = prepare(model, material.pairs or material.text, metric, shape, options)
+        evaluation = prepare(model, material.pairs or material.text, shape, options, metric)
     with progress_bar() as progress:
         if save_reference is not None:
             result = evaluation.save_reference(save_reference, progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,7 +48,7 @@ from tiermoe.lab.trace import Header, Trace, read_trace
 from tiermoe.offload.composition import Composition, declarations, parsed, unread
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.presets import compose
-from tiermoe.offload.profiles import Profile, profile_of
+from tiermoe.offload.profiles import profile_of
 
 CACHE = "20%"
 """Size of the cache where none is given."""
@@ -140,7 +140,7 @@ def simulate(
         caches = [parse_cache(text) for text in (cache or CACHE).split(",")]
         with spinner("replaying"):
             found = _evictions(read_trace(trace), evictions, caches, changes, seed)
-        print(json.dumps([row.as_dict() for row in found])) if as_json else _print_evictions(found)
+        print(json.dumps([asdict(row) for row in found])) if as_json else _print_evictions(found)
         return
     if cache is not None and "," in cache:
         if sweep or ladder:
@@ -157,14 +157,18 @@ def simulate(
         None if prefill_compute is None else _seconds(prefill_compute),
         None if cpu_expert is None else _seconds(cpu_expert),
         None if gather is None else parse_link(gather, "gather").bandwidth,
+        lanes,
+        bits,
+        profiles,
+        seed,
     )
     place.check(chosen)
     if picture is not None:
         check_picture(picture)
     with spinner("replaying"):
         recorded = read_trace(trace)
-        replays = _Replays(recorded, BeladyHits(recorded), place, lanes, bits, profiles, seed)
-        measured = measure_all(chosen, 1, replays.replay, lambda done, total: None)
+        belady = BeladyHits(recorded)
+        measured = measure_all(chosen, 1, lambda row: place.replay(row, recorded, belady), lambda done, total: None)
     failed = failures(measured, "replayed")
     results = [_result(row, measured) for row in measured]
     whole = [result for result in results if "refused" not in result]
@@ -185,13 +189,17 @@ def _result(row: Measured, rows: Sequence[Measured]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where rows are replayed: what was given beside what they name themselves."""
+    """Where and how rows are replayed: what was given beside what they name themselves."""
 
     options: Mapping[str, Any]  # values of the options in `SWEPT` that were given
     drive: str | None  # behind main memory, as --drive
     prefill_s: float | None  # compute time of a prompt token; None: as that of a decoded one
     cpu_expert_s: float | None  # time of an expert on a CPU beside the GPU; None: the machine's
     gather: float | None  # bytes a second at which neurons are gathered; None: `GATHER` times the link's
+    lanes: int  # transfers at once
+    bits: int | None  # precision of the experts; None: the preset's
+    profiles: Path | None  # folder of calibration profiles
+    seed: int
 
     def check(self, rows: Sequence[Variant]) -> None:
         """ConfigError for a place that is none, and for an option that no row reads."""
@@ -222,6 +230,19 @@ class _Place:
             found = replace(found, cpu={run_bits(header): self.cpu_expert_s})
         return found if self.gather is None else replace(found, gather=1 / self.gather)
 
+    def replay(self, row: Variant, trace: Trace, belady: BeladyHits) -> dict[str, Any]:
+        """The replay of a row. TiermoeError, with the reason, where it cannot be replayed."""
+        composition, values = compose(row.preset, row.set), {**self.options, **row.options}
+        header, profile = trace.header, None
+        if self.profiles is not None and composition.needs_profile:
+            profile = profile_of(self.profiles, composition.profile, header.model, header.fingerprint or None)
+        settings = replace(
+            self.settings(values, header), lanes=self.lanes, bits=self.bits, seed=self.seed, profile=profile
+        )
+        result = replay(trace, composition, settings, belady).as_dict()
+        described = self.machine(values).described("ram" in values)
+        return {**described, **result, "set": dict(row.set), "lossy": composition.lossy}
+
     def described(self, results: Sequence[dict[str, Any]]) -> str:
         """What the rows were replayed on, for people."""
         swept = results[0].get("sweep")
@@ -232,36 +253,6 @@ class _Place:
         parts = machine.described("ram" in self.options or swept == "ram")
         times = times or ("as of its processor" if machine.processor else "as the trace measured")
         return "; ".join(f"{part}: {told}" for part, told in parts.items()) + f"; computing times: {times}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Replays:
-    """Replays over one trace."""
-
-    trace: Trace
-    belady: BeladyHits  # of the trace
-    place: _Place
-    lanes: int  # transfers at once
-    bits: int | None  # precision of the experts; None: the preset's
-    profiles: Path | None  # folder of calibration profiles
-    seed: int
-
-    def replay(self, row: Variant) -> dict[str, Any]:
-        """The replay of a row. TiermoeError, with the reason, where it cannot be replayed."""
-        composition, values = compose(row.preset, row.set), {**self.place.options, **row.options}
-        settings = replace(
-            self.place.settings(values, self.trace.header), lanes=self.lanes, bits=self.bits, seed=self.seed,
-            profile=self._profile(composition),
-        )  # fmt: skip
-        result = replay(self.trace, composition, settings, self.belady).as_dict()
-        described = self.place.machine(values).described("ram" in values)
-        return {**described, **result, "set": dict(row.set), "lossy": composition.lossy}
-
-    def _profile(self, composition: Composition) -> Profile | None:
-        if self.profiles is None or not composition.needs_profile:
-            return None
-        header = self.trace.header
-        return profile_of(self.profiles, composition.profile, header.model, header.fingerprint or None)
 
 
 def _evictions(

@@ -189,14 +189,14 @@ def check_picture(picture: Path) -> None:
         raise ConfigError(f"the picture {picture} must be named .svg; a browser shows it and converts it")
     if not picture.absolute().parent.is_dir():
         raise ConfigError(f"the picture's folder {picture.parent} does not exist; make it first")
-    from tiermoe.lab.bench.plots import require_plots
+    from tiermoe.lab.bench.report import require_plots
 
     require_plots()
 
 
 def write_picture(picture: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Draws rows that were measured. ConfigError where the file cannot be written."""
-    from tiermoe.lab.bench.plots import compare_presets, sweep_curves
+    from tiermoe.lab.bench.report import compare_presets, sweep_curves
 
     labels = [_part(row) for row in rows] if "part" in rows[0] else ()
     drawing = sweep_curves(rows) if "sweep" in rows[0] else compare_presets(rows, labels)

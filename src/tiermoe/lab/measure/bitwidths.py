@@ -87,9 +87,7 @@ def find_bitwidths(
         for done, table in enumerate(uniform, 1):  # before the long part: the first pass finds what cannot work
             values(table, even)
             progress("measuring each precision", done, len(uniform))
-        alone, seconds = measure_alone(
-            meter, source, even, places, journal, processes or 1, progress, by_ray if ray else None
-        )
+        alone, seconds = measure_alone(meter, source, even, places, journal, processes or 1, ray, progress)
         four = values(dict.fromkeys(places, OTHERS), even)
         importance = {place: even.loss(alone[place], four).value for place in places}
         seen, unseen = lost(even), lost(odd)
@@ -296,12 +294,6 @@ def _two_precisions(blueprint: Blueprint, settings: Settings, pair: tuple[int, i
     return Resolved(replace(settings, bits=high, warm=False), composition, Tables(table), pair)
 
 
-SideBySide = Callable[
-    [ModelSource, Task, Sequence[ExpertPlace], Sequence[ExpertPlace], int], Iterator[tuple[ExpertPlace, list[float]]]
-]  # fmt: skip
-"""Measures experts alone in several processes; as `by_processes`."""
-
-
 def measure_alone(
     meter: BitsMeter,
     source: ModelSource,
@@ -309,20 +301,20 @@ def measure_alone(
     places: Sequence[ExpertPlace],
     journal: Journal,
     processes: int,
+    ray: bool,
     progress: Progress,
-    side_by_side: SideBySide | None = None,
 ) -> tuple[dict[ExpertPlace, list[float]], float | None]:
     """Each expert alone at ALONE bits → the task's metric, item by item; and the seconds that one took (None where all
-    were known). What `journal` has is not measured again. With several processes, or `side_by_side` (None:
-    `by_processes`), `meter` closes its model: the processes share its memory. ConfigError where one is killed."""
+    were known). What `journal` has is not measured again. With several processes, or Ray's, `meter` closes its model:
+    they share its memory. ConfigError where one is killed."""
     left = [place for place in places if journal.get(_name(place)) is None]
-    if not left or (processes == 1 and side_by_side is None):
+    if not left or (processes == 1 and not ray):
         measured: Iterator[tuple[ExpertPlace, list[float]]]
         measured = ((place, meter.values(_table(place, places), task)) for place in left)
     else:
         meter.close()
         shared = replace(source, settings=_shared(source, processes))
-        measured = (side_by_side or by_processes)(shared, task, left, places, processes)
+        measured = (by_ray if ray else by_processes)(shared, task, left, places, processes)
     begin, done = time.perf_counter(), len(places) - len(left)
     for place, found in measured:
         journal.add(_name(place), found)

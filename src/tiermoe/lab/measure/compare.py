@@ -154,7 +154,7 @@ class Case:
     reference: str = "none"  # as `Evaluation.run` takes it
     save: Path | None = None  # the file to which the 16-bit weights' scores go, instead of an evaluation
     pairs: tuple[Pair, ...] = ()  # documents with their summaries, in the place of a text
-    metric: str = "perplexity"  # of `summaries.METRICS`
+    metric: str = "perplexity"  # of `evaluate.METRICS`
 
 
 def evaluate_apart(case: Case, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def _evaluate(case: Case, sender: Connection) -> None:
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked ends this one
-    from tiermoe.lab.measure.fork_server import evaluate, summaries, texts  # late: the process that asks needs no torch
+    from tiermoe.lab.measure.fork_server import evaluate, texts  # late: the process that asks needs no torch
 
     def report(what: str, done: int, total: int) -> None:
         if what != evaluate.SCORING:
@@ -207,7 +207,7 @@ def _evaluate(case: Case, sender: Connection) -> None:
 
     try:
         shape = texts.WindowShape(*case.shape)
-        evaluation = summaries.prepare(case.model, case.pairs or case.text, case.metric, shape, case.options)
+        evaluation = evaluate.prepare(case.model, case.pairs or case.text, shape, case.options, case.metric)
         if case.save is not None:
             sender.send(("result", evaluation.save_reference(case.save, report)))
         else:

@@ -4,6 +4,6 @@ from tiermoe.platform import process_memory
 
 process_memory.import_libraries(own_process=True)
 
-from tiermoe.lab.measure import evaluate, summaries, texts  # noqa: E402  (torch comes as `process_memory` prepares it)
+from tiermoe.lab.measure import evaluate, texts  # noqa: E402  (torch comes as `process_memory` prepares it)
 
-__all__ = ["evaluate", "summaries", "texts"]
+__all__ = ["evaluate", "texts"]

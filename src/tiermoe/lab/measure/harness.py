@@ -3,9 +3,8 @@ Needs the extra `eval`."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,47 +64,19 @@ def need_harness() -> None:
         raise ConfigError(f"--tasks needs {error.name}: pip install 'tiermoe[eval]'") from error
 
 
-@contextlib.contextmanager
-def hosted(model: str, length: int, options: Mapping[str, Any], progress: Progress | None = None) -> Iterator[Any]:
-    """lm-eval's transformers class on the model that `tiermoe.load` returns. length: of windows, in tokens."""
-    from lm_eval.models.huggingface import HFLM
-
-    with load(model, progress=progress, **options) as (loaded, tokenizer):
-        yield HFLM(
-            pretrained=loaded,
-            tokenizer=tokenizer,
-            backend="seq2seq" if loaded.config.is_encoder_decoder else "causal",
-            batch_size=1,  # several are padded: other shapes, other roundings
-            max_length=length,
-            add_bos_token=begins(tokenizer),
-            softmax_dtype="float64",  # of sums too; else that of the logits, which may have 8 bits of mantissa
-        )
-
-
-def begins(tokenizer: Any) -> bool:
-    """Whether a model's texts begin with a token of their own: lm-eval adds it only where it is told to."""
-    return bool(tokenizer("").input_ids)
-
-
-def results_of(model: Any, tasks: Sequence[str], data: str, limit: int | None, errors: bool = False) -> dict[str, Any]:
-    """Task → metric → value of what lm-eval finds with a model of its own class; with `errors` NAME_stderr too."""
+def results_of(model: Any, tasks: Sequence[str], data: str, limit: int | None) -> dict[str, dict[str, float]]:
+    """Task → figure → its value and NAME_stderr, of what lm-eval finds with a model of its own class."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(FOLDER), include_defaults=False, metadata={"data": data})
     names = [f"{task}_local" for task in tasks]
     # 1 asks for the errors of means; no metric here is resampled
-    found = simple_evaluate(model, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=int(errors))
-    return {task: _metrics(found["results"][f"{task}_local"], errors) for task in tasks}
-
-
-def _metrics(results: Mapping[str, Any], errors: bool) -> dict[str, float]:
-    """lm-eval's figures by name, without the names of filters."""
-    values = {name.split(",")[0]: value for name, value in results.items() if "," in name}
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if isinstance(value, int | float) and (errors or not name.endswith("_stderr"))
+    found = simple_evaluate(model, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=1)
+    results = {task: found["results"][f"{task}_local"] for task in tasks}
+    return {  # without the names of filters
+        task: {name.split(",")[0]: float(v) for name, v in values.items() if "," in name and isinstance(v, int | float)}
+        for task, values in results.items()
     }
 
 
@@ -115,14 +86,25 @@ def evaluate_tasks(
     """What lm-eval finds with a preset, and what it cost, by the names that `tiermoe eval --json` prints. tasks: as
     `tasks_asked` gives them. limit: documents of each task; None: all."""
     need_harness()
+    from lm_eval.models.huggingface import HFLM
+
     asked = make_settings(**options)
     longest = inspect_model(resolve_model(model), model, asked.store).max_context()
     length = LONGEST if longest is None else min(LONGEST, longest)
-    with hosted(model, length, {**options, "context": length}, progress) as scorer:
-        engine = scorer.model.tiermoe
+    with load(model, progress=progress, **{**options, "context": length}) as (loaded, tokenizer):
+        scorer = HFLM(
+            pretrained=loaded,
+            tokenizer=tokenizer,
+            backend="seq2seq" if loaded.config.is_encoder_decoder else "causal",
+            batch_size=1,  # several are padded: other shapes, other roundings
+            max_length=length,
+            add_bos_token=bool(tokenizer("").input_ids),  # lm-eval begins texts as the tokenizer does if it is told to
+            softmax_dtype="float64",  # of sums too; else that of the logits, which may have 8 bits of mantissa
+        )
+        engine = loaded.tiermoe
         used, begun = PhaseMetrics(), time.perf_counter()
         with used.measured(engine.snapshot, 0):
-            found = results_of(scorer, tasks, str(data), limit, errors=True)
+            found = results_of(scorer, tasks, str(data), limit)
         return {
             **settings_of(engine),
             "tasks": found,

@@ -8,7 +8,7 @@ the model's own passes as they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -119,7 +119,7 @@ class Recorder(Observer):
         self._experts = [layer.experts for layer in layers]
         self._top_k = [layer.top_k for layer in layers]
         family = family_of(engine.config.model_type)
-        self.little = little and not family.encoder_decoder and engine.can_rollback and max(self._top_k) > 1
+        self.little = little and not family.encoder_decoder and engine.decoder.can_rollback and max(self._top_k) > 1
         if little_k is not None:
             require_little("confident", little_k, self._top_k)
         engine.context.little = little_k
@@ -314,37 +314,26 @@ def measure_times(model: Any, ids: torch.Tensor, prompt: int) -> Times:
     return times_of(prefills[1:], decodes, prompt, engine_of(model).settings.bits_used)
 
 
-def times_of(
-    prefills: Sequence[Lap],
-    decodes: Sequence[Lap],
-    prompt: int,
-    bits: int,
-    average: Callable[[Iterable[float]], float] = median,
-) -> Times:
-    """Times of passes over prompts of `prompt` tokens and over single ones, with experts in `bits`."""
-    one = average(lap.experts_s / lap.used for lap in decodes)
-    dense = average((lap.seconds - lap.experts_s) / lap.passes for lap in decodes)
-    further = average(lap.further(one) for lap in prefills)
-    prefill_token = average(lap.beside(one, further) / prompt for lap in prefills)
-    layers = min(average(lap.layers_s / lap.passes for lap in decodes), dense)
-    prefill_layers = min(average(lap.layers_s / prompt for lap in prefills), prefill_token)
-    prefetch = average(lap.prefetch_s / max(lap.layers, 1) for lap in decodes)
-    prefill_prefetch = average(lap.prefetch_s / max(lap.layers, 1) / prompt for lap in prefills)
-    return Times(dense, {bits: one}, prefill_token, {bits: further}, layers, prefill_layers, prefetch, prefill_prefetch)
+def times_of(prefills: Sequence[Lap], decodes: Sequence[Lap], prompt: int, bits: int) -> Times:
+    """Times of passes over prompts of `prompt` tokens and over single ones, with experts in `bits`: medians."""
+    one = median(lap.experts_s / lap.used for lap in decodes)
+    dense = median(lap.seconds - lap.experts_s for lap in decodes)
+    further = median(lap.further(one) for lap in prefills)
+    prefill_token = median(lap.beside(one, further) / prompt for lap in prefills)
+    layers = min(median(lap.layers_s for lap in decodes), dense)
+    prefill_layers = min(median(lap.layers_s / prompt for lap in prefills), prefill_token)
+    return Times(dense, {bits: one}, prefill_token, {bits: further}, layers, prefill_layers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lap:
     """What one pass took."""
 
-    seconds: float  # without those of prefetching
-    experts_s: float  # seconds of its experts
-    used: int  # (token, expert) pairs that ran
-    active: int  # (layer, expert) pairs that ran
-    passes: int = 1  # 2 where a token's little pass was discarded (MoBiLE)
-    layers: int = 0  # that ran
+    seconds: float = 0.0
+    experts_s: float = 0.0  # seconds of its experts
+    used: int = 0  # (token, expert) pairs that ran
+    active: int = 0  # (layer, expert) pairs that ran
     layers_s: float = 0.0  # seconds from the routers' choices to the layers' first experts
-    prefetch_s: float = 0.0  # seconds of naming what to read ahead
 
     def further(self, one: float) -> float:
         """Seconds of each token after an expert's first token, which takes `one`."""
@@ -356,19 +345,13 @@ class Lap:
 
 
 class Stopwatch(Observer):
-    """Times a model's passes and their experts, less the waiting for the link and the naming of what to read ahead,
-    which it times apart. A context."""
+    """Times a model's passes and their experts, less the waiting for the link. A context."""
 
     def __init__(self, model: Any) -> None:
-        engine = engine_of(model)
-        self._engine: Any = engine
-        self._device = engine.device
-        self._experts_s = self._layers_s = 0.0
-        self._used = self._active = self._passes = self._layers = 0
-        self._layer = -1  # that ran last; a pass begins where it falls
+        self._engine = engine_of(model)
+        self._lap = Lap()
         self._routed = 0.0  # when the running layer's router had spoken
         self._first: float | None = None  # when its first expert could be computed
-        self._prefetch_s = engine.scheduler.predicted_s
         self._began = self._now()
 
     def __enter__(self) -> Stopwatch:
@@ -380,40 +363,28 @@ class Stopwatch(Observer):
 
     def lap(self) -> Lap:
         """What has passed since the last lap."""
-        seconds = self._now() - self._began
-        named_s, self._prefetch_s = (
-            self._engine.scheduler.predicted_s - self._prefetch_s,
-            self._engine.scheduler.predicted_s,
-        )
-        lap = Lap(
-            seconds, self._experts_s, self._used, self._active, max(self._passes, 1), self._layers, self._layers_s,
-            named_s,
-        )  # fmt: skip
-        self._experts_s, self._used, self._active, self._passes, self._layer = 0.0, 0, 0, 0, -1
-        self._layers, self._layers_s = 0, 0.0
+        ended, self._lap = self._lap, Lap()
+        ended.seconds = self._now() - self._began
         self._began = self._now()
-        return lap
+        return ended
 
     def on_route(self, routed: Routed, hidden: torch.Tensor) -> None:
         counts = routed.tokens_per_expert()
-        self._used += sum(counts.values())
-        self._active += len(counts)
-        self._passes += self._layer < 0 or routed.layer <= self._layer
-        self._layer = routed.layer
-        self._layers += 1
+        self._lap.used += sum(counts.values())
+        self._lap.active += len(counts)
         self._first = None
         self._routed = self._now()
 
     def on_ready(self, layer: int, ready: Ready) -> None:
         if self._first is None:
             self._first = self._now()
-            self._layers_s += self._first - self._routed
+            self._lap.layers_s += self._first - self._routed
 
     def on_computed(self, layer: int) -> None:
         if self._first is not None:
-            self._experts_s += self._now() - self._first
+            self._lap.experts_s += self._now() - self._first
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # so that each part's work is done within it
-        return time.perf_counter() - float(self._engine.wait_s) - float(self._engine.scheduler.predicted_s)
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)  # so that each part's work is done within it
+        return time.perf_counter() - self._engine.service.wait_s

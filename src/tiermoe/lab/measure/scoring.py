@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,8 +34,7 @@ _FORMAT = "tiermoe log-probabilities 1"
 _HEADER = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class TokenScores:
+class TokenScores(NamedTuple):
     """Scores of each token of a window, all (n,) float64."""
 
     nll: torch.Tensor  # negative log-likelihood in nats
@@ -89,7 +88,7 @@ def score_tokens(logits: torch.Tensor, targets: torch.Tensor, reference: Rows | 
         _score_block(logits[rows], targets[rows], None if reference is None else reference[rows])
         for rows in _row_blocks(len(targets))
     ]
-    return join(blocks)
+    return TokenScores._make(None if part[0] is None else torch.cat(part) for part in zip(*blocks, strict=True))
 
 
 def _score_block(logits: torch.Tensor, targets: torch.Tensor, reference: torch.Tensor | None) -> TokenScores:
@@ -115,18 +114,6 @@ def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def same_top1(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """1 where both take the same token for the likeliest (the first of equal ones), else 0: (n,) float64."""
     return (reference.argmax(-1) == other.argmax(-1)).double()
-
-
-def join(parts: list[TokenScores]) -> TokenScores:
-    """The scores of several stretches of tokens as one."""
-
-    def joined(name: str) -> torch.Tensor | None:
-        values = [getattr(part, name) for part in parts]
-        return None if values[0] is None else torch.cat(values)
-
-    nll = joined("nll")
-    assert nll is not None
-    return TokenScores(nll, joined("reference_nll"), joined("kl"), joined("same_top1"))
 
 
 def mean_over_windows(windows: list[torch.Tensor]) -> Score:

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, Protocol
 
 import torch
 
+from tiermoe.engine.engine import Engine, engine_of
+from tiermoe.engine.generate import Report, generate
+from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import ConfigError
 from tiermoe.lab.measure.pairs import Pair
 from tiermoe.lab.measure.scoring import total_nll
+from tiermoe.lab.measure.texts import WindowShape, document_ids
 from tiermoe.lab.papers.edgemoe import RelativeLoss
 
 LEAST_ITEMS = 4
@@ -89,27 +93,23 @@ def _predictions(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 class Rouge2:
-    """ROUGE-2 F score of greedy summaries of at most `answer` tokens, mean over (document, summary) pairs. prompt:
-    tokens of a document that are read. ConfigError without pairs or without the rouge-score package."""
+    """ROUGE-2 F score of greedy summaries, mean over (document, summary) pairs. shape: tokens of a document that are
+    read, and of a summary at most. ConfigError without the rouge-score package."""
 
     name = "rouge2"
 
-    def __init__(self, pairs: Sequence[Pair], tokenizer: Any, prompt: int = 512, answer: int = 64) -> None:
-        if not pairs:
-            raise ConfigError("ROUGE-2 needs at least one document with its summary, there is none; give some")
-        self._pairs = list(pairs)
-        self._tokenizer = tokenizer
-        self._prompt, self._answer = prompt, answer
+    def __init__(self, pairs: Sequence[Pair], tokenizer: Any, shape: WindowShape) -> None:
+        self._pairs, self._tokenizer, self._shape = list(pairs), tokenizer, shape
         rouge2("a b", "a b")  # refuses before a model is loaded where rouge-score is missing
 
     @property
     def tokens(self) -> int:
-        return self._prompt + self._answer
+        return self._shape.length
 
-    @torch.inference_mode()
     def values(self, model: Any) -> list[float]:
         """The score of each summary, from 0 to 1, higher is better."""
-        return [rouge2(reference, self._summary(model, text)) for text, reference in self._pairs]
+        made = summaries(engine_of(model), self._tokenizer, [document for document, _ in self._pairs], self._shape)
+        return [rouge2(reference, summary) for (_, reference), (summary, _) in zip(self._pairs, made, strict=True)]
 
     def loss(self, values: Sequence[float], base: Sequence[float]) -> RelativeLoss:
         """ConfigError where the base is 0: nothing can be lost."""
@@ -117,22 +117,22 @@ class Rouge2:
 
     def halves(self) -> tuple[Rouge2, Rouge2]:
         _require_items(len(self._pairs), "documents with summaries; give more")
-        even, odd = (Rouge2(self._pairs[first::2], self._tokenizer, self._prompt, self._answer) for first in (0, 1))
+        even, odd = (Rouge2(self._pairs[first::2], self._tokenizer, self._shape) for first in (0, 1))
         return even, odd
 
     def digest(self) -> str:
         texts = "\0".join(text for pair in self._pairs for text in pair)
-        return _digest(self.name, f"{self._prompt} {self._answer} {texts}".encode())
+        return _digest(self.name, f"{self._shape.prompt} {self._shape.window} {texts}".encode())
 
-    def _summary(self, model: Any, text: str) -> str:
-        read = self._tokenizer(text, return_tensors="pt", truncation=True, max_length=self._prompt)
-        ids = read.input_ids.to(model.device)
-        made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=self._answer, do_sample=False, num_beams=1
-        )
-        answer = made[0] if model.config.is_encoder_decoder else made[0, ids.shape[1] :]
-        summary: str = self._tokenizer.decode(answer, skip_special_tokens=True)
-        return summary
+
+def summaries(
+    engine: Engine, tokenizer: Any, documents: Sequence[str], shape: WindowShape
+) -> Iterator[tuple[str, Report]]:
+    """Greedy summaries of documents, each with the run's report. shape: tokens that are read and written at most."""
+    for document in documents:
+        ids = torch.tensor([document_ids(tokenizer, document, shape.prompt)])
+        report = generate(engine, tokenizer, ids, Sampling(shape.window))
+        yield tokenizer.decode(report.token_ids, skip_special_tokens=True), report
 
 
 def rouge2(reference: str, summary: str) -> float:

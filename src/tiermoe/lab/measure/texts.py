@@ -16,7 +16,7 @@ from tiermoe.engine.engine import engine_of, transformers_model
 from tiermoe.engine.expert_inputs import beginning, spread
 from tiermoe.errors import ConfigError
 from tiermoe.lab.measure.pairs import Pair, require_pairs
-from tiermoe.model.hf.cache_argument import cache_name, cache_of
+from tiermoe.model.hf.configs import cache_name, cache_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,7 @@ its paper evaluates beside what is had here."""
 from __future__ import annotations
 
 from tiermoe.lab.papers import corm, edgemoe, fate, hobbit, mobile
-from tiermoe.lab.papers.figure import Figure, Paper, Row
-from tiermoe.lab.papers.ladder import DEFAULT_LADDER, Ladder
+from tiermoe.lab.papers.figure import DEFAULT_LADDER, Figure, Ladder, Paper, Row
 
 _ALL = (hobbit, edgemoe, mobile, fate, corm)
 

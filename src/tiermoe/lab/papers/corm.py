@@ -12,6 +12,7 @@ from tiermoe.lab.papers import statistics as counted
 from tiermoe.lab.papers.figure import (
     Counted,
     Figure,
+    Ladder,
     Loss,
     Paper,
     Place,
@@ -23,7 +24,6 @@ from tiermoe.lab.papers.figure import (
     decoding,
     rungs,
 )
-from tiermoe.lab.papers.ladder import Ladder
 from tiermoe.lab.papers.statistics import decode_passes, frequencies
 from tiermoe.lab.trace import Trace
 from tiermoe.offload.composition import Composition

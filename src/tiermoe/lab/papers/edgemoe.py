@@ -24,6 +24,7 @@ from tiermoe.lab.papers.figure import (
     OF_FIGURE,
     Counted,
     Figure,
+    Ladder,
     Loss,
     Paper,
     Place,
@@ -34,7 +35,6 @@ from tiermoe.lab.papers.figure import (
     decoding,
     rungs,
 )
-from tiermoe.lab.papers.ladder import Ladder
 from tiermoe.offload.composition import Composition
 
 PRESET = Composition(

@@ -13,6 +13,7 @@ from tiermoe.lab.papers import statistics as counted
 from tiermoe.lab.papers.figure import (
     Counted,
     Figure,
+    Ladder,
     Loss,
     Paper,
     Place,
@@ -24,8 +25,6 @@ from tiermoe.lab.papers.figure import (
     prompts,
     rungs,
 )
-from tiermoe.lab.papers.ladder import Ladder
-from tiermoe.lab.papers.statistics import decode_passes, recall
 from tiermoe.lab.trace import Trace
 from tiermoe.offload.composition import Composition
 
@@ -49,22 +48,14 @@ LADDER = Ladder(
 
 
 def accuracies(trace: Trace) -> list[float]:
-    """Accuracy of the next gate, layer by layer: the share of a decoded token's experts among the K that the layer's
-    router chooses on the input of the layer before; 0 for the first layer, which nothing predicts. TraceError without
-    forecasts."""
+    """How right the next layer's gate is (figure 7): the share of the router's K experts of a decoded token that it
+    names, a mean for each layer; 0 for those that nothing predicts. TraceError without forecasts of the next layer."""
     if 1 not in trace.header.forecast_distances:
         raise TraceError(
             f"the trace of {trace.header.model} holds no forecasts of the next layer; make it again with tiermoe trace"
         )
-    shares: list[list[float]] = [[] for _ in trace.header.experts]
-    for passed in decode_passes(trace):
-        for layer in range(1, len(passed.layers)):
-            ranked = passed.layers[layer - 1].forecasts.get(1, [])
-            for chosen in passed.layers[layer].experts:
-                if ranked and chosen:
-                    named = {expert for expert, _ in ranked[: trace.header.top_k[layer]]}
-                    shares[layer].append(recall(named, chosen))
-    return [fmean(layer) if layer else 0.0 for layer in shares]
+    found = counted.recalls(trace, trace, "next-gate")
+    return [found.get((layer, 1), 0.0) for layer in range(len(trace.header.experts))]
 
 
 def boundary(accuracy: Sequence[float]) -> int:

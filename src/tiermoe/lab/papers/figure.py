@@ -1,5 +1,6 @@
 """What a paper evaluates: figures and tables of rows, each with the paper's value and the measure that gives ours, from
-replays, evaluations and statistics of a trace, each made once (`Runs`)."""
+replays, evaluations and statistics of a trace, each made once (`Runs`); and the ladder of a system's parts, switched on
+one after the other from the baseline of its paper up."""
 
 from __future__ import annotations
 
@@ -12,14 +13,47 @@ from tiermoe.config import CacheSize, parse_cache
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.lab.papers.statistics import windows
 from tiermoe.lab.trace import Trace
-from tiermoe.metrics import Metrics
+from tiermoe.offload.composition import Composition, changed, parsed, unread
 from tiermoe.offload.presets import compose
 from tiermoe.offload.profiles import Profile, profile_of
 
 if TYPE_CHECKING:
-    from tiermoe.lab.papers.ladder import Ladder
-    from tiermoe.lab.simulate import BeladyHits, Result
-    from tiermoe.offload.composition import Composition
+    from tiermoe.lab.simulate import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """The parts of a preset in the order in which its paper switches them on."""
+
+    baseline: str  # the preset without its parts, in words
+    parts: tuple[tuple[str, Mapping[str, Any]], ...]  # (part, what `--set` switches it off), first switched on first
+    beyond: Mapping[str, Any] = field(default_factory=dict)  # what the last parts change in the preset
+
+    def steps(self, preset: Composition, given: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        """(part that is switched on, what `--set` changes in `preset`), the baseline first. given: parts and settings
+        by name, which hold in every step that reads them. ConfigError as `changed` raises it."""
+        changed(preset, {**self.beyond, **given})
+        values = parsed(given)
+        found = []
+        for count in range(len(self.parts) + 1):
+            changes = dict(self.beyond)
+            for _, off in reversed(self.parts[count:]):  # where two parts share a setting, the earlier one decides
+                changes |= off
+            whole = preset.having(parsed(changes) | values)
+            changes |= {name: value for name, value in values.items() if unread(name, whole) is None}
+            found.append((self.parts[count - 1][0] if count else self.baseline, changes))
+        return found
+
+
+DEFAULT_LADDER = Ladder(
+    "LRU, one pool",
+    (
+        ("eviction by next use", {"cache": "lru"}),
+        ("slots by use", {"allotment": "pool"}),
+        ("prefetch", {"prefetch": "none"}),
+    ),
+)
+"""Of our `default`."""
 
 
 class Measure(Protocol):
@@ -159,7 +193,7 @@ class Runs:
             found = windows(timed, run_bits(trace.header), settings.bandwidth)
             composition = composition.having({"window": tuple(found)})
         settings = replace(settings, bits=composition.bits or side.bits, profile=self.profile(composition))
-        return replay(trace, composition, settings, _no_belady(trace))
+        return replay(trace, composition, settings)
 
     def profile(self, composition: Composition) -> Profile | None:
         """The calibration of a composition; None where it needs none, or no folder was given."""
@@ -175,17 +209,6 @@ class Runs:
             return cache
         unit = slot_sizes(header, [side.share_of])[side.share_of]
         return CacheSize(nbytes=int(cache.fraction * sum(header.experts)) * unit)
-
-
-def _no_belady(trace: Trace) -> BeladyHits:
-    """Nobody looks at Belady's hits here, which take their time."""
-    from tiermoe.lab.simulate import BeladyHits
-
-    class NoBelady(BeladyHits):
-        def of(self, slots: int, bits: int) -> Metrics:
-            return Metrics()
-
-    return NoBelady(trace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from tiermoe.lab.papers.figure import (
     OF_FIGURE,
     Counted,
     Figure,
+    Ladder,
     Loss,
     Paper,
     Place,
@@ -28,7 +29,6 @@ from tiermoe.lab.papers.figure import (
     prompts,
     waiting,
 )
-from tiermoe.lab.papers.ladder import Ladder
 from tiermoe.lab.papers.statistics import decode_passes
 from tiermoe.lab.trace import Trace
 from tiermoe.offload.assembly import assemble, cache_bytes, divide

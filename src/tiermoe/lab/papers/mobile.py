@@ -1,14 +1,13 @@
 """MoBiLE: *Efficient Mixture-of-Experts Inference on Consumer GPU with Mixture of Big Little Experts* (2025). Its
 preset (half of a token's experts, and all if the next token is unsure) and its figures. Gamma is the paper's until
-one has been found for the model (`lab/measure/gamma.py`)."""
+one has been found for the model (`lab/measure/searches.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from tiermoe.lab.papers import statistics as counted
-from tiermoe.lab.papers.figure import Counted, Figure, Loss, Paper, Place, Ratio, Row, Runs, Side, decoding
-from tiermoe.lab.papers.ladder import Ladder
+from tiermoe.lab.papers.figure import Counted, Figure, Ladder, Loss, Paper, Place, Ratio, Row, Runs, Side, decoding
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.routing import speedup
 

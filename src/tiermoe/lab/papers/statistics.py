@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -70,11 +70,6 @@ def recall(named: Collection[int], chosen: Collection[int]) -> float:
         raise ValueError("recall needs at least one chosen expert")
     named = set(named)
     return sum(expert in named for expert in chosen) / len(chosen)
-
-
-def baseline_uniform(k: int, e: int) -> float:
-    """Expected recall of K experts named at random of E."""
-    return k / e
 
 
 Statistic = Callable[[Trace], float]
@@ -167,114 +162,71 @@ def popular_tokens(share: float) -> Statistic:
     return count
 
 
-@dataclass(frozen=True, slots=True)
-class RecallRow:
-    """One predictor at one layer."""
-
-    predictor: str
-    layer: int
-    distance: int  # layers before, at which the predictor named experts
-    recall: float  # mean share of a decoded token's experts that were among those named
-    named: float  # experts, mean
-    uniform: float  # the recall of naming K at random: K/E
-    frequent: float  # the recall of always naming the K most frequent of the calibration
-    tokens: int  # that the means are over
-
-
-def recall_table(calibration: Trace, held_out: Trace, only: str | None = None) -> list[RecallRow]:
-    """Every predictor that the traces hold what it needs for: next-gate, percentile (Fate's 75th), path 1 and 2 (their
-    K likeliest), recalled (MoBiLE's little pass at the same position, which knows every layer beforehand: distance 1),
-    frequent. Only decoded tokens count. only: the one predictor that is wanted."""
-    header = held_out.header
-    context = PredictionContext(
-        len(header.experts),
-        header.experts,
-        header.top_k,
-        frequencies={(layer, e): n for layer, row in enumerate(frequencies(calibration)) for e, n in enumerate(row)},
-        encoder_layers=header.encoder_layers,
-    )
-    passes = decode_passes(held_out)
-    wanted = (only, "frequent")  # the most frequent are every row's baseline
-    predictors = _predictors(calibration, held_out, context)
-    found = {
-        name: _recalls(name, predictor, passes, header)
-        for name, predictor in predictors
-        if only is None or name in wanted
-    }
-    frequent = {layer: fmean(values) for (layer, distance), (values, _) in found["frequent"].items() if distance == 1}
-    return [
-        RecallRow(
-            name, layer, distance, fmean(recalls), fmean(named),
-            baseline_uniform(header.top_k[layer], header.experts[layer]), frequent[layer], len(recalls),
-        )
-        for name, cells in found.items()
-        if only in (None, name)
-        for (layer, distance), (recalls, named) in sorted(cells.items())
-    ]  # fmt: skip
-
-
-Cells = dict[tuple[int, int], tuple[list[float], list[int]]]
-"""(layer, distance) → the recall of each token, how many experts were named."""
-
-
-def _predictors(calibration: Trace, held_out: Trace, context: PredictionContext) -> Iterator[tuple[str, Predictor]]:
-    header = held_out.header
-    yield "frequent", MostFrequent(context)
-    for order in (1, 2):
-        paths = count_paths(routings(calibration), order)
-        if paths:
-            yield f"path {order}", ActivationPath(replace(context, paths=paths), path=order)
-    if "forecasts" in header.holds:
-        yield "next-gate", NextGate(context, ahead=max(header.forecast_distances))
-        yield "percentile", AbovePercentile(context)
-    if "little" in header.holds:
-        yield "recalled", Recalled(context)
-
-
-def _recalls(name: str, prediction: Predictor, passes: Sequence[Pass], header: Header) -> Cells:
+def recalls(counted: Trace, judged: Trace, predictor: str) -> dict[tuple[int, int], float]:
+    """(layer, layers before, at which the predictor named experts) → mean share of a decoded token's experts that were
+    among those named. predictor: next-gate, percentile (Fate's 75th), path 1 and path 2 (their K likeliest), recalled
+    (MoBiLE's little pass at the same position, which knows every layer beforehand: distance 1), frequent. counted: what
+    paths and frequencies are of. Empty if the traces hold nothing that it names by."""
     from tiermoe.lab.simulate.steps import RecordedForecasts, Step
 
-    most = header.top_k if name.startswith("path") else header.experts  # a path ranks all that it has seen
-    cells: Cells = defaultdict(lambda: ([], []))
-    for passed in passes:
-        recalled = passed.little.layers if passed.little and name == "recalled" else None
+    header, found = judged.header, defaultdict[tuple[int, int], list[float]](list)
+    prediction = _predictor(counted, header, predictor)
+    if prediction is None:
+        return {}
+    most = header.top_k if predictor.startswith("path") else header.experts  # a path ranks all that it has seen
+    for passed in decode_passes(judged):
+        recalled = passed.little.layers if passed.little and predictor == "recalled" else None
         step = Step(passed.phase, passed.sequence, passed.size, passed.tokens, passed.layers, recalled)
         forecasts = RecordedForecasts(step)
-        for layer, traced in enumerate(passed.layers):
-            if not traced.experts:
-                continue
+        for layer in step.running:
             forecasts.layer = layer
             prediction.observe(step.routed(layer))
             named: dict[int, list[int]] = defaultdict(list)
             for wanted in prediction.candidates(layer, forecasts, lambda target, expert: False):
                 named[wanted.layer].append(wanted.expert)
             for target, experts in named.items():
-                chosen = passed.layers[target].experts[0]
-                if chosen:
-                    recalls, counts = cells[target, target - layer]
-                    recalls.append(recall(experts[: most[target]], chosen))
-                    counts.append(min(len(experts), most[target]))
-    return cells
+                if chosen := passed.layers[target].experts[0]:
+                    found[target, target - layer].append(recall(experts[: most[target]], chosen))
+    return {cell: fmean(shares) for cell, shares in sorted(found.items())}
+
+
+def _predictor(counted: Trace, header: Header, name: str) -> Predictor | None:
+    used = {(layer, e): n for layer, row in enumerate(frequencies(counted)) for e, n in enumerate(row)}
+    context = PredictionContext(
+        len(header.experts), header.experts, header.top_k, frequencies=used, encoder_layers=header.encoder_layers
+    )
+    if name == "frequent":
+        return MostFrequent(context)
+    if name.startswith("path"):
+        order = int(name.split()[1])
+        paths = count_paths(routings(counted), order)
+        return ActivationPath(replace(context, paths=paths), path=order) if paths else None
+    if name == "recalled":
+        return Recalled(context) if "little" in header.holds else None
+    if not header.forecast_distances:
+        return None
+    return AbovePercentile(context) if name == "percentile" else NextGate(context, ahead=max(header.forecast_distances))
 
 
 def recall_of(predictor: str, distance: int = 1) -> Statistic:
-    """The share of decoded tokens' experts that a predictor of `recall_table` names, the mean over layers."""
-    return lambda trace: fmean(row.recall for row in _rows(trace, predictor, distance))
+    """The share of decoded tokens' experts that a predictor of `recalls` names, the mean over layers."""
+    return lambda trace: fmean(_judged(trace, predictor, distance).values())
 
 
 def recall_by_layer(predictor: str) -> ByLayer:
     """The same for each layer, of the next layer; None for layers that nothing predicts."""
 
     def count(trace: Trace) -> list[float | None]:
-        found = {row.layer: row.recall for row in _rows(trace, predictor, 1)}
+        found = _judged(trace, predictor, 1)
         return [found.get(layer) for layer in range(len(trace.header.experts))]
 
     return count
 
 
-def _rows(trace: Trace, predictor: str, distance: int) -> list[RecallRow]:
-    """What is counted on one half of the sequences is judged on the other."""
-    rows = [row for row in recall_table(*halves(trace), only=predictor) if row.distance == distance]
+def _judged(trace: Trace, predictor: str, distance: int) -> dict[int, float]:
+    """By layer. What is counted on one half of the sequences is judged on the other."""
+    found = recalls(*halves(trace), predictor)
+    rows = {layer: share for (layer, before), share in found.items() if before == distance}
     if not rows:
         raise TraceError(f"the trace of {trace.header.model} holds nothing that {predictor} names {distance} on by")
     return rows

@@ -53,10 +53,6 @@ class Costs:
         """Seconds of a pass from the routers' choices to their layers' first experts."""
         return self.times.layers if phase == "decode" else self.times.prefill_layers * tokens
 
-    def prefetch_s(self, phase: str, tokens: int) -> float:
-        """Seconds of naming what to read ahead, in one layer of a pass over `tokens` tokens."""
-        return self.times.prefetch if phase == "decode" else self.times.prefill_prefetch * tokens
-
     def expert_s(self, bits: int, tokens: int) -> float:
         """Seconds of one expert on `tokens` tokens, 0 for none; of the nearest precision that was measured."""
         if not tokens:

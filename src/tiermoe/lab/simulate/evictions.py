@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tiermoe.config import CacheSize
@@ -30,10 +30,6 @@ class EvictionRow:
     hit_rate: float
     prefill_hit_rate: float | None
     belady_hit_rate: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """What `--json` prints."""
-        return asdict(self)
 
 
 def compare_evictions(

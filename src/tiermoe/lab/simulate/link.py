@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tiermoe.offload.link import Finished
-from tiermoe.offload.policies.cpu_fallback import averaged
+from tiermoe.offload.policies.routing import averaged
 from tiermoe.offload.second_level import SecondLevelCache
 from tiermoe.types import ExpertKey, Load
 
@@ -110,12 +110,9 @@ class VirtualLink:
     urgent before speculative; one that has begun is not interrupted. A transfer takes `latency` seconds, then its bytes
     at an equal share of `bandwidth` (bytes per second) with the others under way.
 
-    move_of: what a load moves; called when the load begins. start: seconds from a load's submission until an
-    idle lane begins it, asked each time; till then it can be recalled, and a processor that waits reads what is urgent
-    itself. None: at once, as a lane that has just ended a load begins the next. wake: seconds from the end of a lane's
-    transfer until the processor that waits for it goes on. `wait_s`: seconds in which the clock
-    stood at `wait` or `fetch`; `busy_s`: seconds in which the link, or the drive behind it, was at work. `at`: the time
-    up to which they are simulated, between two calls the clock's.
+    move_of: what a load moves; called when the load begins. `wait_s`: seconds in which the clock stood at `wait` or
+    `fetch`; `busy_s`: seconds in which the link, or the drive behind it, was at work. `at`: the time up to which they
+    are simulated, between two calls the clock's.
 
     host: main memory that does not hold every expert. As in `offload.gpu.GpuLink` the lanes then read from the drive
     what is not there, and copies over this link run one after the other. An urgent load of an expert that is there
@@ -129,8 +126,6 @@ class VirtualLink:
         move_of: Callable[[ExpertKey], Move],
         latency: float = 0.0,
         lanes: int = 1,
-        wake: float = 0.0,
-        start: Callable[[], float] | None = None,
         host: HostTier | None = None,
     ) -> None:
         self.wait_s = 0.0
@@ -142,15 +137,12 @@ class VirtualLink:
         self._hops = [self._hop] if host is None else [self._hop, host.drive]
         self._move_of = move_of
         self._lanes = lanes
-        self._wake = wake
-        self._start = start
         self.at = 0.0  # the link is simulated up to this time
         self._fetches: deque[tuple[Move, list[Move]]] = deque()  # each with where it arrives
         self._urgent: deque[Load] = deque()
         self._speculative: deque[Load] = deque()
         self._background: OrderedDict[ExpertKey, Load] = OrderedDict()
         self._on_lanes: list[Load | None] = []  # what each lane at work serves; None: a fetch
-        self._waking = 0  # lanes that will begin after `start`
         self._uncopied: deque[Load] = deque()  # in main memory, behind other copies
         self._timers: list[_Timer] = []
         self._finished: deque[Finished] = deque()
@@ -182,16 +174,10 @@ class VirtualLink:
             self._background[load.key] = load
         else:
             (self._urgent if load.urgent else self._speculative).append(load)
-        self._wake_lane()
+        self._begin()
 
     def wait(self) -> Finished:
-        self._run_to(self._clock.now)
-        wake = self._wake
-        if self._urgent and not self._finished and len(self._on_lanes) < self._lanes:
-            wake = 0.0
-            self._on_lanes.append(load := self._urgent.popleft())
-            self._serve(load)
-        self._wait_for(lambda: bool(self._finished), wake)
+        self.wait_s += self.run_until(lambda: bool(self._finished))
         return self._finished.popleft()
 
     def poll(self) -> Finished | None:
@@ -221,7 +207,7 @@ class VirtualLink:
         arrived: list[Move] = []
         self._fetches.append((move, arrived))
         self._begin()
-        self._wait_for(lambda: bool(arrived), self._wake)
+        self.wait_s += self.run_until(lambda: bool(arrived))
 
     def bring(self, key: ExpertKey, then: Callable[[], None]) -> None:
         """Pins `key` in main memory, from the drive where it is not there, and calls `then`."""
@@ -257,26 +243,8 @@ class VirtualLink:
         self._clock.now = max(began, self.at)
         return self._clock.now - began
 
-    def _wait_for(self, done: Callable[[], bool], wake: float) -> None:
-        """The processor waits for the link, and goes on `wake` seconds later."""
-        if not done():
-            self.wait_s += self.run_until(done) + wake
-            self._clock.now += wake
-
-    def _wake_lane(self) -> None:
-        """Wakes an idle lane for a load that was submitted."""
-        if self._start is None:
-            self._begin()
-        elif len(self._on_lanes) + self._waking < self._lanes:
-            self._waking += 1
-            self.after(self._start(), self._woken)
-
-    def _woken(self) -> None:
-        self._waking -= 1
-        self._begin()
-
     def _begin(self) -> None:
-        while len(self._on_lanes) + self._waking < self._lanes:
+        while len(self._on_lanes) < self._lanes:
             if self._fetches:
                 move, arrived = self._fetches.popleft()
                 self._on_lanes.append(None)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -31,7 +30,6 @@ from tiermoe.lab.simulate.steps import (
     Future,
     RecordedForecasts,
     Step,
-    TimedPredictor,
     hash_tables,
     require,
     require_calibration,
@@ -43,8 +41,7 @@ from tiermoe.offload.assembly import FutureTrace, assemble, cache_bytes, divide,
 from tiermoe.offload.composition import Composition, filled, with_low_share
 from tiermoe.offload.computers import NamedLink
 from tiermoe.offload.loader import CPU_FALLBACK
-from tiermoe.offload.policies.cpu_fallback import MissCosts
-from tiermoe.offload.policies.routing import as_predicted
+from tiermoe.offload.policies.routing import MissCosts, as_predicted
 from tiermoe.offload.profiles import Profile, tables
 from tiermoe.offload.second_level import SecondLevelCache
 from tiermoe.types import ExpertKey, Routed
@@ -62,8 +59,6 @@ class ReplaySettings:
     times: Times | None = None  # of computing; None: the trace's own
     profile: Profile | None = None
     seed: int = 0
-    wake: float = 0.0  # seconds from a load's end until the processor that waits for it goes on
-    start: float = 0.0  # mean seconds from a load's submission until an idle lane begins it; they are drawn exponential
     copies: bool = False  # the link moves copies to a GPU (`Header.copied_bytes`), not what a drive stores
     ram: CacheSize | None = None  # of experts in main memory, which a drive fills; None: there is no level in between
     drive: NamedLink | None = None  # that fills it
@@ -105,9 +100,14 @@ class Result:
     cache_fraction: float
     slots: dict[str, int]  # 'bits' of copies → slots
     metrics: Metrics
-    belady: Metrics  # of Belady's choice in one pool of equal slots of the same bytes, without prefetch and time
+    optimum: Callable[[], Metrics]  # makes `belady`
     cached_experts: int  # in the end
     second_level: dict[str, int] = field(default_factory=dict)  # a GPU's counters, named as in `stats()`; with `ram`
+
+    @property
+    def belady(self) -> Metrics:
+        """Of Belady's choice in one pool of equal slots of the same bytes, without prefetch and time."""
+        return self.optimum()
 
     @property
     def hit_rate(self) -> float:
@@ -204,7 +204,7 @@ def replay(
         slots={",".join(map(str, share.bits)): share.slots for share in run.slots},
         metrics=run.metrics,
         cached_experts=run.cached_experts,
-        belady=(belady or BeladyHits(trace)).of(max(run.nbytes // unit, 1), run.bits),
+        optimum=partial((belady or BeladyHits(trace)).of, max(run.nbytes // unit, 1), run.bits),
         second_level=run.second_level,
     )
 
@@ -282,12 +282,9 @@ class _Run:
             stored = Costs(header, costs.times).nbytes
             self._host = HostTier(SecondLevelCache(runs), drive.bandwidth, drive.latency, stored)
             self.metrics.bandwidth = drive.bandwidth
-        start = (
-            functools.partial(random.Random(settings.seed).expovariate, 1 / settings.start) if settings.start else None
-        )
         self._link = link = VirtualLink(
             self._clock, settings.bandwidth, self._neurons.load if self._neurons else costs.move, settings.latency,
-            settings.lanes, settings.wake, start, self._host,
+            settings.lanes, self._host,
         )  # fmt: skip
         self._cpu = cpu = VirtualCpu(link, lambda bits, tokens: tokens * nearest(settings.cpu, bits))
         self._scheduler = assemble(
@@ -295,7 +292,6 @@ class _Run:
             FutureTrace(self._future.next_use, self._future.choices), settings.seed,
             lambda: MissCosts(link.seconds_per_load, cpu.seconds_per_expert),
         )  # fmt: skip
-        self._prediction = self._scheduler.prediction = TimedPredictor(self._scheduler.prediction, self._clock)
         self._sequence: int | None = None
 
     @property
@@ -328,7 +324,6 @@ class _Run:
             self._neurons.start_pass(step.layers, step.size)
         self._future.start_step(number)
         forecasts = RecordedForecasts(step)
-        self._prediction.seconds = self._costs.prefetch_s(step.phase, step.size)
         running = step.running
         self._scheduler.begin_pass(step.size, forecasts, step.phase, running[0])
         for layer in running:

@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tiermoe.errors import ProfileError, TraceError
-from tiermoe.lab.simulate.link import VirtualClock
 from tiermoe.lab.trace import Header, LayerTrace, Pass, Trace
 from tiermoe.offload.composition import Composition
-from tiermoe.offload.policies.prediction import Forecasts, Predictor, Ranked
-from tiermoe.offload.policies.prediction.base import Available
+from tiermoe.offload.policies.prediction import Ranked
 from tiermoe.offload.policies.routing import is_confident, little, require_little
 from tiermoe.offload.profiles import Profile, tables
-from tiermoe.types import ExpertKey, Routed, Wanted
+from tiermoe.types import ExpertKey, Routed
 
 _TABLES = {"bits": "table of bits per expert", "paths": "activation paths", "frequencies": "frequencies of experts"}
 HASHED = ("hash", "hash+path")
@@ -145,33 +143,6 @@ class RecordedForecasts:
             return ()
         layer = self._step.recalled[target]
         return [pair for row in zip(layer.experts, layer.weights, strict=True) for pair in zip(*row, strict=True)]
-
-
-class TimedPredictor(Predictor):
-    """A prediction that takes the processor `seconds` in each layer that names experts behind it."""
-
-    def __init__(self, inner: Predictor, clock: VirtualClock) -> None:
-        super().__init__(inner.context)
-        self.seconds = 0.0
-        self._inner = inner
-        self._clock = clock
-
-    def candidates(self, layer: int, forecasts: Forecasts, available: Available) -> Iterator[Wanted]:
-        if layer >= 0:
-            self._clock.compute(self.seconds)
-        return self._inner.candidates(layer, forecasts, available)
-
-    def ranking(self, target: int, forecasts: Forecasts) -> Ranked:
-        return self._inner.ranking(target, forecasts)
-
-    def initial_experts(self) -> list[Wanted]:
-        return self._inner.initial_experts()
-
-    def observe(self, routed: Routed) -> None:
-        self._inner.observe(routed)
-
-    def new_sequence(self) -> None:
-        self._inner.new_sequence()
 
 
 class Future:

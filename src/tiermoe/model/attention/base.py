@@ -1,7 +1,6 @@
 """Attention of a decoder's layers: the interface of every kind, and attention by torch's operations.
 
-The kinds are `grouped_attention`, `latent_attention`, and in its place `linear_attention` and `short_convolution`. A
-kind is described once, by sizes from the config: the block, the cache, the kernel's descriptor and the plan's bytes
+A kind is described once, by sizes from the config: the block, the cache, the kernel's descriptor and the plan's bytes
 follow from them."""
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SCORES_AT_ONCE = 1 << 22
 """Scores that are held at a time where torch has no kernel that holds none."""
 
 SINK_SCORE_BYTES = 20
-"""Of each score where there are sinks: in the model's dtype four times, as float32 twice, and masks; measured."""
+"""Of each score if there are sinks: in the model's dtype four times, as float32 twice, and masks; measured."""
 
 SPARSE_TOKENS = 8
 """Tokens of a prompt that attend to chosen positions at a time."""
@@ -51,7 +50,8 @@ class Attention(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
-        """x (T, H), normed → (T, H). Writes what the layer keeps of the tokens into the step's cache."""
+        """x (T, H), normed → (T, H). Leaves what the layer keeps of the tokens, or each sequence's state after them, in
+        the step's cache."""
 
     @property
     def batch_invariant(self) -> bool:
@@ -63,7 +63,7 @@ class Attention(ABC):
         self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
     ) -> DecodeAttention | None:
         """The kernel of norm `before`, attention, residual and norm `after` for up to FEW_TOKENS in one call; None
-        where no kernel computes them. rotary_columns: of the angles by which it rotates. multiplier: of what is
+        if no kernel computes them. rotary_columns: of the angles by which it rotates. multiplier: of what is
         added."""
         return None
 
@@ -190,7 +190,7 @@ def _is_triangle(query: Tensor, keys: Tensor, window: int | None) -> bool:
 
 
 def mask_of(tokens: int, positions: int, window: int | None, device: torch.device) -> Tensor | None:
-    """(T, n), true where one of the last T of n positions attends to another; None where each attends to all."""
+    """(T, n), true if one of the last T of n positions attends to another; None if each attends to all."""
     if tokens == 1 and (window is None or positions <= window):
         return None
     own = torch.arange(positions - tokens, positions, device=device)[:, None]

@@ -45,7 +45,7 @@ class CompressorSizes:
     @property
     def width(self) -> int:
         """Columns of a position's values, and of its gates; where entries overlap those for the next entry come first,
-        those for its own behind them."""
+        those for its own after them."""
         return self.columns * (2 if self.overlaps else 1)
 
     @property
@@ -81,7 +81,6 @@ class Compressor:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether what is kept of a token does not depend on the other tokens of a call of up to FEW_TOKENS."""
         return self.value.batch_invariant and self.gate.batch_invariant
 
     def __call__(self, x: Tensor, places: range, step: Step, rotary: Rotary) -> None:
@@ -153,7 +152,6 @@ class EntryIndexer:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's scores do not depend on the other tokens of a call of up to FEW_TOKENS."""
         return all(each.batch_invariant for each in (self.keys, self.query, self.weigh))
 
     def queries(self, x: Tensor, narrow: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,7 +185,7 @@ class PoolIndexerSizes:
 
     @property
     def most(self) -> int:
-        """Positions that a token attends to, at the most: those of its pools, and those behind the last whole one."""
+        """Positions that a token attends to, at the most: those of its pools, and those after the last whole one."""
         pool = self.pools.keys.rate
         return self.pools.most * pool + pool - 1
 
@@ -226,7 +224,7 @@ def pool_indexer(
 @dataclass(frozen=True, slots=True)
 class PoolIndexer:
     """Chooses the `sizes.pools.most` pools of the largest scores, of those that end before or with a token's own
-    position; the positions behind the last of them are always chosen."""
+    position; the positions after the last of them are always chosen."""
 
     sizes: PoolIndexerSizes
     narrow: Linear  # hidden → narrow query, with its norm
@@ -373,7 +371,6 @@ class CompressedAttention(Attention):
         return all(each.batch_invariant for each in parts if each is not None)
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
-        """x (T, H), normed → (T, H). Writes the tokens' keys, and what is compressed of them, into the step's cache."""
         sizes, tokens = self.sizes, len(x)
         (cos, sin), rotary = step.angles[sizes.rotary], step.rotaries[sizes.rotary]
         narrow = self.narrow_norm(self.narrow_query(x))

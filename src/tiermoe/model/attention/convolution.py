@@ -44,7 +44,7 @@ class CausalConvolution:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _mixed(self, whole: Tensor) -> Tensor:
-        """Convolution of the inputs (N, channels) of all rows, each behind its kept inputs → (N - kept, channels), one
+        """Convolution of the inputs (N, channels) of all rows, each after its kept inputs → (N - kept, channels), one
         for each window. Windows over two rows belong to no token."""
         mixed = convolved(whole.float(), self._taps)
         if self._bias is not None:
@@ -117,7 +117,6 @@ class ShortConvolution(Attention):
         self._input, self._output, self._convolution = input_, output, convolution
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
-        """x (T, H), normed → (T, H). Leaves each sequence's last inputs in the step's cache."""
         rows = step.states
         assert rows is not None
         gates, gates_after, values = self._input(x).chunk(3, dim=1)
@@ -130,5 +129,4 @@ class ShortConvolution(Attention):
         return self._input.batch_invariant and self._output.batch_invariant
 
     def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
-        """As `recurrent_states.Replay`."""
         self._convolution(kept, layer, rows)

@@ -56,7 +56,7 @@ class GroupedSizes(AttentionSizes):
     window: int | None = None  # the last positions that a token attends to; None: all
     chunked: bool = False  # a token attends from a multiple of the window on (Llama 4)
     sinks: bool = False  # logits that join each softmax and have no value (gpt-oss)
-    gated: bool = False  # each head has a gate behind its query, by whose sigmoid its output is multiplied (Qwen3-Next)
+    gated: bool = False  # each head has a gate after its query, by whose sigmoid its output is multiplied (Qwen3-Next)
     gate_apart: bool = False  # the gates are a projection of their own (AFMoE)
     rotary: int = 0
     indexer: BlockIndexerSizes | GroupIndexerSizes | None = None  # of sparse attention
@@ -76,7 +76,7 @@ class GroupedSizes(AttentionSizes):
         return self.columns
 
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
-        """The kernel's workspace. Without the kernel masks, scores where there are sinks, and copies: of a window in
+        """The kernel's workspace. Without the kernel masks, scores if there are sinks, and copies: of a window in
         order, of keys and values of codes. Of sequences that are longer than an indexer chooses, what choosing and
         attending sparsely takes too."""
         if self.indexer is not None and load.context > self.indexer.most:
@@ -129,7 +129,7 @@ def grouped(
     indexer: BlockIndexer | GroupIndexer | None = None,
 ) -> GroupedAttention:
     """The grouped attention of layer `index` with the weights of `w` ('self_attn'). Heads and their columns are the
-    config's, of the layer where layers differ.
+    config's, of the layer if layers differ.
 
     kv_heads, value_columns: where they are not the config's. window, chunked, sinks, gated: of `GroupedSizes`. rotary:
     which of the decoder's rotary embeddings, None: that of the layer's kind. rope: how it rotates. scale: of the
@@ -183,7 +183,7 @@ def grouped(
 
 
 def window_at(config: Any, index: int) -> int | None:
-    """The window of layer `index` where config.layer_types says that it has one."""
+    """The window of layer `index` if config.layer_types says that it has one."""
     return getattr(config, "sliding_window", None) if config.layer_types[index] == "sliding_attention" else None
 
 
@@ -193,7 +193,7 @@ class GroupedAttention(Attention):
     output projection."""
 
     sizes: GroupedSizes
-    query: Linear  # hidden → heads * columns, each head's gate behind its query
+    query: Linear  # hidden → heads * columns, each head's gate after its query
     key: Linear  # hidden → kv_heads * columns
     value: Linear | None  # None: values are the outputs of `key` before norm and rotary embedding (Gemma 4)
     output: Linear  # heads * value columns → hidden
@@ -210,7 +210,6 @@ class GroupedAttention(Attention):
     value_scale: float = 1.0  # of what is attended to: the cache has values as they are
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
-        """x (T, H), normed → (T, H). Writes the tokens' keys and values into the step's cache."""
         sizes = self.sizes
         query, gates = self._gates(x)
         query = self._heads(query, sizes.heads, self.query_norm, step)
@@ -275,7 +274,7 @@ class GroupedAttention(Attention):
         return query.flatten(1), gates.flatten(1)
 
     def _attended(self, query: Tensor, layer: int, span: Span, cache: KVCache) -> Tensor:
-        """A sequence's queries over its cache, by the native kernel where there is one."""
+        """A sequence's queries over its cache, by the native kernel if there is one."""
         sizes, row = self.sizes, span.row
         if takes_prompts(query.dtype, sizes.columns, sizes.value_columns):
             return prompt_attention(

@@ -110,7 +110,6 @@ class Indexer:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's scores do not depend on the other tokens of a call of up to FEW_TOKENS."""
         return all(each.batch_invariant for each in (self.narrow, self.query, self.key, self.weigh))
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> None:
@@ -161,7 +160,7 @@ class BlockIndexerSizes:
 
     @property
     def most(self) -> int:
-        """Positions that a token attends to, at the most: those of its blocks, and those behind the last whole one."""
+        """Positions that a token attends to, at the most: those of its blocks, and those after the last whole one."""
         return self.blocks * self.block + self.block - 1
 
     def nbytes(self, load: Workload) -> int:
@@ -183,7 +182,7 @@ def block_indexer(w: Scope, config: Any) -> BlockIndexer:
 @dataclass(frozen=True, slots=True)
 class BlockIndexer:
     """Chooses the `sizes.blocks` whole blocks of the largest scores, of those that end before or with a token's own
-    position; the positions behind the last of them are always chosen.
+    position; the positions after the last of them are always chosen.
 
     Each position keeps a key. Where a block ends, the last of its positions keeps the block's key in its place: the
     normed mean of the block's keys, rotated by the angles of the first. A token's score of a block is the sum over
@@ -240,7 +239,7 @@ class BlockIndexer:
 
 
 def block_positions(best: Tensor, block: int, positions: int) -> Tensor:
-    """Of so many `positions` those in the whole blocks `best` of `block` positions, and those behind the last whole
+    """Of so many `positions` those in the whole blocks `best` of `block` positions, and those after the last whole
     one."""
     rest = torch.arange(positions // block * block, positions)
     return torch.cat(((best[:, None] * block + torch.arange(block)).flatten(), rest))
@@ -325,8 +324,8 @@ class GroupIndexer:
             chosen[some] = self._positions(self._best(queries[some], keys, step.positions[some]), step.positions[some])
 
     def _best(self, queries: Tensor, keys: Tensor, own: Tensor) -> Tensor:
-        """The blocks (T, groups, blocks) of the largest scores for tokens at positions own (T), ascending; behind them
-        the number of all blocks where there are fewer."""
+        """The blocks (T, groups, blocks) of the largest scores for tokens at positions own (T), ascending; after them
+        the number of all blocks if there are fewer."""
         sizes, tokens = self.sizes, len(queries)
         count = -(-len(keys) // sizes.block)
         scores = queries.new_full((tokens, sizes.groups, count * sizes.block), float("-inf"))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiermoe.formats.encoding import scratch
 from tiermoe.formats.plain import Plain
-from tiermoe.formats.scratch import scratch
 from tiermoe.kernels import attention as native
 from tiermoe.kernels.attention import (
     DecodeAttention,
@@ -195,7 +195,6 @@ class LatentAttention(Attention):
     sinks: Tensor | None = None  # float32 (heads)
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
-        """x (T, H), normed → (T, H). Writes the tokens' latents into the step's cache."""
         sizes = self.sizes
         narrow = x if self.narrow_query is None or self.query_norm is None else self.query_norm(self.narrow_query(x))
         query = self.query(narrow).view(x.shape[0], sizes.heads, -1)

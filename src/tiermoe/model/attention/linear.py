@@ -147,7 +147,6 @@ class JoinedProjection:
     sizes: DeltaSizes
 
     def __call__(self, x: Tensor) -> Projected:
-        """x (T, H) → `Projected`."""
         wide, narrow = self.wide(x)[:, self.order], self.narrow(x)[:, self.narrow_order]
         channels, heads = self.sizes.channels, self.sizes.heads
         return wide[:, :channels], wide[:, channels:], narrow[:, :heads], narrow[:, heads:]
@@ -180,7 +179,6 @@ class SplitProjection:
     decays: Linear
 
     def __call__(self, x: Tensor) -> Projected:
-        """x (T, H) → `Projected`."""
         return self.mixed(x), self.gates(x), self.betas(x), self.decays(x)
 
     @property
@@ -202,7 +200,7 @@ class GatedDelta(Attention):
 
     convolution (channels, 1, taps). decay_rates (heads): logarithms of the rates by which a head forgets (transformers'
     `A_log`); decay_biases (heads * decay columns). activation: of the convolution, gate_activation: of the norm's gate;
-    both `silu` where the native kernel is to compute them, or the gate's `sigmoid` with `rounded_once`. rounded_once:
+    both `silu` if the native kernel is to compute them, or the gate's `sigmoid` with `rounded_once`. rounded_once:
     the gated norm is float32 up to its end (Kimi). least_decay: the least logarithm of a decay, which is a sigmoid's
     share of it (GLM-5 Next); None: it has no bound, and is a softplus's."""
 
@@ -236,7 +234,6 @@ class GatedDelta(Attention):
             )
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
-        """x (T, H), normed → (T, H). Leaves each sequence's state after its tokens in the step's cache."""
         rows, projected = step.states, self._projection(x)
         assert rows is not None
         if self._kernel is not None:
@@ -262,7 +259,7 @@ class GatedDelta(Attention):
         return self._kernel(projected, rows.pieces, rows.recurrent.inputs[layer], rows.recurrent.states[layer])
 
     def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
-        """As `recurrent_states.Replay`. The tokens' gates are not kept: only their outputs depend on them."""
+        """`cache.recurrent.Replay`. The tokens' gates are not kept: only their outputs depend on them."""
         sizes = self._heads
         columns = [sizes.channels, sizes.heads, sizes.heads * sizes.decay_columns]
         mixed, betas, decays = torch.split(kept, columns, dim=1)
@@ -439,7 +436,6 @@ class KimiProjection:
     decays: tuple[Linear, ...]  # hidden → decays, one after the other
 
     def __call__(self, x: Tensor) -> Projected:
-        """x (T, H) → `Projected`."""
         gates, decays = (reduce(lambda given, matrix: matrix(given), path, x) for path in (self.gates, self.decays))
         return torch.cat([each(x) for each in self.mixed], dim=1), gates, self.betas(x), decays
 

@@ -131,7 +131,6 @@ class Mamba(Attention):
         self._least_step = least_step
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
-        """x (T, H), normed → (T, H). Leaves each sequence's state after its tokens in the step's cache."""
         sizes, rows = self._sizes, step.states
         assert rows is not None
         projected = self._input(x)
@@ -147,7 +146,6 @@ class Mamba(Attention):
         return self._input.batch_invariant and self._output.batch_invariant
 
     def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
-        """As `recurrent_states.Replay`."""
         mixed, times = torch.split(kept, [self._sizes.channels, self._sizes.heads], dim=1)
         for _ in self._scans(mixed, times, layer, rows):
             pass
@@ -244,7 +242,7 @@ class Mamba1Sizes(AttentionSizes):
 
     @property
     def token_columns(self) -> int:
-        """Channels and gates, channels behind the convolution, time steps and outputs: queries of attention are there
+        """Channels and gates, channels after the convolution, time steps and outputs: queries of attention are there
         four times."""
         return 5 * self.channels // 4
 
@@ -303,7 +301,6 @@ class Mamba1(Attention):
         self._rates, self._skips = -rates.float().exp().t().contiguous(), skips.float()
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
-        """x (T, H), normed → (T, H). Leaves each sequence's state after its tokens in the step's cache."""
         sizes, rows = self._sizes, step.states
         assert rows is not None
         inputs, gates = self._input(x).chunk(2, dim=1)
@@ -320,7 +317,7 @@ class Mamba1(Attention):
         return all(matrix.batch_invariant for matrix in matrices)
 
     def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
-        """As `recurrent_states.Replay`. Queries and gates are not kept: only outputs depend on them."""
+        """`cache.recurrent.Replay`. Queries and gates are not kept: only outputs depend on them."""
         sizes = self._sizes
         inputs, times, key = torch.split(kept, [sizes.channels, sizes.channels, sizes.state], dim=1)
         values = F.silu(self._convolution(inputs, layer, rows))

@@ -86,7 +86,7 @@ class NgramHashes:
     end: int
 
     def __call__(self, history: Tensor) -> Tensor:
-        """int64 (longest - 1 + T), tokens and those before them, -1 where there are none → (T, heads)."""
+        """int64 (longest - 1 + T), tokens and those before them, -1 if there are none → (T, heads)."""
         kept = len(self.multipliers) - 1
         before = tokens = history[kept:]
         mixed, hashes = tokens * self.multipliers[0], []
@@ -127,7 +127,6 @@ class NgramFeatures:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether what a token takes does not depend on the other tokens of a call of up to FEW_TOKENS."""
         return self.key.batch_invariant and self.value.batch_invariant
 
     def _places(self, layer: int, step: Step) -> Tensor:
@@ -152,7 +151,6 @@ class NgramFeatures:
         return found
 
     def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
-        """As `recurrent_states.Replay`."""
         recurrent = rows.recurrent
         for row in rows.rows:
             row.append(recurrent.ngram_inputs[layer].flatten(0, 1), kept)

@@ -64,7 +64,7 @@ class LayerShape:
 
 
 def with_beside(shapes: Sequence[LayerShape]) -> list[LayerShape]:
-    """The shapes of layers, and behind all of them those of what the layers keep in rows of other kinds."""
+    """The shapes of layers, and after all of them those of what the layers keep in rows of other kinds."""
     return [*shapes, *(each for shape in shapes for each in shape.beside)]
 
 
@@ -117,7 +117,7 @@ class Unread:
 
     first: int
     tokens: list[int]
-    hidden: Tensor  # (len(tokens), H): their hidden states behind the model's last norm
+    hidden: Tensor  # (len(tokens), H): their hidden states after the model's last norm
 
 
 class KVCache:
@@ -129,8 +129,8 @@ class KVCache:
     stands for so many positions. In `dtype`, or with `bits` 8 as codes, int8; with 4 uint8, of two columns each.
     beside[layer]: where among all of them lies what the layer keeps in rows of other kinds.
     key_scales[layer], value_scales[layer] (slabs, heads, room, 1): scales of the codes; empty lists at 16 bits.
-    index_keys[layer] (slabs, 1, room, index columns): keys of indexers; an empty list where no layer has an indexer.
-    recurrent: states of the layers that have no keys and values; None where there is no such layer.
+    index_keys[layer] (slabs, 1, room, index columns): keys of indexers; an empty list if no layer has an indexer.
+    recurrent: states of the layers that have no keys and values; None if there is no such layer.
     native: layer → its slabs for the attention kernels, which take bfloat16 alone.
     step: the most tokens of a sequence in one step. unread: slab → what an MTP head is to read yet."""
 
@@ -181,7 +181,7 @@ class KVCache:
         }  # fmt: skip
 
     def open(self) -> int:
-        """A slab for another sequence, empty. PromptError where all are taken."""
+        """A slab for another sequence, empty. PromptError if all are taken."""
         if not self._free:
             raise PromptError(
                 f"all {self.slabs} sequences that memory is set aside for are in use; close one, or --batch"
@@ -287,7 +287,7 @@ class KVCache:
         return max((end for end in ends if end <= length and self._window_holds(slab, end)), default=0)
 
     def crop(self, slab: int, length: int) -> None:
-        """Forgets the positions from `length` on. ValueError where a sliding window has moved on past them, or where no
+        """Forgets the positions from `length` on. ValueError if a sliding window has moved on past them, or if no
         recurrent state is kept from there and none can be made: amid tokens that the last step verified it can."""
         self._check_crop(slab, length)
         if self.recurrent is not None:
@@ -297,32 +297,27 @@ class KVCache:
     def fork(self, slab: int, length: int | None = None) -> int:
         """The slab of a new sequence that begins with all tokens of `slab`, or with the first `length` and no more of
         their windows than it needs to go on. ValueError as `crop`."""
-        if length is None:
-            other = self.open()
-            self.copy(slab, other)
-            return other
-        self._check_crop(slab, length)
+        if length is not None:
+            self._check_crop(slab, length)
         other = self.open()
         for tensor, shape in self._each_tensor():
-            places: slice | Tensor = slice(length // shape.stride)
-            if shape.window is not None:
+            places: slice | Tensor
+            if length is None:
+                places = slice(min(self._furthest[slab] // shape.stride, tensor.shape[2]))
+            elif shape.window is None:
+                places = slice(length // shape.stride)
+            else:
                 places = torch.arange(max(0, length - shape.window), length) % tensor.shape[2]
             tensor[other][:, places] = tensor[slab][:, places]
-        if (states := self.recurrent) is not None:
-            states.copy(slab, other)
-            states.crop(other, length)
-        self._fill_rows(other, length)
-        return other
-
-    def copy(self, slab: int, other: int) -> None:
-        """Copies the sequence in `slab` to slab `other`."""
-        length = self._lengths[slab]
-        for tensor, shape in self._each_tensor():
-            kept = min(self._furthest[slab] // shape.stride, tensor.shape[2])
-            tensor[other, :, :kept] = tensor[slab, :, :kept]
         if self.recurrent is not None:
             self.recurrent.copy(slab, other)
-        self._lengths[other], self._furthest[other] = length, self._furthest[slab]
+            if length is not None:
+                self.recurrent.crop(other, length)
+        if length is None:
+            self._lengths[other], self._furthest[other] = self._lengths[slab], self._furthest[slab]
+        else:
+            self._fill_rows(other, length)
+        return other
 
     def select(self, chosen: Sequence[int]) -> None:
         """The sequence of slab i becomes that of slab chosen[i] (beam search)."""

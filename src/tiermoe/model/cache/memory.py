@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.batch import Row
-from tiermoe.platform.process_memory import anonymous_memory, can_free_pages, free_pages
+from tiermoe.platform.process_memory import anonymous_memory, free_pages
 
 PAGE = mmap.PAGESIZE
 SCALE_BYTES = 2
@@ -44,10 +44,8 @@ def release_pages(tensor: Tensor, slab: int) -> None:
 
 
 def page_bytes(rows: int, room: int, row_bytes: int, heads: int) -> int:
-    """The most bytes of whole pages that the first `rows` of each head's `room` rows take; heads lie behind one
+    """The most bytes of whole pages that the first `rows` of each head's `room` rows take; heads lie after one
     another."""
-    if not can_free_pages():
-        rows = room
     region = room * row_bytes
     pages = -(-min(rows, room) * row_bytes // PAGE)
     if region % PAGE:  # a head may begin and end amid a page

@@ -1,7 +1,7 @@
 """Prefix cache: the KV slabs of requests, and prompt prefixes found again in the slabs of earlier ones.
 
 A finished request leaves its keys and values in its slab until another request needs the slab or its memory. A new
-request begins with the longest prefix that any slab holds, or that lies on disk (`prefix_files.py`).
+request begins with the longest prefix that any slab holds, or that lies on disk (`prefix_disk.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Part:
 
     count: int  # tokens in the slab
     source: Kind | StoredPrefix  # PROMPT: one step; DECODE: steps of one token each; or read from disk
-    cropped: tuple[int, ...] = ()  # tokens that ran behind them in the same step and were dropped
+    cropped: tuple[int, ...] = ()  # tokens that ran after them in the same step and were dropped
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class SlabContents:
         return (*self.tokens[first : first + part.count], *part.cropped)
 
     def reusable(self, other: SlabContents) -> int:
-        """Length of the prefix that `other` holds with the same bits, where the rest can run behind it in the steps of
+        """Length of the prefix that `other` holds with the same bits, where the rest can run after it in the steps of
         these contents."""
         same, at = common_prefix(self.tokens, other.tokens), 0
         for part, their in zip(self.parts, other.parts, strict=False):
@@ -257,7 +257,7 @@ class PrefixCache:
 
     def _continue(self, slab: int, length: int, needed: int) -> int | None:
         """A slab with the first `length` tokens of `slab`: that slab itself where a finished request left it and loses
-        nothing, or where there is no room for both; else a fork. None without room, or where the slab cannot be
+        nothing, or if there is no room for both; else a fork. None without room, or if the slab cannot be
         cropped to them."""
         free = len(self._reserved) < self._rows
         if slab in self._left:
@@ -275,7 +275,7 @@ class PrefixCache:
         return fork
 
     def _take_over(self, slab: int, length: int, needed: int) -> int | None:
-        """The slab of a finished request, cropped to `length` tokens. None where it cannot be, or where its pages are
+        """The slab of a finished request, cropped to `length` tokens. None if it cannot be, or if its pages are
         too many for the memory."""
         needed = max(needed, self._reserved[slab])
         if not self._fits(needed, self._running()):

@@ -52,7 +52,7 @@ class DamagedError(Exception):
 
 
 def check_size(size: int, shapes: Sequence[LayerShape], context: int, step: int, itemsize: int, bits: int) -> None:
-    """ConfigError where a folder of `size` bytes cannot hold one sequence of `context` tokens.
+    """ConfigError if a folder of `size` bytes cannot hold one sequence of `context` tokens.
 
     step: tokens that run at once. itemsize, bits: of keys and values."""
     blocks = -(-context // BLOCK)
@@ -113,7 +113,7 @@ def write(path: Path, name: bytes, memory: Memory, still: Callable[[], bool]) ->
 
 
 def read(path: Path, name: bytes, memory: Memory) -> tuple[int, bytes]:
-    """Reads a file into `memory` and returns its bytes and its checksum. DamagedError where the file is not what was
+    """Reads a file into `memory` and returns its bytes and its checksum. DamagedError if the file is not what was
     written under this name; `memory` then holds nothing of use."""
     checksum, nbytes = xxhash.xxh3_128(name), HEAD_BYTES
     with open(path, "rb") as file:
@@ -131,7 +131,7 @@ def read(path: Path, name: bytes, memory: Memory) -> tuple[int, bytes]:
 
 
 def checksum_of(path: Path) -> bytes:
-    """The checksum that a file says it has; empty where there is none."""
+    """The checksum that a file says it has; empty if there is none."""
     with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
         return file.read(HEAD_BYTES)[len(_MAGIC) :]
     return b""
@@ -151,7 +151,7 @@ def _private(path: str, flags: int) -> int:
 class PrefixFolder:
     """Folder of prefix files, of `size` bytes at most; the least recently used files go first.
 
-    Several processes may use it at once: each looks at its files every few seconds. ConfigError where it cannot be
+    Several processes may use it at once: each looks at its files every few seconds. ConfigError if it cannot be
     written to."""
 
     def __init__(self, root: Path, size: int) -> None:
@@ -262,7 +262,7 @@ class _WriteJob:
     tokens: list[int]
     ends: list[int]  # lengths of the prefixes that are likely to be asked for again
     limit: int  # positions that stay as they are
-    goes_on: bool  # only steps behind the tokens change what layers with a window or a state hold
+    goes_on: bool  # only steps after the tokens change what layers with a window or a state hold
 
 
 class PrefixDisk:
@@ -305,7 +305,7 @@ class PrefixDisk:
 
     def saved(self, slab: int, tokens: list[int]) -> StoredPrefix | None:
         """The whole blocks that a slab's tokens begin with and that are there with the slab's bits: who ran in other
-        steps may have written others. None where there are none, or where a layer needs more than blocks."""
+        steps may have written others. None if there are none, or if a layer needs more than blocks."""
         names, checksums = list[bytes](), list[bytes]()
         for first in range(0, 0 if self._cache.has_ends else len(tokens) - BLOCK + 1, BLOCK):
             name = name_of(names[-1] if names else self._first_name, tokens[first : first + BLOCK])
@@ -374,8 +374,8 @@ class PrefixDisk:
         self._thread.join()
 
     def _longest(self, before: bytes, tokens: list[int], ends: set[bytes] | None) -> tuple[bytes, int] | None:
-        """Name and length of the block behind `before` that holds most of `tokens` and that a request can go on from.
-        ends: names of the blocks with an END file; None where no layer needs one."""
+        """Name and length of the block after `before` that holds most of `tokens` and that a request can go on from.
+        ends: names of the blocks with an END file; None if no layer needs one."""
         names = names_of(before, tokens)
         for count in range(len(names), 0, -1):
             name = names[count - 1]
@@ -428,8 +428,8 @@ class PrefixDisk:
         self.folder.used(names)
 
     def _write_block(self, job: _WriteJob, name: bytes, first: int, end: int) -> bool:
-        """Writes a block, unless it is not full and no request could go on from it. False where its positions have
-        gone, or where there is no room: the blocks behind it are of no use then."""
+        """Writes a block, unless it is not full and no request could go on from it. False if its positions have
+        gone, or if there is no room: the blocks after it are of no use then."""
 
         def stays() -> bool:
             return end <= job.limit

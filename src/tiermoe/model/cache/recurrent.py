@@ -61,7 +61,7 @@ class StateRow:
     after: int
 
     def append(self, states: Tensor, new: Tensor) -> Tensor:
-        """new (T, ..) behind the last ones before it, states (places, n, ..): (n + T, ..), of which the last n are left
+        """new (T, ..) after the last ones before it, states (places, n, ..): (n + T, ..), of which the last n are left
         as the state after the row."""
         whole = torch.cat((states[self.before], new))
         states[self.after] = whole[len(new) :]
@@ -100,34 +100,27 @@ Replay = Callable[[Tensor, int, StateRows], None]
 class RecurrentStates:
     """States of `slabs` sequences in the layers that have one (layer → shape). A chunk reads one of a sequence's two
     states and writes the other, so a step of one chunk that fails, or is rolled back, leaves the state that it began
-    with. A step of several chunks leaves those after its last two, and none where it fails.
+    with. A step of several chunks leaves those after its last two, and none if it fails.
 
     inputs: layer → (slabs, 2, inputs, channels). states: layer → (slabs, 2, heads, key columns, value columns).
     ngram_inputs: layer → (slabs, 2, inputs, channels). tokens: layer → (slabs, 2, tokens), one more than a token's id,
-    0 where there is none.
+    0 if there is none.
     lengths: slab → the number of tokens after which each of the two states is, -1 for an unused one.
     verified, verified_ngrams: layer → (slabs, MOST_VERIFIED, columns), what the updates take of tokens of a sequence's
     last step."""
 
     def __init__(self, shapes: dict[int, StateShape], slabs: int, dtype: torch.dtype) -> None:
-        self.inputs = {
-            layer: empty_pages((slabs, KEPT, shape.inputs, shape.channels), dtype) for layer, shape in shapes.items()
-        }
-        self.states = {
-            layer: empty_pages((slabs, KEPT, shape.heads, shape.key_columns, shape.value_columns), torch.float32)
-            for layer, shape in shapes.items()
-        }
-        self.ngram_inputs = {
-            layer: empty_pages((slabs, KEPT, shape.ngram_inputs, shape.ngram_channels), dtype)
-            for layer, shape in shapes.items()
-        }
-        self.tokens = {layer: empty_pages((slabs, KEPT, shape.tokens), torch.int64) for layer, shape in shapes.items()}
-        self.verified = {
-            layer: empty_pages((slabs, MOST_VERIFIED, shape.verified), dtype) for layer, shape in shapes.items()
-        }
-        self.verified_ngrams = {
-            layer: empty_pages((slabs, MOST_VERIFIED, shape.ngram_channels), dtype) for layer, shape in shapes.items()
-        }
+        def tensors(
+            rows: int, sizes: Callable[[StateShape], tuple[int, ...]], of: torch.dtype = dtype
+        ) -> dict[int, Tensor]:
+            return {layer: empty_pages((slabs, rows, *sizes(shape)), of) for layer, shape in shapes.items()}
+
+        self.inputs = tensors(KEPT, lambda shape: (shape.inputs, shape.channels))
+        self.states = tensors(KEPT, lambda shape: (shape.heads, shape.key_columns, shape.value_columns), torch.float32)
+        self.ngram_inputs = tensors(KEPT, lambda shape: (shape.ngram_inputs, shape.ngram_channels))
+        self.tokens = tensors(KEPT, lambda shape: (shape.tokens,), torch.int64)
+        self.verified = tensors(MOST_VERIFIED, lambda shape: (shape.verified,))
+        self.verified_ngrams = tensors(MOST_VERIFIED, lambda shape: (shape.ngram_channels,))
         self._verified: dict[int, Row] = {}  # slab → the row of its last step, where that can run again in part
         self._replays: list[dict[int, Replay]] = [{}, {}]  # of `verified` and of `verified_ngrams`
         self.lengths = [[_NONE] * KEPT for _ in range(slabs)]
@@ -163,7 +156,7 @@ class RecurrentStates:
 
     def begin(self, slab: int, first: int, end: int) -> tuple[int, int]:
         """Begins a chunk of the tokens from position `first` to `end`: (place of the state before them, place of the
-        state after them) among all of a layer's. ValueError where no state is kept from before them."""
+        state after them) among all of a layer's. ValueError if no state is kept from before them."""
         if not first and first not in self._coming[slab]:
             self.clear(slab)
             self.begin_write(slab)
@@ -221,7 +214,7 @@ class RecurrentStates:
 
     def memory(self, slab: int, length: int) -> Iterator[memoryview]:
         """The memory of the state after `length` tokens, as bytes, in an order that follows from the shapes alone;
-        nothing where no such state is kept."""
+        nothing if no such state is kept."""
         lengths = list(self.lengths[slab])  # a step may change them meanwhile
         if length in lengths:
             at = lengths.index(length)

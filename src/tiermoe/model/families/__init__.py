@@ -5,10 +5,10 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import Any
 
 from tiermoe.errors import ModelError
 from tiermoe.model.families.family import Family, lacking
+from tiermoe.model.model_config import ModelConfig
 
 
 def _found() -> Iterator[Family]:
@@ -65,13 +65,13 @@ def _unstated(name: str, model_type: str) -> Family:
     return family
 
 
-def decoder_family(config: Any) -> Family | None:
+def decoder_family(config: ModelConfig) -> Family | None:
     """The family of a config that tiermoe has a decoder of its own for; None where transformers' code runs it."""
     family = FAMILIES.get(config.model_type)
     return None if family is None or not family.decodes or lacking(family, config) else family
 
 
-def not_computed(config: Any) -> str:
+def not_computed(config: ModelConfig) -> str:
     """The parts of a config of a family with a decoder that no block computes, in words; empty: none."""
     return lacking(FAMILIES[config.model_type], config)
 

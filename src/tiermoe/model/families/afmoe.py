@@ -3,27 +3,15 @@ before and after each part, a sigmoid router, shared experts, scaled embeddings.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped, window_at
 from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import (
-    AGAIN,
-    SIGMOID,
-    Config,
-    dense_columns,
-    expert_columns,
-    expert_count,
-    grouped_fields,
-    leading_dense,
-)
-from tiermoe.model.families.names import LATE_NORM, Gguf, block_names
+from tiermoe.model.families.gguf import LATE_NORM, SIGMOID, Config, Gguf, block_names, grouped_fields
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
+from tiermoe.model.model_config import ModelConfig
+from tiermoe.model.moe import moe_or_dense
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import NormKind, Scope
 
@@ -43,7 +31,7 @@ class Afmoe(Family):
     has_unrotated = True
     norms = NormKind(late=True, by_kernel=False)
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         full = config.layer_types[index] == "full_attention"
         attention = grouped(
             w.at("self_attn"),
@@ -54,16 +42,6 @@ class Afmoe(Family):
             norms=("q_norm", "k_norm"),
             gate="gate_proj",
         )
-        return Layer(
-            w.norm("input_layernorm"),
-            attention,
-            w.norm("pre_mlp_layernorm"),
-            self.part(w, config),
-            norm_attended=w.norm("post_attention_layernorm"),
-        )
-
-    def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
-        """The feed-forward part of a layer: dense in the layers that have no router."""
         rule = RouterRule(
             config.num_experts_per_tok,
             scores="sigmoid",
@@ -72,37 +50,39 @@ class Afmoe(Family):
             rounded=False,
             scale=float(config.route_scale),
         )
-        return moe_or_dense(
+        part = moe_or_dense(
             w.at("mlp"),
+            config,
             rule,
-            config.hidden_act,
-            experts=config.num_experts,
-            inner=config.moe_intermediate_size,
-            dense_inner=config.intermediate_size,
-            shared_inner=(config.num_shared_experts or 0) * config.moe_intermediate_size,
+            config.num_experts,
+            shared=config.num_shared_experts,
             router="router.gate",
             correction="expert_bias",
             norm=w.norm("post_mlp_layernorm"),
         )
+        return Layer(
+            w.norm("input_layernorm"),
+            attention,
+            w.norm("pre_mlp_layernorm"),
+            part,
+            norm_attended=w.norm("post_attention_layernorm"),
+        )
 
-    def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
+    def embedding_scale(self, config: ModelConfig, dtype: torch.dtype) -> float:
         """muP's."""
         return float(config.hidden_size**0.5) if config.mup_enabled else 1.0
 
     def config(self, file: GgufFile) -> Config:
         sigmoid = file.count("expert_gating_func", SIGMOID) == SIGMOID
         if not sigmoid or not file.of_model("expert_weights_norm", True):
-            raise ModelError(
-                f"{file.path} has no sigmoid router whose weights sum to 1, which every AFMoE has; {AGAIN}"
-            )
+            raise file.refusal("has no sigmoid router whose weights sum to 1, which every AFMoE has")
         return {
             **grouped_fields(file),
-            "model_type": "afmoe",
-            "num_experts": expert_count(file),
+            "num_experts": file.experts,
             "num_shared_experts": file.count("expert_shared_count"),
-            "moe_intermediate_size": expert_columns(file),
-            "intermediate_size": dense_columns(file),
-            "num_dense_layers": leading_dense(file),
+            "moe_intermediate_size": file.expert_columns,
+            "intermediate_size": file.dense_columns,
+            "num_dense_layers": file.leading_dense,
             "route_scale": file.decimal("expert_weights_scale", 1.0),
             "sliding_window": file.count("attention.sliding_window"),
             "global_attn_every_n_layers": 4,  # models/afmoe.cpp, as the next

@@ -1,28 +1,18 @@
-"""DeepSeekMoE: grouped attention, a softmax router, shared experts; the first layers are dense."""
+"""DeepSeekMoE: grouped attention, a softmax router, shared experts; the first layers are dense. DeepSeek-V2: latent
+attention, and a router that may choose within groups."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
-from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped
-from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import (
-    Config,
-    dense_columns,
-    expert_columns,
-    expert_count,
-    grouped_fields,
-    leading_dense,
-)
-from tiermoe.model.families.names import Gguf, block_names
+from tiermoe.model.attention.latent import latent
+from tiermoe.model.families.family import Family, LatentFamily
+from tiermoe.model.families.gguf import Config, Gguf, block_names, grouped_fields
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
-from tiermoe.model.parts import Norm
+from tiermoe.model.model_config import ModelConfig
+from tiermoe.model.moe import moe_or_dense
+from tiermoe.model.rotary import rope_complex
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
 
@@ -32,13 +22,13 @@ class DeepSeekMoe(Family):
     gguf = Gguf(("deepseek",), block_names(shared="shared_experts"), turned=True)
     plain_router = True
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         rule = RouterRule(config.num_experts_per_tok, normalise=bool(config.norm_topk_prob))
         return Layer(
             w.norm("input_layernorm"),
             grouped(w.at("self_attn"), config, index),
             w.norm("post_attention_layernorm"),
-            part_with_shared_experts(w.at("mlp"), config, rule),
+            moe_or_dense(w.at("mlp"), config, rule, config.n_routed_experts, shared=config.n_shared_experts),
         )
 
     def config(self, file: GgufFile) -> Config:
@@ -46,35 +36,36 @@ class DeepSeekMoe(Family):
             raise ModelError(f"{file.path} scales its experts' weights by {scale:g}, which no DeepSeekMoE does")
         return {
             **grouped_fields(file),
-            "model_type": "deepseek",
-            "n_routed_experts": expert_count(file),
+            "n_routed_experts": file.experts,
             "n_shared_experts": file.count("expert_shared_count"),
-            "moe_intermediate_size": expert_columns(file),
-            "intermediate_size": dense_columns(file),
-            "first_k_dense_replace": leading_dense(file),
+            "moe_intermediate_size": file.expert_columns,
+            "intermediate_size": file.dense_columns,
+            "first_k_dense_replace": file.leading_dense,
             "norm_topk_prob": False,  # models/deepseek.cpp
         }
 
 
-def part_with_shared_experts(
-    w: Scope,
-    config: Any,
-    rule: RouterRule,
-    correction: str | None = None,
-    activation: Callable[..., Tensor] | None = None,
-    norm: Norm | None = None,
-) -> MoeBlock | DenseBlock:
-    """The feed-forward part of DeepSeek's models and of those that follow them: shared experts beside the routed ones,
-    as wide as so many of them, and dense in layers without a router. correction, norm: as of `moe`. activation: None:
-    the config's."""
-    return moe_or_dense(
-        w,
-        rule,
-        config.hidden_act if activation is None else activation,
-        experts=config.n_routed_experts,
-        inner=config.moe_intermediate_size,
-        dense_inner=config.intermediate_size,
-        shared_inner=(config.n_shared_experts or 0) * config.moe_intermediate_size,
-        correction=correction,
-        norm=norm,
-    )
+class DeepSeekV2(LatentFamily):
+    """`DeepSeekV3` reads its GGUF files."""
+
+    name, model_type = "DeepSeek-V2", "deepseek_v2"
+    normalised = False
+    wide_angles = True
+
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
+        in_groups = config.topk_method == "group_limited_greedy"
+        rule = RouterRule(
+            config.num_experts_per_tok,
+            wide=True,
+            rounded=False,
+            groups=config.n_group if in_groups else 1,
+            kept_groups=config.topk_group if in_groups else 1,
+            best_of_group=True,
+            scale=float(config.routed_scaling_factor),
+        )
+        return Layer(
+            w.norm("input_layernorm"),
+            latent(w.at("self_attn"), config, rope=rope_complex),
+            w.norm("post_attention_layernorm"),
+            moe_or_dense(w.at("mlp"), config, rule, config.n_routed_experts, shared=config.n_shared_experts),
+        )

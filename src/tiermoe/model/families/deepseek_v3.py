@@ -1,21 +1,24 @@
 """DeepSeek-V3 and R1, DeepSeek-V3.2: latent attention, in V3.2 to positions that an indexer chooses, a sigmoid router
-with a correction that chooses within groups, shared experts. GLM-4.7-Flash has V3's layers."""
+with a correction that chooses within groups, shared experts. GLM-4.7-Flash has V3's layers, and A.X-K1 has a norm after
+their feed-forward part."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+
+from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.indexers import IndexerSizes, indexer
 from tiermoe.model.attention.latent import has_indexer, latent
 from tiermoe.model.attention.linear import is_linear
-from tiermoe.model.families.deepseek import part_with_shared_experts
 from tiermoe.model.families.family import HeadFormat, LatentFamily
-from tiermoe.model.families.fields import _SOFTMAX, AGAIN, SIGMOID, Config, latent_fields, layer_count, shape_of
-from tiermoe.model.families.names import LATENT, Gguf, block_names
+from tiermoe.model.families.gguf import LATENT, SIGMOID, SOFTMAX, Config, Gguf, block_names, latent_fields
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock
+from tiermoe.model.model_config import ModelConfig
+from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
+from tiermoe.model.parts import Norm
 from tiermoe.model.rotary import ApplyRope, rope_halves, rope_pairs
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
@@ -27,11 +30,7 @@ INDEXER = {
     "indexer.k_norm": "self_attn.indexer.k_norm",
 }
 """Tensors of a layer's indexer → modules, beside the usual ones."""
-
-
 CORRECTION = "gate.e_score_correction_bias"
-
-
 SHARED_NAMES = block_names(shared="shared_experts", correction=CORRECTION)
 """Tensors of a block → modules of a layer, of families with DeepSeek-V3's feed-forward part."""
 V3_NAMES = SHARED_NAMES | LATENT
@@ -42,7 +41,7 @@ class DeepSeekV3(LatentFamily):
     gguf = Gguf(("deepseek2",), V3_NAMES)
     mtp_head = HeadFormat()
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         return Layer(
             w.norm("input_layernorm"),
             latent(w.at("self_attn"), config, rope=rope_of(config)),
@@ -52,10 +51,10 @@ class DeepSeekV3(LatentFamily):
 
     def config(self, file: GgufFile) -> Config:
         corrected = any(name.endswith("exp_probs_b.bias") for name in file.tensors)  # no DeepSeek-V2 is
-        sigmoid = file.count("expert_gating_func", SIGMOID if corrected else _SOFTMAX) == SIGMOID
+        sigmoid = file.count("expert_gating_func", SIGMOID if corrected else SOFTMAX) == SIGMOID
         config = latent_fields(file)
         if sigmoid:
-            return {**config, "model_type": "deepseek_v3"}
+            return config
         if config["norm_topk_prob"]:
             raise ModelError(f"{file.path} scales a softmax router's weights to a fixed sum, which no DeepSeek-V2 does")
         return {
@@ -70,7 +69,7 @@ class DeepSeekV32(LatentFamily):
     gguf = Gguf(("deepseek32",), V3_NAMES | INDEXER)
     mtp_head = HeadFormat()
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         own, part = has_indexer(config, index), w.at("self_attn")
         return Layer(
             w.norm("input_layernorm"),
@@ -80,19 +79,32 @@ class DeepSeekV32(LatentFamily):
             indexer=indexer(part, config) if own else None,
         )
 
-    def lacks(self, config: Any) -> str:
+    def lacks(self, config: ModelConfig) -> str:
         return indexer_lacks(config)
 
     def config(self, file: GgufFile) -> Config:
         """ModelError where a layer lacks a tensor of its indexer."""
-        return {**_indexed(file, [True] * layer_count(file)), "model_type": "deepseek_v32"}
+        return indexed_fields(file, [True] * file.layers)
 
 
 class Glm4MoeLite(DeepSeekV3):
     name, model_type = "GLM4-MoE-Lite", "glm4_moe_lite"
 
 
-def v3_router(config: Any) -> RouterRule:
+class AxK1(LatentFamily):
+    name, model_type = "A.X-K1", "axk1"
+
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
+        part = w.at("mlp")
+        return Layer(
+            w.norm("input_layernorm"),
+            latent(w.at("self_attn"), config, rope=rope_of(config)),
+            w.norm("post_attention_layernorm"),
+            v3_part(part, config, norm=part.norm("post_mlp_layernorm") if part.has("post_mlp_layernorm") else None),
+        )
+
+
+def v3_router(config: ModelConfig) -> RouterRule:
     """DeepSeek-V3's rule of routers (arXiv:2412.19437, section 2.1.2)."""
     return RouterRule(
         config.num_experts_per_tok,
@@ -107,17 +119,22 @@ def v3_router(config: Any) -> RouterRule:
     )
 
 
-def v3_part(w: Scope, config: Any) -> MoeBlock | DenseBlock:
-    """DeepSeek-V3's feed-forward part."""
-    return part_with_shared_experts(w, config, v3_router(config), CORRECTION)
+def v3_part(
+    w: Scope, config: ModelConfig, activation: Callable[..., Tensor] | None = None, norm: Norm | None = None
+) -> MoeBlock | DenseBlock:
+    """DeepSeek-V3's feed-forward part. activation, norm: as of `moe_or_dense`."""
+    experts, shared, rule = config.n_routed_experts, config.n_shared_experts, v3_router(config)
+    return moe_or_dense(
+        w, config, rule, experts, shared=shared, activation=activation, correction=CORRECTION, norm=norm
+    )
 
 
-def rope_of(config: Any) -> ApplyRope:
+def rope_of(config: ModelConfig) -> ApplyRope:
     """How latent attention without an indexer rotates."""
     return rope_pairs if getattr(config, "rope_interleave", True) else rope_halves
 
 
-def indexer_lacks(config: Any) -> str:
+def indexer_lacks(config: ModelConfig) -> str:
     """`Family.lacks` of families with indexers in latent attention."""
     kinds = getattr(config, "indexer_types", None) or []
     for layer, kind in enumerate(kinds[: config.num_hidden_layers]):
@@ -128,14 +145,14 @@ def indexer_lacks(config: Any) -> str:
     return "" if whole else "pools without the positions behind them"
 
 
-def _indexed(file: GgufFile, full: list[bool]) -> Config:
-    """The fields of both. full: which layers have an indexer."""
+def indexed_fields(file: GgufFile, full: list[bool]) -> Config:
+    """A model with indexers in latent attention. full: which layers have one."""
     for layer in (layer for layer, each in enumerate(full) if each):
         for name in INDEXER:
-            shape_of(file, f"blk.{layer}.{name}.weight", 1 if name.endswith("norm") else 2)
-        shape_of(file, f"blk.{layer}.indexer.k_norm.bias", 1)
+            file.shape(f"blk.{layer}.{name}.weight", 1 if name.endswith("norm") else 2)
+        file.shape(f"blk.{layer}.indexer.k_norm.bias", 1)
     if (score := file.count("expert_gating_func", SIGMOID)) != SIGMOID:
-        raise ModelError(f"{file.path} has routers that score by function {score}, not by sigmoid ({SIGMOID}); {AGAIN}")
+        raise file.refusal(f"has routers that score by function {score}, not by sigmoid ({SIGMOID})")
     return {**latent_fields(file), "q_lora_rank": file.count("attention.q_lora_rank", least=1), **indexer_sizes(file)}
 
 
@@ -151,10 +168,8 @@ def indexer_sizes(file: GgufFile) -> Config:
 def full_layers(file: GgufFile, otherwise: list[bool] | None = None) -> list[bool]:
     """Which layers have an indexer. otherwise: those of a file that does not say it. ModelError where it says it of
     fewer layers, or not and there is no `otherwise`."""
-    kinds, count = file.of_model("attention.indexer.types", otherwise), layer_count(file)
-    if not isinstance(kinds, list) or len(kinds) < count:
-        raise ModelError(f"{file.path} does not say which of its {count} layers have an indexer; {AGAIN}")
-    return [bool(each) for each in kinds[:count]]
+    what = f"which of its {file.layers} layers have an indexer"
+    return [bool(each) for each in file.of_layers("attention.indexer.types", what, otherwise)]
 
 
 def indexer_types(full: list[bool]) -> list[str]:

@@ -6,21 +6,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
-from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile, rounded
 from tiermoe.kernels.gates import limited_silu as silu_within
 from tiermoe.model.attention.compressed import compressed
-from tiermoe.model.families.deepseek_v3 import CORRECTION, SHARED_NAMES
+from tiermoe.model.families.deepseek_v3 import CORRECTION, SHARED_NAMES, indexer_sizes
 from tiermoe.model.families.family import LatentFamily
-from tiermoe.model.families.fields import AGAIN, Config, common_fields, expert_columns, expert_count, layer_count
-from tiermoe.model.families.names import OUTSIDE, Gguf
+from tiermoe.model.families.gguf import OUTSIDE, Config, Gguf, common_fields
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import dense, moe
 from tiermoe.model.routers import RouterRule
-from tiermoe.model.streams import StreamLayer, balanced, balanced_mixer
+from tiermoe.model.streams import MeanMixer, StreamLayer, balanced, balanced_mixer
 from tiermoe.model.weights import NormKind, Scope
 
 _SCORES = {2: "sigmoid", 4: "sqrtsoftplus"}
@@ -50,8 +48,6 @@ NAMES = {
     "ffn_gate_tid2eid": "mlp.gate.tid2eid",
 }
 """Tensors of a block → modules or parameters of a layer, beside the usual ones."""
-
-
 HEAD = {f"output_hc_{name}": f"hc_head.hc_{name}" for name in ("fn", "base", "scale")}
 """Tensors outside of blocks → parameters of the mixer after the last layer."""
 
@@ -65,7 +61,7 @@ class DeepSeekV4(LatentFamily):
     in_streams = True
     norms = NormKind(late=True)
 
-    def layer(self, w: Scope, config: Any, index: int) -> StreamLayer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> StreamLayer:
         part, inner = w.at("mlp"), config.moe_intermediate_size
         rule = RouterRule(
             config.num_experts_per_tok,
@@ -75,43 +71,35 @@ class DeepSeekV4(LatentFamily):
             scale=float(config.routed_scaling_factor),
         )
         shared = dense(part.at("shared_experts"), config.n_shared_experts * inner, limited_silu(config))
+        experts, table = config.n_routed_experts, "gate.tid2eid"
         return StreamLayer(
             balanced(w.at("attn_hc"), config, w.norm("input_layernorm")),
             compressed(w.at("self_attn"), config, index),
             balanced(w.at("ffn_hc"), config, w.norm("post_attention_layernorm")),
-            moe(
-                part,
-                rule,
-                config.n_routed_experts,
-                inner,
-                correction=CORRECTION,
-                shared=shared,
-                table="gate.tid2eid",
-            ),
+            moe(part, rule, experts, inner, correction=CORRECTION, shared=shared, table=table),
         )
 
-    def lacks(self, config: Any) -> str:
+    def lacks(self, config: ModelConfig) -> str:
         known = config.scoring_func in ("sqrtsoftplus", "sigmoid")
         return "" if known else f"routers that score by '{config.scoring_func}'"
 
-    def end(self, w: Scope, config: Any) -> Callable[[Tensor], Tensor]:
+    def end(self, w: Scope, config: ModelConfig) -> Callable[[Tensor], Tensor]:
         return balanced_mixer(w.at("model.hc_head"), config, w.norm("model.norm"))
 
     def config(self, file: GgufFile) -> Config:
-        config, layers = common_fields(file), range(layer_count(file))
+        config = common_fields(file)
         rope = config.pop("rope_parameters")
         columns, ratios = file.count("attention.key_length", least=1), _ratios(file)
         many = sorted({ratio for ratio in ratios if ratio not in (0, _FEW)})
         if len(many) > 1:
-            raise ModelError(
-                f"{file.path} compresses {' or '.join(map(str, many))} positions into an entry, and DeepSeek-V4 one "
-                f"number of them beside {_FEW}; {AGAIN}"
+            raise file.refusal(
+                f"compresses {' or '.join(map(str, many))} positions into an entry, and DeepSeek-V4 one number of them "
+                f"beside {_FEW}"
             )
         kinds = {0: "sliding_attention", _FEW: "compressed_sparse_attention"}
-        hashed = [f"blk.{layer}.ffn_gate_tid2eid.weight" in file.tensors for layer in layers]
+        hashed = file.layers_with("ffn_gate_tid2eid.weight")
         return {
             **config,
-            "model_type": "deepseek_v4",
             "num_key_value_heads": 1,
             "head_dim": columns,
             "partial_rotary_factor": file.count("rope.dimension_count", least=1) / columns,
@@ -127,12 +115,10 @@ class DeepSeekV4(LatentFamily):
                 "compressed_sparse_attention": _FEW,
                 "heavily_compressed_attention": many[0] if many else _FEW,
             },
-            "index_n_heads": file.count("attention.indexer.head_count", least=1),
-            "index_head_dim": file.count("attention.indexer.key_length", least=1),
-            "index_topk": file.count("attention.indexer.top_k", least=1),
-            "n_routed_experts": expert_count(file),
+            **indexer_sizes(file),
+            "n_routed_experts": file.experts,
             "n_shared_experts": file.count("expert_shared_count"),
-            "moe_intermediate_size": expert_columns(file),
+            "moe_intermediate_size": file.expert_columns,
             "mlp_layer_types": ["hash_moe" if each else "moe" for each in hashed],
             "scoring_func": _scores(file),
             "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
@@ -144,27 +130,30 @@ class DeepSeekV4(LatentFamily):
         }
 
 
-def limited_silu(config: Any) -> Callable[..., Tensor]:
+def mixed_or_mean(w: Scope, config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """`Family.end` of families whose residual streams are mixed after the last layer, or their mean taken."""
+    norm = w.norm("model.norm")
+    return balanced_mixer(w.at("model.hc_head"), config, norm) if w.has("model.hc_head.hc_fn") else MeanMixer(norm)
+
+
+def limited_silu(config: ModelConfig) -> Callable[..., Tensor]:
     """What is between the matrices of dense blocks."""
     return partial(silu_within, limit=float(config.swiglu_limit))
 
 
 def _ratios(file: GgufFile) -> list[int]:
     """Positions of an entry in each layer; 0: the layer has a window alone. ModelError where the file does not say."""
-    found, count = file.of_model("attention.compress_ratios"), layer_count(file)
-    if (
-        not isinstance(found, list)
-        or len(found) < count
-        or any(not isinstance(each, int) or each < 0 for each in found)
-    ):
-        raise ModelError(f"{file.path} does not say how many positions each of {count} layers compresses; {AGAIN}")
-    return found[:count]
+    what = f"how many positions each of {file.layers} layers compresses"
+    found = file.of_layers("attention.compress_ratios", what)
+    if any(not isinstance(each, int) or each < 0 for each in found):
+        raise file.refusal(f"does not say {what}")
+    return found
 
 
 def _scores(file: GgufFile) -> str:
     kind = file.count("expert_gating_func", 4)
     if kind not in _SCORES:
-        raise ModelError(f"{file.path} has routers that score by function {kind}, which no DeepSeek-V4 does; {AGAIN}")
+        raise file.refusal(f"has routers that score by function {kind}, which no DeepSeek-V4 does")
     return _SCORES[kind]
 
 
@@ -174,8 +163,8 @@ def gate_limit(file: GgufFile) -> float:
         value
         for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp")
         if isinstance(values := file.of_model(key), list)
-        for value in values[: layer_count(file)]
+        for value in values[: file.layers]
     }
     if len(found) != 1 or not all(isinstance(each, float) and 0 < each < math.inf for each in found):
-        raise ModelError(f"{file.path} does not limit the gate of all experts by one number above 0; {AGAIN}")
+        raise file.refusal("does not limit the gate of all experts by one number above 0")
     return rounded(found.pop())

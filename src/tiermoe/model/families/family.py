@@ -1,24 +1,27 @@
 """A model family: what its layers are made of, and what is stated of it because transformers' code does not say it.
 
-A family is a file in this folder: `layer` builds one layer of blocks, by the names of its weights, and everything else
-that is its own stands beside it. A family without `layer` is run by transformers' code."""
+A family is a class in a file of this folder, which `families/__init__.py` finds; `FAMILIES["mine"] = Mine()` adds one
+from elsewhere. It states `name`, `model_type` and `layer`, which builds one layer of blocks by the names of its
+weights. All else has the default that stands here and is stated by families that differ. A family without `layer` is
+run by transformers' code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from tiermoe.formats.gguf_checkpoint import Parameter, Rows
-from tiermoe.formats.gguf_file import GgufFile, GgufTensor
+from tiermoe.formats.gguf_file import GgufFile
+from tiermoe.formats.gguf_header import GgufTensor
 from tiermoe.kernels.gates import Gate, usual_gate
 from tiermoe.model.attention.grouped import head_columns
-from tiermoe.model.families.fields import Config
-from tiermoe.model.families.names import Gguf
+from tiermoe.model.families.gguf import Config, Gguf
 from tiermoe.model.layer import DecoderLayer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import ACTIVATIONS
 from tiermoe.model.rotary import (
     Rotary,
@@ -63,7 +66,7 @@ class Family:
     part's config (`ModelConfig`)."""
 
     name: str  # for people
-    model_type: str  # of config.json, of its text part where it has others
+    model_type: str  # of config.json, of its text part where it has others; `FAMILIES` has the family by it
 
     # facts for transformers' code
     encoder_decoder: bool = False  # generates through an encoder and a decoder
@@ -87,7 +90,7 @@ class Family:
     mtp_head: HeadFormat | None = None  # of the head that drafts, if it runs
     wide: tuple[str, ...] = ("e_score_correction_bias",)  # ends of the parameters that are kept in float32
 
-    # of its GGUF files
+    # of its GGUF files; `config` and `gate` are of them too
     gguf: ClassVar[Gguf | None] = None  # names; None: tiermoe reads none
     gguf_order: Callable[[GgufFile, str, int], Tensor | None] | None = None
     """Tensor, its rows → where each row of its parameter is in it; None: in order."""
@@ -97,47 +100,49 @@ class Family:
     gguf_made: Callable[[GgufFile], dict[str, Parameter]] | None = None  # parameters of several tensors, or of entries
     gguf_unread: Callable[[GgufFile], frozenset[str]] | None = None  # tensors that the model does not have
 
-    def layer(self, w: Scope, config: Any, index: int) -> DecoderLayer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> DecoderLayer:
         """Layer `index` with the weights of `w` ('model.layers.{index}'). ModelError where weights have other shapes
-        than the config asks for."""
+        than the config asks for. A plan asks for layers of shapes alone, on the meta device."""
         raise NotImplementedError
 
     def config(self, file: GgufFile) -> Config:
-        """The fields of transformers' config that a GGUF file describes, 'model_type' among them. ModelError for an
+        """The fields of transformers' config that a GGUF file describes, for families with `gguf`; a checkpoint of
+        safetensors has its config.json. 'model_type' is among them where it is not the family's. ModelError for an
         entry that is missing, or that no model of the family has."""
         raise NotImplementedError
 
-    def lacks(self, config: Any) -> str:
+    def lacks(self, config: ModelConfig) -> str:
         """The parts of a config that no block computes, in words; empty: none. Such a model is run by transformers'
         code."""
         return ""
 
-    def activation(self, config: Any) -> str:
-        """The name of the activation between a dense block's matrices."""
+    def activation(self, config: ModelConfig) -> str:
+        """The name of the activation between a dense block's matrices, by which `lacking` knows whether a block
+        computes it."""
         return str(next(filter(None, (getattr(config, name, None) for name in _ACTIVATIONS)), None))
 
-    def gate(self, config: Any) -> Gate | None:
+    def gate(self, config: ModelConfig) -> Gate | None:
         """What is between an expert's matrices of GGUF files; None: transformers' code says it."""
         return usual_gate(getattr(config, "hidden_act", None)) or usual_gate(getattr(config, "mlp_hidden_act", None))
 
-    def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
+    def embedding_scale(self, config: ModelConfig, dtype: torch.dtype) -> float:
         """What embeddings are multiplied by."""
         return 1.0
 
-    def logits_divisor(self, config: Any) -> float:
+    def logits_divisor(self, config: ModelConfig) -> float:
         return 1.0
 
-    def end(self, w: Scope, config: Any) -> Callable[[Tensor], Tensor]:
+    def end(self, w: Scope, config: ModelConfig) -> Callable[[Tensor], Tensor]:
         """What the output layer takes of the last layer's output; `w` has the whole model's weights."""
         return w.norm(self.final_norm)
 
-    def rotary_columns(self, config: Any, kind: str | None) -> int:
+    def rotary_columns(self, config: ModelConfig, kind: str | None) -> int:
         """Columns of a head that are rotated, in layers of one of `layer_kinds`."""
         own = config if kind is None else config.of_layer(kind)
         share = parameters_of(config, kind).get("partial_rotary_factor", 1.0) if is_rotated(config) else 1.0
         return int(head_columns(own) * share)
 
-    def temperature(self, config: Any) -> Temperature | None:
+    def temperature(self, config: ModelConfig) -> Temperature | None:
         """Of the layers without positions if there are such, else of all."""
         return None
 
@@ -151,17 +156,17 @@ class Family:
         """Whether an encoder reads the prompt, which it does at once."""
         return self.encoder_decoder or bool(self.encoder_class)
 
-    def renormalises(self, config: Any) -> bool:
+    def renormalises(self, config: ModelConfig) -> bool:
         """Whether a model of this family scales the chosen experts' weights to a fixed sum."""
         if self.normalised is None:
             return bool(getattr(config, "norm_topk_prob", False))
         return self.normalised
 
-    def unrotated(self, config: Any) -> int:
+    def unrotated(self, config: ModelConfig) -> int:
         """Which of `rotaries` is that of the layers without positions."""
         return len(layer_kinds(config))
 
-    def rotaries(self, config: Any, dtype: torch.dtype) -> list[Rotary]:
+    def rotaries(self, config: ModelConfig, dtype: torch.dtype) -> list[Rotary]:
         """The rotary embeddings of a config, in the order of `layer_kinds`, and that of the layers without
         positions."""
         dtype = torch.float32 if self.wide_angles else dtype
@@ -178,7 +183,7 @@ class LatentFamily(Family):
 
     latent_kv = True
 
-    def rotary_columns(self, config: Any, kind: str | None) -> int:
+    def rotary_columns(self, config: ModelConfig, kind: str | None) -> int:
         return int(config.qk_rope_head_dim)
 
 
@@ -186,7 +191,7 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 """What configs call the activation."""
 
 
-def lacking(family: Family, config: Any) -> str:
+def lacking(family: Family, config: ModelConfig) -> str:
     """The parts of a config of a family with a decoder that no block computes, in words; empty: none."""
     name = family.activation(config)
     if name not in ACTIVATIONS or not knows_rotary(config):

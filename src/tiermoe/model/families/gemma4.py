@@ -10,23 +10,21 @@ import torch
 from torch import Tensor
 
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_file import GgufFile
+from tiermoe.formats.gguf_file import CONVERT, GgufFile
 from tiermoe.model.attention.grouped import grouped, window_at
 from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import (
-    AGAIN,
+from tiermoe.model.families.gguf import (
     FREQUENCIES,
     Config,
+    Gguf,
+    block_names,
     common_fields,
-    dense_layers,
     divisors,
-    expert_columns,
-    expert_count,
-    shape_of,
+    kv_heads,
     window_layers,
 )
-from tiermoe.model.families.names import Gguf, block_names
 from tiermoe.model.layer import Layer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import DenseBlock, MoeBlock, add_to, dense, moe_layer
 from tiermoe.model.parts import Norm
 from tiermoe.model.routers import Router, RouterRule
@@ -66,7 +64,7 @@ class Gemma4(Family):
     scales_embedding = True
     norms = NormKind(late=True)
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         part = w.at("self_attn")
         attention = grouped(
             part,
@@ -86,41 +84,36 @@ class Gemma4(Family):
             norm_attended=w.norm("post_attention_layernorm"),
         )
 
-    def lacks(self, config: Any) -> str:
+    def lacks(self, config: ModelConfig) -> str:
         if config.hidden_size_per_layer_input:
             return "embeddings of each layer"
         if config.num_kv_shared_layers:
             return "layers that share keys and values"
         return "attention to later tokens" if config.use_bidirectional_attention == "all" else ""
 
-    def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
+    def embedding_scale(self, config: ModelConfig, dtype: torch.dtype) -> float:
         return float(torch.tensor(config.hidden_size**0.5).to(dtype))
 
     def config(self, file: GgufFile) -> Config:
         """ModelError for a file of a model that none with experts is like."""
         for key, part in _ABSENT.items():
             if file.count(key, 0):
-                raise ModelError(
-                    f"{file.path} has {part}, which no Gemma 4 with experts has; take the model's safetensors"
-                )
-        if dense := dense_layers(file):
-            raise ModelError(
-                f"{file.path} has layers without experts ({', '.join(map(str, dense))}), which no Gemma 4 with experts "
-                f"has; {AGAIN}"
-            )
+                raise file.refusal(f"has {part}, which no Gemma 4 with experts has", "take the model's safetensors")
+        if dense := file.dense_layers:
+            named = ", ".join(map(str, dense))
+            raise file.refusal(f"has layers without experts ({named}), which no Gemma 4 with experts has")
         config, kinds = common_fields(file), window_layers(file)
         if _FULL not in kinds:
-            raise ModelError(f"{file.path} has no layer without a window, which every Gemma 4 has; {AGAIN}")
+            raise file.refusal("has no layer without a window, which every Gemma 4 has")
         columns = file.count("attention.key_length", least=1)
-        heads = _kv_heads(file, kinds)
+        heads = _heads_of_keys(file, kinds)
         return {
             **config,
-            "model_type": "gemma4_text",
             "enable_moe_block": True,
-            "num_experts": expert_count(file),
+            "num_experts": file.experts,
             "top_k_experts": config["num_experts_per_tok"],
-            "moe_intermediate_size": expert_columns(file),
-            "intermediate_size": shape_of(file, "blk.0.ffn_down.weight", 2)[1],
+            "moe_intermediate_size": file.expert_columns,
+            "intermediate_size": file.shape("blk.0.ffn_down.weight")[1],
             "layer_types": kinds,
             "sliding_window": file.count("attention.sliding_window", least=1),
             "head_dim": file.count("attention.key_length_swa", least=1),
@@ -135,7 +128,7 @@ class Gemma4(Family):
         }
 
 
-def side_by_side(w: Scope, config: Any) -> SideBySide:
+def side_by_side(w: Scope, config: ModelConfig) -> SideBySide:
     """The feed-forward part of the layer at `w`."""
     experts = config.num_experts
     rule = RouterRule(config.top_k_experts, normalise=True, rounded=False)
@@ -212,28 +205,26 @@ class SideBySide:
         return result if self.scale == 1 else result * self.scale
 
 
-def _kv_heads(file: GgufFile, kinds: list[str]) -> dict[str, int]:
+def _heads_of_keys(file: GgufFile, kinds: list[str]) -> dict[str, int]:
     """Kind of layers → heads of keys. ModelError where layers of a kind differ."""
-    found = file.of_model("attention.head_count_kv")
-    each = found if isinstance(found, list) else [found] * len(kinds)
-    counts = {kind: {count for count, own in zip(each, kinds, strict=False) if own == kind} for kind in set(kinds)}
-    only = {kind: next(iter(own)) for kind, own in counts.items() if len(own) == 1}
-    if len(each) < len(kinds) or only.keys() != counts.keys() or any(not isinstance(n, int) for n in only.values()):
-        raise ModelError(f"{file.path} does not say how many heads of keys layers of a kind have ({found}); {AGAIN}")
-    return only
+    found = kv_heads(file, kinds)
+    if any(len(own) != 1 or not isinstance(own[0], int) for own in found.values()):
+        said = file.of_model("attention.head_count_kv")
+        raise file.refusal(f"does not say how many heads of keys layers of a kind have ({said})")
+    return {kind: heads for kind, (heads,) in found.items()}
 
 
 def _rope(file: GgufFile, rope: dict[str, Any], columns: int) -> dict[str, dict[str, Any]]:
     """Of layers with a window the default embedding; of others the share of a head's columns that is rotated."""
     factors = divisors(file, FREQUENCIES, columns)
     if factors is None:
-        raise ModelError(f"{file.path} has no tensor {FREQUENCIES}; convert the model again with a current llama.cpp")
+        raise file.refusal(f"has no tensor {FREQUENCIES}", CONVERT)
     turned = int((factors == 1).sum())
     expected = torch.where(torch.arange(len(factors)) < turned, 1.0, torch.tensor(_UNTURNED))
     if not turned or not torch.equal(factors, expected):
-        raise ModelError(
-            f"{file.path} divides the frequencies of its rotary embedding by {factors.min():g} to {factors.max():g}, "
-            f"and Gemma 4 the first by 1 and all others by {_UNTURNED:g}; {AGAIN}"
+        raise file.refusal(
+            f"divides the frequencies of its rotary embedding by {factors.min():g} to {factors.max():g}, and Gemma 4 "
+            f"the first by 1 and all others by {_UNTURNED:g}"
         )
     whole = file.count("attention.key_length_swa"), columns
     if rope["rope_type"] != "default" or any(

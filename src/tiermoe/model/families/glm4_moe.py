@@ -3,25 +3,13 @@ dots.llm1, some with a sliding window."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped, window_at
 from tiermoe.model.families.deepseek_v3 import SHARED_NAMES, v3_part
 from tiermoe.model.families.family import Family, HeadFormat
-from tiermoe.model.families.fields import (
-    AGAIN,
-    SIGMOID,
-    Config,
-    dense_columns,
-    expert_columns,
-    expert_count,
-    leading_dense,
-    partly_rotated_fields,
-)
-from tiermoe.model.families.names import LATE_NORM, Gguf
+from tiermoe.model.families.gguf import LATE_NORM, SIGMOID, Config, Gguf, partly_rotated_fields, routed_fields
 from tiermoe.model.layer import Layer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.weights import Scope
 
 
@@ -30,7 +18,7 @@ class Glm4Moe(Family):
     gguf = Gguf(("glm4moe",), SHARED_NAMES | LATE_NORM)
     mtp_head: HeadFormat | None = HeadFormat()
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         return Layer(
             w.norm("input_layernorm"),
             grouped(w.at("self_attn"), config, index, window=self.window(config, index), norms=("q_norm", "k_norm")),
@@ -38,23 +26,14 @@ class Glm4Moe(Family):
             v3_part(w.at("mlp"), config),
         )
 
-    def window(self, config: Any, index: int) -> int | None:
+    def window(self, config: ModelConfig, index: int) -> int | None:
         """Of layer `index`."""
         return None
 
     def config(self, file: GgufFile) -> Config:
         return {
             **partly_rotated_fields(file),
-            "model_type": "glm4_moe",
-            "n_routed_experts": expert_count(file),
-            "n_shared_experts": file.count("expert_shared_count"),
-            "moe_intermediate_size": expert_columns(file),
-            "intermediate_size": dense_columns(file),
-            "first_k_dense_replace": leading_dense(file),
-            "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
-            "norm_topk_prob": bool(file.of_model("expert_weights_norm", False)),
-            "n_group": file.count("expert_group_count", 1),
-            "topk_group": file.count("expert_group_used_count", 1),
+            **routed_fields(file),
             "attention_bias": "blk.0.attn_q.bias" in file.tensors,
             "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         }
@@ -70,12 +49,12 @@ class Dots1(Glm4Moe):
     gguf = Gguf(("dots1",), SHARED_NAMES)
     mtp_head = None
 
-    def window(self, config: Any, index: int) -> int | None:
+    def window(self, config: ModelConfig, index: int) -> int | None:
         return window_at(config, index)
 
     def config(self, file: GgufFile) -> Config:
         """GLM-4.5's fields: the layers are the same. None has a window (models/dots1.cpp). ModelError for routers that
         are not dots.llm1's; older files say nothing of them."""
         if file.count("expert_gating_func", SIGMOID) != SIGMOID:
-            raise ModelError(f"{file.path} has no sigmoid router, which every dots.llm1 has; {AGAIN}")
-        return {**super().config(file), "model_type": "dots1", "sliding_window": None}
+            raise file.refusal("has no sigmoid router, which every dots.llm1 has")
+        return {**super().config(file), "sliding_window": None}

@@ -4,48 +4,40 @@ Kimi Delta Attention in most layers, residual streams, and a limited gate."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
-from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.base import Attention
 from tiermoe.model.attention.compressed import PoolIndexerSizes, pool_indexer
 from tiermoe.model.attention.indexers import IndexerSizes, indexer
 from tiermoe.model.attention.latent import has_indexer, latent
 from tiermoe.model.attention.linear import is_linear, kimi_delta
-from tiermoe.model.families.deepseek import part_with_shared_experts
 from tiermoe.model.families.deepseek_v3 import (
-    CORRECTION,
     INDEXER,
     V3_NAMES,
-    _indexed,
     full_layers,
+    indexed_fields,
     indexer_lacks,
     indexer_sizes,
     indexer_types,
     v3_part,
-    v3_router,
 )
-from tiermoe.model.families.deepseek_v4 import CONNECTIONS, HEAD, gate_limit, limited_silu
+from tiermoe.model.families.deepseek_v4 import CONNECTIONS, HEAD, gate_limit, limited_silu, mixed_or_mean
 from tiermoe.model.families.family import HeadFormat, LatentFamily
-from tiermoe.model.families.fields import AGAIN, SIGMOID, Config, latent_fields, layer_count, linear_layers, shape_of
-from tiermoe.model.families.kimi_linear import KIMI_NAMES
-from tiermoe.model.families.ling import least_decay
-from tiermoe.model.families.names import OUTSIDE, Gguf
+from tiermoe.model.families.gguf import OUTSIDE, SIGMOID, Config, Gguf, latent_fields, mlp_layer_types
+from tiermoe.model.families.kimi_linear import KIMI_NAMES, least_decay
 from tiermoe.model.families.rows import negative_rates
 from tiermoe.model.layer import Layer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.rotary import rope_pairs
-from tiermoe.model.streams import MeanMixer, StreamLayer, balanced, balanced_mixer
+from tiermoe.model.streams import StreamLayer, balanced
 from tiermoe.model.weights import Scope
 
 _POOLS = {f"indexer_compressor_{name}": f"self_attn.indexer.index_kpool_compress_{name}" for name in ("gate", "ape")}
 NAMES = CONNECTIONS | INDEXER | _POOLS
 """Tensors of a block → modules or parameters of a layer, beside the usual ones and those of Kimi's linear
 attention."""
-
-
 _SHARING = 1 << 20
 """Positions of GLM-5.2's context. By them llama.cpp tells its files that do not say which layers have an indexer from
 those of GLM-5 and 5.1, in which all have one (`glm-dsa.cpp`)."""
@@ -56,7 +48,7 @@ class Glm5(LatentFamily):
     gguf = Gguf(("glm-dsa",), V3_NAMES | INDEXER)
     mtp_head = HeadFormat(kinds={"indexer_types": "full"})
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         own, part = has_indexer(config, index), w.at("self_attn")
         return Layer(
             w.norm("input_layernorm"),
@@ -66,13 +58,13 @@ class Glm5(LatentFamily):
             indexer=indexer(part, config, rope=rope_pairs) if own else None,
         )
 
-    def lacks(self, config: Any) -> str:
+    def lacks(self, config: ModelConfig) -> str:
         return indexer_lacks(config)
 
     def config(self, file: GgufFile) -> Config:
         """ModelError where a layer that has an indexer lacks a tensor of it."""
         full = _of_glm(file)
-        return {**_indexed(file, full), "model_type": "glm_moe_dsa", "indexer_types": indexer_types(full)}
+        return {**indexed_fields(file, full), "indexer_types": indexer_types(full)}
 
     def gguf_unread(self, file: GgufFile) -> frozenset[str]:
         """Tensors of indexers in layers of GLM-5 that take the choice of a layer before them: published files of
@@ -99,7 +91,7 @@ class Glm5Next(LatentFamily):
     gguf_parts = staticmethod(negative_rates)
     in_streams = True
 
-    def layer(self, w: Scope, config: Any, index: int) -> StreamLayer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> StreamLayer:
         part, chooses = w.at("self_attn"), None
         attention: Attention
         if is_linear(config, index):
@@ -113,33 +105,31 @@ class Glm5Next(LatentFamily):
             balanced(w.at("attn_hc"), config, w.norm("input_layernorm")),
             attention,
             balanced(w.at("ffn_hc"), config, w.norm("post_attention_layernorm")),
-            part_with_shared_experts(w.at("mlp"), config, v3_router(config), CORRECTION, limited_silu(config)),
+            v3_part(w.at("mlp"), config, activation=limited_silu(config)),
             chooses,
         )
 
-    def lacks(self, config: Any) -> str:
+    def lacks(self, config: ModelConfig) -> str:
         return indexer_lacks(config)
 
-    def end(self, w: Scope, config: Any) -> Callable[[Tensor], Tensor]:
-        norm = w.norm("model.norm")
-        return balanced_mixer(w.at("model.hc_head"), config, norm) if w.has("model.hc_head.hc_fn") else MeanMixer(norm)
+    def end(self, w: Scope, config: ModelConfig) -> Callable[[Tensor], Tensor]:
+        return mixed_or_mean(w, config)
 
     def config(self, file: GgufFile) -> Config:
-        config, linear = latent_fields(file), linear_layers(file)
+        config, linear = latent_fields(file), file.linear_layers
         del config["rope_parameters"]  # no layer has positions
         if True not in linear or all(linear):
             kind = "latent" if all(linear) else "linear"
-            raise ModelError(f"{file.path} has no layer of {kind} attention, which every GLM-5 Next has; {AGAIN}")
+            raise file.refusal(f"has no layer of {kind} attention, which every GLM-5 Next has")
         if file.count("expert_gating_func", SIGMOID) != SIGMOID:
-            raise ModelError(f"{file.path} has no sigmoid router, which every GLM-5 Next has; {AGAIN}")
-        dense = config.pop("first_k_dense_replace")
+            raise file.refusal("has no sigmoid router, which every GLM-5 Next has")
+        del config["first_k_dense_replace"]
         return {
             **config,
-            "model_type": "glm5_next_text",
-            "mlp_layer_types": ["dense"] * dense + ["sparse"] * (len(linear) - dense),
+            "mlp_layer_types": mlp_layer_types(file),
             "layer_types": ["linear_attention" if each else "indexed_attention" for each in linear],
             "linear_head_dim": file.count("kda.head_dim", least=1),
-            "linear_num_heads": shape_of(file, f"blk.{linear.index(True)}.ssm_beta.weight", 2)[0],
+            "linear_num_heads": file.shape(f"blk.{linear.index(True)}.ssm_beta.weight")[0],
             "linear_conv_kernel_dim": file.count("ssm.conv_kernel", least=1),
             "linear_lower_bound": None if file.of_model("kda.gate_lower_bound") is None else least_decay(file),
             **indexer_sizes(file),
@@ -156,4 +146,4 @@ class Glm5Next(LatentFamily):
 def _of_glm(file: GgufFile) -> list[bool]:
     """`full_layers` of GLM-5."""
     all_have = file.count("context_length") < _SHARING
-    return full_layers(file, [all_have or layer < 2 or layer % 4 == 2 for layer in range(layer_count(file))])
+    return full_layers(file, [all_have or layer < 2 or layer % 4 == 2 for layer in range(file.layers)])

@@ -3,15 +3,13 @@ experts with biases and a clamped gate."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.kernels.gates import Gate, gate_named
 from tiermoe.model.attention.grouped import grouped, window_at
 from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import Config, expert_columns, expert_count, grouped_fields
-from tiermoe.model.families.names import LATE_NORM, SINKS, Gguf, block_names
+from tiermoe.model.families.gguf import LATE_NORM, SINKS, Config, Gguf, block_names, grouped_fields
 from tiermoe.model.layer import Layer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import moe
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import NormKind, Scope
@@ -25,7 +23,7 @@ class GptOss(Family):
     normalised = True
     norms = NormKind(late=True, by_kernel=False)  # a prompt keeps the bits of torch's operations
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         rule = RouterRule(config.num_experts_per_tok, scores="chosen")
         return Layer(
             w.norm("input_layernorm"),
@@ -34,7 +32,7 @@ class GptOss(Family):
             moe(w.at("mlp"), rule, config.num_local_experts, config.intermediate_size, router="router", biased=True),
         )
 
-    def gate(self, config: Any) -> Gate:
+    def gate(self, config: ModelConfig) -> Gate:
         return gate_named("clamped in halves", config.swiglu_limit, _ALPHA)
 
     def config(self, file: GgufFile) -> Config:
@@ -44,9 +42,8 @@ class GptOss(Family):
         layers = range(config["num_hidden_layers"])
         return {
             **config,
-            "model_type": "gpt_oss",
-            "num_local_experts": expert_count(file),
-            "intermediate_size": expert_columns(file),
+            "num_local_experts": file.experts,
+            "intermediate_size": file.expert_columns,
             "sliding_window": file.count("attention.sliding_window"),
             "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in layers],
         }

@@ -3,31 +3,18 @@ Multipliers scale embeddings, residuals, attention and logits."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.base import Attention
 from tiermoe.model.attention.grouped import grouped, window_at
 from tiermoe.model.attention.linear import is_linear
 from tiermoe.model.attention.mamba import MambaSizes, mamba, mamba_lacks
 from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import (
-    AGAIN,
-    Config,
-    common_fields,
-    expert_columns,
-    expert_count,
-    in_first_block,
-    layer_count,
-    shape_of,
-    window_layers,
-)
-from tiermoe.model.families.names import SINKS, Gguf, block_names
+from tiermoe.model.families.gguf import SINKS, Config, Gguf, block_names, common_fields, window_layers
 from tiermoe.model.families.rows import layer_kinds, mamba_rows, mamba_sizes
 from tiermoe.model.layer import Layer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import dense, moe
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
@@ -40,7 +27,7 @@ class GraniteMoe(Family):
     name, model_type = "GraniteMoE", "granitemoe"
     normalised = True
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         rule, shared = RouterRule(config.num_experts_per_tok, scores="chosen"), None
         if w.has("shared_mlp"):
             own = w.at("shared_mlp")
@@ -55,14 +42,14 @@ class GraniteMoe(Family):
             multiplier=float(config.residual_multiplier),
         )
 
-    def attention(self, w: Scope, config: Any, index: int) -> Attention:
+    def attention(self, w: Scope, config: ModelConfig, index: int) -> Attention:
         """Of the layer at `w`."""
         return grouped(w.at("self_attn"), config, index, scale=float(config.attention_multiplier))
 
-    def embedding_scale(self, config: Any, dtype: torch.dtype) -> float:
+    def embedding_scale(self, config: ModelConfig, dtype: torch.dtype) -> float:
         return float(config.embedding_multiplier)
 
-    def logits_divisor(self, config: Any) -> float:
+    def logits_divisor(self, config: ModelConfig) -> float:
         return float(config.logits_scaling)
 
 
@@ -74,12 +61,11 @@ class GraniteMoeShared(GraniteMoe):
 
     def config(self, file: GgufFile) -> Config:
         if not rotates(file):
-            raise ModelError(f"{file.path} has no rotary embedding, which every GraniteMoE has; {AGAIN}")
+            raise file.refusal("has no rotary embedding, which every GraniteMoE has")
         shared = "blk.0.ffn_gate_shexp.weight"
         return {
             **granite(file),
-            "model_type": "granitemoeshared",
-            "shared_intermediate_size": shape_of(file, shared, 2)[0] if shared in file.tensors else 0,
+            "shared_intermediate_size": file.shape(shared)[0] if shared in file.tensors else 0,
         }
 
 
@@ -93,7 +79,7 @@ class GraniteMoeWindows(GraniteMoe):
     )
     has_unrotated = True
 
-    def attention(self, w: Scope, config: Any, index: int) -> Attention:
+    def attention(self, w: Scope, config: ModelConfig, index: int) -> Attention:
         return grouped(
             w.at("self_attn"),
             config,
@@ -104,7 +90,7 @@ class GraniteMoeWindows(GraniteMoe):
             sinks=True,
         )
 
-    def lacks(self, config: Any) -> str:
+    def lacks(self, config: ModelConfig) -> str:
         bases = {base for base in config.layer_rope_theta if base}
         alike = bases <= {config.rope_parameters["rope_theta"]}
         return "" if alike else "layers with rotary embeddings of their own bases"
@@ -113,17 +99,14 @@ class GraniteMoeWindows(GraniteMoe):
         """ModelError for a file that does not say which layers have a window, or says of some alone whether they have
         a rotary embedding. If it says nothing of these, all have one."""
         config, shared = granite(file), "blk.0.ffn_down_shexp.weight"
-        count, base = layer_count(file), config["rope_parameters"]["rope_theta"]
-        rotated = file.of_model("attention.rope_pattern", [True] * count)
-        if not isinstance(rotated, list) or len(rotated) < count:
-            raise ModelError(f"{file.path} does not say which of its layers have a rotary embedding; {AGAIN}")
+        base, every = config["rope_parameters"]["rope_theta"], [True] * file.layers
+        rotated = file.of_layers("attention.rope_pattern", "which of its layers have a rotary embedding", every)
         return {
             **config,
-            "model_type": "granitemoe_swa",
-            "shared_intermediate_size": shape_of(file, shared, 2)[1] if shared in file.tensors else 0,
+            "shared_intermediate_size": file.shape(shared)[1] if shared in file.tensors else 0,
             "sliding_window": file.count("attention.sliding_window", least=1),
             "layer_types": window_layers(file),
-            "layer_rope_theta": [base if each else 0 for each in rotated[:count]],
+            "layer_rope_theta": [base if each else 0 for each in rotated],
         }
 
 
@@ -139,7 +122,7 @@ class Granite4(GraniteMoe):
     )
     gguf_parts = staticmethod(mamba_rows)
 
-    def attention(self, w: Scope, config: Any, index: int) -> Attention:
+    def attention(self, w: Scope, config: ModelConfig, index: int) -> Attention:
         if not is_linear(config, index):
             return super().attention(w, config, index)
         sizes = MambaSizes(
@@ -151,15 +134,15 @@ class Granite4(GraniteMoe):
         )
         return mamba(w.at("mamba"), sizes)
 
-    def lacks(self, config: Any) -> str:
+    def lacks(self, config: ModelConfig) -> str:
         return mamba_lacks(config)
 
     def config(self, file: GgufFile) -> Config:
         sizes, hidden = mamba_sizes(file), file.count("embedding_length", least=1)
         if sizes.values % hidden:
-            raise ModelError(
-                f"{file.path} says that layers of Mamba-2 widen {hidden} columns to {sizes.values}; "
-                f"Granite widens them a whole number of times; {AGAIN}"
+            raise file.refusal(
+                f"says that layers of Mamba-2 widen {hidden} columns to {sizes.values}; Granite widens them a whole "
+                f"number of times"
             )
         return {
             **granite(file),
@@ -168,8 +151,7 @@ class Granite4(GraniteMoe):
             "mamba_n_groups": sizes.groups,
             "mamba_d_state": sizes.state,
             "mamba_d_conv": sizes.kept + 1,
-            "model_type": "granitemoehybrid",
-            "shared_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
+            "shared_intermediate_size": file.shape_beside_experts("ffn_gate_shexp.weight")[0],
             "position_embedding_type": "rope" if rotates(file) else None,
             "layer_types": layer_kinds(file),
             "mamba_expand": sizes.values // hidden,
@@ -182,8 +164,8 @@ def granite(file: GgufFile) -> Config:
     return {
         **config,
         "num_key_value_heads": file.largest("attention.head_count_kv"),  # layers of Mamba-2 have none
-        "num_local_experts": expert_count(file),
-        "intermediate_size": expert_columns(file),
+        "num_local_experts": file.experts,
+        "intermediate_size": file.expert_columns,
         "attention_multiplier": file.decimal(
             "attention.scale", (config["hidden_size"] // config["num_attention_heads"]) ** -0.5
         ),

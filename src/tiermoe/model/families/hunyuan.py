@@ -4,13 +4,12 @@ streams."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_file import GgufFile
+from tiermoe.formats.gguf_file import AGAIN, GgufFile
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.attention.indexers import IndexerSizes, indexer
 from tiermoe.model.attention.latent import has_indexer, latent
@@ -23,91 +22,77 @@ from tiermoe.model.families.deepseek_v3 import (
     indexer_types,
     v3_part,
 )
-from tiermoe.model.families.deepseek_v4 import CONNECTIONS, HEAD, gate_limit
+from tiermoe.model.families.deepseek_v4 import CONNECTIONS, HEAD, gate_limit, mixed_or_mean
 from tiermoe.model.families.family import Family, HeadFormat, LatentFamily
-from tiermoe.model.families.fields import (
-    AGAIN,
+from tiermoe.model.families.gguf import (
+    OUTSIDE,
     SIGMOID,
+    SINKS,
     Config,
-    dense_columns,
-    expert_columns,
-    expert_count,
+    Gguf,
+    block_names,
     grouped_fields,
-    in_first_block,
     latent_fields,
-    layer_count,
-    leading_dense,
+    mlp_layer_types,
 )
-from tiermoe.model.families.names import OUTSIDE, Gguf, block_names
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
+from tiermoe.model.model_config import ModelConfig
+from tiermoe.model.moe import moe_or_dense
 from tiermoe.model.rotary import rope_halves
 from tiermoe.model.routers import RouterRule
-from tiermoe.model.streams import MeanMixer, StreamLayer, balanced, balanced_mixer
+from tiermoe.model.streams import StreamLayer, balanced
 from tiermoe.model.weights import Scope
 
-NAMES = {
-    "attn_sinks": "self_attn.sinks",
-    "attn_gate": "self_attn.gate_proj",
-    **INDEXER,
-    **CONNECTIONS,
-}
+NAMES = SINKS | {"attn_gate": "self_attn.gate_proj"} | INDEXER | CONNECTIONS
 """Tensors of a block → modules or parameters of a layer, beside the usual ones."""
 _HEADS = {"attn_q_b": "attention.key_length_mla", "indexer.attn_q_b": "attention.indexer.key_length"}
 """Tensors of several heads whose last columns are rotated → the entry that has a head's columns."""
 _ONE_HEAD = ("attn_kv_a_mqa", "indexer.attn_k", "indexer.k_norm")
-
-
-V1_NAMES = block_names(router="gate.wg", shared="shared_mlp", head_norms=("query_layernorm", "key_layernorm"))
+_V1_NAMES = block_names(router="gate.wg", shared="shared_mlp", head_norms=("query_layernorm", "key_layernorm"))
 """Tensors of a block → modules of a layer, of A13B."""
-_V3_NAMES = block_names(correction="e_score_correction_bias", shared="shared_experts")
+_CORRECTION = "e_score_correction_bias"
+_V3_NAMES = block_names(correction=_CORRECTION, shared="shared_experts")
 
 
 class HunyuanV1(Family):
     """Norms of queries and keys come after the rotary embedding."""
 
     name, model_type = "Hunyuan (A13B)", "hunyuan_v1_moe"
-    gguf = Gguf(("hunyuan-moe",), V1_NAMES)
+    gguf = Gguf(("hunyuan-moe",), _V1_NAMES)
     wide = ("mlp.gate.wg.weight",)
     normalised = True
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         norms = ("query_layernorm", "key_layernorm")
+        part = moe_or_dense(
+            w.at("mlp"),
+            config,
+            RouterRule(used(config)[0], normalise=True, wide=True, rounded=False),
+            config.num_experts,
+            shared=1,
+            inner=config.intermediate_size,
+            router="gate.wg",
+            shared_name="shared_mlp",
+        )
         return Layer(
             w.norm("input_layernorm"),
             grouped(w.at("self_attn"), config, index, norms=norms, norms_rotated=True),
             w.norm("post_attention_layernorm"),
-            self.part(w.at("mlp"), config),
+            part,
         )
 
-    def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
-        """The feed-forward part: dense in the layers that have no router."""
-        inner = config.intermediate_size
-        return moe_or_dense(
-            w,
-            RouterRule(used(config)[0], normalise=True, wide=True, rounded=False),
-            config.hidden_act,
-            experts=config.num_experts,
-            inner=inner,
-            dense_inner=inner,
-            shared_inner=inner,
-            shared="shared_mlp",
-            router="gate.wg",
-        )
-
-    def lacks(self, config: Any) -> str:
+    def lacks(self, config: ModelConfig) -> str:
         return "" if len(set(used(config))) == 1 else "layers that use different numbers of experts"
 
     def config(self, file: GgufFile) -> Config:
         return {
             **grouped_fields(file),
-            "model_type": "hunyuan_v1_moe",
-            "num_experts": expert_count(file),
-            "intermediate_size": expert_columns(file),
+            "num_experts": file.experts,
+            "intermediate_size": file.expert_columns,
         }
 
 
-def used(config: Any) -> list[int]:
+def used(config: ModelConfig) -> list[int]:
     """Experts of a token, one number for all layers or one for each."""
     return config.moe_topk if isinstance(config.moe_topk, list) else [config.moe_topk]
 
@@ -118,16 +103,7 @@ class HunyuanV3(Family):
     normalised = True
     mtp_head = HeadFormat({"model.layers.{}.final_layernorm.": "shared_head.norm."})
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
-        return Layer(
-            w.norm("input_layernorm"),
-            grouped(w.at("self_attn"), config, index, norms=("q_norm", "k_norm")),
-            w.norm("post_attention_layernorm"),
-            self.part(w.at("mlp"), config),
-        )
-
-    def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
-        """The feed-forward part: dense in the layers that have no router."""
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         rule = RouterRule(
             config.num_experts_per_tok,
             scores="sigmoid",
@@ -137,39 +113,33 @@ class HunyuanV3(Family):
             rounded=False,
             scale=float(config.router_scaling_factor),
         )
-        return moe_or_dense(
-            w,
-            rule,
-            config.hidden_act,
-            experts=config.num_experts,
-            inner=config.moe_intermediate_size,
-            dense_inner=config.intermediate_size,
-            shared_inner=(config.num_shared_experts or 0) * config.moe_intermediate_size,
-            correction="e_score_correction_bias",
+        experts, shared = config.num_experts, config.num_shared_experts
+        return Layer(
+            w.norm("input_layernorm"),
+            grouped(w.at("self_attn"), config, index, norms=("q_norm", "k_norm")),
+            w.norm("post_attention_layernorm"),
+            moe_or_dense(w.at("mlp"), config, rule, experts, shared=shared, correction=_CORRECTION),
         )
 
     def config(self, file: GgufFile) -> Config:
         """ModelError where routers do not score as Hunyuan's do, or shared experts are no whole number of experts."""
         sigmoid = file.count("expert_gating_func", SIGMOID) == SIGMOID  # models/hy-v3.cpp
         if not sigmoid or file.of_model("expert_weights_norm") is not True:
-            raise ModelError(
-                f"{file.path} has no sigmoid router whose weights sum to 1, which every Hunyuan 3 has; {AGAIN}"
-            )
-        dense, columns = leading_dense(file), expert_columns(file)
-        shared = in_first_block(file, "ffn_gate_shexp.weight", 2)[0]
+            raise file.refusal("has no sigmoid router whose weights sum to 1, which every Hunyuan 3 has")
+        columns = file.expert_columns
+        shared = file.shape_beside_experts("ffn_gate_shexp.weight")[0]
         if not columns or shared % columns:
-            raise ModelError(
-                f"{file.path} has {shared} columns between the matrices of the shared experts and {columns} between "
-                f"those of an expert, and Hunyuan 3 several times as many; {AGAIN}"
+            raise file.refusal(
+                f"has {shared} columns between the matrices of the shared experts and {columns} between those of an "
+                f"expert, and Hunyuan 3 several times as many"
             )
         return {
             **grouped_fields(file),
-            "model_type": "hy_v3",
-            "num_experts": expert_count(file),
+            "num_experts": file.experts,
             "num_shared_experts": shared // columns,
             "moe_intermediate_size": columns,
-            "intermediate_size": dense_columns(file),
-            "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layer_count(file) - dense),
+            "intermediate_size": file.dense_columns,
+            "mlp_layer_types": mlp_layer_types(file),
             "router_scaling_factor": file.decimal("expert_weights_scale"),
             "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         }
@@ -180,7 +150,7 @@ class HunyuanV4(LatentFamily):
     gguf = Gguf(("hy_v4",), V3_NAMES | NAMES, outside=OUTSIDE | HEAD, states_shapes=False)
     in_streams = True
 
-    def layer(self, w: Scope, config: Any, index: int) -> StreamLayer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> StreamLayer:
         own, part = has_indexer(config, index), w.at("self_attn")
         attention = latent(
             part,
@@ -200,24 +170,23 @@ class HunyuanV4(LatentFamily):
             indexer(part, config, rotates_last=True, key_epsilon=None) if own else None,
         )
 
-    def lacks(self, config: Any) -> str:
+    def lacks(self, config: ModelConfig) -> str:
         return indexer_lacks(config)
 
-    def end(self, w: Scope, config: Any) -> Callable[[Tensor], Tensor]:
-        norm = w.norm("model.norm")
-        return balanced_mixer(w.at("model.hc_head"), config, norm) if w.has("model.hc_head.hc_fn") else MeanMixer(norm)
+    def end(self, w: Scope, config: ModelConfig) -> Callable[[Tensor], Tensor]:
+        return mixed_or_mean(w, config)
 
     def config(self, file: GgufFile) -> Config:
         config = latent_fields(file)
         if file.count("expert_gating_func", SIGMOID) != SIGMOID:
-            raise ModelError(f"{file.path} has routers that score by no sigmoid, which every Hunyuan 4 does; {AGAIN}")
-        dense, full = config.pop("first_k_dense_replace"), full_layers(file)
+            raise file.refusal("has routers that score by no sigmoid, which every Hunyuan 4 does")
+        del config["first_k_dense_replace"]
+        full = full_layers(file)
         if not full[0]:
-            raise ModelError(f"{file.path} has no indexer in its first layer, which every Hunyuan 4 has; {AGAIN}")
+            raise file.refusal("has no indexer in its first layer, which every Hunyuan 4 has")
         return {
             **config,
-            "model_type": "hy_v4",
-            "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layer_count(file) - dense),
+            "mlp_layer_types": mlp_layer_types(file),
             **indexer_sizes(file),
             "indexer_types": indexer_types(full),
             "swiglu_limit": gate_limit(file),

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.base import Attention
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.attention.linear import is_linear
 from tiermoe.model.attention.mamba import Mamba1Sizes, mamba_1, mamba_lacks
 from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import (
-    AGAIN,
-    Config,
-    common_fields,
-    dense_layers,
-    expert_columns,
-    expert_count,
-    layer_count,
-)
-from tiermoe.model.families.names import OUTSIDE, Gguf, block_names
+from tiermoe.model.families.gguf import OUTSIDE, Config, Gguf, block_names, common_fields
 from tiermoe.model.families.rows import layer_kinds, mamba_1_rows
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
+from tiermoe.model.model_config import ModelConfig
+from tiermoe.model.moe import moe_or_dense
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
 
@@ -41,47 +30,40 @@ class Jamba(Family):
     normalised = False
     final_norm = "model.final_layernorm"
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         attention: Attention
         if is_linear(config, index):
             channels, kept = config.mamba_expand * config.hidden_size, config.mamba_d_conv - 1
             attention = mamba_1(w.at("mamba"), Mamba1Sizes(channels, config.mamba_d_state, kept, config.mamba_dt_rank))
         else:
             attention = grouped(w.at("self_attn"), config, index)
+        part, rule, inner = w.at("feed_forward"), RouterRule(config.num_experts_per_tok), config.intermediate_size
         return Layer(
             w.norm("input_layernorm"),
             attention,
             w.norm("pre_ff_layernorm"),
-            self.part(w.at("feed_forward"), config),
+            moe_or_dense(part, config, rule, config.num_experts, inner=inner, router="router"),
         )
 
-    def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
-        """The feed-forward part: dense in the layers that have no router."""
-        rule, inner = RouterRule(config.num_experts_per_tok), config.intermediate_size
-        return moe_or_dense(
-            w, rule, config.hidden_act, experts=config.num_experts, inner=inner, dense_inner=inner, router="router"
-        )
-
-    def lacks(self, config: Any) -> str:
+    def lacks(self, config: ModelConfig) -> str:
         return mamba_lacks(config)
 
     def config(self, file: GgufFile) -> Config:
-        config, kinds, dense = common_fields(file), layer_kinds(file), set(dense_layers(file))
+        config, kinds, dense = common_fields(file), layer_kinds(file), set(file.dense_layers)
         del config["rope_parameters"]  # queries and keys have no position
         inner_size, hidden = file.count("ssm.inner_size", least=1), file.count("embedding_length", least=1)
         attention = _every(file, [layer for layer, kind in enumerate(kinds) if kind == "full_attention"])
         mixtures = _every(file, [layer for layer in range(len(kinds)) if layer not in dense])
         if inner_size % hidden:
-            raise ModelError(
-                f"{file.path} says that layers of Mamba widen {hidden} columns to {inner_size}; Jamba widens them a "
-                f"whole number of times; {AGAIN}"
+            raise file.refusal(
+                f"says that layers of Mamba widen {hidden} columns to {inner_size}; Jamba widens them a whole number "
+                f"of times"
             )
         return {
             **config,
-            "model_type": "jamba",
             "num_key_value_heads": file.largest("attention.head_count_kv"),  # layers of Mamba have none
-            "num_experts": expert_count(file),
-            "intermediate_size": expert_columns(file),
+            "num_experts": file.experts,
+            "intermediate_size": file.expert_columns,
             "attn_layer_period": attention[0],
             "attn_layer_offset": attention[1],
             "expert_layer_period": mixtures[0],
@@ -95,9 +77,9 @@ class Jamba(Family):
 
 def _every(file: GgufFile, layers: list[int]) -> tuple[int, int]:
     """(period, offset) of layers of one kind. ModelError where they do not come at one distance."""
-    count = layer_count(file)
+    count = file.layers
     offset, *others = layers or [count]
     period = others[0] - offset if others else max(offset + 1, count - offset)
     if layers != list(range(offset, count, period)) or offset >= period:
-        raise ModelError(f"{file.path} has layers of one kind at {layers}, which no Jamba has; {AGAIN}")
+        raise file.refusal(f"has layers of one kind at {layers}, which no Jamba has")
     return period, offset

@@ -3,11 +3,10 @@ router whose correction is added to logits."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from tiermoe.model.attention.grouped import grouped, window_at
 from tiermoe.model.families.family import Family
 from tiermoe.model.layer import Layer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import dense, moe
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
@@ -17,7 +16,7 @@ class Kolibri(Family):
     name, model_type = "Kolibri 1", "kolibri1"
     has_unrotated = True
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         window = window_at(config, index)
         unrotated = config.sliding_window is not None and window is None
         attention = grouped(

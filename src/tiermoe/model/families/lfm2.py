@@ -3,24 +3,14 @@ are dense."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.base import Attention
 from tiermoe.model.attention.convolution import short_convolution
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import (
-    Config,
-    common_fields,
-    dense_columns,
-    expert_columns,
-    expert_count,
-    layer_count,
-    leading_dense,
-)
-from tiermoe.model.families.names import Gguf, block_names
+from tiermoe.model.families.gguf import Config, Gguf, block_names, common_fields
 from tiermoe.model.layer import Layer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import NormKind, Scope
@@ -45,7 +35,7 @@ class Lfm2Moe(Family):
     final_norm = "model.embedding_norm"
     norms = NormKind(epsilon="norm_eps")
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         attention: Attention
         if config.layer_types[index] == "conv":
             attention = short_convolution(w.at("conv"), config)
@@ -54,7 +44,7 @@ class Lfm2Moe(Family):
             attention = grouped(w.at("self_attn"), config, index, norms=norms, output="out_proj")
         return Layer(w.norm("operator_norm"), attention, w.norm("ffn_norm"), self.part(w.at("feed_forward"), config))
 
-    def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
+    def part(self, w: Scope, config: ModelConfig) -> MoeBlock | DenseBlock:
         """The feed-forward part: dense in the layers that have no router."""
         if not w.has("gate.weight"):
             return dense(w, config.intermediate_size, "silu", first=("w1", "w3"), down="w2")
@@ -67,24 +57,22 @@ class Lfm2Moe(Family):
         )
         return moe(w, rule, config.num_experts, config.moe_intermediate_size, correction="expert_bias")
 
-    def activation(self, config: Any) -> str:
-        return "silu"
+    def activation(self, config: ModelConfig) -> str:
+        return "silu"  # transformers' code has it, and no config
 
     def config(self, file: GgufFile) -> Config:
-        convolution = [f"blk.{layer}.shortconv.conv.weight" in file.tensors for layer in range(layer_count(file))]
-        first = leading_dense(file)
-        config = common_fields(file)
+        config, dense = common_fields(file), file.leading_dense
+        convolves = file.layers_with("shortconv.conv.weight")
         return {
             **config,
-            "model_type": "lfm2_moe",
             "num_key_value_heads": file.largest("attention.head_count_kv"),  # convolutions have none
             "norm_eps": config["rms_norm_eps"],
-            "layer_types": ["conv" if each else "full_attention" for each in convolution],
+            "layer_types": ["conv" if each else "full_attention" for each in convolves],
             "conv_L_cache": file.count("shortconv.l_cache"),
-            "num_dense_layers": first,
-            "num_experts": expert_count(file),
-            "moe_intermediate_size": expert_columns(file),
-            "intermediate_size": dense_columns(file),
-            "use_expert_bias": f"blk.{first}.exp_probs_b.bias" in file.tensors,
+            "num_dense_layers": dense,
+            "num_experts": file.experts,
+            "moe_intermediate_size": file.expert_columns,
+            "intermediate_size": file.dense_columns,
+            "use_expert_bias": f"blk.{dense}.exp_probs_b.bias" in file.tensors,
             "norm_topk_prob": True,  # models/lfm2moe.cpp
         }

@@ -4,35 +4,23 @@ keys, and DeepSeek-V3's router."""
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import Rows
-from tiermoe.formats.gguf_file import GgufFile, GgufTensor
+from tiermoe.formats.gguf_file import AGAIN, GgufFile
+from tiermoe.formats.gguf_header import GgufTensor
 from tiermoe.model.attention.grouped import grouped, window_at
 from tiermoe.model.families.deepseek_v3 import CORRECTION, v3_router
 from tiermoe.model.families.family import Family, HeadFormat
-from tiermoe.model.families.fields import (
-    AGAIN,
-    Config,
-    common_fields,
-    dense_columns,
-    dense_layers,
-    expert_columns,
-    expert_count,
-    layer_count,
-    window_layers,
-)
-from tiermoe.model.families.names import SINKS, Gguf, block_names
+from tiermoe.model.families.gguf import SINKS, Config, Gguf, block_names, common_fields, kv_heads, window_layers
 from tiermoe.model.layer import Layer
-from tiermoe.model.moe import DenseBlock, MoeBlock, moe_or_dense
+from tiermoe.model.model_config import ModelConfig
+from tiermoe.model.moe import moe_or_dense
 from tiermoe.model.weights import Scope
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
 _HEAD = "model.mtp.layers.0."
 
 
@@ -50,7 +38,7 @@ class MimoV2Flash(Family):
         {"layer_types": "sliding_attention", "mlp_layer_types": "dense"},
     )
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         window, full = window_at(config, index), config.layer_types[index] == "full_attention"
         attention = grouped(
             w.at("self_attn"),
@@ -63,31 +51,21 @@ class MimoV2Flash(Family):
             value_scale=float(config.attention_value_scale or 1),
         )
         return Layer(
-            w.norm("input_layernorm"), attention, w.norm("post_attention_layernorm"), self.part(w.at("mlp"), config)
-        )
-
-    def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
-        """The feed-forward part: dense in the layers that have no router."""
-        return moe_or_dense(
-            w,
-            v3_router(config),
-            config.hidden_act,
-            experts=config.n_routed_experts,
-            inner=config.moe_intermediate_size,
-            dense_inner=config.intermediate_size,
-            correction=CORRECTION,
+            w.norm("input_layernorm"),
+            attention,
+            w.norm("post_attention_layernorm"),
+            moe_or_dense(w.at("mlp"), config, v3_router(config), config.n_routed_experts, correction=CORRECTION),
         )
 
     def config(self, file: GgufFile) -> Config:
-        config, kinds, dense = common_fields(file), window_layers(file), dense_layers(file)
+        config, kinds, dense = common_fields(file), window_layers(file), file.dense_layers
         rope, columns = config["rope_parameters"], file.count("attention.key_length", least=1)
         if rope["rope_type"] != "default":
-            raise ModelError(f"{file.path} scales its rotary embedding, which no MiMo-V2-Flash does; {AGAIN}")
+            raise file.refusal("scales its rotary embedding, which no MiMo-V2-Flash does")
         rope["partial_rotary_factor"] = file.count("rope.dimension_count", least=1) / columns
         return {
             **config,
-            "model_type": "mimo_v2_flash",
-            "num_key_value_heads": _kv_heads(file, kinds),
+            "num_key_value_heads": _heads_of_keys(file, kinds),
             "head_dim": columns,
             "v_head_dim": file.count("attention.value_length", least=1),
             "attention_value_scale": file.decimal("attention.value_scale"),
@@ -96,10 +74,10 @@ class MimoV2Flash(Family):
             # transformers counts that one too. llama.cpp attends to one position less.
             "sliding_window": file.count("attention.sliding_window", least=1) + 1,
             "layer_types": kinds,
-            "n_routed_experts": expert_count(file),
-            "moe_intermediate_size": expert_columns(file),
-            "intermediate_size": dense_columns(file),
-            "mlp_layer_types": ["dense" if layer in dense else "sparse" for layer in range(layer_count(file))],
+            "n_routed_experts": file.experts,
+            "moe_intermediate_size": file.expert_columns,
+            "intermediate_size": file.dense_columns,
+            "mlp_layer_types": ["dense" if layer in dense else "sparse" for layer in range(file.layers)],
             "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
             "norm_topk_prob": True,  # models/mimo2.cpp
             "n_group": file.count("expert_group_count", 1),
@@ -126,15 +104,14 @@ class MimoV2Flash(Family):
         }
 
 
-def _kv_heads(file: GgufFile, kinds: list[str]) -> int:
+def _heads_of_keys(file: GgufFile, kinds: list[str]) -> int:
     """Of layers without a window. ModelError where those with one have not twice as many."""
-    found = file.of_model("attention.head_count_kv")
-    each = found if isinstance(found, list) else [found] * len(kinds)
-    counts = {kind: {count for count, own in zip(each, kinds, strict=False) if own == kind} for kind in set(kinds)}
-    full, sliding = (sorted(counts.get(kind, ()), key=str) for kind in (_FULL, _SLIDING))
-    if len(each) < len(kinds) or len(full) != 1 or not isinstance(full[0], int) or sliding not in ([], [2 * full[0]]):
-        raise ModelError(
-            f"{file.path} has {sliding} heads of keys in layers with a window and {full} in others, and MiMo-V2-Flash "
-            f"twice as many as in others; take the model's safetensors, or download it again"
+    heads = kv_heads(file, kinds)
+    full, sliding = (heads.get(kind, []) for kind in (_FULL, _SLIDING))
+    if len(full) != 1 or not isinstance(full[0], int) or sliding not in ([], [2 * full[0]]):
+        raise file.refusal(
+            f"has {sliding} heads of keys in layers with a window and {full} in others, and MiMo-V2-Flash twice as "
+            f"many as in others",
+            f"take the model's safetensors, or {AGAIN}",
         )
     return full[0]

@@ -3,31 +3,15 @@ and a sigmoid router with a correction."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.kernels.gates import Gate, gate_named
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.attention.indexers import group_indexer
 from tiermoe.model.families.deepseek_v3 import CORRECTION, SHARED_NAMES
 from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import (
-    AGAIN,
-    SIGMOID,
-    Config,
-    dense_columns,
-    expert_columns,
-    expert_count,
-    in_first_block,
-    layer_count,
-    leading_dense,
-    partly_rotated_fields,
-    shape_of,
-)
-from tiermoe.model.families.names import Gguf, block_names
+from tiermoe.model.families.gguf import SIGMOID, Config, Gguf, block_names, partly_rotated_fields
 from tiermoe.model.layer import Layer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import NormKind, Scope
@@ -35,41 +19,31 @@ from tiermoe.model.weights import NormKind, Scope
 INDEXER = {f"indexer.{name}": f"self_attn.indexer.{name}" for name in ("q_proj", "k_proj", "q_norm", "k_norm")}
 """Tensors of a layer's indexer → modules, beside the usual ones."""
 _ALPHA, _LIMIT = 1.702, 7.0  # LLM_FFN_SWIGLU_OAI_MOE of llama-graph.cpp: no entry has them
-
-
 _NORMS = ("q_norm", "k_norm")
-
-
-def _rule(config: Any) -> RouterRule:
-    return RouterRule(config.num_experts_per_tok, scores="sigmoid", normalise=True, rounded=False)
-
-
-FUSED = {"": "mlp.gate_up_proj", "_shexp": "mlp.shared_experts.gate_up_proj"}
-"""Of `Gguf`."""
+_FUSED = {"": "mlp.gate_up_proj", "_shexp": "mlp.shared_experts.gate_up_proj"}
 
 
 class MiniMaxM2(Family):
     name, model_type = "MiniMax-M2", "minimax_m2"
     gguf = Gguf(("minimax-m2",), block_names(correction="e_score_correction_bias"))
     normalised = True
-
     wide = ()
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
+        rule = RouterRule(config.num_experts_per_tok, scores="sigmoid", normalise=True, rounded=False)
         experts, correction = config.num_local_experts, "e_score_correction_bias"
         return Layer(
             w.norm("input_layernorm"),
             grouped(w.at("self_attn"), config, index, norms=_NORMS, norm_all_heads=True),
             w.norm("post_attention_layernorm"),
-            moe(w.at("mlp"), _rule(config), experts, config.intermediate_size, correction=correction),
+            moe(w.at("mlp"), rule, experts, config.intermediate_size, correction=correction),
         )
 
     def config(self, file: GgufFile) -> Config:
         return {
             **partly_rotated_fields(file),
-            "model_type": "minimax_m2",
-            "num_local_experts": expert_count(file),
-            "intermediate_size": expert_columns(file),
+            "num_local_experts": file.experts,
+            "intermediate_size": file.expert_columns,
         }
 
 
@@ -77,15 +51,13 @@ class MiniMaxM3(Family):
     """Gate and up of dense blocks and of shared experts are one matrix."""
 
     name, model_type = "MiniMax-M3", "minimax_m3_vl_text"
-    gguf = Gguf(("minimax-m3",), SHARED_NAMES | INDEXER, fused=FUSED, centred=True)
+    gguf = Gguf(("minimax-m3",), SHARED_NAMES | INDEXER, fused=_FUSED, centred=True)
     normalised = True
     norms = NormKind(centred=True)
-
     wide = ()
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
-        part = w.at("self_attn")
-        indexer = None
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
+        part, indexer = w.at("self_attn"), None
         if config.layer_types[index] == "minimax_m3_sparse":
             indexer = group_indexer(part.at("indexer"), config)
         return Layer(
@@ -96,46 +68,48 @@ class MiniMaxM3(Family):
             indexer=indexer,
         )
 
-    def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
+    def part(self, w: Scope, config: ModelConfig) -> MoeBlock | DenseBlock:
         """The feed-forward part: dense in the layers that have no router."""
-        gate = self.gate(config)
-        first = ("gate_up_proj",)
+        gate, first = self.gate(config), ("gate_up_proj",)
         if not w.has("gate.weight"):
             return dense(w, config.dense_intermediate_size, gate, first=first, fused=True)
         shared = None
         if w.has("shared_experts"):
             own = w.at("shared_experts")
             shared = dense(own, config.shared_intermediate_size, gate, first=first, fused=True)
-        rule = replace(_rule(config), scale=float(config.routed_scaling_factor))
+        rule = RouterRule(
+            config.num_experts_per_tok,
+            scores="sigmoid",
+            normalise=True,
+            rounded=False,
+            scale=float(config.routed_scaling_factor),
+        )
         return moe(w, rule, config.num_local_experts, config.intermediate_size, correction=CORRECTION, shared=shared)
 
-    def lacks(self, config: Any) -> str:
+    def lacks(self, config: ModelConfig) -> str:
         sparse = "minimax_m3_sparse" in config.layer_types
         apart = sparse and config.index_n_heads != config.num_key_value_heads
         return "an indexer of other groups of heads than share keys and values" if apart else ""
 
-    def gate(self, config: Any) -> Gate:
+    def gate(self, config: ModelConfig) -> Gate:
         return gate_named("clamped in halves", config.swiglu_limit, config.swiglu_alpha)
 
     def config(self, file: GgufFile) -> Config:
         """All layers with experts have an indexer (models/minimax-m3.cpp). ModelError for one that lacks a tensor of
         it."""
-        dense = leading_dense(file)
-        sparse = range(dense, layer_count(file))
+        dense = file.leading_dense
+        sparse = range(dense, file.layers)
         for layer in sparse:
             for name in INDEXER:
-                shape_of(file, f"blk.{layer}.{name}.weight", 1 if name.endswith("norm") else 2)
+                file.shape(f"blk.{layer}.{name}.weight", 1 if name.endswith("norm") else 2)
         if file.count("expert_gating_func") != SIGMOID or file.of_model("expert_weights_norm") is not True:
-            raise ModelError(
-                f"{file.path} has no sigmoid router whose weights sum to 1, which every MiniMax-M3 has; {AGAIN}"
-            )
+            raise file.refusal("has no sigmoid router whose weights sum to 1, which every MiniMax-M3 has")
         return {
             **partly_rotated_fields(file),
-            "model_type": "minimax_m3_vl_text",
-            "num_local_experts": expert_count(file),
-            "intermediate_size": expert_columns(file),
-            "dense_intermediate_size": dense_columns(file),
-            "shared_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
+            "num_local_experts": file.experts,
+            "intermediate_size": file.expert_columns,
+            "dense_intermediate_size": file.dense_columns,
+            "shared_intermediate_size": file.shape_beside_experts("ffn_gate_shexp.weight")[0],
             "routed_scaling_factor": file.decimal("expert_weights_scale"),
             "swiglu_alpha": _ALPHA,
             "swiglu_limit": _LIMIT,

@@ -3,8 +3,6 @@ which may take fewer columns than hidden states have; DeepSeek-V3's router."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.base import Attention
 from tiermoe.model.attention.grouped import grouped
@@ -12,24 +10,14 @@ from tiermoe.model.attention.linear import is_linear
 from tiermoe.model.attention.mamba import MambaSizes, mamba, mamba_lacks
 from tiermoe.model.families.deepseek_v3 import CORRECTION, v3_router
 from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import (
-    Config,
-    common_fields,
-    expert_columns,
-    expert_count,
-    in_first_block,
-    layer_count,
-    shape_of,
-)
-from tiermoe.model.families.names import Gguf, block_names
+from tiermoe.model.families.gguf import Config, Gguf, block_names, common_fields
 from tiermoe.model.families.rows import layer_kinds, mamba_rows, mamba_sizes
 from tiermoe.model.layer import AttentionLayer, FeedForwardLayer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
 from tiermoe.model.weights import NormKind, Scope
 
 _FIRST = ("up_proj",)
-
-
 NAMES = block_names(
     "mixer",
     correction=CORRECTION,
@@ -48,7 +36,7 @@ class NemotronH(Family):
     embedding, final_norm = "model.embeddings", "model.norm_f"
     norms = NormKind(late=True, epsilon="layer_norm_epsilon")
 
-    def layer(self, w: Scope, config: Any, index: int) -> AttentionLayer | FeedForwardLayer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> AttentionLayer | FeedForwardLayer:
         norm, mixer = w.norm("norm"), w.at("mixer")
         if config.layer_types[index] in ("moe", "mlp"):
             return FeedForwardLayer(norm, self.part(mixer, config))
@@ -66,7 +54,7 @@ class NemotronH(Family):
             attention = grouped(mixer, config, index)
         return AttentionLayer(norm, attention)
 
-    def part(self, w: Scope, config: Any) -> MoeBlock | DenseBlock:
+    def part(self, w: Scope, config: ModelConfig) -> MoeBlock | DenseBlock:
         """A dense block, or experts."""
         activation, width = config.mlp_hidden_act, config.moe_latent_size
         if not w.has("gate.weight"):
@@ -85,7 +73,7 @@ class NemotronH(Family):
             gateless=True,
         )
 
-    def lacks(self, config: Any) -> str:
+    def lacks(self, config: ModelConfig) -> str:
         return mamba_lacks(config)
 
     def config(self, file: GgufFile) -> Config:
@@ -98,17 +86,16 @@ class NemotronH(Family):
             "n_groups": sizes.groups,
             "ssm_state_size": sizes.state,
             "conv_kernel": sizes.kept + 1,
-            "model_type": "nemotron_h",
             "layers_block_type": layer_kinds(file),
             "layer_norm_epsilon": config["rms_norm_eps"],
             "num_key_value_heads": file.largest("attention.head_count_kv"),  # other layers have none
             "head_dim": file.count("attention.key_length", least=1),
-            "n_routed_experts": expert_count(file),
+            "n_routed_experts": file.experts,
             "n_shared_experts": file.count("expert_shared_count"),
-            "moe_intermediate_size": expert_columns(file),
-            "moe_shared_expert_intermediate_size": in_first_block(file, "ffn_up_shexp.weight", 2)[0],
+            "moe_intermediate_size": file.expert_columns,
+            "moe_shared_expert_intermediate_size": file.shape_beside_experts("ffn_up_shexp.weight")[0],
             "moe_latent_size": _rows(file, "ffn_latent_down"),
-            "intermediate_size": _rows(file, "ffn_up") or expert_columns(file),
+            "intermediate_size": _rows(file, "ffn_up") or file.expert_columns,
             "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
             "norm_topk_prob": bool(file.of_model("expert_weights_norm", False)),
             "n_group": file.count("expert_group_count", 1),
@@ -118,5 +105,5 @@ class NemotronH(Family):
 
 def _rows(file: GgufFile, stem: str) -> int | None:
     """Rows of the first layer's matrix of this name; None where no layer has one."""
-    names = (f"blk.{layer}.{stem}.weight" for layer in range(layer_count(file)))
-    return next((shape_of(file, name, 2)[0] for name in names if name in file.tensors), None)
+    names = (f"blk.{layer}.{stem}.weight" for layer in range(file.layers))
+    return next((file.shape(name)[0] for name in names if name in file.tensors), None)

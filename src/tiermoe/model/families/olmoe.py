@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import Config, expert_columns, expert_count, grouped_fields
-from tiermoe.model.families.names import Gguf, block_names
+from tiermoe.model.families.gguf import Config, Gguf, block_names, grouped_fields
 from tiermoe.model.layer import Layer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import moe
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import NormKind, Scope
@@ -22,7 +20,7 @@ class Olmoe(Family):
     gguf = Gguf(("olmoe",), block_names())
     plain_router = True
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         rule = RouterRule(config.num_experts_per_tok, normalise=bool(config.norm_topk_prob))
         clip = None if config.clip_qkv is None else float(config.clip_qkv)
         return Layer(
@@ -35,9 +33,8 @@ class Olmoe(Family):
     def config(self, file: GgufFile) -> Config:
         return {
             **grouped_fields(file),
-            "model_type": "olmoe",
-            "num_experts": expert_count(file),
-            "intermediate_size": expert_columns(file),
+            "num_experts": file.experts,
+            "intermediate_size": file.expert_columns,
             "clip_qkv": file.decimal("attention.clamp_kqv", None),
             "norm_topk_prob": False,  # models/olmoe.cpp
         }
@@ -50,7 +47,7 @@ class FlexOlmo(Family):
     plain_router = True
     norms = NormKind(late=True)
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         rule = RouterRule(config.num_experts_per_tok, normalise=bool(config.norm_topk_prob))
         norm = w.norm("post_feedforward_layernorm")
         return Layer(

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import (
-    AGAIN,
-    LONG_FACTORS,
-    Config,
-    divisors,
-    expert_columns,
-    expert_count,
-    grouped_fields,
-)
-from tiermoe.model.families.names import Gguf, block_names
+from tiermoe.model.families.gguf import LONG_FACTORS, Config, Gguf, block_names, divisors, grouped_fields
 from tiermoe.model.layer import Layer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import moe
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import NormKind, Scope
@@ -35,8 +26,8 @@ class PhiMoe(Family):
     normalised = False
     norms = NormKind(layer=True)
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
-        rule = RouterRule(2, scores="sparsemixer", jitter=float(config.router_jitter_noise))
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
+        rule = RouterRule(_USED, scores="sparsemixer", jitter=float(config.router_jitter_noise))
         return Layer(
             w.norm("input_layernorm"),
             grouped(w.at("self_attn"), config, index, window=config.sliding_window),
@@ -47,15 +38,13 @@ class PhiMoe(Family):
     def config(self, file: GgufFile) -> Config:
         config = grouped_fields(file)
         if config["num_experts_per_tok"] != _USED:
-            raise ModelError(
-                f"{file.path} says that a token uses {config['num_experts_per_tok']} experts, and Phi-MoE's routers "
-                f"choose {_USED}; {AGAIN}"
+            raise file.refusal(
+                f"says that a token uses {config['num_experts_per_tok']} experts, and Phi-MoE's routers choose {_USED}"
             )
         return {
             **config,
-            "model_type": "phimoe",
-            "num_local_experts": expert_count(file),
-            "intermediate_size": expert_columns(file),
+            "num_local_experts": file.experts,
+            "intermediate_size": file.expert_columns,
             "sliding_window": file.count("attention.sliding_window", 0) or None,
             "attention_bias": "blk.0.attn_q.bias" in file.tensors,
             "lm_head_bias": "output.bias" in file.tensors,
@@ -69,7 +58,7 @@ def _scaled(file: GgufFile, rope: dict[str, Any], columns: int) -> dict[str, Any
     if short is None and long is None:
         return rope
     if short is None or long is None:
-        raise ModelError(f"{file.path} has one of {' and '.join(LONG_FACTORS)}, and Phi-MoE both or none; {AGAIN}")
+        raise file.refusal(f"has one of {' and '.join(LONG_FACTORS)}, and Phi-MoE both or none")
     return {
         **rope,
         "rope_type": "longrope",

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped, window_at
 from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import (
-    Config,
-    dense_columns,
-    dense_layers,
-    expert_columns,
-    expert_count,
-    grouped_fields,
-    in_first_block,
-)
-from tiermoe.model.families.names import Gguf, block_names
+from tiermoe.model.families.gguf import Config, Gguf, block_names, grouped_fields
 from tiermoe.model.layer import Layer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import DenseBlock, MoeBlock, dense, moe
 from tiermoe.model.routers import RouterRule
 from tiermoe.model.weights import Scope
@@ -31,7 +21,7 @@ class Qwen2Moe(Family):
     gguf = Gguf(("qwen2moe",), QWEN_NAMES)
     plain_router = True
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         return Layer(
             w.norm("input_layernorm"),
             grouped(w.at("self_attn"), config, index, window=window_at(config, index)),
@@ -42,18 +32,17 @@ class Qwen2Moe(Family):
     def config(self, file: GgufFile) -> Config:
         return {
             **grouped_fields(file),
-            "model_type": "qwen2_moe",
-            "num_experts": expert_count(file),
-            "moe_intermediate_size": expert_columns(file),
-            "shared_expert_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
-            "intermediate_size": dense_columns(file),
-            "mlp_only_layers": dense_layers(file),
+            "num_experts": file.experts,
+            "moe_intermediate_size": file.expert_columns,
+            "shared_expert_intermediate_size": file.shape_beside_experts("ffn_gate_shexp.weight")[0],
+            "intermediate_size": file.dense_columns,
+            "mlp_only_layers": file.dense_layers,
             "norm_topk_prob": False,  # models/qwen2moe.cpp
             "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         }
 
 
-def part_with_gated_expert(w: Scope, config: Any, normalise: bool) -> MoeBlock | DenseBlock:
+def part_with_gated_expert(w: Scope, config: ModelConfig, normalise: bool) -> MoeBlock | DenseBlock:
     """The feed-forward part of Qwen's models with a shared expert (2-MoE, 3-Next, 3.5, 3.8). normalise: a token's
     weights sum to 1."""
     if not w.has("gate.weight"):

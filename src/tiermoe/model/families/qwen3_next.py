@@ -3,25 +3,16 @@ layers, centred norms, and Qwen2-MoE's feed-forward part."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
-from tiermoe.model.attention.grouped import GroupedAttention, grouped
+from tiermoe.model.attention.base import Attention
+from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.attention.linear import gated_delta, is_linear
 from tiermoe.model.families.family import Family, HeadFormat
-from tiermoe.model.families.fields import (
-    Config,
-    dense_layers,
-    expert_columns,
-    expert_count,
-    in_first_block,
-    partly_rotated_fields,
-)
-from tiermoe.model.families.names import LATE_NORM, Gguf
+from tiermoe.model.families.gguf import LATE_NORM, Config, Gguf, partly_rotated_fields
 from tiermoe.model.families.qwen2_moe import QWEN_NAMES, part_with_gated_expert
 from tiermoe.model.families.rows import linear_config, linear_rows
 from tiermoe.model.layer import Layer
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.weights import NormKind, Scope
 
 MTP_NAMES = {
@@ -40,17 +31,18 @@ class Qwen3Next(Family):
     norms = NormKind(centred=True)
     mtp_head = HeadFormat(MTP_NAMES, {"layer_types": "full_attention"})
 
-    def layer(self, w: Scope, config: Any, index: int) -> Layer:
-        linear = is_linear(config, index)
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
+        attention: Attention
+        if is_linear(config, index):
+            attention = gated_delta(w.at("linear_attn"), config)
+        else:
+            attention = grouped(w.at("self_attn"), config, index, norms=("q_norm", "k_norm"), gated=True)
         return Layer(
             w.norm("input_layernorm"),
-            gated_delta(w.at("linear_attn"), config) if linear else self.attention(w.at("self_attn"), config, index),
+            attention,
             w.norm("post_attention_layernorm"),
             part_with_gated_expert(w.at("mlp"), config, self.renormalises(config)),
         )
-
-    def attention(self, w: Scope, config: Any, index: int) -> GroupedAttention:
-        return grouped(w, config, index, norms=("q_norm", "k_norm"), gated=True)
 
 
 class Qwen35Moe(Qwen3Next):
@@ -63,16 +55,16 @@ class Qwen35Moe(Qwen3Next):
 
     def config(self, file: GgufFile) -> Config:
         """Qwen3.5, and Qwen3-Next where all layers have experts."""
-        if dense := dense_layers(file):
-            raise ModelError(
-                f"{file.path} has layers without experts ({', '.join(map(str, dense))}), which no Qwen3-Next or "
-                f"Qwen3.5 that was published has; take the model's safetensors"
+        if dense := file.dense_layers:
+            named = ", ".join(map(str, dense))
+            raise file.refusal(
+                f"has layers without experts ({named}), which no Qwen3-Next or Qwen3.5 that was published has",
+                "take the model's safetensors",
             )
         return {
             **partly_rotated_fields(file),
             **linear_config(file),
-            "model_type": "qwen3_5_moe_text",
-            "num_experts": expert_count(file),
-            "moe_intermediate_size": expert_columns(file),
-            "shared_expert_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
+            "num_experts": file.experts,
+            "moe_intermediate_size": file.expert_columns,
+            "shared_expert_intermediate_size": file.shape_beside_experts("ffn_gate_shexp.weight")[0],
         }

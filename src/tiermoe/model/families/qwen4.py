@@ -5,34 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import Joined, Numbers, Parameter, Rows
-from tiermoe.formats.gguf_file import NGRAM_TABLE, GgufFile
+from tiermoe.formats.gguf_file import AGAIN, NGRAM_TABLE, GgufFile
 from tiermoe.model.attention.base import Attention
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.attention.indexers import block_indexer
 from tiermoe.model.attention.linear import gated_delta, is_linear
 from tiermoe.model.attention.ngrams import ngrams
 from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import (
-    AGAIN,
-    Config,
-    end_ids,
-    expert_columns,
-    expert_count,
-    in_first_block,
-    layer_count,
-    linear_layers,
-    partly_rotated_fields,
-    shape_of,
-)
-from tiermoe.model.families.names import OUTSIDE, Gguf
+from tiermoe.model.families.gguf import OUTSIDE, Config, Gguf, end_ids, partly_rotated_fields
 from tiermoe.model.families.qwen2_moe import QWEN_NAMES, part_with_gated_expert
 from tiermoe.model.families.rows import linear_config, linear_rows
+from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.streams import StreamLayer, connection, stream_mixer
 from tiermoe.model.weights import NormKind, Scope
 
@@ -50,10 +38,8 @@ NAMES = {
 }
 """Tensors of a block → modules of a layer, beside the usual ones."""
 APART = (NGRAM_TABLE, "indexer.q_proj", "indexer.k_proj")
-"""Tensors that `qwen4_parameters` takes."""
+"""Tensors that `Qwen4.gguf_made` takes."""
 _MOST = (1 << 63) - 1
-
-
 MIXERS = {f"output_hc_{tensor}": f"hyper_connection_mixer.{name}" for tensor, name in MIXER.items()}
 """Tensors outside of blocks → modules of the mixer after the last layer."""
 
@@ -67,7 +53,7 @@ class Qwen4(Family):
     plain_router = in_streams = True
     norms = NormKind(centred=True)
 
-    def layer(self, w: Scope, config: Any, index: int) -> StreamLayer:
+    def layer(self, w: Scope, config: ModelConfig, index: int) -> StreamLayer:
         features = ngrams(w.at("ple"), config) if index + 1 in (config.ple_layer_ids or ()) else None
         indexed = config.layer_types[index] == "indexed_attention"
         indexer = block_indexer(w.at("self_attn.indexer"), config) if indexed else None
@@ -86,7 +72,7 @@ class Qwen4(Family):
             features,
         )
 
-    def end(self, w: Scope, config: Any) -> Callable[[Tensor], Tensor]:
+    def end(self, w: Scope, config: ModelConfig) -> Callable[[Tensor], Tensor]:
         return stream_mixer(w.at("model.hyper_connection_mixer"), config)
 
     def config(self, file: GgufFile) -> Config:
@@ -94,15 +80,14 @@ class Qwen4(Family):
         return {
             **partly_rotated_fields(file),
             **linear_config(file),
-            "model_type": "qwen4_exp_text",
-            "num_experts": expert_count(file),
-            "moe_intermediate_size": expert_columns(file),
-            "shared_expert_intermediate_size": in_first_block(file, "ffn_gate_shexp.weight", 2)[0],
+            "num_experts": file.experts,
+            "moe_intermediate_size": file.expert_columns,
+            "shared_expert_intermediate_size": file.shape_beside_experts("ffn_gate_shexp.weight")[0],
             "norm_topk_prob": True,  # models/qwen4exp.cpp, as the next
             "output_gate_type": "sigmoid",
             "hc_count": file.count("hyper_connection.count", least=2),
             "hc_lowrank": file.count("hyper_connection.low_rank", least=1),
-            "layer_types": ["linear_attention" if each else "indexed_attention" for each in linear_layers(file)],
+            "layer_types": ["linear_attention" if each else "indexed_attention" for each in file.linear_layers],
             "indexer_n_heads": file.count("attention.indexer.head_count", least=1),
             "indexer_kv_heads": 1,
             "indexer_head_dim": file.count("attention.indexer.key_length", least=1),
@@ -121,11 +106,11 @@ class Qwen4(Family):
             found[f"{prefix}.layer_multipliers"] = Numbers(ngrams.multipliers)
             found[f"{prefix}.ngram_heads_vocab_sizes"] = Numbers(ngrams.rows)
             found[f"{prefix}.ngram_heads_offsets"] = Numbers(ngrams.begins)
-        for layer, linear in enumerate(linear_layers(file)):
+        for layer, linear in enumerate(file.linear_layers):
             if linear:
                 continue
             names = [f"blk.{layer}.indexer.{part}_proj.weight" for part in "qk"]
-            columns = {shape_of(file, name, 2)[1] for name in names}
+            columns = {file.shape(name)[1] for name in names}
             if len(columns) > 1:
                 raise ModelError(f"{file.path}: {' and '.join(names)} have {columns} columns; {AGAIN}")
             both = Joined(tuple(file.tensors[name] for name in names))
@@ -135,15 +120,16 @@ class Qwen4(Family):
 
 def _block(file: GgufFile) -> int:
     """Positions of a block that an indexer chooses. ModelError where the file does not say, or layers differ."""
-    found, linear = file.of_model("attention.compress_ratios"), linear_layers(file)
+    found, linear = file.of_model("attention.compress_ratios"), file.linear_layers
     known = found if isinstance(found, list) and len(found) >= len(linear) else []
     sizes = {size for size, each in zip(known, linear, strict=False) if not each}
     size = sizes.pop() if len(sizes) == 1 else None
     if not isinstance(size, int) or size < 1:
-        raise ModelError(
-            f"{file.path} does not say by one number above 0 how many positions a block has that its indexers choose "
+        raise file.refusal(
+            f"does not say by one number above 0 how many positions a block has that its indexers choose "
             f"(attention.compress_ratios: {str(found)[:80]}; the converter writes 0 where its transformers has the "
-            f"model); take the model's safetensors, or a file that says it"
+            f"model)",
+            "take the model's safetensors, or a file that says it",
         )
     return size
 
@@ -164,10 +150,11 @@ def _ngrams(file: GgufFile) -> _Ngrams | None:
     layers = file.of_model("ple.layers", [])
     if layers == []:
         return None
-    if not isinstance(layers, list) or len(layers) != 1 or layers[0] not in range(layer_count(file)):
-        raise ModelError(
-            f"{file.path} has n-gram features in the layers {str(layers)[:80]}, and llama.cpp's converter writes those "
-            f"of one of {layer_count(file)} layers; take the model's safetensors"
+    if not isinstance(layers, list) or len(layers) != 1 or layers[0] not in range(file.layers):
+        raise file.refusal(
+            f"has n-gram features in the layers {str(layers)[:80]}, and llama.cpp's converter writes those of one of "
+            f"{file.layers} layers",
+            "take the model's safetensors",
         )
     longest = file.count("ple.ngram_size", least=2)
     heads = (longest - 1) * file.count("ple.heads_per_ngram", least=1)
@@ -176,7 +163,7 @@ def _ngrams(file: GgufFile) -> _Ngrams | None:
         _numbers(file, "ple.layer_multipliers", longest, 0),
         _numbers(file, "ple.head_vocab_sizes", heads, 1),
         _numbers(file, "ple.head_offsets", heads, 0),
-        shape_of(file, NGRAM_TABLE, 2),
+        file.shape(NGRAM_TABLE),
     )
     needed = max(begin + rows for begin, rows in zip(found.begins, found.rows, strict=True))
     if needed > found.table[0]:
@@ -192,9 +179,8 @@ def _numbers(file: GgufFile, key: str, count: int, least: int) -> tuple[int, ...
     found = file.require(f"{file.architecture}.{key}")
     fits = isinstance(found, list) and len(found) == count
     if not fits or any(not isinstance(each, int) or not least <= each <= _MOST for each in found):
-        raise ModelError(
-            f"{file.path} says that {key} is {str(found)[:80]}, which are not {count} whole numbers of at least "
-            f"{least}; {AGAIN}"
+        raise file.refusal(
+            f"says that {key} is {str(found)[:80]}, which are not {count} whole numbers of at least {least}"
         )
     return tuple(found)
 

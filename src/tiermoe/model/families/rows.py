@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import Change, Rows
-from tiermoe.formats.gguf_file import GgufFile, GgufTensor
+from tiermoe.formats.gguf_file import AGAIN, GgufFile
+from tiermoe.formats.gguf_header import GgufTensor
 from tiermoe.kernels.delta import DeltaSizes
 from tiermoe.model.attention.mamba import MambaSizes
-from tiermoe.model.families.fields import AGAIN, layer_count, linear_layers
 
 _TILED = ("qwen35moe", "qwen4exp")
 """The architectures whose heads of values are in another order (`tiled_rows`)."""
@@ -25,9 +25,8 @@ _TILED = ("qwen35moe", "qwen4exp")
 def linear_config(file: GgufFile) -> dict[str, Any]:
     """Fields of the config: layers with linear attention, and its sizes. ModelError where an entry is missing."""
     sizes = _sizes(file)
-    linear = linear_layers(file)
     return {
-        "layer_types": ["linear_attention" if each else "full_attention" for each in linear],
+        "layer_types": ["linear_attention" if each else "full_attention" for each in file.linear_layers],
         "linear_num_key_heads": sizes.key_heads,
         "linear_num_value_heads": sizes.heads,
         "linear_key_head_dim": sizes.key_columns,
@@ -40,47 +39,43 @@ def linear_rows(file: GgufFile, stem: str, tensor: GgufTensor) -> dict[str, Rows
     """The parameters of a layer's linear attention that a tensor holds, by their names in it; none of other tensors.
     ModelError where it has not as many rows as the file's entries say."""
     sizes = _sizes(file)
+    values, heads = _tiled(file, sizes, sizes.value_columns), _tiled(file, sizes, 1)
     if stem == "ssm_norm":
         return {"norm.weight": Rows(tensor, tensor.shape)}
     if stem == "ssm_out":
-        return {"out_proj.weight": Rows(tensor, tensor.shape, columns=_heads(file, sizes, sizes.value_columns))}
-    found = _by_rows(file, sizes, stem)
-    if found:
-        _check_rows(file, stem, tensor, sizes)
-    return {name: _rows(tensor, name, order) for name, order in found.items()}
-
-
-def _by_rows(file: GgufFile, sizes: DeltaSizes, stem: str) -> dict[str, Tensor | None]:
-    """Parameter → the rows of a tensor that it consists of; None: all in order."""
-    values = _heads(file, sizes, sizes.value_columns)
+        return {"out_proj.weight": Rows(tensor, tensor.shape, columns=values)}
+    if stem in ("ssm_ba", "ssm_in"):
+        return _joined_rows(file, stem, tensor, sizes)
     mixed = None if values is None else rows_after(sizes.channels - sizes.values, values)
-    heads = _heads(file, sizes, 1)
+    found: dict[str, tuple[str, int, Tensor | None]] = {
+        "attn_qkv": ("in_proj_qkv.weight", sizes.channels, mixed),
+        "attn_gate": ("in_proj_z.weight", sizes.values, values),
+        "ssm_beta": ("in_proj_b.weight", sizes.heads, heads),
+        "ssm_alpha": ("in_proj_a.weight", sizes.heads, heads),
+        "ssm_conv1d": ("conv1d.weight", sizes.channels, mixed),
+        "ssm_dt": ("dt_bias", sizes.heads, heads),
+        "ssm_a": ("A_log", sizes.heads, heads),
+    }
+    if stem not in found:
+        return {}
+    name, rows, order = found[stem]
+    _check_rows(file, stem, tensor, rows)
+    shape = (rows, 1, *tensor.shape[1:]) if stem == "ssm_conv1d" else tensor.shape
+    return {name: Rows(tensor, shape, order, change=rates if stem == "ssm_a" else None)}
+
+
+def _joined_rows(file: GgufFile, stem: str, tensor: GgufTensor, sizes: DeltaSizes) -> dict[str, Rows]:
+    """Of a tensor that is several matrices; older converters had one for queries, keys, values and their gates."""
     shared = sizes.heads // sizes.key_heads
+    columns = shared * sizes.value_columns
     if stem == "ssm_ba":
-        both = grouped_rows(sizes.key_heads, (shared, shared))
-        return dict(zip(("in_proj_b.weight", "in_proj_a.weight"), both, strict=True))
-    if stem == "ssm_in":  # of older converters
-        columns = shared * sizes.value_columns
+        parts = grouped_rows(sizes.key_heads, (shared, shared))
+        found = {"in_proj_b.weight": parts[0], "in_proj_a.weight": parts[1]}
+    else:
         parts = grouped_rows(sizes.key_heads, (sizes.key_columns, sizes.key_columns, columns, columns))
-        return {"in_proj_qkv.weight": torch.cat(parts[:3]), "in_proj_z.weight": parts[3]}
-    name, order = {
-        "attn_qkv": ("in_proj_qkv.weight", mixed),
-        "attn_gate": ("in_proj_z.weight", values),
-        "ssm_beta": ("in_proj_b.weight", heads),
-        "ssm_alpha": ("in_proj_a.weight", heads),
-        "ssm_conv1d": ("conv1d.weight", mixed),
-        "ssm_dt": ("dt_bias", heads),
-        "ssm_a": ("A_log", heads),
-    }.get(stem, ("", None))
-    return {name: order} if name else {}
-
-
-def _rows(tensor: GgufTensor, name: str, order: Tensor | None) -> Rows:
-    rows = tensor.shape[0] if order is None else len(order)
-    shape = (rows, *tensor.shape[1:])
-    if name == "conv1d.weight":
-        shape = (rows, 1, *tensor.shape[1:])
-    return Rows(tensor, shape, order, change=rates if name == "A_log" else None)
+        found = {"in_proj_qkv.weight": torch.cat(parts[:3]), "in_proj_z.weight": parts[3]}
+    _check_rows(file, stem, tensor, sum(map(len, found.values())))
+    return {name: Rows(tensor, (len(order), *tensor.shape[1:]), order) for name, order in found.items()}
 
 
 def rates(stored: Tensor) -> Tensor:
@@ -88,22 +83,14 @@ def rates(stored: Tensor) -> Tensor:
     return (-stored).log()
 
 
-def _check_rows(file: GgufFile, stem: str, tensor: GgufTensor, sizes: DeltaSizes) -> None:
-    wanted = {
-        "attn_qkv": sizes.channels,
-        "ssm_conv1d": sizes.channels,
-        "attn_gate": sizes.values,
-        "ssm_in": sizes.channels + sizes.values,
-        "ssm_ba": 2 * sizes.heads,
-    }.get(stem, sizes.heads)
+def _check_rows(file: GgufFile, stem: str, tensor: GgufTensor, wanted: int) -> None:
     if tensor.shape[0] != wanted:
         raise ModelError(
-            f"{file.path}: a layer's {stem} has {tensor.shape[0]} rows, by the file's entries it has {wanted}; "
-            f"download it again"
+            f"{file.path}: a layer's {stem} has {tensor.shape[0]} rows, by the file's entries it has {wanted}; {AGAIN}"
         )
 
 
-def _heads(file: GgufFile, sizes: DeltaSizes, rows: int) -> Tensor | None:
+def _tiled(file: GgufFile, sizes: DeltaSizes, rows: int) -> Tensor | None:
     """Where the heads of values, of so many rows each, lie; None: in order."""
     if file.architecture not in _TILED or sizes.heads == sizes.key_heads:
         return None
@@ -114,16 +101,16 @@ def _sizes(file: GgufFile) -> DeltaSizes:
     heads, key_heads = file.count("ssm.time_step_rank", least=1), file.count("ssm.group_count", least=1)
     inner = file.count("ssm.inner_size", least=1)
     if heads % key_heads or inner % heads:
-        raise ModelError(
-            f"{file.path} says that its linear attention has {heads} heads of values, {key_heads} of keys and "
-            f"{inner} columns, which do not belong together; download it again"
+        raise file.refusal(
+            f"says that its linear attention has {heads} heads of values, {key_heads} of keys and {inner} columns, "
+            f"which do not belong together"
         )
     state, kernel = file.count("ssm.state_size", least=1), file.count("ssm.conv_kernel", least=1)
     sizes = DeltaSizes(key_heads, heads, state, inner // heads, kernel - 1)
     if sizes.channels > file.longest:
-        raise ModelError(
-            f"{file.path} says that its linear attention has {sizes.channels:,} channels, no tensor has more than "
-            f"{file.longest:,} rows; download it again"
+        raise file.refusal(
+            f"says that its linear attention has {sizes.channels:,} channels, no tensor has more than {file.longest:,} "
+            f"rows"
         )
     return sizes
 
@@ -186,9 +173,9 @@ def mamba_sizes(file: GgufFile) -> MambaSizes:
     inner, state = file.count("ssm.inner_size", least=1), file.count("ssm.state_size", least=1)
     sizes = MambaSizes(heads, inner // heads, groups, state, file.count("ssm.conv_kernel", least=1) - 1)
     if inner % heads or heads % groups or sizes.projected > file.longest:
-        raise ModelError(
-            f"{file.path} says that its layers of Mamba-2 have {heads} heads in {groups} groups, {inner} columns and "
-            f"states of {state}, which no tensor has; {AGAIN}"
+        raise file.refusal(
+            f"says that its layers of Mamba-2 have {heads} heads in {groups} groups, {inner} columns and states of "
+            f"{state}, which no tensor has"
         )
     return sizes
 
@@ -226,7 +213,7 @@ _KINDS = {"ssm_a": "linear_attention", "attn_q.weight": "full_attention", "ffn_g
 def layer_kinds(file: GgufFile) -> list[str]:
     """`layer_types` of a config: which layers have Mamba, and which attention; of those with neither, which have
     experts."""
-    layers = range(layer_count(file))
+    layers = range(file.layers)
     return [
         next((kind for tensor, kind in _KINDS.items() if f"blk.{at}.{tensor}" in file.tensors), "mlp") for at in layers
     ]

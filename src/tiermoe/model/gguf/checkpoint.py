@@ -1,5 +1,5 @@
 """Checkpoint of a GGUF file: the parameters of transformers' model, the tensors that each is made of, and the experts
-for packing. Families say what their tensors are called (`families.names.Gguf`)."""
+for packing. Families say what their tensors are called (`families.gguf.Gguf`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_checkpoint import Change, Expanding, GgufCheckpoint, Joined, Parameter, Rows, Stacked
-from tiermoe.formats.gguf_file import GgufFile, GgufTensor
+from tiermoe.formats.gguf_file import AGAIN, GgufFile
+from tiermoe.formats.gguf_header import GgufTensor
 from tiermoe.model.families import FAMILIES
 from tiermoe.model.families.family import Family
-from tiermoe.model.families.fields import AGAIN, Config, dense_layers, expert_count, layer_count
-from tiermoe.model.families.names import Gguf
+from tiermoe.model.families.gguf import Config, Gguf
 from tiermoe.model.families.rows import rates
 from tiermoe.model.moe import FIRST, SECOND, UNGATED
 from tiermoe.model.weights import inside
@@ -57,12 +57,11 @@ _OF_ONE = ("shared_expert_gate", "moe_statics.e_score_correction_bias")
 
 
 def family_in(file: GgufFile) -> tuple[Family, Gguf]:
-    """The family of a file, and its names there. ModelError where there is none, or the file is of a dense model."""
+    """The family of a file, and its names there. ModelError if there is none, or the file is of a dense model."""
     name = file.architecture
     if not file.count("expert_count", 0):
-        raise ModelError(
-            f"{file.path} is a '{name}' model without experts: tiermoe runs Mixture-of-Experts models; llama.cpp runs "
-            f"a dense one"
+        raise file.refusal(
+            f"is a '{name}' model without experts: tiermoe runs Mixture-of-Experts models", "llama.cpp runs a dense one"
         )
     architectures = {
         each: (family, form)
@@ -71,21 +70,21 @@ def family_in(file: GgufFile) -> tuple[Family, Gguf]:
         for each in form.architectures
     }
     if name not in architectures:
-        raise ModelError(
-            f"{file.path} is of the architecture '{name}', which tiermoe does not read from GGUF files; it reads "
-            f"{', '.join(sorted(architectures))}; take the model's safetensors"
+        raise file.refusal(
+            f"is of the architecture '{name}', which tiermoe does not read from GGUF files; it reads "
+            f"{', '.join(sorted(architectures))}",
+            "take the model's safetensors",
         )
     return architectures[name]
 
 
 def config_of(file: GgufFile) -> Config:
-    """The fields of transformers' config, with 'model_type'. ModelError as `family_in`, or where the file lacks an
+    """The fields of transformers' config, with 'model_type'. ModelError as `family_in`, or if the file lacks an
     entry."""
-    config = family_in(file)[0].config(file)
-    used = config["num_experts_per_tok"]
-    if used > expert_count(file):
-        count = expert_count(file)
-        raise ModelError(f"{file.path} says that a token uses {used} of {count} experts; download it again")
+    family, _ = family_in(file)
+    config = {"model_type": family.model_type, **family.config(file)}
+    if (used := config["num_experts_per_tok"]) > file.experts:
+        raise file.refusal(f"says that a token uses {used} of {file.experts} experts")
     return config
 
 
@@ -102,15 +101,14 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
             continue
         if (path := _outside(form, name)) is not None:
             parameters[path] = Rows(tensor, tensor.shape, change=_change(form, path))
-        elif (found := _IN_BLOCK.fullmatch(name)) and int(found[1]) < layer_count(file):
+        elif (found := _IN_BLOCK.fullmatch(name)) and int(found[1]) < file.layers:
             parameters |= _in_block(file, family, form, form.names, tensor, int(found[1]), found[2], found[3])
         elif not found:
             raise _unknown(file, name)
-    dense = set(dense_layers(file))
-    for layer in range(layer_count(file)):
+    for layer in range(file.layers):
         parameters |= _expanding(file, layer) | _convolution(file, layer)
         parameters |= _gate_up(file, form, layer) | _expert_scales(file, form.names, layer)
-        if layer not in dense:
+        if layer not in file.dense_layers:
             parameters |= expert_parameters(file, layer, form.experts)
     if form.part_of:
         parameters = {inside(path): parameter for path, parameter in parameters.items()}
@@ -118,9 +116,9 @@ def open_checkpoint(file: GgufFile) -> GgufCheckpoint:
 
 
 def mtp_parameters(file: GgufFile, dense: bool = False) -> dict[str, Parameter]:
-    """Path → parameter of the MTP head behind the last layer (llama.cpp's NextN); empty where the file has none. dense:
+    """Path → parameter of the MTP head after the last layer (llama.cpp's NextN); empty if the file has none. dense:
     its layer has no experts. ModelError as `open_checkpoint`."""
-    (family, form), layer = family_in(file), layer_count(file)
+    (family, form), layer = family_in(file), file.layers
     names = {**form.names, **_NEXTN}
     parameters: dict[str, Parameter] = {}
     for name, tensor in file.tensors.items():
@@ -177,7 +175,7 @@ def _in_block(
     if form.turned and stem in _TURNED:
         heads = file.largest(_TURNED[stem])
         if tensor.shape[0] % (2 * heads):
-            raise ModelError(f"{file.path} says that {stem} of {tensor.shape[0]} rows has {heads} heads; {AGAIN}")
+            raise file.refusal(f"says that {stem} of {tensor.shape[0]} rows has {heads} heads")
         order = _turned_rows(tensor.shape[0], heads)
     full = _with_suffix(path, suffix)
     return {f"{prefix}.{full}": Rows(tensor, _shape(path, tensor), order, change=_change(form, full))}
@@ -261,9 +259,9 @@ def _expert_scales(file: GgufFile, names: Mapping[str, str], layer: int) -> dict
 
 
 def _unknown(file: GgufFile, name: str) -> ModelError:
-    return ModelError(
-        f"{file.path} holds the tensor {name}, which no model of the architecture '{file.architecture}' that tiermoe "
-        f"computes has; take the model's safetensors"
+    return file.refusal(
+        f"holds the tensor {name}, which no model of the architecture '{file.architecture}' that tiermoe computes has",
+        "take the model's safetensors",
     )
 
 
@@ -280,7 +278,7 @@ _CONVERTED = 12  # bytes a weight: blocks, float32, and joined in the compute dt
 
 
 def expert_parameters(file: GgufFile, layer: int, block: str) -> dict[str, Parameter]:
-    """The stacked matrices and biases of a layer's experts. ModelError where one is missing."""
+    """The stacked matrices and biases of a layer's experts. ModelError if one is missing."""
     found: dict[str, Parameter] = {}
     for suffix, end in (("weight", ""), ("bias", "_bias")):
         there = {
@@ -292,9 +290,9 @@ def expert_parameters(file: GgufFile, layer: int, block: str) -> dict[str, Param
             continue
         first = [there[matrix] for matrix in ("gate_up", "gate", "up") if matrix in there]
         if "down" not in there or there.keys() - {"down"} not in ({"gate_up"}, {"gate", "up"}, {"up"}):
-            raise ModelError(
-                f"{file.path} holds of layer {layer}'s experts {_named(there)} ({suffix}), not gate, up and down; "
-                f"download it again, or convert the model with a current llama.cpp"
+            raise file.refusal(
+                f"holds of layer {layer}'s experts {', '.join(there) or 'nothing'} ({suffix}), not gate, up and down",
+                "download it again, or convert the model with a current llama.cpp",
             )
         dimensions = 3 if suffix == "weight" else 2
         for matrix, tensor in there.items():
@@ -307,13 +305,9 @@ def expert_parameters(file: GgufFile, layer: int, block: str) -> dict[str, Param
     return found
 
 
-def _named(there: Mapping[str, GgufTensor]) -> str:
-    return ", ".join(there) or "nothing"
-
-
 class GgufExperts:
     """`formats.source.ExpertSource` of a GGUF file. model: on the meta device, with `shells` for experts by path.
-    Matrices are (out, in) whatever the family's own are, and gate comes before up. ModelError where config and tensors
+    Matrices are (out, in) whatever the family's own are, and gate comes before up. ModelError if config and tensors
     do not belong together."""
 
     def __init__(

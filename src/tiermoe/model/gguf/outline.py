@@ -26,10 +26,12 @@ to it (`skeleton`)."""
 
 
 def outline_of(checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype) -> Outline | None:
-    """The outline; None where the file is not as its family has it, where transformers' code decodes the family, or in
+    """The outline; None if the file is not as its family has it, if transformers' code decodes the family, or in
     float16, in which transformers keeps some modules in float32."""
     family = decoder_family(config)
-    if family is None or family.gate(config) is None or dtype == torch.float16 or not _states_shapes(family):
+    if family is None or family.gate(config) is None or dtype == torch.float16:
+        return None
+    if family.gguf is not None and not family.gguf.states_shapes:  # V2's files are of V3's names
         return None
     shapes = ShapesOnly({name: tensor.shape for name, tensor in checkpoint.tensors.items()}, dtype)
     w = Scope(shapes, config, dtype, family.norms)
@@ -54,7 +56,7 @@ def outline_of_head(
     checkpoint: GgufCheckpoint, config: Any, dtype: torch.dtype, beside: Mapping[str, tuple[int, ...]]
 ) -> Outline:
     """The outline of an MTP head, the last layer of a config. beside: path → shape of its tensors that are none of a
-    layer's. ModelError where the file lacks a tensor, or has it in another shape."""
+    layer's. ModelError if the file lacks a tensor, or has it in another shape."""
     family, last = decoder_family(config), config.num_hidden_layers - 1
     assert family is not None
     shapes = ShapesOnly({name: tensor.shape for name, tensor in checkpoint.tensors.items()}, dtype)
@@ -70,10 +72,6 @@ def outline_of_head(
             f"{checkpoint.directory} has no whole MTP head: {error}; download it again, or use --draft lookup"
         ) from error
     return _outline(checkpoint, family, config, dtype, shapes, mixtures, {}, None)
-
-
-def _states_shapes(family: Family) -> bool:
-    return family.gguf is None or family.gguf.states_shapes  # V2's files are of V3's names
 
 
 def _mixtures(layers: Iterable[DecoderLayer]) -> list[MoeLayer]:
@@ -102,17 +100,19 @@ def _outline(
     table: str | None,
 ) -> Outline:
     experts, dense, gate = _experts_of(layers), shapes.taken, family.gate(config)
-    tensors = {
-        path: _tensor(path, shape, torch.float32 if path.endswith(family.wide) else dtype)
-        for path, shape in dense.items()
-    }
+    wide = {path: torch.float32 if path.endswith(family.wide) else dtype for path in dense}
+    tensors = {path: DenseTensor(path, shape, wide[path], wide[path]) for path, shape in dense.items()}
     tensors |= {path: DenseTensor(None, dense[source], dtype, dtype) for path, source in tied.items()}
     return Outline(
         layers=layers,
         sources=tuple({part.name: (f"{layer.name}.{part.name}",) for part in layer.parts} for layer in layers),
         tensors=tensors,
         tied=tied,
-        packable=tuple(path for path in shapes.matrices if _is_packable(path, dense[f"{path}.weight"])),
+        packable=tuple(
+            path
+            for path in shapes.matrices
+            if math.prod(dense[f"{path}.weight"]) >= _SMALLEST and not path.endswith(_COMPUTED_WITH)
+        ),
         table=table,
         tables={},
         joined={},
@@ -121,11 +121,3 @@ def _outline(
         gate=None if gate is None else gate.stored,
         whole=True,
     )
-
-
-def _tensor(path: str, shape: tuple[int, ...], dtype: torch.dtype) -> DenseTensor:
-    return DenseTensor(path, shape, dtype, dtype)
-
-
-def _is_packable(path: str, shape: tuple[int, ...]) -> bool:
-    return math.prod(shape) >= _SMALLEST and not path.endswith(_COMPUTED_WITH)

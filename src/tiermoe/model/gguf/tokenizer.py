@@ -12,7 +12,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.gguf_file import GgufFile
-from tiermoe.model.families.fields import token_id
 
 _CONTROL, _USER_DEFINED = 3, 4
 """`tokenizer.ggml.token_type`."""
@@ -23,12 +22,12 @@ _KINDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 def load_tokenizer(file: GgufFile) -> Any:
-    """transformers' fast tokenizer. ModelError where the file has none, or one of a kind that is not read."""
+    """transformers' fast tokenizer. ModelError if the file has none, or one of a kind that is not read."""
     from transformers import PreTrainedTokenizerFast
 
     tokens = _tokens(file)
     backend = _BACKENDS[file.entries["tokenizer.ggml.model"]](file, tokens)
-    named = {name: tokens[token] for name, key in _KINDS.items() if (token := token_id(file, key)) is not None}
+    named = {name: tokens[token] for name, key in _KINDS.items() if (token := file.token_id(key)) is not None}
     _add_ends(file, backend, tokens)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named)
     tokenizer.chat_template = file.entries.get("tokenizer.chat_template")
@@ -118,7 +117,7 @@ def _add_ends(file: GgufFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
     """What is put before and after a text."""
     model = file.entries["tokenizer.ggml.model"]
     usual = model == "llama" or file.entries.get("tokenizer.ggml.pre") in BEGIN_ADDED
-    begin, end = token_id(file, "bos"), token_id(file, "eos")
+    begin, end = file.token_id("bos"), file.token_id("eos")
     begun = model == "gemma4" or file.entries.get("tokenizer.ggml.add_bos_token", usual)  # whatever its file says
     before = [begin] if begin is not None and begun else []
     after = [end] if end is not None and file.entries.get("tokenizer.ggml.add_eos_token", False) else []

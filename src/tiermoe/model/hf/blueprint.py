@@ -21,7 +21,7 @@ from tiermoe.formats.quant_schemes import pair_codes_with_scales
 from tiermoe.formats.safetensors import Checkpoint
 from tiermoe.formats.source import TensorSource, label_of
 from tiermoe.formats.store import Precision
-from tiermoe.formats.stores import cache_folder
+from tiermoe.formats.store_files import cache_folder
 from tiermoe.model.decoder import plan_layers
 from tiermoe.model.families import family_of
 from tiermoe.model.families.family import Family
@@ -86,7 +86,7 @@ class Blueprint:
 
     @functools.cached_property
     def planned_layers(self) -> list[DecoderLayer] | None:
-        """Layers of the decoder that the model gets, of weights without values: what a plan counts. None where it gets
+        """Layers of the decoder that the model gets, of weights without values: what a plan counts. None if it gets
         none of ours."""
         shapes = {path: tensor.shape for path, tensor in self.outline.tensors.items()}
         return plan_layers(self.config, shapes, self.dtype)
@@ -129,7 +129,7 @@ class Blueprint:
 
     @functools.cached_property
     def comes_quantized(self) -> bool:
-        """Whether experts keep the types that they are published in where no bits are asked for."""
+        """Whether experts keep the types that they are published in if no bits are asked for."""
         return self.in_gguf or comes_quantized(self.checkpoint, self.outline.sources)
 
     @functools.cached_property
@@ -144,11 +144,11 @@ class Blueprint:
             return None
 
     def require_own_experts(self) -> Precision:
-        """`own_experts`. ModelError where no kernel takes them so."""
+        """`own_experts`. ModelError if no kernel takes them so."""
         return in_place_precision(self.checkpoint, self.layers, self.outline.sources, self.dtype)
 
     def own_types(self) -> str:
-        """The types that experts lie in, for people: 'Q4_K, Q6_K'; empty where none are in place."""
+        """The types that experts lie in, for people: 'Q4_K, Q6_K'; empty if none are in place."""
         layers = self.own_experts.layers if self.own_experts is not None else []
         parts = [part.name for layer in self.layers for part in layer.parts if part.is_matrix]
         names = {name for layer in layers for part, name in layer.encodings.items() if part in parts}
@@ -184,12 +184,12 @@ class Blueprint:
         return self.outline.dense_bytes
 
     def max_context(self) -> int | None:
-        """Tokens the model was made for, None where its positions are relative and unbounded (Switch)."""
+        """Tokens the model was made for, None if its positions are relative and unbounded (Switch)."""
         value = getattr(self.config, "max_position_embeddings", None)
         return int(value) if value else None
 
     def generation_config(self) -> GenerationConfig | None:
-        """The checkpoint's generation_config.json, None where it has none. ModelError where it cannot be read."""
+        """The checkpoint's generation_config.json, None if it has none. ModelError if it cannot be read."""
         file = self.directory / "generation_config.json"
         if not file.exists():
             return None
@@ -205,14 +205,14 @@ class Blueprint:
         return self.generation_config() or GenerationConfig.of(self.config.fields)
 
     def require_text(self) -> None:
-        """ModelError where the model writes no text."""
+        """ModelError if the model writes no text."""
         if self.family.encoder_class:
             raise ModelError(
                 f"{self.name} is an encoder alone and writes no text; load it with tiermoe.load and call it"
             )
 
     def leave_outline(self, root: Path) -> None:
-        """Keeps outline and config in the store at `root`, where that has none that can be used."""
+        """Keeps outline and config in the store at `root`, if that has none that can be used."""
         if self.known is None or not (root / OUTLINE).exists():
             write_outline(root, self.origin, self.outline)
         if not (root / MODEL_CONFIG).exists() or read_config(root, self.origin) is None:
@@ -223,7 +223,7 @@ def inspect_model(
     directory: Path, name: str, store: Path | None = None, checkpoint: Checkpoint | GgufCheckpoint | None = None
 ) -> Blueprint:
     """Reads config and headers of a checkpoint, or of a GGUF file, and the outline that its store keeps (in the folder
-    `store`, by default the one in the user's cache); builds the model's skeleton where there is none. checkpoint: where
+    `store`, by default the one in the user's cache); builds the model's skeleton if there is none. checkpoint: where
     its headers are known already. ModelError: not a MoE model, an unsupported family, missing or torn files."""
     fields: dict[str, Any] = {}
     if is_gguf(directory):
@@ -275,7 +275,7 @@ def _dtype_of(config: Any, checkpoint: Checkpoint | GgufCheckpoint) -> torch.dty
 
 
 def check_outline(outline: Outline, checkpoint: TensorSource, directory: Path) -> None:
-    """ModelError where a tensor has another shape than the config asks for, or a token uses no expert, or more than
+    """ModelError if a tensor has another shape than the config asks for, or a token uses no expert, or more than
     there are."""
     for path, tensor in outline.tensors.items():
         found = tensor.shape if tensor.key is None else tuple(checkpoint.tensors[tensor.key].shape)
@@ -297,15 +297,10 @@ def check_outline(outline: Outline, checkpoint: TensorSource, directory: Path) -
 # the folder of a checkpoint's store
 
 
-def default_store_root(directory: Path, name: str, fingerprint: str) -> Path:
-    """Where a checkpoint's store lives: in the user's cache folder, in a folder named for the model and the
-    checkpoint's fingerprint."""
-    return cache_folder() / f"{_label(directory, name)}-{fingerprint}"
-
-
 def chosen_store_root(directory: Path, name: str, fingerprint: str, chosen: Path | None) -> Path:
-    """The folder of a checkpoint's store: the chosen one, or the one in the user's cache."""
-    return (chosen or default_store_root(directory, name, fingerprint)).expanduser().absolute()
+    """The folder of a checkpoint's store: the chosen one, or one in the user's cache folder that is named for the model
+    and the checkpoint's fingerprint."""
+    return (chosen or cache_folder() / f"{_label(directory, name)}-{fingerprint}").expanduser().absolute()
 
 
 def _label(directory: Path, name: str) -> str:

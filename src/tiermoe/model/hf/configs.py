@@ -1,5 +1,5 @@
 """Config of a model: read from its directory or GGUF file, checked against the tensors that are there, and its text
-part where the model reads more than text."""
+part if the model reads more than text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import functools
 import importlib.metadata
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ class Configs(NamedTuple):
     """transformers' configs of a checkpoint."""
 
     whole: Any  # without parts that speak
-    text: Any  # of the text part; `whole` where there is no other part
+    text: Any  # of the text part; `whole` if there is no other part
     has_text_class: bool  # transformers has a class for the text part alone, whose tensors the checkpoint's then are
 
     @property
@@ -114,7 +114,7 @@ def origin_of(fingerprint: str) -> Origin:
 
 
 def read_configs(directory: Path, fields: dict[str, Any]) -> Configs:
-    """transformers' configs of a checkpoint directory with these `fields` in its config.json. ModelError where they are
+    """transformers' configs of a checkpoint directory with these `fields` in its config.json. ModelError if they are
     refused."""
     auto_config = _auto_config()
     from transformers import CONFIG_MAPPING
@@ -141,7 +141,7 @@ def read_configs(directory: Path, fields: dict[str, Any]) -> Configs:
 
 
 def gguf_configs(checkpoint: GgufCheckpoint) -> Configs:
-    """transformers' configs of the model in a GGUF file. ModelError where the file lacks an entry, or transformers
+    """transformers' configs of the model in a GGUF file. ModelError if the file lacks an entry, or transformers
     refuses what it says."""
     auto_config = _auto_config()
     fields, whole = config_of(checkpoint.file), family_in(checkpoint.file)[1].part_of
@@ -169,7 +169,7 @@ def _auto_config() -> Any:
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """A config's settings of its checkpoint's quantisation; None where the checkpoint is not quantised."""
+    """A config's settings of its checkpoint's quantisation; None if the checkpoint is not quantised."""
     settings = getattr(config, "quantization_config", None)
     return settings if settings is None or isinstance(settings, dict) else dict(settings.to_dict())
 
@@ -180,7 +180,7 @@ def files_with_code(directory: Path) -> list[str]:
 
 
 def _fields(file: Path) -> dict[str, Any]:
-    """The fields of a JSON file; empty where there is none that can be read."""
+    """The fields of a JSON file; empty if there is none that can be read."""
     try:
         document = read_json(file)
     except (OSError, ValueError):
@@ -192,7 +192,7 @@ def _fields(file: Path) -> dict[str, Any]:
 
 
 def check_counts(fields: Mapping[str, Any], tensors: Mapping[str, Any], file: Path) -> None:
-    """ModelError where a config names more layers than the tensors' names have, or more experts, heads, rows or columns
+    """ModelError if a config names more layers than the tensors' names have, or more experts, heads, rows or columns
     than the longest dimension of a tensor. fields: of the config, parts inside of it included."""
     for name, value in _numbers(fields):
         if _LAYERS.search(name):
@@ -227,7 +227,7 @@ def _numbers(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def check_generation(fields: Any) -> None:
-    """ValueError where generation_config.json is no object, or a value that is read of it has another kind."""
+    """ValueError if generation_config.json is no object, or a value that is read of it has another kind."""
     if not isinstance(fields, dict):
         raise ValueError("it is no JSON object")
     for kinds, names in _GENERATION.items():
@@ -249,7 +249,7 @@ def writing_config(config: Any) -> Any:
 
 
 def text_config(config: Any) -> Any:
-    """The config of a model's text part, with the quantisation that its whole checkpoint has; `config` itself where it
+    """The config of a model's text part, with the quantisation that its whole checkpoint has; `config` itself if it
     has no other parts."""
     text = config if config.is_encoder_decoder else config.get_text_config()
     return config if text is config else _part(config, text)
@@ -289,13 +289,13 @@ def text_tensors(tensors: Entries) -> Entries:
 
 
 def unread(config: Any) -> str:
-    """What a model's parts beside the text part read ('pictures and sound'); empty where there are none."""
+    """What a model's parts beside the text part read ('pictures and sound'); empty if there are none."""
     parts = " ".join(getattr(config, "sub_configs", {}))
     return " and ".join(what for part, what in (("vision", "pictures"), ("audio", "sound")) if part in parts)
 
 
 def model_class(family: Family, config: Any) -> Any:
-    """transformers' class of models with this config, or ours where it has none of the family. ModelError where there
+    """transformers' class of models with this config, or ours where it has none of the family. ModelError if there
     is none that continues a text, and the family is no encoder alone."""
     import transformers
 
@@ -330,3 +330,21 @@ def text_only(cls: type[Any]) -> type[Any]:
                     delattr(parent, name)
 
     return type(cls.__name__, (cls,), {"__init__": __init__, "__module__": cls.__module__})
+
+
+# what transformers calls the cache: `cache` from 5.24 on, `past_key_values` before
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""In the arguments of `forward` and of `generate()`, and in what is returned, the newest first: later
+versions take the older one too, with a warning."""
+
+
+def cache_name(names: Container[str]) -> str:
+    """The name among those of a function's parameters, or of an output's fields; the newest if none is there, as of
+    an encoder."""
+    return next((name for name in CACHE_NAMES if name in names), CACHE_NAMES[0])
+
+
+def cache_of(named: Mapping[str, Any]) -> Any:
+    """The cache among named arguments, or in an output object; None if there is none."""
+    return next((named[name] for name in CACHE_NAMES if named.get(name) is not None), None)

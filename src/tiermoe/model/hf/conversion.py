@@ -41,7 +41,7 @@ class CheckpointExperts:
     """The experts of a checkpoint (`formats.source.ExpertSource`).
 
     `model` is built on the meta device with shells; top_k: index of a decoder layer → experts that a token uses in it.
-    ModelError where the checkpoint lacks an expert's tensors.
+    ModelError if the checkpoint lacks an expert's tensors.
     """
 
     def __init__(self, model: Any, checkpoint: Checkpoint, dtype: torch.dtype, top_k: Callable[[int], int]) -> None:
@@ -73,11 +73,11 @@ class CheckpointExperts:
         return largest * (_DEQUANTIZED if quantized else _CONVERTED)
 
     def direct_key(self, parameter: str) -> str | None:
-        """The checkpoint key that becomes a dense parameter unchanged, None where several are converted into it."""
+        """The checkpoint key that becomes a dense parameter unchanged, None if several are converted into it."""
         return self._direct.get(parameter)
 
     def row_keys(self, parameter: str) -> tuple[str, ...]:
-        """The checkpoint keys that hold a dense parameter's rows, one after another; none where they are converted
+        """The checkpoint keys that hold a dense parameter's rows, one after another; none if they are converted
         otherwise."""
         direct = self.direct_key(parameter)
         if direct is not None:
@@ -189,7 +189,7 @@ class CheckpointExperts:
         return result
 
     def _sources_of(self, layer: int, part: Part) -> tuple[str, ...]:
-        """The keys of a part's rows; empty where the part is more than rows of tensors."""
+        """The keys of a part's rows; empty if the part is more than rows of tensors."""
         experts = range(self.layers[layer].experts)
         sources = self._sources[self._target(layer, 0, part.name)]
         if None in sources:
@@ -225,7 +225,7 @@ class CheckpointExperts:
         return segments
 
     def _stacked_keys(self, layer: int, expert: int, part: Part) -> list[str] | None:
-        """The keys of the tensors that one expert's part is stacked of; None where it is converted otherwise."""
+        """The keys of the tensors that one expert's part is stacked of; None if it is converted otherwise."""
         target = self._target(layer, expert, part.name)
         sources = self._sources[target]
         converter = self._by_pattern[next(pattern for pattern in sources if pattern is not None)]
@@ -268,7 +268,7 @@ def _require_shape(what: str, found: tuple[int, ...], asked: tuple[int, ...]) ->
 
 
 def _only_stacks_rows(converter: WeightConverter, patterns: int) -> bool:
-    """True where the conversion of one expert is the concatenation of the rows of its tensors."""
+    """True if the conversion of one expert is the concatenation of the rows of its tensors."""
     operations = converter.operations
     stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
     if patterns == 1:
@@ -277,13 +277,13 @@ def _only_stacks_rows(converter: WeightConverter, patterns: int) -> bool:
 
 
 def _joins_rows(converter: WeightConverter) -> bool:
-    """True where tensors are the rows of one, in the order of the patterns and of their names."""
+    """True if tensors are the rows of one, in the order of the patterns and of their names."""
     operations = converter.operations
     return len(operations) == 1 and isinstance(operations[0], Concatenate) and operations[0].dim == 0
 
 
 def _each_of(sources: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The keys of each part as one key with `EACH` in the place of the expert's number; empty where no such key names
+    """The keys of each part as one key with `EACH` in the place of the expert's number; empty if no such key names
     them."""
     found = []
     for keys in sources:

@@ -194,7 +194,7 @@ def shell_of(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def register() -> None:
-    """Makes transformers' experts modules call `run_experts`, which the engine gives shells (`engine.attachment`)."""
+    """Makes transformers' experts modules call `run_experts`, which the engine gives shells (`engine.loading`)."""
 
     def forward(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = module.run_experts(hidden, index, weights)
@@ -210,7 +210,7 @@ def shells_of(model: Any) -> dict[str, Any]:
 
 def routers_of(model: Any) -> list[tuple[str, Any]]:
     """Of each shell in the order of layers: what the router beside it is called in their block, and the router;
-    ('', None) where there is none."""
+    ('', None) if there is none."""
     beside: dict[Any, tuple[str, Any]] = {}
     for block in model.modules():
         shell = getattr(block, "experts", None)

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from tiermoe.batch import Batch, Kind, Row
 from tiermoe.errors import ConfigError
 from tiermoe.model.cache.kv import KVCache
-from tiermoe.model.hf.cache_argument import CACHE_NAMES, cache_name, cache_of
+from tiermoe.model.hf.configs import CACHE_NAMES, cache_name, cache_of
 
 _ANSWERED = {"input_ids", "attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
 _OUTPUT_CACHE = cache_name(MoeCausalLMOutputWithPast.__dataclass_fields__)
@@ -113,7 +113,7 @@ class Face:
         return SlabCache(self._new_cache)
 
     def parse(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> ForwardArgs | None:
-        """The arguments of a call of `forward`; None where it asks for more than the decoder answers. ConfigError where
+        """The arguments of a call of `forward`; None if it asks for more than the decoder answers. ConfigError where
         it does so with a cache that only the decoder can read."""
         given = {**dict(zip(self._parameters, arguments, strict=False)), **named}
         given = {name: value for name, value in given.items() if value is not None}
@@ -246,7 +246,7 @@ def face_base(cls: type[Any]) -> Any:
 
 
 def _padding(mask: Any, ids: Tensor, cache: SlabCache) -> list[int] | None:
-    """Padding on the left of each sequence; None where the mask says anything else."""
+    """Padding on the left of each sequence; None if the mask says anything else."""
     past = cache.get_seq_length()
     if mask is None:
         return cache.padding if past else [0] * ids.shape[0]

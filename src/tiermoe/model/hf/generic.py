@@ -20,7 +20,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from tiermoe.batch import Batch
 from tiermoe.errors import PromptError
 from tiermoe.model.decoder import require_finite
-from tiermoe.model.hf.cache_argument import cache_name, cache_of
+from tiermoe.model.hf.configs import cache_name, cache_of
 from tiermoe.model.parts import PackedLinear
 from tiermoe.types import Need, Phase, Workload
 
@@ -41,7 +41,7 @@ class GenericCache:
         self.caches: dict[int, Any] = {}
 
     def open(self) -> int:
-        """A slab for another sequence, empty. PromptError where all are taken."""
+        """A slab for another sequence, empty. PromptError if all are taken."""
         if not self._free:
             raise PromptError(f"all {self.slabs} sequences that memory is set aside for are in use; close one")
         slab = self._free.pop()
@@ -67,7 +67,7 @@ class GenericCache:
         return length if self._can_rollback or length == self._length[slab] else 0
 
     def crop(self, slab: int, length: int) -> None:
-        """Forgets the positions from `length` on. ValueError where a sliding window has moved on past them, or where a
+        """Forgets the positions from `length` on. ValueError if a sliding window has moved on past them, or if a
         recurrent state holds them."""
         surplus = self._length[slab] - length
         if surplus < 0:
@@ -144,7 +144,7 @@ class GenericDecoder:
         return GenericCache(slabs, context, self.can_rollback)
 
     def require_finite(self) -> Callable[[], None]:
-        """Layers raise NotFiniteError where they give what is not finite, until the result is called."""
+        """Layers raise NotFiniteError if they give what is not finite, until the result is called."""
         handles = []
         for name, layers in self.model.named_modules():
             if isinstance(layers, torch.nn.ModuleList):
@@ -279,7 +279,7 @@ def attention_shape(config: Any) -> tuple[int, int, int]:
 
 
 def _widest(config: Any, name: str) -> Any:
-    """An entry of a config, the largest of its layers where they differ; None where there is none."""
+    """An entry of a config, the largest of its layers if they differ; None if there is none."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # transformers does not choose among its layers
@@ -299,7 +299,7 @@ def can_rollback(config: Any) -> bool:
 
 def measured_cache(model: Any, tokens: int) -> list[LayerCache] | None:
     """Sizes of each layer of a skeleton's cache, by forward passes on the meta device, which compute nothing; `tokens`
-    are enough for layers that keep one of several. None where the model's code does not run there."""
+    are enough for layers that keep one of several. None if the model's code does not run there."""
     few, many = _cache_after(model, tokens), _cache_after(model, 2 * tokens)
     if few is None or many is None:
         return None

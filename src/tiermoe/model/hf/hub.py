@@ -1,5 +1,5 @@
-"""Hub: from the model's name to a directory or GGUF file. A hub id, or a GGUF file of one (HUB-ID:FILE), is found in
-the local hub cache, downloaded, or inspected before it is downloaded, by its headers.
+"""Hub: repositories, and what is downloaded of them. A hub id, or a GGUF file of one (HUB-ID:FILE), is downloaded, or
+inspected before it is downloaded, by its headers.
 
 The hub's own client keeps the files that are finished. A shard has gigabytes, so an interrupted one is kept too: beside
 the cache's blobs until it is whole, then as one of them."""
@@ -7,13 +7,15 @@ the cache's blobs until it is whole, then as one of them."""
 from __future__ import annotations
 
 import atexit
+import glob
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,56 +24,155 @@ import torch
 import xxhash
 
 from tiermoe.config import format_size
-from tiermoe.errors import ModelError
-from tiermoe.formats.gguf_file import MOST_HEADER, HeaderCutError, read_header
-from tiermoe.formats.safetensors import Checkpoint, FileReader, TensorEntry, entries_of
-from tiermoe.model.families.fields import FREQUENCIES, LONG_FACTORS
+from tiermoe.errors import ModelError, first_line
+from tiermoe.formats.gguf_header import MOST_HEADER, HeaderCutError, read_header
+from tiermoe.formats.safetensors import INDEX, SINGLE, Checkpoint, FileReader, TensorEntry, entries_of, indexed
+from tiermoe.model.families.gguf import FREQUENCIES, LONG_FACTORS
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.configs import read_fields
-from tiermoe.model.hf.downloads import PART
-from tiermoe.model.hf.local_models import find_local, in_snapshot, split_name
-from tiermoe.model.hf.repository import Repository, fetch, first_line, hub_errors, read_repository
+from tiermoe.model.hf.local_models import PART, gguf_models, local_model, named, split_name
 from tiermoe.platform import file_io
+
+_PLANNED = ("config.json", "generation_config.json", INDEX)
+_BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Endings of config, tokenizer and chat template. Code, pictures and weights in other formats stay where they are."""
+_OTHERS = {".gguf": "a GGUF file", ".bin": "PyTorch's own format", ".pth": "PyTorch's own format"}
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """One commit of a repository. sizes: file → bytes."""
+
+    name: str
+    commit: str
+    sizes: Mapping[str, int]
+
+    @property
+    def planned(self) -> list[str]:
+        """The files that a plan reads."""
+        return [file for file in _PLANNED if file in self.sizes]
+
+    @property
+    def beside(self) -> list[str]:
+        """The small files that go with the weights."""
+        return [file for file in self.sizes if "/" not in file and file.endswith(_BESIDE)]
+
+    @property
+    def has_safetensors(self) -> bool:
+        """Whether its weights may be safetensors."""
+        return any("/" not in file and file.endswith((".safetensors", INDEX)) for file in self.sizes)
+
+    def gguf_models(self) -> dict[str, list[str]]:
+        """The models in GGUF files, as `gguf_models`, the largest first."""
+        models = gguf_models(self.sizes).items()
+        return dict(sorted(models, key=lambda each: -self.nbytes(each[1])))
+
+    def gguf_files(self, file: str) -> list[str]:
+        """The files of the model that a user means by `file`. ModelError as `named`."""
+        models = self.gguf_models()
+        return models[named(models, file, self.name)]
+
+    def weights(self, folder: Path) -> list[str]:
+        """The files of the weights, none of which is there twice in another format. folder: holds the small files.
+        ModelError if there are no safetensors, or the index names a file that the repository lacks."""
+        if INDEX in self.sizes:
+            files = indexed(folder / INDEX)
+        elif SINGLE in self.sizes:
+            files = [SINGLE]
+        else:
+            files = sorted(file for file in self.sizes if "/" not in file and file.endswith(".safetensors"))
+        if not files:
+            raise self.without_safetensors()
+        missing = [file for file in files if file not in self.sizes]
+        if missing:
+            raise ModelError(
+                f"'{self.name}' lacks {len(missing)} of the {len(files)} shards that its index names, the first is "
+                f"{missing[0]}; choose another repository"
+            )
+        return files
+
+    def nbytes(self, files: Iterable[str]) -> int:
+        """Bytes of some files together."""
+        return sum(self.sizes[file] for file in files)
+
+    def without_safetensors(self) -> ModelError:
+        """The error where a repository has no safetensors."""
+        return ModelError(f"'{self.name}' holds no safetensors weights{self._instead()}; choose another repository")
+
+    def _instead(self) -> str:
+        found = {kind for file in self.sizes for ending, kind in _OTHERS.items() if file.endswith(ending)}
+        named = f"name one of them as {self.name}:FILE, or let 'tiermoe pull {self.name}' choose one"
+        pulled = f"; {named}" if self.gguf_models() else ""
+        return f" (it has {' and '.join(sorted(found))}{pulled})" if found else ""
+
+
+def read_repository(name: str) -> Repository:
+    """The repository as the hub describes it. ModelError as `hub_errors`."""
+    from huggingface_hub import HfApi
+
+    with hub_errors(name):
+        info = HfApi().model_info(name, files_metadata=True)
+    return Repository(name, str(info.sha), {file.rfilename: int(file.size or 0) for file in info.siblings or []})
+
+
+def fetch(name: str, files: list[str]) -> Path:
+    """The folder in the hub's cache that holds files of a repository, fetched where they are not there. ModelError as
+    `hub_errors`."""
+    from huggingface_hub import snapshot_download
+
+    with hub_errors(name), _quiet():
+        return Path(snapshot_download(name, allow_patterns=[glob.escape(file) for file in files]))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars, for small files."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    if shown:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()
+
+
+@contextmanager
+def hub_errors(name: str) -> Iterator[None]:
+    """Turns what a call to the hub raises into a ModelError that says what to do: no such repository, a gated one, no
+    connection, offline mode."""
+    import httpx2
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"'{name}' is gated: accept its terms at {constants.ENDPOINT}/{name}, log in with 'hf auth login', and run "
+            f"this again"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"there is no model '{name}' on the hub, or it is private; check the name, or log in with 'hf auth login'"
+        ) from error
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, httpx2.TransportError) as error:
+        why, remedy = f"{constants.ENDPOINT} does not answer ({first_line(error)})", "check the connection"
+        if constants.HF_HUB_OFFLINE:
+            why, remedy = "HF_HUB_OFFLINE is set", "unset it"
+        raise ModelError(
+            f"'{name}' cannot be downloaded: {why}. There is neither a folder of this name nor a whole copy in the hub "
+            f"cache, {constants.HF_HUB_CACHE}; {remedy}, or name a model directory"
+        ) from error
+    except (errors.HfHubHTTPError, errors.SafetensorsParsingError, OSError) as error:
+        raise ModelError(f"'{name}' cannot be read from the hub ({first_line(error)}); try again later") from error
 
 
 def resolve_model(model: str | os.PathLike[str]) -> Path:
     """The directory of a checkpoint, or its GGUF file. What is not complete in the local hub cache is
     downloaded; a line on standard error says how much beforehand. ModelError names what was not found."""
     return local_model(model) or download(os.fspath(model))
-
-
-def local_model(model: str | os.PathLike[str]) -> Path | None:
-    """The directory of a local checkpoint, or its GGUF file; None for a hub id, or HUB-ID:FILE, that is not complete in
-    the local hub cache. ModelError as `find_local`."""
-    found = find_local(model)
-    if found is not None:
-        return found
-    repository, file = split_name(os.fspath(model))
-    snapshot = _snapshot(repository)
-    if snapshot is None or file:
-        return snapshot and in_snapshot(snapshot, file)
-    return snapshot if _is_complete(snapshot) else None
-
-
-def _snapshot(repository: str) -> Path | None:
-    """The folder of a repository in the local hub cache."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:  # of the folder alone: its index names the files that are needed
-        return Path(snapshot_download(repository, allow_patterns=["config.json"], local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
-    except HFValidationError as error:
-        raise ModelError(f"'{repository}' is neither a directory nor a valid hub id: {first_line(error)}") from error
-
-
-def _is_complete(snapshot: Path) -> bool:
-    """True where all weights that a snapshot names are there: the hub's cache holds interrupted downloads too."""
-    try:
-        return bool(Checkpoint(snapshot).tensors)
-    except ModelError:
-        return False
 
 
 def to_stderr(text: str) -> None:
@@ -81,7 +182,7 @@ def to_stderr(text: str) -> None:
 
 def download(name: str, notify: Callable[[str], None] = to_stderr) -> Path:
     """The folder in the hub's cache with a model's config, tokenizer and weights; the GGUF file where the name has one.
-    notify: called with a line that says how much is going to be downloaded. ModelError where the hub cannot be reached,
+    notify: called with a line that says how much is going to be downloaded. ModelError if the hub cannot be reached,
     the model has no safetensors, tiermoe does not run the GGUF file, or the drive has no room."""
     hub_id, file = split_name(name)
     repository = read_repository(hub_id)
@@ -258,7 +359,7 @@ def inspect_headers(repository: Repository, fetched: Path, name: str, store: Pat
 
 
 def _fetch_header(repository: Repository, file: str, path: Path, nbytes: int) -> bool:
-    """Writes the first bytes of a GGUF file. False where its header goes on."""
+    """Writes the first bytes of a GGUF file. False if its header goes on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(_fetched(repository, file, 0, nbytes))
     try:

@@ -1,15 +1,18 @@
-"""Models on this machine: folders, the hub's cache, GGUF files of a folder."""
+"""Models on this machine: folders, GGUF files of a folder, the hub's cache and what leaves it. Imports no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tiermoe.config import MIB
-from tiermoe.errors import ModelError
+from tiermoe.errors import ModelError, first_line
 from tiermoe.formats.gguf_file import SHARD, SUFFIX, is_gguf
+from tiermoe.platform import file_io
 from tiermoe.platform.json_files import read_json, stays_inside
 
 CONFIG = "config.json"
@@ -49,14 +52,50 @@ def find_local(model: str | os.PathLike[str]) -> Path | None:
     return None
 
 
+def local_model(model: str | os.PathLike[str]) -> Path | None:
+    """The directory of a local checkpoint, or its GGUF file; None for a hub id, or HUB-ID:FILE, that is not complete in
+    the local hub cache. ModelError as `find_local`."""
+    found = find_local(model)
+    if found is not None:
+        return found
+    repository, file = split_name(os.fspath(model))
+    snapshot = _snapshot(repository)
+    if snapshot is None or file:
+        return snapshot and in_snapshot(snapshot, file)
+    return snapshot if _is_complete(snapshot) else None
+
+
+def _snapshot(repository: str) -> Path | None:
+    """The folder of a repository in the local hub cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:  # of the folder alone: its index names the files that are needed
+        return Path(snapshot_download(repository, allow_patterns=["config.json"], local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    except HFValidationError as error:
+        raise ModelError(f"'{repository}' is neither a directory nor a valid hub id: {first_line(error)}") from error
+
+
+def _is_complete(snapshot: Path) -> bool:
+    """True if all weights that a snapshot names are there: the hub's cache holds interrupted downloads too."""
+    from tiermoe.formats.safetensors import Checkpoint
+
+    try:
+        return bool(Checkpoint(snapshot).tensors)
+    except ModelError:
+        return False
+
+
 def split_name(name: str) -> tuple[str, str]:
-    """(hub id, FILE) of HUB-ID:FILE; FILE is empty where the hub id is alone."""
+    """(hub id, FILE) of HUB-ID:FILE; FILE is empty if the hub id is alone."""
     repository, _, file = name.partition(":")
     return repository, file
 
 
 def read_moe_fields(directory: Path) -> dict[str, Any]:
-    """The fields of config.json in a checkpoint directory. ModelError where there is none, or no MoE model's."""
+    """The fields of config.json in a checkpoint directory. ModelError if there is none, or no MoE model's."""
     file = directory / CONFIG
     if not file.exists():
         raise ModelError(
@@ -109,7 +148,7 @@ def matching(models: Mapping[str, list[str]], file: str) -> list[str]:
 
 def named(models: Mapping[str, list[str]], file: str, where: str) -> str:
     """The name of the model that a user means by `file` (`matching`). where: what has the models, for a message.
-    ModelError where that is none, or several."""
+    ModelError if that is none, or several."""
     found = matching(models, file)
     if len(found) != 1:
         have = ", ".join(found or models) or "no GGUF files"
@@ -119,8 +158,8 @@ def named(models: Mapping[str, list[str]], file: str, where: str) -> str:
 
 
 def in_folder(folder: Path) -> Path | None:
-    """The first file of the one model in GGUF files that a folder has; None where it has safetensors, or no GGUF file.
-    ModelError where it has several."""
+    """The first file of the one model in GGUF files that a folder has; None if it has safetensors, or no GGUF file.
+    ModelError if it has several."""
     names = [path.name for path in folder.iterdir()]
     models = gguf_models(names)
     if not models or any(PurePosixPath(name).suffix == ".safetensors" for name in names):
@@ -132,7 +171,7 @@ def in_folder(folder: Path) -> Path | None:
 
 
 def in_snapshot(snapshot: Path, file: str) -> Path | None:
-    """The first file of the model that a user means by `file`, in a folder of the hub's cache; None where it, or a
+    """The first file of the model that a user means by `file`, in a folder of the hub's cache; None if it, or a
     shard of it, is not there."""
     models = gguf_models(path.relative_to(snapshot).as_posix() for path in snapshot.rglob(f"*{SUFFIX}"))
     found = matching(models, file)
@@ -141,3 +180,74 @@ def in_snapshot(snapshot: Path, file: str) -> Path | None:
     files = models[found[0]]
     shard = SHARD.fullmatch(files[0])
     return snapshot / files[0] if shard is None or int(shard[3]) == len(files) else None
+
+
+PART = ".tiermoe-part"
+"""Ending of a file whose download has not ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedDownload:
+    """A model in the hub's cache."""
+
+    name: str
+    root: Path
+    weights: tuple[str, ...]  # files of weights, by their names
+    nbytes: int  # of all files, unfinished ones too
+    used: float  # when a file was last read or written; seconds since the epoch
+
+
+def cached_downloads() -> list[CachedDownload]:
+    """Models in the hub's cache, the one that was used last first. What is no repository of the hub's is left out."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    found = [_described(each) for each in repositories if each.repo_type == "model"]
+    return sorted(found, key=lambda download: -download.used)
+
+
+def _described(repository: Any) -> CachedDownload:
+    files = {file.file_name for revision in repository.revisions for file in revision.files}
+    weights = sorted(name for name in files if name.endswith((".safetensors", ".gguf")))
+    unfinished = sum(part.stat().st_size for part in _parts(repository.repo_path))
+    used = max(repository.last_accessed, repository.last_modified)
+    return CachedDownload(
+        repository.repo_id, repository.repo_path, tuple(weights), repository.size_on_disk + unfinished, used
+    )  # fmt: skip
+
+
+def _parts(root: Path) -> list[Path]:
+    return list((root / "blobs").glob(f"*{PART}"))
+
+
+def remove_download(download: CachedDownload) -> None:
+    """Removes a model from the hub's cache, all revisions. ModelError if another process downloads it, or it cannot
+    be removed."""
+    from huggingface_hub import scan_cache_dir
+
+    info = scan_cache_dir()
+    # alone: a copy of a repository has commits of the same names
+    own = frozenset(each for each in info.repos if each.repo_path == download.root)
+    revisions = [revision.commit_hash for each in own for revision in each.revisions]
+    with _nobody_downloads(download):
+        replace(info, repos=own).delete_revisions(*revisions).execute()
+    if download.root.exists():  # the hub's client only warns
+        raise ModelError(f"{download.root} cannot be removed; check its permissions")
+
+
+@contextlib.contextmanager
+def _nobody_downloads(download: CachedDownload) -> Iterator[None]:
+    with contextlib.ExitStack() as opened:
+        for part in _parts(download.root):
+            descriptor = file_io.open_to_write(part)
+            opened.callback(os.close, descriptor)
+            try:
+                file_io.lock(descriptor)
+            except BlockingIOError as error:
+                raise ModelError(
+                    f"'{download.name}' is being downloaded by another process; end it, or wait until it is done"
+                ) from error
+        yield

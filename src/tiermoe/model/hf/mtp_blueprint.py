@@ -1,4 +1,4 @@
-"""Blueprint of a model with its MTP head: the layer behind the last one that drafts (`model/mtp_head.py`).
+"""Blueprint of a model with its MTP head: the layer after the last one that drafts (`model/mtp_head.py`).
 
 A checkpoint has the head as one more layer, `model.layers.N` of a model of N layers, with norms and a projection before
 it and a norm after it, or by names that its family turns into these (`HeadFormat`). So transformers' code for a model
@@ -39,8 +39,8 @@ _INSTEAD = "--draft lookup drafts without one"
 
 
 def with_mtp(blueprint: Blueprint, store: Path | None) -> Blueprint:
-    """The model with its MTP head. store: as of `inspect_model`; it keeps the head's outline. ModelError where there is
-    no head that tiermoe runs, or where it lacks tensors."""
+    """The model with its MTP head. store: as of `inspect_model`; it keeps the head's outline. ModelError if there is
+    no head that tiermoe runs, or if it lacks tensors."""
     form = blueprint.family.mtp_head
     if form is None or decoder_family(blueprint.config) is None:
         raise ModelError(
@@ -96,7 +96,7 @@ class MtpBlueprint(Blueprint):
 
     @functools.cached_property
     def outline(self) -> Outline:
-        """The head's layer, and what is before and behind it. ModelError where the checkpoint lacks a tensor."""
+        """The head's layer, and what is before and after it. ModelError if the checkpoint lacks a tensor."""
         if self.known is not None:
             return self.known
         beside, prefix = beside_layer(self.config), _prefix(self.config)

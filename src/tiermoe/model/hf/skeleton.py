@@ -39,7 +39,7 @@ _TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 
 class Skeleton:
     """The `model` of a class and a config with shells for experts, and its `experts` in the checkpoint. ModelError
-    where the checkpoint is not of such a model, or the model has no experts."""
+    if the checkpoint is not of such a model, or the model has no experts."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class Skeleton:
                     f"transformers' {cls.__name__} cannot be built as {checkpoint.directory} says "
                     f"({reason(error)}); download it again"
                 ) from error
+        self._ties: dict[str, str] = getattr(self.model, "all_tied_weights_keys", None) or {}  # path → its source
         self.experts: CheckpointExperts | GgufExperts
         if isinstance(checkpoint, GgufCheckpoint):
             self.experts = GgufExperts(self.model, shells_of(self.model), checkpoint, dtype, top_k(text, 0))
@@ -81,7 +82,8 @@ class Skeleton:
             part = self._part or bool(self._family.encoder_class)
             dense_keys = [key for key in dense_keys if key in known or not (part or self._is_ignored(checkpoint, key))]
         tensors = self._tensors(checkpoint)
-        tied, tables = self._tied(tensors), self._tables()
+        tied = {path: source for path, source in self._ties.items() if path in tensors and source in tensors}
+        tables = self._tables()
         joined = self._joined(tensors, {*tied, *tables})
         as_they_are = _taken_as_they_are(tensors, tied, {*tables, *joined})
         gate = self._gate()
@@ -127,27 +129,22 @@ class Skeleton:
         return found
 
     def _kept_wide(self) -> re.Pattern[str] | None:
-        """The pattern of the parameters that transformers' loader keeps in float32; None where there are none."""
+        """The pattern of the parameters that transformers' loader keeps in float32; None if there are none."""
         names = set(self.model._keep_in_fp32_modules_strict or ()) if self._dtype.itemsize == 2 else set()
         if self._dtype == torch.float16:
             names |= set(self.model._keep_in_fp32_modules or ())
         return re.compile("|".join(name.replace("*", ".*") for name in sorted(names))) if names else None
 
     def _router_matrices(self) -> set[str]:
-        """Paths of the routers' matrices that kernels take; none where transformers' code runs the family."""
+        """Paths of the routers' matrices that kernels take; none if transformers' code runs the family."""
         routers = [router for _, router in routers_of(self.model)] if self._family.decodes else []
         paths = {f"{path}.weight" for path, module in self.model.named_modules() if module in routers}
         return {path for path in paths if not path.endswith(self._family.wide)}
 
-    def _tied(self, tensors: dict[str, DenseTensor]) -> dict[str, str]:
-        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
-        return {path: source for path, source in tied.items() if path in tensors and source in tensors}
-
     def _packable(self, dense_keys: set[str], tensors: dict[str, DenseTensor], joined: Container[str]) -> list[str]:
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         modules = list(self.model.named_modules())
-        routers = self._router_names()
-        inside = [*shells_of(self.model), *(name for name, _ in modules if name.endswith(routers))]
+        routers = {name for name, _ in routers_of(self.model) if name}  # what they are called in their blocks
+        inside = [*shells_of(self.model), *(name for name, _ in modules if name.endswith(tuple(routers)))]
         found = []
         for name, module in modules:
             if type(module) is not torch.nn.Linear or module.weight.numel() < _SMALLEST:
@@ -155,17 +152,12 @@ class Skeleton:
             weight = f"{name}.weight"
             routed = any(name == prefix or name.startswith(f"{prefix}.") for prefix in inside)
             taken = weight in joined or tensors[weight].key in dense_keys
-            if not taken or weight in tied or routed:
+            if not taken or weight in self._ties or routed:
                 continue
             parent, _, child = name.rpartition(".")
             if not takes_weight(self.model.get_submodule(parent), child):
                 found.append(name)
         return found
-
-    def _router_names(self) -> tuple[str, ...]:
-        """What routers are called in their blocks."""
-        routers = routers_of(self.model)
-        return tuple({name for name, _ in routers if name})
 
     def _table(self, tensors: dict[str, DenseTensor]) -> str | None:
         """The input embedding, if its rows can be read one by one: a plain table that nothing else uses and that the
@@ -174,28 +166,28 @@ class Skeleton:
             return None
         module = self.model.get_input_embeddings()
         path = next(name for name, each in self.model.named_modules() if each is module) + ".weight"
-        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
-        if path in tied or path in tied.values():
+        if self._is_shared(path):
             return None
         return path if tensors[path].key is not None else None
 
     def _tables(self) -> dict[str, tuple[str, ...]]:
-        """Other embeddings whose rows can be read one by one: `Outline.tables`. ModelError where rows are missing."""
+        """Other embeddings whose rows can be read one by one: `Outline.tables`. ModelError if rows are missing."""
         if self._family.encodes:
             return {}
         used = self.model.get_input_embeddings()
-        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         found = {}
         for name, module in self.model.named_modules():
             if module is used or not is_table(module):
                 continue
             path, (parent, _, child) = f"{name}.weight", name.rpartition(".")
             keys = self.experts.row_keys(path)
-            shared = path in tied or path in tied.values()
-            if keys and not shared and not takes_weight(self.model.get_submodule(parent), child):
+            if keys and not self._is_shared(path) and not takes_weight(self.model.get_submodule(parent), child):
                 found[path] = keys
                 self._check_rows(path, keys, module.weight.shape)
         return found
+
+    def _is_shared(self, path: str) -> bool:
+        return path in self._ties or path in self._ties.values()
 
     def _joined(self, tensors: Mapping[str, DenseTensor], known: Container[str]) -> dict[str, tuple[str, ...]]:
         """`Outline.joined`, of tensors that are not known otherwise and whose rows fit."""
@@ -208,7 +200,7 @@ class Skeleton:
         return found
 
     def _check_rows(self, path: str, keys: tuple[str, ...], shape: torch.Size) -> None:
-        """ModelError where the checkpoint's tensors do not have the rows of a table of this shape."""
+        """ModelError if the checkpoint's tensors do not have the rows of a table of this shape."""
         parts = [self.experts.checkpoint.tensors[key].shape for key in keys]
         rows, columns = sum(part[0] for part in parts), {part[1] for part in parts}
         if rows != shape[0] or columns != {shape[1]}:
@@ -233,10 +225,9 @@ class Skeleton:
             kept = tensors[path].dtype if path in tensors else tensor.dtype
             seen[id(tensor)] = tensor.numel() * kept.itemsize
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         shared = sum(
             math.prod(parameters[path].shape) * parameters[path].element_size()
-            for path, source in tied.items()
+            for path, source in self._ties.items()
             if path in parameters and source in parameters and parameters[path] is not parameters[source]
         )
         return int(sum(seen.values()) - shared)
@@ -258,8 +249,8 @@ def _taken_as_they_are(tensors: dict[str, DenseTensor], tied: dict[str, str], jo
 
 
 def top_k(config: Any, layer: int) -> int:
-    """Experts that a token uses in decoder layer `layer`; 1 where the config has no entry for it (Switch). ModelError
-    where the entry names no number."""
+    """Experts that a token uses in decoder layer `layer`; 1 if the config has no entry for it (Switch). ModelError
+    if the entry names no number."""
     named = ""
     for name in _TOP_K:
         value = getattr(config, name, None)
@@ -293,7 +284,7 @@ def takes_weight(owner: torch.nn.Module, child: str) -> bool:
 
 @functools.cache
 def _source(cls: type) -> str | None:
-    """A class's code; None where there is no file to read it from. Python parses the whole file for each class."""
+    """A class's code; None if there is no file to read it from. Python parses the whole file for each class."""
     try:
         return inspect.getsource(cls)
     except (OSError, TypeError):

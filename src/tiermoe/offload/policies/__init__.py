@@ -1,1 +1,1 @@
-"""The decisions of a composition, each behind a name of its own. No tensors, no files, no clock."""
+"""The decisions of a composition, each with a name of its own. No tensors, no files, no clock."""

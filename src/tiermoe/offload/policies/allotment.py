@@ -21,7 +21,7 @@ class Pool:
     slots: int
     bits: frozenset[int] | None  # precisions of the copies; None: any
     layers: range  # MoE layers whose experts the pool caches
-    kept: int = 0  # slots that stay where slots move between the pools of the same `bits`; 0: none moves
+    kept: int = 0  # slots that stay if slots move between the pools of the same `bits`; 0: none moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Share:
 
 
 def one_pool(share: Share) -> list[Pool]:
-    """One pool for all layers. ConfigError where it would have fewer than the minimum."""
+    """One pool for all layers. ConfigError if it would have fewer than the minimum."""
     _check_slots(share, 1, "one pool for all MoE layers")
     return [Pool(share.slots, share.bits, range(len(share.experts)))]
 
 
 def even(share: Share) -> list[Pool]:
-    """A pool for each layer, of equal sizes; what does not divide goes one each to the first layers. ConfigError where
+    """A pool for each layer, of equal sizes; what does not divide goes one each to the first layers. ConfigError if
     a layer would have fewer than the minimum."""
     _check_layers(share)
     return _pools(_evenly(share.slots, len(share.experts)), share.bits)
@@ -56,7 +56,7 @@ def by_use(share: Share) -> list[Pool]:
 def shallow_first(share: Share) -> list[Pool]:
     """Layers below the boundary whole, in order as far as the slots go; the others share the rest evenly:
     (slots - boundary E) / (L - boundary) each (Fate, section 4.4). Every layer has at least the minimum, so that it can
-    run. Slots that are left where every layer is shallow and whole are shared evenly. ConfigError where there are too
+    run. Slots that are left if every layer is shallow and whole are shared evenly. ConfigError if there are too
     few slots, or fewer layers than the boundary."""
     layers, minimum, boundary = len(share.experts), share.minimum, share.boundary
     _check_boundary(share)
@@ -75,8 +75,8 @@ def shallow_first(share: Share) -> list[Pool]:
 
 def shallow_and_shared(share: Share) -> list[Pool]:
     """`shallow_first` for slots that do not give every layer its minimum: layers below the boundary whole, in order as
-    far as the slots go, then one pool for all layers behind them, in which the running layer has its minimum. No layer
-    is set apart where that leaves less. ConfigError where there are fewer slots than one minimum."""
+    far as the slots go, then one pool for all later layers, in which the running layer has its minimum. No layer
+    is set apart if that leaves less. ConfigError if there are fewer slots than one minimum."""
     _check_boundary(share)
     _check_slots(share, 1, "one pool for all MoE layers")
     sizes: list[int] = []
@@ -139,7 +139,7 @@ class SlotPool:
     free: list[int]
     evictable: Callable[[ExpertKey], bool]
     borrowed: int = 0
-    wanted: int = field(init=False)  # its share of the slots, where pools share them
+    wanted: int = field(init=False)  # its share of the slots, if pools share them
 
     def __post_init__(self) -> None:
         self.wanted = self.slots
@@ -187,7 +187,7 @@ class SlotShares:
 
     def givers(self, taker: SlotPool) -> list[SlotPool]:
         """Who gives a slot to `taker`: the pool with most free slots beyond its minimum, before anybody leaves;
-        where none is and `taker` is below its share, pools above theirs, the furthest above first."""
+        if none is and `taker` is below its share, pools above theirs, the furthest above first."""
         giver, most = None, 0
         for pool in self._pools:
             spare = min(pool.spare // pool.unit, pool.slots - self._minimum)
@@ -209,7 +209,7 @@ def slot_numbers(slots: int, sizes: Sequence[int]) -> int:
 def most_used_slots(slots: int, uses: Sequence[Sequence[float]], minimum: int) -> list[int]:
     """Slots of each layer: `minimum`, and one for each of its other experts that is among the most used of all layers,
     as far as `slots` go; of equally used ones those of all layers in turn. uses: a row of at least `minimum` experts a
-    layer. The sum is less than `slots` only where every expert has one."""
+    layer. The sum is less than `slots` only if every expert has one."""
     others = [sorted(row, reverse=True)[minimum:] for row in uses]
     ranked = sorted(chain.from_iterable(others), reverse=True)
     left = slots - minimum * len(uses)

@@ -41,7 +41,7 @@ def whole(neurons: int) -> int:
 
 
 def to_load(missing: int, neurons: int, limit: float) -> int:
-    """The neurons to load: the `missing` ones, or all `neurons` of the expert where more than the share `limit` is
+    """The neurons to load: the `missing` ones, or all `neurons` of the expert if more than the share `limit` is
     missing and gathering would cost more than it saves. A newly cached expert misses its active ones, as in the
     paper."""
     return whole(neurons) if missing.bit_count() > limit * neurons else missing

@@ -37,7 +37,7 @@ class Precision(ABC):
     reads_table: ClassVar[str] = ""  # the calibrated table without which it cannot be made
 
     def __post_init__(self) -> None:  # noqa: B027
-        """Sets up what a subclass needs beside its fields."""
+        """Sets up what a subclass needs besides its fields."""
 
     @property
     def loaded(self) -> tuple[int, ...]:
@@ -46,12 +46,12 @@ class Precision(ABC):
 
     @abstractmethod
     def demands(self, routed: Routed) -> list[Demand]:
-        """One demand per chosen expert, ascending; `bits` is what a miss loads, 0 where a miss is skipped."""
+        """One demand per chosen expert, ascending; `bits` is what a miss loads, 0 if a miss is skipped."""
 
     @abstractmethod
     def predicted(self, layer: int, ranked: Sequence[tuple[int, float]], expert: int) -> int:
         """The bits in which a predicted expert is fetched, 0: not at all. ranked: the experts of `layer`, likeliest
-        first, with their predicted weights or counts (`Predictor.ranking`); empty where nothing is known."""
+        first, with their predicted weights or counts (`Predictor.ranking`); empty if nothing is known."""
 
 
 @dataclass(eq=False)
@@ -113,7 +113,7 @@ class Fixed(Precision):
 
 @dataclass(eq=False)
 class GateScore(HighAndLow):
-    """A miss is loaded high where its unimportance is at most T1, low up to T2, and skipped above (HOBBIT, token-level
+    """A miss is loaded high if its unimportance is at most T1, low up to T2, and skipped above (HOBBIT, token-level
     dynamic loading). Where the tokens of a pass disagree, the highest demand wins. ConfigError without thresholds."""
 
     t1: float | None = setting(None, low=0, high=1, calibrated=True)
@@ -152,8 +152,8 @@ class GateScore(HighAndLow):
         return [Demand(expert, tokens, bits[expert]) for expert, tokens in routed.tokens_per_expert().items()]
 
     def predicted(self, layer: int, ranked: Sequence[tuple[int, float]], expert: int) -> int:
-        """By the score among the predicted K; an expert behind them has all the weight before it. High where several
-        tokens run (one that ranks the expert first is enough) or where the weights are not known."""
+        """By the score among the predicted K; a later expert has all the weight before it. High if several
+        tokens run (one that ranks the expert first is enough) or if the weights are not known."""
         if self._tokens > 1 or not ranked:
             return self.context.bits
         chosen = ranked[: self.context.top_k[layer]]
@@ -170,7 +170,7 @@ class GateScore(HighAndLow):
 class Popularity(HighAndLow):
     """The least popular experts of a layer are low in prefill, all are high in decode (Fate, section 4.5).
 
-    Popularity is the prediction made while the layer before ran, and it binds the layer's demands: where some predicted
+    Popularity is the prediction made while the layer before ran, and it binds the layer's demands: if some predicted
     experts are low, so is every expert that was not predicted. Without a prediction (the first layer) the popularity of
     an expert is how many tokens it serves, of equals the higher index less. ConfigError without the share."""
 
@@ -212,7 +212,7 @@ class Popularity(HighAndLow):
         return self._bits_of(expert, self._predicted[layer])
 
     def _popular(self, experts: Sequence[int]) -> set[int] | None:
-        """The high ones of experts by falling popularity; None where all experts of the layer are high."""
+        """The high ones of experts by falling popularity; None if all experts of the layer are high."""
         # 1e-9: 0.29 of 100 experts are 29 of them, whatever their product is rounded to
         low = math.floor(self._share * len(experts) + 1e-9)
         return set(experts[: len(experts) - low]) if low else None

@@ -25,7 +25,7 @@ def promising(layer_s: float, load_s: float, spare: bool) -> bool:
 class PrefetchTrial:
     """Runs decode passes in stretches with prefetching on or off, and keeps the faster way.
 
-    In the first stretch, where that is off, predictions are compared with what routers then choose, and nothing is read
+    In the first stretch, if that is off, predictions are compared with what routers then choose, and nothing is read
     for them (`watching`). Where less than half of what they would have read was needed, prefetching stays off and is
     not tried; one stretch in 17 watches again.
 
@@ -44,7 +44,7 @@ class PrefetchTrial:
         self._layers: list[float] = []  # seconds of computing a layer, of the running stretch
         self._ended = 0
         self._named = self._needed = 0  # experts, in a watched stretch
-        self._useless: float | None = None  # share that was needed, where that was too little
+        self._useless: float | None = None  # share that was needed, if that was too little
         self._decided: int | None = None  # after so many stretches
         self._last: tuple[bool, float] | None = None
         self._pairs: deque[tuple[float, float]] = deque(maxlen=PAIRS)  # with prefetching, without

@@ -1,11 +1,12 @@
-"""Which experts run: the little pass of MoBiLE and when it is enough, and Cache-Prior's choices moved towards cached
-experts."""
+"""Which experts run, and where: MoBiLE's little pass and when it is enough, Cache-Prior's choices moved towards cached
+experts, and which of a layer's misses the CPU computes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tiermoe.errors import ConfigError
 
@@ -23,7 +24,7 @@ def little(weights: Sequence[float], count: int | None = None) -> list[int]:
 
 
 def require_little(routing: str, count: int | None, top_k: Sequence[int]) -> None:
-    """ConfigError where a little pass of `count` experts (`little_k`) would leave no expert of any layer out. top_k:
+    """ConfigError if a little pass of `count` experts (`little_k`) would leave no expert of any layer out. top_k:
     per layer."""
     if max(top_k) < 2:
         raise ConfigError(
@@ -46,8 +47,8 @@ def speedup(t_little: float, t_big: float, fallback_ratio: float, t: float) -> f
 
 def as_predicted(own: Sequence[int], predicted: Sequence[int]) -> list[int]:
     """The experts of a token that goes on with the prediction (CORM, section 4.2): its `own` that were `predicted`,
-    then the first others of those, as many as it uses; where they are too few, the first of its own. Own ones have the
-    router's largest scores, so these are the K that it scores highest where `predicted` has them in that order."""
+    then the first others of those, as many as it uses; if they are too few, the first of its own. Own ones have the
+    router's largest scores, so these are the K that it scores highest if `predicted` has them in that order."""
     kept = [expert for expert in own if expert in predicted]
     others = [expert for expert in predicted if expert not in own]
     rest = [expert for expert in own if expert not in predicted]
@@ -106,3 +107,29 @@ class CachePrior:
         mean += (spread - mean) / tokens
         self._spreads[layer] = tokens, mean
         return mean
+
+
+_NEWEST = 0.1  # weight of the newest time in an average
+
+
+class MissCosts(NamedTuple):
+    """Seconds of one missing expert, as measured so far; None: not yet."""
+
+    load_s: float | None  # loaded over the link
+    cpu_s: float | None  # computed on the CPU
+
+
+def averaged(average: float | None, seconds: float) -> float:
+    """The average with one more time, in which the last ten or so count. average: None before the first time."""
+    return seconds if average is None else average + (seconds - average) * _NEWEST
+
+
+def misses_on_cpu(misses: int, costs: MissCosts) -> int:
+    """How many of `misses` experts the CPU computes, so that both ways, side by side, end soonest; of equal numbers
+    the least. A way that has not been measured gets one expert."""
+    load_s, cpu_s = costs
+    if cpu_s is None:
+        return min(misses, 1)
+    if load_s is None:
+        return max(0, misses - 1)
+    return min(range(misses + 1), key=lambda on_cpu: max((misses - on_cpu) * load_s, on_cpu * cpu_s))

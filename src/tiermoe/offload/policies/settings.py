@@ -30,7 +30,7 @@ class Setting:
     # (part, whether a composition with its value of the part reads the setting), for every part that matters; empty:
     # always read, or by the policy that declares it
     read_by: tuple[tuple[str, Callable[[Any], bool]], ...] = ()
-    off: bool = False  # the default changes nothing, and may be given where nothing reads the setting
+    off: bool = False  # the default changes nothing, and may be given if nothing reads the setting
 
     def value(self, name: str, given: Any) -> Any:
         """The value that was `given` for the setting `name`. ConfigError for one that the setting cannot have."""
@@ -54,7 +54,7 @@ def setting(default: Any, **values: Any) -> Any:
 
 @functools.cache
 def declared(part: Any) -> Mapping[str, tuple[Setting, Any]]:
-    """The settings of a part: name → possible values, and the default (None where calibrated)."""
+    """The settings of a part: name → possible values, and the default (None if calibrated)."""
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) else ()
     found = {field.name: (field.metadata["setting"], field.default) for field in fields if "setting" in field.metadata}
     return {name: (each, None if each.calibrated else default) for name, (each, default) in found.items()}

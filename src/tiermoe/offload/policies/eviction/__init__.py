@@ -3,17 +3,19 @@
 from collections.abc import Callable
 
 from tiermoe.offload.policies.eviction.arc import AdaptiveReplacement
-from tiermoe.offload.policies.eviction.base import Clock, Eviction, EvictionContext, NextUse, Popularity
-from tiermoe.offload.policies.eviction.belady import Belady
+from tiermoe.offload.policies.eviction.base import Clock, Eviction, EvictionContext, NextUse, Popularity, Undoable
+from tiermoe.offload.policies.eviction.classic import (
+    Belady,
+    FirstInFirstOut,
+    LeastFrequentlyUsed,
+    LeastRecentlyUsed,
+    RandomChoice,
+)
 from tiermoe.offload.policies.eviction.edgemoe import DistanceByFrequency
-from tiermoe.offload.policies.eviction.fifo import FirstInFirstOut
 from tiermoe.offload.policies.eviction.hobbit import FarthestLayer, LeastHighPrecisionUsed, Weighted
-from tiermoe.offload.policies.eviction.lfu import LeastFrequentlyUsed
-from tiermoe.offload.policies.eviction.lru import LeastRecentlyUsed
 from tiermoe.offload.policies.eviction.next_use import EstimatedNextUse
-from tiermoe.offload.policies.eviction.random_choice import RandomChoice
 
-__all__ = ["EVICTIONS", "Clock", "Eviction", "EvictionContext", "NextUse", "Popularity"]
+__all__ = ["EVICTIONS", "Clock", "Eviction", "EvictionContext", "NextUse", "Popularity", "Undoable"]
 
 EVICTIONS: dict[str, Callable[..., Eviction]] = {
     "random": RandomChoice,

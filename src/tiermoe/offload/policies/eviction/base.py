@@ -1,12 +1,14 @@
-"""Eviction: the interface of every policy, what policies are made from, and the frame of those that rank by a score."""
+"""Eviction: the interface of every policy, what policies are made from, the frame of those that rank by a score, and
+uses that can be undone."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Protocol
 
 from tiermoe.types import Demand, ExpertKey
 
@@ -31,7 +33,7 @@ class Eviction(Protocol):
         """`key` has lost its slot."""
 
     def victim(self, incoming: ExpertKey, evictable: Callable[[ExpertKey], bool]) -> ExpertKey | None:
-        """The key to evict for `incoming`, among those that `evictable` admits; None where it admits none."""
+        """The key to evict for `incoming`, among those that `evictable` admits; None if it admits none."""
 
     def new_sequence(self) -> None:
         """Another request begins."""
@@ -165,3 +167,58 @@ class ScoredEviction(ABC):
     def _unrank(self, key: ExpertKey) -> None:
         row, entry = self._rows[key.layer], self._entries.pop(key)
         del row[bisect_left(row, entry)]
+
+
+class Undoable:
+    """An eviction policy whose uses since `start` can be undone. Admissions and removals meanwhile stay: after `undo`
+    the policy is what it would be had nobody used anything.
+
+    context: what `policy` was made from; snapshots share it."""
+
+    def __init__(self, policy: Eviction, context: EvictionContext) -> None:
+        self._policy = policy
+        self._shared = {id(each): each for each in (context, *(getattr(context, one.name) for one in fields(context)))}
+        self._snapshot: Eviction | None = None  # of the policy at `start`
+        self._changes: list[Callable[[Eviction], Any]] = []  # since then, all but uses
+
+    def start(self) -> None:
+        """Uses from now on may be undone."""
+        self._snapshot = copy.deepcopy(self._policy, dict(self._shared))
+        self._changes.clear()
+
+    def keep(self) -> None:
+        """Uses since `start` count for good."""
+        self._snapshot = None
+        self._changes.clear()
+
+    def undo(self) -> None:
+        """Uses since `start` do not count."""
+        if self._snapshot is not None:
+            self._policy = self._snapshot
+            for change in self._changes:
+                change(self._policy)
+        self.keep()
+
+    def admitted(self, key: ExpertKey) -> None:
+        self._change(lambda policy: policy.admitted(key))
+
+    def used(self, key: ExpertKey, demand: Demand) -> None:
+        self._policy.used(key, demand)
+
+    def removed(self, key: ExpertKey) -> None:
+        self._change(lambda policy: policy.removed(key))
+
+    def victim(self, incoming: ExpertKey, evictable: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+        victim = self._policy.victim(incoming, evictable)
+        if self._snapshot is not None and victim is not None:
+            # policies learn from naming a victim
+            self._changes.append(lambda policy: policy.victim(incoming, {victim}.__contains__))
+        return victim
+
+    def new_sequence(self) -> None:
+        self._change(lambda policy: policy.new_sequence())
+
+    def _change(self, change: Callable[[Eviction], Any]) -> None:
+        change(self._policy)
+        if self._snapshot is not None:
+            self._changes.append(change)

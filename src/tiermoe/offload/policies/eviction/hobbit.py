@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tiermoe.offload.policies.eviction.base import EvictionContext, ScoredEviction
-from tiermoe.offload.policies.eviction.lfu import LeastFrequentlyUsed
+from tiermoe.offload.policies.eviction.classic import LeastFrequentlyUsed
 from tiermoe.offload.policies.settings import setting
 from tiermoe.types import Demand, ExpertKey
 
@@ -62,7 +62,7 @@ class Weighted(ScoredEviction):
 
     R is the token index of the last use, F the uses of the expert in any precision, H the uses of this copy that asked
     for high precision, T the current token index. A use counts once for each token that it served, so F/T is at most 1.
-    R and T count the tokens of this sequence where records are kept per sequence, else of all sequences (up to the last
+    R and T count the tokens of this sequence if records are kept per sequence, else of all sequences (up to the last
     use in each).
 
     F spans the precisions, whose pools share one instance: `evictable` keeps each pool to its own keys.

@@ -13,8 +13,14 @@ from tiermoe.offload.policies.prediction.base import (
 )
 from tiermoe.offload.policies.prediction.baselines import MostFrequent, Nothing, Oracle, WholeLayer
 from tiermoe.offload.policies.prediction.gates import NextGate, Recalled, RecalledAndNextGate, StackedGates
-from tiermoe.offload.policies.prediction.hash_routed import HashRouted, HashThenPath
-from tiermoe.offload.policies.prediction.path import ActivationPath, count_paths, paths_from_json, paths_to_json
+from tiermoe.offload.policies.prediction.path import (
+    ActivationPath,
+    HashRouted,
+    HashThenPath,
+    count_paths,
+    paths_from_json,
+    paths_to_json,
+)
 from tiermoe.offload.policies.prediction.percentile import AbovePercentile
 
 __all__ = [

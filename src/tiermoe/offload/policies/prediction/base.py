@@ -4,7 +4,7 @@ runs."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -32,12 +32,12 @@ class Forecasts(Protocol):
     reads what a trace recorded."""
 
     def ranked(self, target: int) -> Ranked:
-        """Layer `target`'s router on the running layer's input, weights summed over the tokens; empty where nothing is
+        """Layer `target`'s router on the running layer's input, weights summed over the tokens; empty if nothing is
         known (no such layer, a trace without it)."""
 
     def counted(self, target: int) -> Ranked:
         """The experts that layer `target`'s router chooses for the pass's tokens on the running layer's input, with how
-        many tokens choose each, most first, of equals the lower index first; empty where nothing is known."""
+        many tokens choose each, most first, of equals the lower index first; empty if nothing is known."""
 
     def token_ids(self) -> Sequence[int]:
         """The tokens of this pass (for layers that are routed by a hash of the token)."""
@@ -91,7 +91,7 @@ class Predictor(ABC):
     reads_table: ClassVar[str] = ""  # the calibrated table without which it cannot be made
 
     def __post_init__(self) -> None:  # noqa: B027
-        """Sets up what a subclass needs beside its fields."""
+        """Sets up what a subclass needs besides its fields."""
 
     @abstractmethod
     def candidates(self, layer: int, forecasts: Forecasts, available: Available) -> Iterator[Wanted]:
@@ -103,7 +103,7 @@ class Predictor(ABC):
         return forecasts.ranked(target)
 
     def initial_experts(self) -> list[Wanted]:
-        """Experts that the cache begins with, most wanted first; empty where the predictor names none."""
+        """Experts that the cache begins with, most wanted first; empty if the predictor names none."""
         return []
 
     def observe(self, routed: Routed) -> None:
@@ -115,7 +115,7 @@ class Predictor(ABC):
         """Another request begins; the predictor remembers nothing of the last one."""
 
     def most(self, each: int) -> int:
-        """The most experts of a layer that the pass can ask for where a token asks for `each`: the choices of all
+        """The most experts of a layer that the pass can ask for if a token asks for `each`: the choices of all
         tokens together. The layer may have fewer."""
         return each * self.tokens
 
@@ -129,3 +129,19 @@ class LooksAhead(Predictor):
     def targets(self, layer: int) -> range:
         """The layers that are predicted while `layer` runs (-1: before the first): at most `ahead`, nearest first."""
         return range(layer + 1, min(layer + 1 + self.ahead, self.context.layers))
+
+
+@dataclass(eq=False)
+class LayerByLayer(LooksAhead):
+    """A predictor that names the experts of each of the next layers by themselves."""
+
+    from_the_start: ClassVar[bool] = False  # names experts before the first layer too
+
+    def candidates(self, layer: int, forecasts: Forecasts, available: Available) -> Iterator[Wanted]:
+        for target in self.targets(layer) if layer >= 0 or self.from_the_start else ():
+            for expert, score in self.named(target, forecasts):
+                yield Wanted(target, expert, score)
+
+    @abstractmethod
+    def named(self, target: int, forecasts: Forecasts) -> Iterable[tuple[int, float]]:
+        """Experts of layer `target` with scores, in the order in which they should be fetched."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from tiermoe.errors import ConfigError
-from tiermoe.offload.policies.prediction.base import Available, Forecasts, LooksAhead, Predictor
+from tiermoe.offload.policies.prediction.base import Available, Forecasts, LayerByLayer, Predictor, Ranked
 from tiermoe.types import Wanted
 
 
@@ -17,7 +17,7 @@ class Nothing(Predictor):
         return iter(())
 
 
-class MostFrequent(LooksAhead):
+class MostFrequent(LayerByLayer):
     """The calibration's K most frequent experts of the next layers: what any prediction has to beat. ConfigError
     without a calibration."""
 
@@ -30,25 +30,20 @@ class MostFrequent(LooksAhead):
                 "calibrate MODEL --text FILE"
             )
 
-    def candidates(self, layer: int, forecasts: Forecasts, available: Available) -> Iterator[Wanted]:
-        for target in self.targets(layer) if layer >= 0 else ():
-            count = self.most(self.context.top_k[target])
-            for expert, frequency in self.context.most_frequent(target)[:count]:
-                yield Wanted(target, expert, frequency)
+    def named(self, target: int, forecasts: Forecasts) -> Ranked:
+        return self.context.most_frequent(target)[: self.most(self.context.top_k[target])]
 
 
-class WholeLayer(LooksAhead):
+class WholeLayer(LayerByLayer):
     """Every expert of the next layers in index order (STI, as EdgeMoE, section 4.1 describes it)."""
 
     errs: ClassVar[bool] = False
 
-    def candidates(self, layer: int, forecasts: Forecasts, available: Available) -> Iterator[Wanted]:
-        for target in self.targets(layer) if layer >= 0 else ():
-            for expert in range(self.context.experts[target]):
-                yield Wanted(target, expert, 1.0)
+    def named(self, target: int, forecasts: Forecasts) -> Ranked:
+        return [(expert, 1.0) for expert in range(self.context.experts[target])]
 
 
-class Oracle(LooksAhead):
+class Oracle(LayerByLayer):
     """The experts that the next layers will choose: the bound of every prediction. ConfigError outside a replay."""
 
     errs: ClassVar[bool] = False
@@ -58,7 +53,5 @@ class Oracle(LooksAhead):
             raise ConfigError("prefetch=oracle needs the future, which only a replay knows; use tiermoe simulate")
         self._future = self.context.future
 
-    def candidates(self, layer: int, forecasts: Forecasts, available: Available) -> Iterator[Wanted]:
-        for target in self.targets(layer) if layer >= 0 else ():
-            for expert in self._future(target):
-                yield Wanted(target, expert, 1.0)
+    def named(self, target: int, forecasts: Forecasts) -> Ranked:
+        return [(expert, 1.0) for expert in self._future(target)]

@@ -6,21 +6,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from tiermoe.offload.policies.prediction.base import Available, Forecasts, LooksAhead
+from tiermoe.offload.policies.prediction.base import Available, Forecasts, LayerByLayer, Ranked
 from tiermoe.offload.policies.routing import little_k
 from tiermoe.types import Wanted
 
 
-class NextGate(LooksAhead):
+class NextGate(LayerByLayer):
     """The top K of each of the next `ahead` layers (mixtral-offload: Eliseev and Mazur 2023, section 3.2; CORM's first
     level). For several tokens, as many experts as their choices can name together, by summed weight."""
 
     asks_routers: ClassVar[bool] = True
 
-    def candidates(self, layer: int, forecasts: Forecasts, available: Available) -> Iterator[Wanted]:
-        for target in self.targets(layer) if layer >= 0 else ():
-            for expert, weight in forecasts.ranked(target)[: self.most(self.context.top_k[target])]:
-                yield Wanted(target, expert, weight)
+    def named(self, target: int, forecasts: Forecasts) -> Ranked:
+        return forecasts.ranked(target)[: self.most(self.context.top_k[target])]
 
 
 class StackedGates(NextGate):
@@ -41,17 +39,15 @@ class StackedGates(NextGate):
                 return
 
 
-class Recalled(LooksAhead):
+class Recalled(LayerByLayer):
     """The top K of the next `ahead` layers by the evicted token's router states (MoBiLE, section III-B), from before
     the first layer on. Nothing in a pass that is no fallback."""
 
     asks_routers: ClassVar[bool] = True
+    from_the_start: ClassVar[bool] = True
 
-    def candidates(self, layer: int, forecasts: Forecasts, available: Available) -> Iterator[Wanted]:
-        for target in self.targets(layer):
-            count = self.most(self.context.top_k[target])
-            for expert, weight in forecasts.recalled(target)[:count]:
-                yield Wanted(target, expert, weight)
+    def named(self, target: int, forecasts: Forecasts) -> Ranked:
+        return forecasts.recalled(target)[: self.most(self.context.top_k[target])]
 
 
 class RecalledAndNextGate(NextGate):

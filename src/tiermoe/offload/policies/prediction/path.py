@@ -1,14 +1,23 @@
 """Activation paths (EdgeMoE, section 3.3.2): the predictor of experts that usually follow those of the previous layers,
-how paths are counted, and how a profile keeps them."""
+how paths are counted, and how a profile keeps them; the predictors of layers that are routed by a hash of the token."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tiermoe.errors import ConfigError, ProfileError
-from tiermoe.offload.policies.prediction.base import Available, Forecasts, PathKey, Paths, Predictor
+from tiermoe.offload.policies.prediction.base import (
+    Available,
+    Forecasts,
+    LayerByLayer,
+    PathKey,
+    Paths,
+    Predictor,
+    Ranked,
+)
 from tiermoe.offload.policies.settings import setting
 from tiermoe.types import Routed, Wanted
 
@@ -83,7 +92,7 @@ class ActivationPath(Predictor):
 
 def count_paths(routings: Iterable[Sequence[Sequence[int]]], order: int) -> dict[int, dict[PathKey, dict[int, int]]]:
     """Paths of 1 to `order` layers, counted over tokens: a longer path that was never seen can fall back to a shorter.
-    routings: of each token the experts of every MoE layer (empty where the layer did not run: an encoder's layers for a
+    routings: of each token the experts of every MoE layer (empty if the layer did not run: an encoder's layers for a
     decoder's token)."""
     counts: dict[int, dict[PathKey, dict[int, int]]] = {}
     for routing in routings:
@@ -136,3 +145,40 @@ def _paths_before(layers: PathKey, layer: int, order: int) -> Iterator[PathKey]:
         if not layers[layer - length]:
             return
         yield layers[layer - length : layer]
+
+
+class HashRouted(LayerByLayer):
+    """The experts of hash-routed layers (EdgeMoE, section 3.1; DeepSeek-V4's first layers), those of most tokens
+    first, ties by index. ConfigError for a model without such layers."""
+
+    errs: ClassVar[bool] = False
+    from_the_start: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.context.hash_tables:
+            raise ConfigError(
+                "prefetch=hash needs layers that are routed by a hash of the token, and this model has none; take "
+                "prefetch=next-gate"
+            )
+
+    def named(self, target: int, forecasts: Forecasts) -> Ranked:
+        table = self.context.hash_tables.get(target)
+        if table is None:
+            return []
+        counts = Counter(expert for token in forecasts.token_ids() for expert in table[token])
+        return sorted(counts.items(), key=lambda counted: (-counted[1], counted[0]))
+
+
+class HashThenPath(ActivationPath):
+    """Hash-routed layers exactly, as `HashRouted` names them, the others by the activation path (EdgeMoE, sections 3.1
+    and 3.3.2). ConfigError without either."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._hash_routed = HashRouted(self.context)
+
+    def candidates(self, layer: int, forecasts: Forecasts, available: Available) -> Iterator[Wanted]:
+        if layer + 1 in self.context.hash_tables:
+            yield from self._hash_routed.candidates(layer, forecasts, available)
+        else:
+            yield from super().candidates(layer, forecasts, available)
