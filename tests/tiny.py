@@ -130,7 +130,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
         "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
         "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "mlp_layer_types": ["dense", "sparse", "sparse"], "first_k_dense_replace": 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "first_k_dense_replace": 2, "q_lora_rank": None,
     },
     "hunyuan_v1_moe": {
         "moe_topk": 3, "intermediate_size": 32,
