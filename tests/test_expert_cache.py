@@ -241,7 +241,7 @@ STEPS = st.tuples(
     "parts", [[Pool(5, None, range(3))], [Pool(2, None, range(layer, layer + 1)) for layer in range(3)],
               by_use(Share(6, [99] * 3))], ids=["one", "even", "by use"]
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(script=st.lists(STEPS, min_size=20, max_size=80))
 def test_copies_that_share_bytes_never_take_more(parts: list[Pool], script: list[tuple[str, int, int, int]]) -> None:
     """Nor does memory that nobody counts any more stay, whatever leaves for whom."""

@@ -89,7 +89,7 @@ def interrupt(model: Any, tokenizer: Any, times: int) -> None:
 
 
 def test_a_step_after_an_interrupted_one_is_whole(loaded: Any) -> None:
-    interrupt(*loaded, times=7)
+    interrupt(*loaded, times=15)
 
 
 @pytest.mark.long
@@ -109,7 +109,7 @@ def test_wherever_deciding_is_interrupted_no_slot_is_lost_or_held_by_two() -> No
         def work(
             controller: ExpertLoader = controller, link: FakeLink = link, addresses: dict[ExpertKey, int] = addresses
         ) -> None:
-            for number in range(4):
+            for number in range(6):
                 layer, first = number % 3, number * 5 % 8
                 for group in controller.run_layer(layer, demands(first, (first + 1) % 8, (first + 3) % 8)):
                     addresses.update({ExpertKey(layer, expert, bits): slot for expert, slot, bits in group})

@@ -151,7 +151,7 @@ BREAKAGES = (
         "KVCache.fork",
         "self.recurrent.copy(slab, other)",
         "pass",
-        ("tests/test_linear_attention.py",),
+        ("tests/test_attention.py",),
     ),
     Breakage(
         "a fork leaves an indexer's keys behind",
