@@ -1060,7 +1060,7 @@ BREAKAGES = (
         "Weighted.priority",
         "self._w_fld * nearness",
         "0",
-        ("tests/test_parts.py",),
+        ("tests/test_policies.py",),
     ),
     Breakage(
         "recency does not count",
