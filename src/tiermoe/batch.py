@@ -68,7 +68,7 @@ class Batch:
 
     @property
     def last(self) -> list[int]:
-        """Where in `tokens` each row ends: what follows these tokens is asked for."""
+        """Indices in `tokens` of the last token of each row, whose logits are asked for."""
         ends, count = [], 0
         for row in self.rows:
             count += len(row.tokens)

@@ -59,7 +59,7 @@ class MarkdownStream:
             self._print(block)
 
     def _blocks(self, text: str) -> list[str]:
-        """The text in parts, of which each is a block, with the empty lines after it."""
+        """The blocks of a text, each with the empty lines after it."""
         lines = re.split("(?<=\n)", text)
         starts = [token.map[0] for token in self._parser.parse(text) if token.level == 0 and token.map]
         bounds = [0, *starts[1:], len(lines)]

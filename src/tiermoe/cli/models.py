@@ -30,9 +30,9 @@ def pull(
     ],
     options: dict[str, Any],
 ) -> None:
-    """Download a model, and print where it lies. Of a repository with GGUF files alone, the largest one is taken whose
-    experts the memory budget holds all; where it holds no one's, the smallest one of at least 4 bits a weight. FILE is
-    a file's name, or the end of it, like Q4_K_M. What is interrupted goes on where it stopped."""
+    """Download a model and print its path. Of a repository with GGUF files alone, the largest file is taken with all
+    its experts within the memory budget; if no file fits, the smallest of at least 4 bits a weight. FILE is the name of
+    a file, or its end, like Q4_K_M. An interrupted download is resumed."""
     with starting("asking the hub"):
         from tiermoe.engine.gguf_choice import choose
         from tiermoe.model.hf.hub import download, download_files, inspect_without_download, read_repository

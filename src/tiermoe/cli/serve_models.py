@@ -91,8 +91,8 @@ def serve_models(
 
 
 def _places(models: Sequence[str], folder: Path | None) -> dict[str, str]:
-    """Name → where it lies, of the models and of those in a folder. ConfigError for a name that comes twice, and if
-    there is none."""
+    """Name → path or hub id, of the models named and of those in a folder. ConfigError for a name that occurs
+    twice, and if there is no model."""
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--models-dir {folder} is no folder; name the folder that has the models' folders or files")
     places: dict[str, str] = {}

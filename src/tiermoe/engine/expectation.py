@@ -6,7 +6,7 @@ at worst one after the other, at a share of the rates, with the worst. Deciding 
 of it, if experts are small. A prompt reads each expert that any of its tokens uses once, or once for so many chunks
 as go through a layer together, and computes.
 
-If torch's operators compute, products take what they were measured to take, and what stands between them longer.
+If torch's operators compute, products take their measured time, and the work between products takes longer.
 
 After a run, `as_measured` narrows the range to what the run has measured, and `other_budgets` says what other budgets
 than the plan's would bring."""

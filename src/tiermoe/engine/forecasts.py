@@ -1,5 +1,5 @@
-"""Forecasts: what routers of later layers say of the running layer's input, and tables of layers whose experts follow
-from the token alone (hash layers; DeepSeek-V4's first ones)."""
+"""Forecasts: choices of later layers' routers on the running layer's input, and the tables of hash layers, which route
+by the token alone (DeepSeek-V4's first ones)."""
 
 from __future__ import annotations
 

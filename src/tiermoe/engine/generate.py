@@ -1,5 +1,5 @@
-"""Generation: one prompt in, its text piece by piece, and a report of what it took. Conversations, of which the earlier
-turns are not computed again."""
+"""Generation: one prompt in, its text piece by piece, and a report of what it took. Conversations, with the prefix
+cache of their earlier turns."""
 
 from __future__ import annotations
 

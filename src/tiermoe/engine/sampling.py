@@ -139,8 +139,8 @@ class Sampling:
     @property
     def truncations(self) -> list[tuple[Truncation, float]]:
         """The rules that leave tokens out, with their numbers."""
-        values = {name: getattr(self, name, self.own.get(name, rule.off)) for name, rule in TRUNCATIONS.items()}
-        return [(TRUNCATIONS[name], value) for name, value in values.items() if value != TRUNCATIONS[name].off]
+        rules = [(rule, getattr(self, name, self.own.get(name, rule.off))) for name, rule in TRUNCATIONS.items()]
+        return [(rule, value) for rule, value in rules if value != rule.off]
 
 
 def _check_range(name: str, value: float | None, least: float, largest: float) -> None:

@@ -145,6 +145,12 @@ class GgufFile:
         """Layers without a router."""
         return [layer for layer, routed in enumerate(self.layers_with("ffn_gate_inp.weight")) if not routed]
 
+    def refuse_dense_layers(self, family: str, then: str = AGAIN) -> None:
+        """ModelError if there is a layer without experts, which no model of the family has."""
+        if self.dense_layers:
+            named = ", ".join(map(str, self.dense_layers))
+            raise self.refusal(f"has layers without experts ({named}), which no {family} has", then)
+
     @property
     def leading_dense(self) -> int:
         """Dense layers before those with experts. ModelError where one comes after."""

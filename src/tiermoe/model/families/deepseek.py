@@ -8,7 +8,7 @@ from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.attention.grouped import grouped
 from tiermoe.model.attention.latent import latent
 from tiermoe.model.families.family import Family, LatentFamily
-from tiermoe.model.families.gguf import Config, Gguf, block_names, grouped_fields
+from tiermoe.model.families.gguf import Config, Gguf, block_names, expert_sizes, grouped_fields
 from tiermoe.model.layer import Layer
 from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.moe import moe_or_dense
@@ -36,11 +36,7 @@ class DeepSeekMoe(Family):
             raise ModelError(f"{file.path} scales its experts' weights by {scale:g}, which no DeepSeekMoE does")
         return {
             **grouped_fields(file),
-            "n_routed_experts": file.experts,
-            "n_shared_experts": file.count("expert_shared_count"),
-            "moe_intermediate_size": file.expert_columns,
-            "intermediate_size": file.dense_columns,
-            "first_k_dense_replace": file.leading_dense,
+            **expert_sizes(file),
             "norm_topk_prob": False,  # models/deepseek.cpp
         }
 

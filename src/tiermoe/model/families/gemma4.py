@@ -99,9 +99,7 @@ class Gemma4(Family):
         for key, part in _ABSENT.items():
             if file.count(key, 0):
                 raise file.refusal(f"has {part}, which no Gemma 4 with experts has", "take the model's safetensors")
-        if dense := file.dense_layers:
-            named = ", ".join(map(str, dense))
-            raise file.refusal(f"has layers without experts ({named}), which no Gemma 4 with experts has")
+        file.refuse_dense_layers("Gemma 4 with experts")
         config, kinds = common_fields(file), window_layers(file)
         if _FULL not in kinds:
             raise file.refusal("has no layer without a window, which every Gemma 4 has")

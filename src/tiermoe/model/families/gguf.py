@@ -160,14 +160,21 @@ def latent_fields(file: GgufFile) -> Config:
     }
 
 
-def routed_fields(file: GgufFile) -> Config:
-    """A feed-forward part by the names of DeepSeek-V3's config."""
+def expert_sizes(file: GgufFile) -> Config:
+    """Counts and columns of a feed-forward part by the names of DeepSeek's configs."""
     return {
         "n_routed_experts": file.experts,
         "n_shared_experts": file.count("expert_shared_count"),
         "moe_intermediate_size": file.expert_columns,
         "intermediate_size": file.dense_columns,
         "first_k_dense_replace": file.leading_dense,
+    }
+
+
+def routed_fields(file: GgufFile) -> Config:
+    """A feed-forward part by the names of DeepSeek-V3's config."""
+    return {
+        **expert_sizes(file),
         "routed_scaling_factor": file.decimal("expert_weights_scale", 1.0),
         "norm_topk_prob": bool(file.of_model("expert_weights_norm", False)),
         "n_group": file.count("expert_group_count", 1),

@@ -58,8 +58,7 @@ class Mellum(Family):
     def config(self, file: GgufFile) -> Config:
         """No layer has a window if the file has no size of one. ModelError for layers without experts, and for
         weights that are scaled."""
-        if dense := file.dense_layers:
-            raise file.refusal(f"has layers without experts ({', '.join(map(str, dense))}), which no Mellum 2 has")
+        file.refuse_dense_layers("Mellum 2")
         if (scale := file.decimal("expert_weights_scale", 1.0)) != 1.0:
             raise file.refusal(f"scales its experts' weights by {scale:g}, which no Mellum 2 does")
         config, window = grouped_fields(file), file.count("attention.sliding_window", 0)

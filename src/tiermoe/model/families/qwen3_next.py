@@ -55,12 +55,7 @@ class Qwen35Moe(Qwen3Next):
 
     def config(self, file: GgufFile) -> Config:
         """Qwen3.5, and Qwen3-Next where all layers have experts."""
-        if dense := file.dense_layers:
-            named = ", ".join(map(str, dense))
-            raise file.refusal(
-                f"has layers without experts ({named}), which no Qwen3-Next or Qwen3.5 that was published has",
-                "take the model's safetensors",
-            )
+        file.refuse_dense_layers("Qwen3-Next or Qwen3.5 that was published", "take the model's safetensors")
         return {
             **partly_rotated_fields(file),
             **linear_config(file),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
-from tiermoe.offload.policies.eviction.base import EvictionContext, ScoredEviction
+from tiermoe.offload.policies.eviction.base import EvictionContext
+from tiermoe.offload.policies.eviction.classic import LeastFrequentlyUsed
 from tiermoe.offload.policies.settings import setting
-from tiermoe.types import Demand, ExpertKey
+from tiermoe.types import ExpertKey
 
 
 @dataclass(eq=False)
-class DistanceByFrequency(ScoredEviction):
+class DistanceByFrequency(LeastFrequentlyUsed):
     """Evicts the highest d / f over the S layers of the decoder: far away and rarely used.
 
     d is ((i - I) mod S), the layers until layer i runs, or with distance='behind' ((S - i + I) mod S), those since it
@@ -36,19 +36,12 @@ class DistanceByFrequency(ScoredEviction):
         self._first = context.encoder_layers if context.encoder_layers < context.layers else 0
         self._layers = context.layers - self._first
         self._prior = context.frequencies
-        self._uses: Counter[ExpertKey] = Counter()
-
-    def record(self, key: ExpertKey, demand: Demand) -> None:
-        self._uses[key] += demand.tokens
-
-    def forget(self) -> None:
-        self._uses.clear()
 
     def score(self, key: ExpertKey) -> float:
         """f"""
         if key.layer < self._first:
             return 0.0
-        return self._prior.get((key.layer, key.expert), 0.0) + self._uses[key]
+        return self._prior.get((key.layer, key.expert), 0.0) + super().score(key)
 
     def priority(self, layer: int, score: float) -> float:
         if score == 0:
