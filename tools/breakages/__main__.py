@@ -34,7 +34,7 @@ from table import BREAKAGES
 
 ROOT = Path(__file__).parents[2]
 BUILT = "src/tiermoe/native/*.so"
-BUILD = ("-c", "import setuptools; setuptools.setup()", "build_ext", "--inplace")
+BUILD = ("setup.py", "build_ext", "--inplace")
 LINKED = "models"
 """A folder that no breakage touches, and large."""
 ALL = ("tests", "--ignore=tests/test_breakages.py")
