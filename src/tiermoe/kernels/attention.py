@@ -2,8 +2,8 @@
 (`DecodeAttention`), and attention alone for a prompt's tokens (`prompt_attention`).
 
 `GroupedAttention` or `LatentAttention` describes a layer, `Step` the tokens, `Slabs` the memory of keys and values. A
-token's values depend on its sequence's positions alone, and from position `DEEP` on, on whether it is a prompt's, bit
-for bit: neither the other tokens of a call nor the number of threads matter, nor whether the cache is a ring.
+token's values depend on its sequence's positions alone, bit for bit, the same in both: neither the other tokens of a call
+nor the number of threads matter, nor whether the cache is a ring.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from tiermoe.types import FEW_TOKENS
 
 HEAD_COLUMNS = 32  # a head has a multiple of them
 LARGEST_HEAD = 256
-DEEP = 1024
-"""From this position on a prompt's tokens are computed by blocks of queries (native/attention.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,7 @@ def _any_layer_norm(*norms: Norm | None) -> bool:
     return any(norm is not None and norm.kind == "layer" for norm in norms)
 
 
-_TILE = 256  # positions of a piece of work
+_TILE = 128  # positions of a piece of work
 _PROJECTIONS = 3
 
 
@@ -269,8 +267,7 @@ class Step:
     queries are multiplied; None: 1. first: int64 (T), where padding on the
     left ends; None: 0. A token attends to positions max(first, position - window + 1) .. position of the slab, those
     that the step writes included. chosen: int32 (T, most), the only positions that a token attends to, ascending; a
-    token with fewer than `most` positions has them at the row's beginning. None: all. given: bool (T), whether a token
-    is a prompt's: grouped attention computes it as `prompt_attention` does, from position `DEEP` on. None: no token is.
+    token with fewer than `most` positions has them at the row's beginning. None: all.
 
     ValueError: of another dtype, shape or layout. Keeps the tensors alive; they must not change while it is used."""
 
@@ -283,7 +280,6 @@ class Step:
         first: Tensor | None = None,
         chosen: Tensor | None = None,
         temperatures: Tensor | None = None,
-        given: Tensor | None = None,
     ) -> None:
         self.tokens = slabs.numel()
         whole = [slabs, positions] if first is None else [slabs, positions, first]
@@ -301,22 +297,20 @@ class Step:
             raise ValueError(f"chosen must be contiguous int32 ({self.tokens}, positions)")
         if chosen is not None and len(chosen) != self.tokens:
             raise ValueError(f"positions are chosen for {len(chosen)} of {self.tokens} tokens")
-        if given is not None and (given.dtype != torch.bool or given.shape != (self.tokens,)):
-            raise ValueError(f"given must be bool ({self.tokens})")
         self._held = (slabs, positions, cos, sin, first)
-        self._chosen, self._temperatures, self._given = chosen, temperatures, given
+        self._chosen, self._temperatures = chosen, temperatures
         self.results: tuple[Tensor, Tensor] | None = None  # of the last layer
         self.packed = _native.pack(
             structs.Step(
                 tokens=self.tokens, slabs=slabs.data_ptr(), positions=positions.data_ptr(), first=address(first),
                 cos=cos.data_ptr(), sin=sin.data_ptr(), rotary_columns=cos.shape[1], chosen=address(chosen),
-                most=0 if chosen is None else chosen.shape[1], temperatures=address(temperatures), given=address(given),
+                most=0 if chosen is None else chosen.shape[1], temperatures=address(temperatures),
             )
         )  # fmt: skip
 
     def choosing(self, chosen: Tensor | None) -> Step:
         """The same step, with `chosen` positions for each token."""
-        return Step(*self._held, chosen, self._temperatures, self._given)
+        return Step(*self._held, chosen, self._temperatures)
 
 
 class DecodeAttention:
@@ -354,7 +348,7 @@ def decode_attention(weights: GroupedAttention | LatentAttention) -> DecodeAtten
     return None if packed is None else DecodeAttention(weights, packed)
 
 
-_QUERY_ROWS, _QUERY_TILE = 64, 128  # queries of a block of a prompt, positions of its tiles
+_QUERY_ROWS = 64  # queries of a block of a prompt
 
 
 def takes_prompts(dtype: torch.dtype, key_columns: int, value_columns: int) -> bool:
@@ -368,7 +362,7 @@ def prompt_workspace(threads: int, key_columns: int, value_columns: int) -> int:
     return (
         4
         * threads
-        * ((_QUERY_ROWS + _QUERY_TILE) * (key_columns + value_columns) + (2 * _QUERY_TILE + 5) * _QUERY_ROWS)
+        * ((_QUERY_ROWS + _TILE) * (key_columns + value_columns) + (2 * _TILE + 6) * _QUERY_ROWS)
     )
 
 

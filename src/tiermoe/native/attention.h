@@ -1,18 +1,13 @@
 /* The attention half of a decoder layer for few tokens, of any sequences and positions: norm, projections, rotary
  * embedding, attention over the key/value cache, output projection, residual, norm. Rounded to bfloat16 where the separate
- * operations round. A token's values depend on its sequence's earlier positions alone, and from DEEP on, on whether it is a
- * prompt's: neither the other tokens of a call nor the threads change a bit. */
+ * operations round. A token's values depend on its sequence's earlier positions alone: neither the other tokens of a call nor the
+ * threads change a bit. */
 #ifndef TIERMOE_ATTENTION_H
 #define TIERMOE_ATTENTION_H
 
 #include "matrix.h"
 #include "norm.h"
 #include "slabs.h"
-
-/* Grouped attention computes a prompt's tokens from this position on by blocks of queries (prompt_attention.h), which takes
- * less than half the time where there are many positions. The others are computed one by one: so before it a token has the
- * same bits whether it was given or generated. */
-enum { DEEP = 1024 };
 
 typedef struct {
     Matrix matrix;    /* no rows: there is no such projection */
@@ -56,7 +51,6 @@ typedef struct {
     const int32_t *chosen; /* (tokens, most): what a token attends to instead of all up to its own position, ascending: the
                             * first `most` of its row, of a token with fewer positions as many as it has; NULL: all */
     size_t most;
-    const uint8_t *given;  /* (tokens): whether a token is a prompt's; NULL: none is */
 } Step;
 
 /* Fills in `spread`. */

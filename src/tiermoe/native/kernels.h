@@ -52,7 +52,7 @@ typedef struct {
     void (*attend_tile)(const Positions *positions, const bf16 *queries, size_t count, size_t begin, size_t end, float scale,
                         float *results);
     void (*attend_rows)(const Positions *positions, const QueryRows *rows, float *workspace);
-    void (*merge_tiles)(const float *results, size_t tiles, size_t stride, size_t value_columns, const float *sink, bf16 *out);
+    void (*merge_tiles)(float *results, size_t tiles, size_t stride, size_t value_columns, const float *sink, bf16 *out);
 
     /* Parts of delta.h; columns are multiples of 16. out (columns) = silu of the sum of taps[i] (rows `stride` apart) times
      * inputs[i], rounded before and after. x becomes `scale` times x of length one. A state's columns `from` (keys, columns), rows

@@ -13,7 +13,8 @@ enum {
     LANES = 16,
     DOT = 16, /* columns of a dot product at a time */
 };
-#define QUERIES 2 /* that share what is loaded of keys and values */
+#define QUERIES 2 /* that share what is loaded of values */
+#define SCORED 4  /* that share what is loaded of keys */
 #define WIDEST(queries) ((queries) < 2 ? 64 : 32) /* columns of values whose sums are in registers at a time */
 
 typedef struct {
@@ -204,6 +205,22 @@ static inline void transpose(Words v[4]) {
     const __m256i c = _mm256_unpacklo_epi32(v[2], v[3]), d = _mm256_unpackhi_epi32(v[2], v[3]);
     v[0] = _mm256_unpacklo_epi64(a, c), v[1] = _mm256_unpackhi_epi64(a, c);
     v[2] = _mm256_unpacklo_epi64(b, d), v[3] = _mm256_unpackhi_epi64(b, d);
+}
+
+/* out[s * stride + r] = column s of LANES rows, of each pair of columns the second before the first (../attention.h). */
+#define OWN_ACROSS
+static inline void rows_across(const bf16 *const *rows, size_t columns, float *out, size_t stride) {
+    for (size_t c = 0; c < columns; c += 8)
+        for (size_t half = 0; half < LANES; half += 8) {
+            Words v[4];
+            for (size_t r = 0; r < 4; r++)
+                v[r] = _mm256_loadu2_m128i((const void *)(rows[half + 4 + r] + c), (const void *)(rows[half + r] + c));
+            transpose(v);
+            for (size_t s = 0; s < 4; s++) {
+                float *to = out + (c + 2 * s) * stride + half;
+                eight_to(to, eight_bits(words_and(v[s], 0xFFFF0000))), eight_to(to + stride, eight_bits(WORDS_LEFT(v[s], 16)));
+            }
+        }
 }
 
 #endif

@@ -1,5 +1,5 @@
-/* Attention's own ways with pairs of bfloat16: values weighted by the softened scores (attention.h), and what a step of the
- * sums of prompt.h takes. */
+/* Attention's own ways with pairs of bfloat16 (../attention.h): what a step of a chain takes, and values weighted by the softened
+ * scores. */
 #ifndef TIERMOE_ISA_AVX512_ATTENTION_H
 #define TIERMOE_ISA_AVX512_ATTENTION_H
 
@@ -16,16 +16,14 @@ static inline void store_columns(__m512 low, __m512 high, float *out) {
 
 /* results[q * stride + c] = the sum of weights[q][i] times column c of value i, for `width` columns from `begin`
  * on: two positions at a time, whose columns become pairs. `keys`: of the next tile, to be fetched; NULL: are. */
-INLINE void weigh(size_t count, size_t width, const Positions *positions, const TileRows *rows, const bf16 (*weights)[TILE],
+INLINE void weigh(size_t count, size_t width, const bf16 *const *values, size_t positions, const bf16 (*weights)[TILE],
                   size_t begin, float *results, size_t stride, const Ahead *keys) {
     __m512 sums[QUERIES][128 / LANES];
     for (size_t q = 0; q < count; q++)
         for (size_t r = 0; r < width / LANES; r++) sums[q][r] = _mm512_setzero_ps();
-    for (size_t i = 0; i < rows->count; i += 2) {
+    for (size_t i = 0; i < positions; i += 2) {
         if (keys) fetch(keys, i, 2);
-        const bf16 *values = (const bf16 *)positions->values + begin;
-        const bf16 *even = values + tile_row(rows, i) * positions->value_stride;
-        const bf16 *odd = values + tile_row(rows, i + 1) * positions->value_stride;
+        const bf16 *even = values[i] + begin, *odd = values[i + 1] + begin;
         __m512i pairs[128 / LANES];
         for (size_t r = 0; r < width / LANES; r += 2) {
             const __m512i a = _mm512_loadu_si512(even + LANES * r), b = _mm512_loadu_si512(odd + LANES * r);
@@ -42,11 +40,12 @@ INLINE void weigh(size_t count, size_t width, const Positions *positions, const 
             store_columns(sums[q][r], sums[q][r + 1], results + q * stride + begin + LANES * r);
 }
 
-/* What a step of the sums of prompt.h takes of one factor: two bfloat16 numbers. */
+/* What a step of a chain takes of one factor: two bfloat16 numbers, of which the instruction adds the second product first. */
 typedef uint32_t __attribute__((may_alias)) Unit;
 typedef __m512i Units; /* of LANES rows */
 enum { IN_UNIT = 2, ROW_VECTORS = 4 }; /* numbers in a unit; vectors of rows whose sums are in registers at a time */
 
+static inline size_t step_of(size_t number) { return number / 2; }
 static inline Units units_from(const Unit *from) { return _mm512_loadu_si512(from); }
 static inline Units unit_all(Unit unit) { return _mm512_set1_epi32((int)unit); }
 static inline Vector units_times_plus(Units a, Units b, Vector sum) {
@@ -63,6 +62,31 @@ static inline const Unit *units_of(const bf16 *row, size_t columns, Unit *room) 
 static inline void units_across(const bf16 *const *rows, size_t columns, Unit *out) {
     const bf16 *first = rows[0], *second = rows[1];
     for (size_t c = 0; c < columns; c++) out[c] = first[c] | (uint32_t)second[c] << 16;
+}
+
+/* Four registers of four rows' quarters, a quarter of each row in each, to four of the same quarters by column. */
+static inline void transpose_quarters(__m512i v[4]) {
+    const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
+    const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+    v[0] = _mm512_unpacklo_epi64(a, c), v[1] = _mm512_unpackhi_epi64(a, c);
+    v[2] = _mm512_unpacklo_epi64(b, d), v[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+static inline __m128i quarter(const bf16 *from) { return _mm_loadu_si128((const void *)from); }
+
+/* out[s * stride + r] = unit s of row r, for LANES rows: four units at a time, of rows r, 4 + r, 8 + r and 12 + r in a register. */
+static inline void rows_across(const bf16 *const *rows, size_t columns, Unit *out, size_t stride) {
+    for (size_t c = 0; c < columns; c += 8) {
+        __m512i v[4];
+        for (size_t r = 0; r < 4; r++) {
+            v[r] = _mm512_castsi128_si512(quarter(rows[r] + c));
+            v[r] = _mm512_inserti32x4(v[r], quarter(rows[4 + r] + c), 1);
+            v[r] = _mm512_inserti32x4(v[r], quarter(rows[8 + r] + c), 2);
+            v[r] = _mm512_inserti32x4(v[r], quarter(rows[12 + r] + c), 3);
+        }
+        transpose_quarters(v);
+        for (size_t s = 0; s < 4; s++) _mm512_storeu_si512(out + (c / 2 + s) * stride, v[s]);
+    }
 }
 
 /* The units of IN_UNIT vectors of numbers that are bfloat16. */

@@ -15,7 +15,8 @@ enum {
     LANES = 16,
     DOT = 32,    /* columns of a dot product at a time */
 };
-#define QUERIES 4 /* that share what is loaded of keys and values */
+#define QUERIES 4 /* that share what is loaded of values */
+#define SCORED 8  /* that share what is loaded of keys */
 #define WIDEST(queries) ((queries) < 3 ? 128 : 64) /* columns of values whose sums are in registers at a time */
 
 typedef __m512 Vector;

@@ -11,7 +11,8 @@ enum {
     LANES = 16,
     DOT = 8, /* columns of a dot product at a time */
 };
-#define QUERIES 2 /* that share what is loaded of keys and values */
+#define QUERIES 2 /* that share what is loaded of values */
+#define SCORED 4  /* that share what is loaded of keys */
 #define WIDEST(queries) ((queries) < 2 ? 64 : 32) /* columns of values whose sums are in registers at a time */
 
 typedef float32x4x4_t Vector;
