@@ -90,9 +90,9 @@ def address(tensor: Tensor | None) -> int:
 
 
 def prepared_at_most(columns: int) -> int:
-    """Bytes of a token's prepared input of so many columns (matrix_prepared in native/matrix.h): AVX2's integers of
-    spans of 32 columns, in other instruction sets sums of groups of 32."""
-    return (136 if instruction_set() == "avx2" else 4) * -(-columns // 32)
+    """Bytes of a token's prepared input of so many columns (matrix_prepared in native/matrix.h), in parts of 32: codes of
+    8 bits with a scale and a sum; AVX2's integers of 16 bits of strips."""
+    return (136 if instruction_set() == "avx2" else 40) * -(-columns // 32)
 
 
 def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> MatrixForm | None:

@@ -1,10 +1,11 @@
 /* Attention of few queries over tiles of a key/value cache (attention_tiles.h), and the order of sums that it shares with
  * attention of many (prompt.h), so that a query's bits are the same in both:
  *
- *   a score      one chain over pairs of columns: of each pair the second product, then the first, each fused
+ *   a score      sixteen chains, chain l over pairs l, 16 + l .. of columns, of each pair the second product, then the first,
+ *                each fused; the sum of four after each other is (0 + 2) + (1 + 3), and that of these four likewise
  *   a weight     relative to the tile's largest score, rounded; their sum is of 16 parts, position i in part i mod 16, which
  *                are added half to half
- *   a value      one chain over pairs of positions, of weights of 0 too, as a score's
+ *   a value      one chain over pairs of positions, as a score's, of weights of 0 too
  *   tiles        in ascending order, what is known before and a tile each by a factor (Running) */
 #ifndef TIERMOE_ISA_ATTENTION_H
 #define TIERMOE_ISA_ATTENTION_H
@@ -34,14 +35,39 @@ INLINE const bf16 *kept_row(const void *rows, size_t stride, size_t row, size_t 
     return room;
 }
 
-/* The row of each of `count` positions from `from` on: of those before `begin` the row of that, which has a value that a weight
- * of 0 leaves at 0, and of those from `end` on that of the last one before it. */
-static void rows_of_tile(const Positions *positions, size_t from, size_t begin, size_t end, size_t count, size_t *rows) {
-    size_t row = begin % positions->room;
-    for (size_t i = 0; i < count; i++) {
-        rows[i] = positions->chosen ? (size_t)positions->chosen[row] : row;
-        if (from + i >= begin && from + i + 1 < end && ++row == positions->room) row = 0;
+/* The rows of positions from a multiple of LANES on: of those before `begin` the row of that, which has a value that a weight of 0
+ * leaves at 0, and of those from `end` on that of the last one before it. */
+typedef struct {
+    const Positions *positions;
+    size_t first, before, last; /* the row of `begin`, and how far that and the last one before `end` are from the first position */
+} TileRows;
+
+static inline TileRows tile_rows(const Positions *positions, size_t from, size_t begin, size_t end) {
+    return (TileRows){positions, begin % positions->room, begin - from, end - 1 - from};
+}
+
+/* How far from the first row the one of position i is. */
+static inline size_t row_from_first(const TileRows *rows, size_t i) {
+    const size_t at = i < rows->last ? i : rows->last;
+    return at > rows->before ? at - rows->before : 0;
+}
+
+static inline size_t tile_row(const TileRows *rows, size_t i) {
+    const size_t row = rows->first + row_from_first(rows, i), room = rows->positions->room;
+    if (rows->positions->chosen) return (size_t)rows->positions->chosen[row];
+    return row < room ? row : row % room;
+}
+
+/* Where the rows of `count` positions are, as bfloat16: of codes in `room`. */
+static void find_rows(const TileRows *rows, const void *from, size_t stride, size_t columns, size_t count, bf16 *room, const bf16 **at) {
+    const Positions *positions = rows->positions;
+    if (positions->bits == 16 && !positions->chosen && rows->first + rows->last - rows->before < positions->room) {
+        const bf16 *first = (const bf16 *)from + rows->first * stride;
+        for (size_t i = 0; i < count; i++) at[i] = first + row_from_first(rows, i) * stride;
+        return;
     }
+    for (size_t i = 0; i < count; i++)
+        at[i] = kept_row(from, stride, tile_row(rows, i), columns, positions->bits, room + (positions->bits == 16 ? 0 : i * columns));
 }
 
 #if defined(SIMD_AVX512)
@@ -69,14 +95,6 @@ static inline void units_across(const bf16 *const *rows, size_t columns, Unit *o
     for (size_t c = 0; c < columns; c++) out[c] = from_bf16(rows[0][c]);
 }
 
-#if !defined(OWN_ACROSS)
-/* out[s * stride + r] = unit s of row r, for LANES rows. */
-static inline void rows_across(const bf16 *const *rows, size_t columns, Unit *out, size_t stride) {
-    for (size_t c = 0; c < columns; c++)
-        for (size_t r = 0; r < LANES; r++) out[step_of(c) * stride + r] = from_bf16(rows[r][c]);
-}
-#endif
-
 /* The units of IN_UNIT vectors of numbers that are bfloat16. */
 static inline void store_units(Unit *to, const Vector *numbers) { store(to, numbers[0]); }
 
@@ -100,79 +118,42 @@ INLINE void weigh(size_t count, size_t width, const bf16 *const *values, size_t 
 }
 #endif
 
-enum { MOST_PLACES = 8, MOST_VECTORS = 4 };
-
-/* sums[j][v] += the sum over `steps` of unit `step * stride` of factors[j] times the rows' units, which are `across` apart from
- * step to step. */
-INLINE void add_products(size_t places, size_t vectors, const Unit *const *factors, size_t stride, const Unit *rows,
-                         size_t across, size_t steps, Vector sums[MOST_PLACES][MOST_VECTORS]) {
-    for (size_t s = 0; s < steps; s++) {
-        Units row[MOST_VECTORS];
-        for (size_t v = 0; v < vectors; v++) row[v] = units_from(rows + s * across + v * LANES);
-        for (size_t j = 0; j < places; j++) {
-            const Units factor = unit_all(factors[j][s * stride]);
-            for (size_t v = 0; v < vectors; v++) sums[j][v] = units_times_plus(factor, row[v], sums[j][v]);
-        }
-    }
-}
-
 static const float NO_SCORE = -1e30f; /* below any score: the largest of a query that has seen none is -FLT_MAX */
 
-/* Scores of few queries: keys across the lanes, which the queries share. */
-
-typedef struct {
-    const Positions *positions;
-    const size_t *rows; /* of each position of the tile that is computed, to the end of the lanes */
-    size_t count;
-    float scale;
-    const float *key_scales; /* of codes; else NULL */
-    const Ahead *values;     /* what of the tile is read after its keys */
-} TileKeys;
-
-/* scores[q][i] = scale * query q times key i, for `places` queries, `vectors` times LANES keys at a time. */
-INLINE void score(size_t places, size_t vectors, const TileKeys *keys, const bf16 *queries, float (*scores)[TILE]) {
-    const size_t columns = keys->positions->key_columns, steps = columns / IN_UNIT, across = vectors * LANES;
-    Unit panel[steps * across], room[IN_UNIT == 1 ? MOST_PLACES * columns : 1];
-    const Unit *factors[MOST_PLACES];
-    for (size_t q = 0; q < places; q++)
-        factors[q] = units_of(queries + q * columns, columns, IN_UNIT == 1 ? room + q * columns : room);
-    for (size_t i = 0; i < keys->count; i += across) {
-        Vector sums[MOST_PLACES][MOST_VECTORS];
-        for (size_t v = 0; v < vectors; v++) {
-            const bf16 *some[LANES];
-            bf16 decoded[LANES][MOST_CODED];
-            for (size_t r = 0; r < LANES; r++) {
-                const size_t at = i + v * LANES + r, row = keys->rows[at < keys->count ? at : keys->count - 1];
-                some[r] = kept_row(keys->positions->keys, keys->positions->key_stride, row, columns, keys->positions->bits, decoded[r]);
+/* scores[q][i] = scale * query q times key i, for a number of queries known when compiling. `values`: what of the tile is read
+ * after its keys; NULL: fetched already. */
+INLINE void score(size_t count, const bf16 *const *keys, size_t positions, size_t columns, const bf16 *queries, float scale,
+                  float (*scores)[TILE], const Ahead *values) {
+    enum { FOUR = 4 };
+    const size_t together = KEYS(count); /* keys */
+    for (size_t i = 0; i < positions; i += together) {
+        Dot sums[QUERIES * FOUR];
+        float found[QUERIES * FOUR];
+        if (values) fetch(values, i, together);
+        for (size_t n = 0; n < count * together; n++) sums[n] = no_dot();
+        for (size_t c = 0; c < columns; c += DOT)
+            for (size_t j = 0; j < together; j++) {
+                const Columns key = load_columns(keys[i + j] + c);
+                for (size_t q = 0; q < count; q++)
+                    sums[q * together + j] = dot(sums[q * together + j], load_columns(queries + q * columns + c), key);
             }
-            rows_across(some, columns, panel + v * LANES, across);
-        }
-        if (keys->values) fetch(keys->values, i, across);
-        for (size_t q = 0; q < places; q++)
-            for (size_t v = 0; v < vectors; v++) sums[q][v] = zeros();
-        add_products(places, vectors, factors, 1, panel, across, steps, sums);
-        for (size_t q = 0; q < places; q++)
-            for (size_t v = 0; v < vectors && i + v * LANES < keys->count; v++)
-                store(scores[q] + i + v * LANES, times(sums[q][v], all(keys->scale)));
+        for (size_t n = 0; n < count * together; n += FOUR) four_dots(sums + n, scale, found + n);
+        for (size_t q = 0; q < count; q++) memcpy(scores[q] + i, found + q * together, together * sizeof *found);
     }
 }
 
-/* As many vectors of keys as sums stay in registers; of many queries some after the others. */
-static void score_queries(TileKeys keys, const bf16 *queries, size_t count, float (*scores)[TILE]) {
-#define SCORE(n, vectors) \
-    case n: score(n, vectors, &keys, queries, scores); break;
-    for (size_t some; count; count -= some, queries += some * keys.positions->key_columns, scores += some, keys.values = NULL) {
-        some = count < SCORED ? count : SCORED;
+static void score_queries(const bf16 *const *keys, size_t positions, size_t columns, const bf16 *queries, size_t count,
+                          float scale, float (*scores)[TILE], const Ahead *values) {
+#define SCORE(n) \
+    case n: score(n, keys, positions, columns, queries, scale, scores, values); break;
+    for (size_t some; count; count -= some, queries += some * columns, scores += some, values = NULL) {
+        some = count < QUERIES ? count : QUERIES;
         switch (some) {
-            SCORE(1, MOST_VECTORS)
-            SCORE(2, SCORED / 2)
-            SCORE(3, SCORED / 4)
-            SCORE(4, SCORED / 4)
-#if SCORED > 4
-            SCORE(5, 1)
-            SCORE(6, 1)
-            SCORE(7, 1)
-            SCORE(8, 1)
+            SCORE(1)
+            SCORE(2)
+#if QUERIES > 2
+            SCORE(3)
+            SCORE(4)
 #endif
         }
     }
@@ -230,29 +211,29 @@ static void weigh_queries(const bf16 *const *values, size_t positions, size_t co
 #undef WEIGH
 }
 
-/* Up to MOST_QUERIES. room: for a tile's decoded values, of codes. Nothing is fetched ahead of chosen rows: they do not follow
- * each other. */
+/* Up to MOST_QUERIES. room: for a tile's decoded keys, and then values, of codes. Nothing is fetched ahead of chosen rows: they
+ * do not follow each other. */
 static void attend_few(const Positions *positions, const bf16 *queries, size_t count, size_t begin, size_t end, float scale,
                        bf16 *room, float *results) {
-    const size_t from = begin / LANES * LANES, some = (end - from + LANES - 1) / LANES * LANES;
-    const size_t width = positions->value_columns, stride = tile_result(width), bits = positions->bits;
+    const size_t from = begin / LANES * LANES, some = (end - from + LANES - 1) / LANES * LANES, bits = positions->bits;
+    const size_t columns = positions->key_columns, width = positions->value_columns, stride = tile_result(width);
     float scores[MOST_QUERIES][TILE] __attribute__((aligned(64))), scales[2][TILE];
     bf16 weights[MOST_QUERIES][TILE] __attribute__((aligned(64)));
-    const bf16 *values[TILE];
-    size_t rows[TILE];
-    rows_of_tile(positions, from, begin, end, some, rows);
-    const Ahead of_values = ahead_of(positions->values, positions->value_stride, bits, rows[0]);
-    const Ahead next_keys = ahead_of(positions->keys, positions->key_stride, bits, rows[end - 1 - from] + 1);
+    const bf16 *at[TILE]; /* keys, and then values */
+    const TileRows rows = tile_rows(positions, from, begin, end);
     const int coded = positions->key_scales != NULL, fetched = positions->chosen != NULL;
-    for (size_t i = 0; i < some; i++) {
-        if (coded) scales[0][i] = from_bf16(positions->key_scales[rows[i]]), scales[1][i] = from_bf16(positions->value_scales[rows[i]]);
-        values[i] = kept_row(positions->values, positions->value_stride, rows[i], width, bits, room + (coded ? i * width : 0));
+    const Ahead of_values = ahead_of(positions->values, positions->value_stride, bits, rows.first);
+    const Ahead next_keys = ahead_of(positions->keys, positions->key_stride, bits, rows.first + end - begin);
+    find_rows(&rows, positions->keys, positions->key_stride, columns, some, room, at);
+    score_queries(at, some, columns, queries, count, scale, scores, fetched ? NULL : &of_values);
+    find_rows(&rows, positions->values, positions->value_stride, width, some, room, at);
+    for (size_t i = 0; coded && i < some; i++) {
+        const size_t row = tile_row(&rows, i);
+        scales[0][i] = from_bf16(positions->key_scales[row]), scales[1][i] = from_bf16(positions->value_scales[row]);
     }
-    const TileKeys keys = {positions, rows, some, scale, NULL, fetched ? NULL : &of_values};
-    score_queries(keys, queries, count, scores);
     for (size_t q = 0; q < count; q++)
         soften(scores[q], begin - from, end - from, coded ? (const float(*)[TILE])scales : NULL, weights[q], results + q * stride);
-    weigh_queries(values, some, width, (const bf16(*)[TILE])weights, count, results + TILE_HEADER, stride,
+    weigh_queries(at, some, width, (const bf16(*)[TILE])weights, count, results + TILE_HEADER, stride,
                   fetched ? NULL : &next_keys);
 }
 
@@ -284,20 +265,28 @@ static inline Running with_tile(Vector largest, Vector total, Vector tiles_large
     return r;
 }
 
-/* The tiles become one in the place of the first. */
+/* The tiles become one in the place of the first, LANES of them in turn: a lane has what is known after a tile's. */
 static void merge(float *results, size_t tiles, size_t stride, size_t value_columns, const float *sink, bf16 *out) {
-    float *sums = results + TILE_HEADER;
-    Vector largest = all(sink ? *sink : -FLT_MAX), total = all(sink ? 1 : 0);
+    float *sums = results + TILE_HEADER, before = sink ? *sink : -FLT_MAX, total = sink ? 1 : 0;
+    float largest[2][LANES], factors[2][LANES]; /* before and of the tile; fade and own */
     for (size_t t = 0; t < tiles; t++) {
+        if (t % LANES == 0) {
+            for (size_t i = 0; i < LANES; i++) {
+                largest[0][i] = before, largest[1][i] = t + i < tiles ? results[(t + i) * stride] : -FLT_MAX;
+                before = largest[1][i] > before ? largest[1][i] : before;
+            }
+            const Running now = with_tile(load(largest[0]), zeros(), load(largest[1]), zeros());
+            store(factors[0], now.fade), store(factors[1], now.own);
+        }
         const float *tile = results + t * stride;
-        const Running now = with_tile(largest, total, all(tile[0]), all(tile[1]));
-        largest = now.largest, total = now.total;
+        const Vector fade = all(factors[0][t % LANES]), own = all(factors[1][t % LANES]);
+        total = first_of(times_plus(all(tile[1]), own, times(all(total), fade)));
         for (size_t c = 0; c < value_columns; c += LANES) {
-            const Vector before = t ? times(load(sums + c), now.fade) : zeros();
-            store(sums + c, times_plus(load(tile + TILE_HEADER + c), now.own, before));
+            const Vector faded = t ? times(load(sums + c), fade) : zeros();
+            store(sums + c, times_plus(load(tile + TILE_HEADER + c), own, faded));
         }
     }
-    for (size_t c = 0; c < value_columns; c += LANES) store_bf16(out + c, over(load(sums + c), total));
+    for (size_t c = 0; c < value_columns; c += LANES) store_bf16(out + c, over(load(sums + c), all(total)));
 }
 
 #endif

@@ -10,7 +10,7 @@
 #include "attention.h"
 #include "simd.h"
 
-enum { PLACES = 4 }; /* keys, or columns of values, whose sums are in registers at a time, for ROW_VECTORS vectors of rows */
+enum { PLACES = 4 }; /* columns of values whose sums are in registers at a time, for ROW_VECTORS vectors of rows */
 
 typedef struct {
     Unit *queries;  /* (key_columns / IN_UNIT, QUERY_ROWS) */
@@ -49,28 +49,80 @@ static size_t rows_computed(size_t rows) {
     return rows - rest + (2 * vectors > ROW_VECTORS ? TOGETHER : vectors * LANES);
 }
 
+/* Keys by vectors of rows, whose scores are found at a time: of each two of sixteen chains in registers. */
+enum { SCORE_KEYS = 2, SCORE_VECTORS = ROW_VECTORS < 2 ? 1 : 2 };
+typedef struct {
+    Vector of[SCORE_KEYS][SCORE_VECTORS];
+} Scores;
+
+/* The units of SCORE_KEYS keys, and of rows. */
+typedef struct {
+    const Unit *const *keys;
+    const Unit *queries;
+    size_t columns;
+} Scored;
+
+INLINE Scores plus_scores(size_t vectors, Scores a, Scores b) {
+    for (size_t j = 0; j < SCORE_KEYS; j++)
+        for (size_t v = 0; v < vectors; v++) a.of[j][v] = plus(a.of[j][v], b.of[j][v]);
+    return a;
+}
+
+/* Chain `chain` of sixteen. */
+INLINE Scores chain(size_t vectors, const Scored *s, size_t chain) {
+    enum { IN_PAIR = 2 / IN_UNIT }; /* units of a pair of columns */
+    Scores sums;
+    for (size_t j = 0; j < SCORE_KEYS; j++)
+        for (size_t v = 0; v < vectors; v++) sums.of[j][v] = zeros();
+    for (size_t u = chain * IN_PAIR; u < s->columns / IN_UNIT; u += 16 * IN_PAIR)
+        for (size_t k = u; k < u + IN_PAIR; k++)
+            for (size_t v = 0; v < vectors; v++) {
+                const Units row = units_from(s->queries + k * QUERY_ROWS + v * LANES);
+                for (size_t j = 0; j < SCORE_KEYS; j++) sums.of[j][v] = units_times_plus(unit_all(s->keys[j][k]), row, sums.of[j][v]);
+            }
+    return sums;
+}
+
+/* The sum of four chains after each other. */
+INLINE Scores four_chains(size_t vectors, const Scored *s, size_t first) {
+    const Scores even = plus_scores(vectors, chain(vectors, s, first), chain(vectors, s, first + 2));
+    return plus_scores(vectors, even, plus_scores(vectors, chain(vectors, s, first + 1), chain(vectors, s, first + 3)));
+}
+
 /* scores (keys, QUERY_ROWS) = scale * query times key, for some vectors of rows. ahead: the next tile's keys and values;
  * NULL: are fetched. */
-INLINE void score_vectors(size_t vectors, const Unit *const *keys, size_t count, const Unit *queries, size_t steps, float scale,
+INLINE void score_vectors(size_t vectors, const Unit *const *keys, size_t count, const Unit *queries, size_t columns, float scale,
                           float *scores, const Ahead *ahead) {
-    for (size_t i = 0; i < count; i += PLACES) {
-        Vector sums[MOST_PLACES][MOST_VECTORS];
-        if (ahead) fetch(&ahead[0], i, PLACES), fetch(&ahead[1], i, PLACES);
-        for (size_t j = 0; j < PLACES; j++)
-            for (size_t v = 0; v < vectors; v++) sums[j][v] = zeros();
-        add_products(PLACES, vectors, keys + i, 1, queries, QUERY_ROWS, steps, sums);
-        for (size_t j = 0; j < PLACES; j++)
+    for (size_t i = 0; i < count; i += SCORE_KEYS) {
+        const Scored s = {keys + i, queries, columns};
+        if (ahead) fetch(&ahead[0], i, SCORE_KEYS), fetch(&ahead[1], i, SCORE_KEYS);
+        const Scores even = plus_scores(vectors, four_chains(vectors, &s, 0), four_chains(vectors, &s, 8));
+        const Scores sums = plus_scores(vectors, even, plus_scores(vectors, four_chains(vectors, &s, 4), four_chains(vectors, &s, 12)));
+        for (size_t j = 0; j < SCORE_KEYS; j++)
             for (size_t v = 0; v < vectors; v++)
-                store(scores + (i + j) * QUERY_ROWS + v * LANES, times(sums[j][v], all(scale)));
+                store(scores + (i + j) * QUERY_ROWS + v * LANES, times(sums.of[j][v], all(scale)));
     }
 }
 
-static void score_rows(const Unit *const *keys, size_t count, const Unit *queries, size_t steps, size_t rows, float scale,
+static void score_rows(const Unit *const *keys, size_t count, const Unit *queries, size_t columns, size_t rows, float scale,
                        float *scores, const Ahead ahead[2]) {
     size_t r = 0;
-    for (; r + LANES * ROW_VECTORS <= rows; r += LANES * ROW_VECTORS, ahead = NULL)
-        score_vectors(ROW_VECTORS, keys, count, queries + r, steps, scale, scores + r, ahead);
-    for (; r < rows; r += LANES, ahead = NULL) score_vectors(1, keys, count, queries + r, steps, scale, scores + r, ahead);
+    for (; r + LANES * SCORE_VECTORS <= rows; r += LANES * SCORE_VECTORS, ahead = NULL)
+        score_vectors(SCORE_VECTORS, keys, count, queries + r, columns, scale, scores + r, ahead);
+    for (; r < rows; r += LANES, ahead = NULL) score_vectors(1, keys, count, queries + r, columns, scale, scores + r, ahead);
+}
+
+/* sums[j][v] += the sum over `steps` of unit `step * stride` of factors[j] times the rows' units. */
+INLINE void add_products(size_t vectors, const Unit *const *factors, size_t stride, const Unit *rows, size_t steps,
+                         Vector sums[PLACES][ROW_VECTORS]) {
+    for (size_t s = 0; s < steps; s++) {
+        Units row[ROW_VECTORS];
+        for (size_t v = 0; v < vectors; v++) row[v] = units_from(rows + s * QUERY_ROWS + v * LANES);
+        for (size_t j = 0; j < PLACES; j++) {
+            const Units factor = unit_all(factors[j][s * stride]);
+            for (size_t v = 0; v < vectors; v++) sums[j][v] = units_times_plus(factor, row[v], sums[j][v]);
+        }
+    }
 }
 
 /* sums (columns, QUERY_ROWS) = fade * sums + own * values weighted, for some vectors of rows. */
@@ -78,12 +130,12 @@ INLINE void weigh_vectors(size_t vectors, const Unit *values, size_t columns, co
                           const float *fade, const float *own, float *to) {
     for (size_t c = 0; c < columns; c += PLACES) {
         const Unit *some[PLACES];
-        Vector sums[MOST_PLACES][MOST_VECTORS];
+        Vector sums[PLACES][ROW_VECTORS];
         for (size_t j = 0; j < PLACES; j++) {
             some[j] = values + c + j;
             for (size_t v = 0; v < vectors; v++) sums[j][v] = zeros();
         }
-        add_products(PLACES, vectors, some, columns, weights, QUERY_ROWS, steps, sums);
+        add_products(vectors, some, columns, weights, steps, sums);
         for (size_t j = 0; j < PLACES; j++)
             for (size_t v = 0; v < vectors; v++) {
                 float *at = to + (c + j) * QUERY_ROWS + v * LANES;
@@ -142,46 +194,46 @@ static void soften_rows(const Panels *p, size_t count, size_t rows, const float 
 }
 
 /* `count` keys and values of a tile. */
-static void load_tile(const Positions *positions, const size_t *rows, size_t count, const Panels *p, const Unit **keys) {
+static void load_tile(const TileRows *rows, size_t count, const Panels *p, const Unit **keys) {
+    const Positions *positions = rows->positions;
     const size_t columns = positions->key_columns, width = positions->value_columns, bits = positions->bits;
     bf16 room[IN_UNIT][MOST_CODED];
     for (size_t i = 0; i < count; i++) {
         Unit *its = p->keys + i * (columns / IN_UNIT);
         bf16 *codes = IN_UNIT == 1 ? room[0] : (bf16 *)its;
-        keys[i] = units_of(kept_row(positions->keys, positions->key_stride, rows[i], columns, bits, codes), columns, its);
+        keys[i] = units_of(kept_row(positions->keys, positions->key_stride, tile_row(rows, i), columns, bits, codes), columns, its);
     }
     for (size_t i = 0; i < count; i += IN_UNIT) {
         const bf16 *some[IN_UNIT];
         for (size_t k = 0; k < IN_UNIT; k++)
-            some[k] = kept_row(positions->values, positions->value_stride, rows[i + k], width, bits, room[k]);
+            some[k] = kept_row(positions->values, positions->value_stride, tile_row(rows, i + k), width, bits, room[k]);
         units_across(some, width, p->values + step_of(i) * width);
     }
 }
 
 /* Scores of codes times their keys' scales. */
-static void scale_rows(const Panels *p, const size_t *at, size_t count, size_t rows, const bf16 *scales) {
+static void scale_rows(const Panels *p, const TileRows *at, size_t count, size_t rows, const bf16 *scales) {
     for (size_t i = 0; i < count; i++)
         for (size_t r = 0; r < rows; r += LANES) {
             float *score = p->scores + i * QUERY_ROWS + r;
-            store(score, times(load(score), all(from_bf16(scales[at[i]]))));
+            store(score, times(load(score), all(from_bf16(scales[tile_row(at, i)]))));
         }
 }
 
 /* Positions begin .. stop - 1, of one tile. */
 static void attend_rows_tile(const Positions *positions, const QueryRows *rows, size_t begin, size_t stop, const Panels *p) {
-    const size_t count = (stop - begin + PLACES - 1) / PLACES * PLACES, steps = positions->key_columns / IN_UNIT;
+    const size_t count = (stop - begin + PLACES - 1) / PLACES * PLACES;
     const size_t some = rows_computed(rows->count);
     const Unit *keys[TILE];
-    size_t at[TILE];
     float scales[TILE];
-    rows_of_tile(positions, begin, begin > rows->begin[0] ? begin : rows->begin[0], stop, count, at);
-    load_tile(positions, at, count, p, keys);
-    const Ahead ahead[] = {ahead_of(positions->keys, positions->key_stride, positions->bits, at[0] + TILE),
-                           ahead_of(positions->values, positions->value_stride, positions->bits, at[0] + TILE)};
-    score_rows(keys, count, p->queries, steps, some, rows->scale, p->scores, ahead);
+    const TileRows at = tile_rows(positions, begin, begin > rows->begin[0] ? begin : rows->begin[0], stop);
+    load_tile(&at, count, p, keys);
+    const Ahead ahead[] = {ahead_of(positions->keys, positions->key_stride, positions->bits, at.first + TILE),
+                           ahead_of(positions->values, positions->value_stride, positions->bits, at.first + TILE)};
+    score_rows(keys, count, p->queries, positions->key_columns, some, rows->scale, p->scores, ahead);
     if (positions->key_scales) {
-        scale_rows(p, at, count, some, positions->key_scales);
-        for (size_t i = 0; i < count; i++) scales[i] = from_bf16(positions->value_scales[at[i]]);
+        scale_rows(p, &at, count, some, positions->key_scales);
+        for (size_t i = 0; i < count; i++) scales[i] = from_bf16(positions->value_scales[tile_row(&at, i)]);
     }
     if (begin < rows->begin[rows->count - 1] || begin + count > rows->end[0]) mask_rows(p, begin, count, some);
     soften_rows(p, count, some, positions->key_scales ? scales : NULL);

@@ -64,31 +64,6 @@ static inline void units_across(const bf16 *const *rows, size_t columns, Unit *o
     for (size_t c = 0; c < columns; c++) out[c] = first[c] | (uint32_t)second[c] << 16;
 }
 
-/* Four registers of four rows' quarters, a quarter of each row in each, to four of the same quarters by column. */
-static inline void transpose_quarters(__m512i v[4]) {
-    const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
-    const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
-    v[0] = _mm512_unpacklo_epi64(a, c), v[1] = _mm512_unpackhi_epi64(a, c);
-    v[2] = _mm512_unpacklo_epi64(b, d), v[3] = _mm512_unpackhi_epi64(b, d);
-}
-
-static inline __m128i quarter(const bf16 *from) { return _mm_loadu_si128((const void *)from); }
-
-/* out[s * stride + r] = unit s of row r, for LANES rows: four units at a time, of rows r, 4 + r, 8 + r and 12 + r in a register. */
-static inline void rows_across(const bf16 *const *rows, size_t columns, Unit *out, size_t stride) {
-    for (size_t c = 0; c < columns; c += 8) {
-        __m512i v[4];
-        for (size_t r = 0; r < 4; r++) {
-            v[r] = _mm512_castsi128_si512(quarter(rows[r] + c));
-            v[r] = _mm512_inserti32x4(v[r], quarter(rows[4 + r] + c), 1);
-            v[r] = _mm512_inserti32x4(v[r], quarter(rows[8 + r] + c), 2);
-            v[r] = _mm512_inserti32x4(v[r], quarter(rows[12 + r] + c), 3);
-        }
-        transpose_quarters(v);
-        for (size_t s = 0; s < 4; s++) _mm512_storeu_si512(out + (c / 2 + s) * stride, v[s]);
-    }
-}
-
 /* The units of IN_UNIT vectors of numbers that are bfloat16. */
 static inline void store_units(Unit *to, const Vector *numbers) {
     const __m512i first = _mm512_srli_epi32(_mm512_castps_si512(numbers[0]), 16);
