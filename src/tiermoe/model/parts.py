@@ -3,7 +3,7 @@ native kernels, and functions that are computed token by token."""
 
 from __future__ import annotations
 
-import math
+
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -146,15 +146,14 @@ class PackedLinear(torch.nn.Module):
 
 
 class PlainLinear:
-    """A linear layer on a weight (out, in) as the checkpoint has it, in whose dtype it computes. Up to FEW_TOKENS take
-    the native product; more tokens take it where torch has no good one."""
+    """A linear layer on a weight (out, in) as the checkpoint has it, in whose dtype it computes: the native product where
+    there is one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         out, in_ = weight.shape
         self.packed = PackedMatrix(Plain(), {"weight": weight}, out, in_, bias)
         fits = weight.is_contiguous() and weight.device.type == "cpu"
         self._form = matrix_form(Plain(), out, in_, weight.dtype) if fits else None
-        self._tokens = FEW_TOKENS if multiplies_bfloat16() else math.inf
 
     @property
     def batch_invariant(self) -> bool:
@@ -163,7 +162,7 @@ class PlainLinear:
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.packed.fields["weight"], self.packed.bias
         x = x.to(weight.dtype)
-        if self._form is not None and x.shape[0] <= self._tokens:
+        if self._form is not None:
             result = linear(x, self._form, self.packed.fields)
         elif multiplies_bfloat16():
             return F.linear(x, weight, bias)

@@ -45,8 +45,8 @@ typedef struct {
     /* The first `rotary` columns of a head rotated (rotate in attention.c); the columns beyond the rotated ones are the caller's. */
     void (*rotate)(const bf16 *head, const bf16 *cos, const bf16 *sin, size_t rotary, int interleaved, bf16 *out);
 
-    /* logits (rows) = weight (rows, columns) times x (columns); columns a multiple of 32. */
-    void (*logits)(const bf16 *weight, const bf16 *x, size_t rows, size_t columns, float *logits);
+    /* logits (tokens, rows) = weight (rows, columns) times x (tokens, columns); columns a multiple of 32. */
+    void (*logits)(const bf16 *weight, const bf16 *x, size_t tokens, size_t rows, size_t columns, float *logits);
 
     /* See attention_tiles.h. */
     void (*attend_tile)(const Positions *positions, const bf16 *queries, size_t count, size_t begin, size_t end, float scale,

@@ -76,12 +76,27 @@ static void add(bf16 *rows, float factor, const bf16 *others, size_t columns) {
     }
 }
 
-static void logits_of(const bf16 *weight, const bf16 *x, size_t rows, size_t columns, float *logits) {
-    for (size_t r = 0; r < rows; r++, weight += columns) {
-        Dot sum = no_dot();
-        for (size_t c = 0; c < columns; c += DOT) sum = dot(sum, load_columns(weight + c), load_columns(x + c));
-        logits[r] = sum_of_dot(sum);
+/* Of a number of tokens known when compiling, two rows at a time. */
+INLINE void logits_some(size_t tokens, const bf16 *weight, const bf16 *x, size_t rows, size_t columns, float *logits, size_t stride) {
+    for (size_t r = 0; r < rows; r += 2) {
+        const bf16 *row[] = {weight + r * columns, weight + (r + 1 < rows ? r + 1 : r) * columns};
+        Dot sums[4][2];
+        for (size_t m = 0; m < tokens; m++) sums[m][0] = sums[m][1] = no_dot();
+        for (size_t c = 0; c < columns; c += DOT) {
+            const Columns first = load_columns(row[0] + c), second = load_columns(row[1] + c);
+            for (size_t m = 0; m < tokens; m++) {
+                const Columns its = load_columns(x + m * columns + c);
+                sums[m][0] = dot(sums[m][0], first, its), sums[m][1] = dot(sums[m][1], second, its);
+            }
+        }
+        for (size_t m = 0; m < tokens; m++)
+            for (size_t i = 0; i < 2 && r + i < rows; i++) logits[m * stride + r + i] = sum_of_dot(sums[m][i]);
     }
+}
+
+static void logits_of(const bf16 *weight, const bf16 *x, size_t tokens, size_t rows, size_t columns, float *logits) {
+    for (; tokens >= 4; tokens -= 4, x += 4 * columns, logits += 4 * rows) logits_some(4, weight, x, rows, columns, logits, rows);
+    for (; tokens; tokens--, x += columns, logits += rows) logits_some(1, weight, x, rows, columns, logits, rows);
 }
 
 /* Norms. */
