@@ -136,7 +136,7 @@ def _pairs(codes: Tensor) -> Tensor:
     return torch.stack([(codes >> shift & 15).float() for shift in (0, 4)], dim=-1).flatten(1)
 
 
-WHOLE = (Int4, Int6, NonUniform, Trellis)
+WHOLE = (Int4, Int6, Int8, NonUniform, Trellis)
 """Encodings whose products are of whole numbers (native/isa/integers.h)."""
 
 
@@ -221,7 +221,7 @@ def test_a_tokens_product_depends_on_no_other_token_and_no_thread(encoding: Enco
 
 
 @needs_native
-@pytest.mark.parametrize("encoding", [each for each in OWN if isinstance(each, WHOLE)], ids=lambda each: each.name)
+@pytest.mark.parametrize("encoding", OWN, ids=lambda each: each.name)
 def test_every_instruction_set_gives_the_same_bits(encoding: Encoding, on_every_set: Callable[..., list[Tensor]]) -> None:
     form, slot, x = form_of(encoding, 128, 768), random_slot(encoding, 128, 768), random(21, 768, 1)
     x[3], x[4, :40], x[5] = 0, 1e-38, 1e30

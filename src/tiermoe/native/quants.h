@@ -63,7 +63,7 @@ static inline bf16 to_bf16(float value) {
  *   offsets          whether something is added to codes, or taken away, once they are scaled: what takes sums of x's columns */
 #define EACH_QUANT(X)          \
     X(INT4, int4, 4, 128, 0, 1) \
-    X(INT8, int8, 1, 1, 0, 1)   \
+    X(INT8, int8, 1, 1, 0, 0)   \
     X(BF16, bf16, 1, 2, 0, 0)   \
     X(INT6, int6, 4, 192, 0, 1) \
     X(INT2, int2, 4, 64, 0, 1)  \

@@ -79,6 +79,6 @@ static inline void to_integers_of(const bf16 *x, size_t columns, float *prepared
 }
 
 /* Whether a coding's products are of whole numbers. */
-static inline int of_integers(Coding coding) { return coding != BF16 && coding != INT8 && !(coding >= FIRST_GGUF); }
+static inline int of_integers(Coding coding) { return coding != BF16 && coding < FIRST_GGUF; }
 
 #endif

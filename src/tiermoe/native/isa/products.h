@@ -22,7 +22,7 @@
 #include "gguf_products.h"
 #else
 #include "generic/row_blocks.h"
-#include "generic/rows.h"
+#include "rows.h"
 #include "gguf_products.h"
 #endif
 

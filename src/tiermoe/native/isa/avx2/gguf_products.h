@@ -251,6 +251,7 @@ PRODUCT(e4m3) { strips_block(matrix, block, x, prepared, tokens, out, stride); }
 static int of_strips(Coding coding) { return coding >= FIRST_GGUF && coding != E4M3; }
 
 static size_t prepared_floats(const Matrix *matrix) {
+    if (matrix->coding == INT8) return integer_floats(matrix->columns);
     if (of_integers(matrix->coding)) return matrix->columns / SPAN * SPAN_FLOATS;
     return of_strips(matrix->coding) ? strips_of(matrix->columns) * WHOLE_FLOATS : matrix_groups(matrix);
 }
@@ -268,7 +269,9 @@ static void prepare_strips(const Matrix *matrix, const bf16 *x, Whole *strips) {
 
 static void prepare(const Matrix *matrix, const bf16 *x, size_t tokens, float *prepared) {
     const size_t columns = matrix->columns;
-    if (of_integers(matrix->coding)) {
+    if (matrix->coding == INT8) {
+        for (size_t m = 0; m < tokens; m++) to_integers_of(x + m * columns, columns, prepared + m * integer_floats(columns));
+    } else if (of_integers(matrix->coding)) {
         for (size_t i = 0; i < tokens * columns / SPAN; i++) to_span(x + i * SPAN, (SpanX *)prepared + i);
     } else if (of_strips(matrix->coding)) {
         for (size_t m = 0; m < tokens; m++) prepare_strips(matrix, x + m * columns, (Whole *)prepared + m * strips_of(columns));

@@ -19,7 +19,7 @@ enum {
 };
 
 /* What a code's byte is above the number that it stands for. */
-static inline int above_zero(Coding coding) { return is_uneven(coding) ? 128 : middle_code(coding); }
+static inline int above_zero(Coding coding) { return is_uneven(coding) || coding == INT8 ? 128 : middle_code(coding); }
 
 /* Byte j of four rows' columns: from columns of 32 bytes each, one after the other. */
 static inline __m512i four_by_lanes(int first) {
@@ -250,10 +250,24 @@ INLINE void panel_tile(Coding coding, size_t tokens, const BlockPanel *panel, si
         for (int r = 0; r < REGISTERS; r++) _mm512_storeu_ps(totals + m * BLOCK + 16 * r, sums_so_far[m][r]);
 }
 
+/* totals (tokens, 64) += the same, for any number of tokens. */
+INLINE void parts_times(Coding coding, const BlockPanel *panel, size_t first, size_t parts, const float *prepared, size_t tokens,
+                        size_t columns, float *totals) {
+    for (size_t tiles = (tokens + BLOCK_TILE - 1) / BLOCK_TILE, some; tiles; tiles--, tokens -= some) {
+        some = (tokens + tiles - 1) / tiles;
+        switch (some) {
+            case 1: panel_tile(coding, 1, panel, first, parts, prepared, columns, totals); break;
+            case 2: panel_tile(coding, 2, panel, first, parts, prepared, columns, totals); break;
+            case 3: panel_tile(coding, 3, panel, first, parts, prepared, columns, totals); break;
+        }
+        prepared += some * integer_floats(columns), totals += some * BLOCK;
+    }
+}
+
 /* At most PANEL_TOKENS tokens. */
 INLINE void block_panels(Coding coding, const Matrix *matrix, Place at, const float *prepared, size_t tokens, bf16 *out,
                          size_t stride) {
-    const size_t columns = matrix->columns, in_group = matrix->group / X_PART, each = integer_floats(columns);
+    const size_t columns = matrix->columns, in_group = matrix->group / X_PART;
     const __m512i table = levels_of(coding);
     float totals[PANEL_TOKENS * BLOCK] __attribute__((aligned(64)));
     BlockPanel panel;
@@ -267,15 +281,7 @@ INLINE void block_panels(Coding coding, const Matrix *matrix, Place at, const fl
             at.scales += at.group;
             if (is_uneven(coding)) at.codes += UNEVEN_SCALES;
         }
-        for (size_t m = 0, tiles = (tokens + BLOCK_TILE - 1) / BLOCK_TILE, some; tiles; tiles--, m += some) {
-            some = (tokens - m + tiles - 1) / tiles;
-            const float *x = prepared + m * each;
-            switch (some) {
-                case 1: panel_tile(coding, 1, &panel, first, parts, x, columns, totals + m * BLOCK); break;
-                case 2: panel_tile(coding, 2, &panel, first, parts, x, columns, totals + m * BLOCK); break;
-                case 3: panel_tile(coding, 3, &panel, first, parts, x, columns, totals + m * BLOCK); break;
-            }
-        }
+        parts_times(coding, &panel, first, parts, prepared, tokens, columns, totals);
     }
     for (size_t m = 0; m < tokens; m++) store_rows((const __m512 *)(totals + m * BLOCK), out + m * stride);
 }
