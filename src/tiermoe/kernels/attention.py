@@ -60,6 +60,7 @@ class GroupedAttention:
     norm_key: Norm | None = None  # likewise
     value_columns: int | None = None  # None: head_columns
     interleaved: bool = False  # columns 2 i and 2 i + 1 rotate together; the cache has them as i and half + i
+    rotated_at_once: bool = False  # interleaved columns are rotated in float32 and rounded once
     window: int = 0  # positions that a token attends to, the token's own included; 0: all
     chunked: bool = False  # a token attends from a multiple of the window on
     sinks: Tensor | None = None  # float32 (heads): a score without a value that joins a head's softmax
@@ -90,6 +91,7 @@ class LatentAttention:
     query_first: PackedMatrix | None = None  # (R, H)
     norm_query: Norm | None = None  # of query_first's outputs
     interleaved: bool = True
+    rotated_at_once: bool = False
     residual_multiplier: float = 1.0  # of the output before the residual sum
 
 
@@ -175,7 +177,8 @@ def _packed(
             after=after, query_norm=query_norm, key_norm=latent_or_key, sinks=address(sinks), heads=heads,
             kv_heads=kv_heads, key_columns=key_columns, value_columns=value_columns, rotary_columns=rotary_columns,
             latent_columns=latent_columns, window=window,
-            gated=isinstance(weights, GroupedAttention) and weights.gated, interleaved=weights.interleaved,
+            gated=isinstance(weights, GroupedAttention) and weights.gated, 
+            interleaved=2 if weights.rotated_at_once else weights.interleaved,
             norms_rotated=isinstance(weights, GroupedAttention) and weights.norms_rotated,
             chunked=isinstance(weights, GroupedAttention) and weights.chunked,
             scale=weights.scale, residual_multiplier=weights.residual_multiplier,
@@ -263,7 +266,7 @@ class Step:
     """Tokens of a step, for all layers with the same rotary embedding.
 
     slabs, positions: int64 (T), the slab of a token's sequence and the row of the token's key and value in it. Tokens
-    of one slab have different positions. cos, sin: bfloat16 (T, rotary columns). temperatures: float32 (T), by which
+    of one slab have different positions. cos, sin: bfloat16 or float32 (T, rotary columns). temperatures: float32 (T), by which
     queries are multiplied; None: 1. first: int64 (T), where padding on the
     left ends; None: 0. A token attends to positions max(first, position - window + 1) .. position of the slab, those
     that the step writes included. chosen: int32 (T, most), the only positions that a token attends to, ascending; a
@@ -287,8 +290,9 @@ class Step:
             raise ValueError(f"slabs, positions and first must be contiguous int64 ({self.tokens})")
         if not 0 < self.tokens <= FEW_TOKENS:
             raise ValueError(f"{self.tokens} tokens in a step: 1 to {FEW_TOKENS}")
-        if any(not plain(each) or each.ndim != 2 or len(each) != self.tokens for each in (cos, sin)):
-            raise ValueError(f"cos and sin must be contiguous bfloat16 ({self.tokens}, rotary columns)")
+        if any(each.ndim != 2 or len(each) != self.tokens or each.device.type != "cpu" for each in (cos, sin)):
+            raise ValueError(f"cos and sin must be ({self.tokens}, rotary columns) on the CPU")
+        cos, sin = cos.float().contiguous(), sin.float().contiguous()
         if cos.shape != sin.shape:
             raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ")
         if temperatures is not None and (temperatures.dtype != torch.float32 or temperatures.shape != (self.tokens,)):

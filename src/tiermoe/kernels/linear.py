@@ -24,7 +24,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.formats.encoding import BLOCK_ROWS, Encoding, FixedEncoding, InC, RowBlocks, scratch
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR, Int4, is_torchs
-from tiermoe.formats.plain import Halves
+from tiermoe.formats.plain import Halves, Plain
 from tiermoe.formats.registry import encoding_named
 from tiermoe.kernels import gpu
 from tiermoe.native import CODINGS, _native, available, instruction_set, structs, takes
@@ -102,6 +102,11 @@ def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> M
     return form if form and takes(dtype, form.how.coding, out, in_, form.how.group) else None
 
 
+def decoded_form(out: int, in_: int, dtype: torch.dtype) -> MatrixForm | None:
+    """The form of matrices (out, in_) that are decoded to `dtype`; None where the kernels do not take them."""
+    return matrix_form(Plain(), out, in_, dtype)
+
+
 @lru_cache(maxsize=4096)
 def _form(encoding: Encoding, out: int, in_: int) -> MatrixForm | None:
     how = encoding.in_c(out, in_)
@@ -167,8 +172,8 @@ class PlainLinear:
 
 
 class NativeFirst:
-    """On a CPU: the native product where there is one for the encoding and so many tokens, else `by_torch`: the weights
-    decoded, and one product."""
+    """On a CPU: the native product where there is one for the encoding and so many tokens, or else for the weights
+    decoded to bfloat16; without native kernels `by_torch`: the weights decoded, and one product."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         self._encoding = encoding
@@ -178,7 +183,12 @@ class NativeFirst:
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
-        return linear(x, form, slot) if form else self.by_torch(x, slot, out, in_)
+        if form is not None:
+            return linear(x, form, slot)
+        decoded = decoded_form(out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
+        if decoded is not None:
+            return linear(x, decoded, {"weight": self._encoding.decode(slot, out, in_, self._dtype)})
+        return self.by_torch(x, slot, out, in_)
 
     def by_torch(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         """The product by torch's operators."""

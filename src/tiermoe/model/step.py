@@ -65,7 +65,7 @@ class Step:
         self.native: list[NativeStep] = []
         if len(batch.tokens) <= FEW_TOKENS and available() and cache.dtype == torch.bfloat16:
             self.native = [
-                NativeStep(self.slabs, self.positions, cos.bfloat16(), sin.bfloat16(), None, None, factors)
+                NativeStep(self.slabs, self.positions, cos, sin, None, None, factors)
                 for (cos, sin), factors in zip(self.angles, self.temperatures, strict=True)
             ]
         self._native = self.native

@@ -247,7 +247,7 @@ static void multiply(const Job *job, const Projection *projection, size_t which,
 /* Rotary embedding: out (columns) = head (columns) with its first `rotary` columns rotated; cos and sin (rotary). The pairs that rotate are
  * columns i and rotary / 2 + i, or, interleaved, columns 2 i and 2 i + 1; out has them as i and rotary / 2 + i in both
  * cases. head and out may be the same unless interleaved. */
-static void rotate(const bf16 *head, const bf16 *cos, const bf16 *sin, size_t rotary, size_t columns, int interleaved,
+static void rotate(const bf16 *head, const float *cos, const float *sin, size_t rotary, size_t columns, int interleaved,
             bf16 *out) {
     kernels->rotate(head, cos, sin, rotary, interleaved, out);
     if (out != head) memcpy(out + rotary, head + rotary, (columns - rotary) * sizeof *out);

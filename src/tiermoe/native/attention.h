@@ -33,7 +33,8 @@ typedef struct {
     size_t window;              /* positions that a token attends to, its own included; 0: all */
     int chunked;                /* a token attends from a multiple of the window on */
     int gated;
-    int interleaved;            /* columns 2 i and 2 i + 1 rotate together, not i and rotary_columns / 2 + i */
+    int interleaved;            /* columns 2 i and 2 i + 1 rotate together, not i and rotary_columns / 2 + i; 2: and are rounded
+                                 * once, not after each product, too */
     int norms_rotated;          /* grouped: a head is normed after it is rotated, not before */
     float scale;                /* of scores */
     float residual_multiplier;  /* of the output before the residual sum */
@@ -44,7 +45,7 @@ typedef struct {
     size_t tokens;
     const int64_t *slabs, *positions; /* (tokens): whose cache, and where in it the token's key and value go */
     const int64_t *first;             /* (tokens): the first position that is no padding; NULL: 0 */
-    const bf16 *cos, *sin;            /* (tokens, rotary_columns) */
+    const float *cos, *sin;           /* (tokens, rotary_columns) */
     const float *temperatures;        /* (tokens): what a token's queries are multiplied by; NULL: 1 */
     size_t rotary_columns;
     size_t spread; /* the most positions between two tokens of one sequence */

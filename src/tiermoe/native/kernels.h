@@ -43,7 +43,7 @@ typedef struct {
     void (*layer_norm)(const Norm *norm, const bf16 *x, bf16 *out);
 
     /* The first `rotary` columns of a head rotated (rotate in attention.c); the columns beyond the rotated ones are the caller's. */
-    void (*rotate)(const bf16 *head, const bf16 *cos, const bf16 *sin, size_t rotary, int interleaved, bf16 *out);
+    void (*rotate)(const bf16 *head, const float *cos, const float *sin, size_t rotary, int interleaved, bf16 *out);
 
     /* logits (tokens, rows) = weight (rows, columns) times x (tokens, columns); columns a multiple of 32. */
     void (*logits)(const bf16 *weight, const bf16 *x, size_t tokens, size_t rows, size_t columns, float *logits);

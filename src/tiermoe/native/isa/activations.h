@@ -137,13 +137,15 @@ static void layer_norm(const Norm *norm, const bf16 *x, bf16 *out) {
 
 /* Rotary embedding. */
 
-/* bfloat16(bfloat16(a * b) + bfloat16(c * d)) is what is stored of this. */
-static inline Vector sum_of_products(Vector a, Vector b, Vector c, Vector d) {
-    return plus(as_bf16(times(a, b)), as_bf16(times(c, d)));
+/* bfloat16(bfloat16(a * b) + bfloat16(c * d)) is what is stored of this, or, at once, bfloat16(a * b + c * d). */
+static inline Vector sum_of_products(int at_once, Vector a, Vector b, Vector c, Vector d) {
+    const Vector first = times(a, b), second = times(c, d);
+    return at_once ? plus(first, second) : plus(as_bf16(first), as_bf16(second));
 }
 
-static void rotate_columns(const bf16 *head, const bf16 *cos, const bf16 *sin, size_t rotary, int interleaved, bf16 *out) {
+static void rotate_columns(const bf16 *head, const float *cos, const float *sin, size_t rotary, int interleaved, bf16 *out) {
     const size_t half = rotary / 2;
+    const int at_once = interleaved == 2;
     for (size_t i = 0; i < half; i += LANES) {
         const size_t some = half - i < LANES ? half - i : LANES;
         Vector first, second;
@@ -152,9 +154,9 @@ static void rotate_columns(const bf16 *head, const bf16 *cos, const bf16 *sin, s
         else
             first = load_some(head + i, some), second = load_some(head + half + i, some);
         const Vector negative = minus(zeros(), second);
-        store_some(out + i, some, sum_of_products(first, load_some(cos + i, some), negative, load_some(sin + i, some)));
+        store_some(out + i, some, sum_of_products(at_once, first, load_floats(cos + i, some), negative, load_floats(sin + i, some)));
         store_some(out + half + i, some,
-                   sum_of_products(second, load_some(cos + half + i, some), first, load_some(sin + half + i, some)));
+                   sum_of_products(at_once, second, load_floats(cos + half + i, some), first, load_floats(sin + half + i, some)));
     }
 }
 
