@@ -144,7 +144,9 @@ def as_integers(x: Tensor) -> Tensor:
     """The tokens as products of whole numbers take them: of each 32 columns codes of 8 bits times a scale."""
     parts = x.float().view(-1, 32)
     largest = parts.abs().amax(1, keepdim=True).clamp_min(1e-30)
-    codes = (parts * (torch.full_like(largest, 127) / largest)).round()  # torch has 127 / largest as 127 * (1 / largest)
+    codes = (
+        parts * (torch.full_like(largest, 127) / largest)
+    ).round()  # torch has 127 / largest as 127 * (1 / largest)
     rounded = codes.double() * (largest / 127).double()
     assert codes.abs().max() <= 127 and (rounded - parts).abs().le(largest * 0.501 / 127).all()
     return rounded.view(x.shape)
@@ -222,7 +224,9 @@ def test_a_tokens_product_depends_on_no_other_token_and_no_thread(encoding: Enco
 
 @needs_native
 @pytest.mark.parametrize("encoding", OWN, ids=lambda each: each.name)
-def test_every_instruction_set_gives_the_same_bits(encoding: Encoding, on_every_set: Callable[..., list[Tensor]]) -> None:
+def test_every_instruction_set_gives_the_same_bits(
+    encoding: Encoding, on_every_set: Callable[..., list[Tensor]]
+) -> None:
     form, slot, x = form_of(encoding, 128, 768), random_slot(encoding, 128, 768), random(21, 768, 1)
     x[3], x[4, :40], x[5] = 0, 1e-38, 1e30
 

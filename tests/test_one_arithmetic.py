@@ -1,5 +1,5 @@
-"""A row's bits depend on nothing but the row: the same logits in one piece and in chunks, behind a prefix, beside others,
-verified, with any number of threads, on every instruction set."""
+"""A row's bits depend on nothing but the row: the same logits in one piece and in chunks, behind a prefix, beside
+others, verified, with any number of threads, on every instruction set."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 (`DecodeAttention`), and attention alone for a prompt's tokens (`prompt_attention`).
 
 `GroupedAttention` or `LatentAttention` describes a layer, `Step` the tokens, `Slabs` the memory of keys and values. A
-token's values depend on its sequence's positions alone, bit for bit, the same in both: neither the other tokens of a call
-nor the number of threads matter, nor whether the cache is a ring.
+token's values depend on its sequence's positions alone, bit for bit, the same in both: neither the other tokens of a
+call nor the number of threads matter, nor whether the cache is a ring.
 """
 
 from __future__ import annotations
@@ -266,11 +266,11 @@ class Step:
     """Tokens of a step, for all layers with the same rotary embedding.
 
     slabs, positions: int64 (T), the slab of a token's sequence and the row of the token's key and value in it. Tokens
-    of one slab have different positions. cos, sin: bfloat16 or float32 (T, rotary columns). temperatures: float32 (T), by which
-    queries are multiplied; None: 1. first: int64 (T), where padding on the
-    left ends; None: 0. A token attends to positions max(first, position - window + 1) .. position of the slab, those
-    that the step writes included. chosen: int32 (T, most), the only positions that a token attends to, ascending; a
-    token with fewer than `most` positions has them at the row's beginning. None: all.
+    of one slab have different positions. cos, sin: bfloat16 or float32 (T, rotary columns). temperatures: float32
+    (T), by which queries are multiplied; None: 1. first: int64 (T), where padding on the left ends; None: 0. A token
+    attends to positions max(first, position - window + 1) .. position of the slab, those that the step writes
+    included. chosen: int32 (T, most), the only positions that a token attends to, ascending; a token with fewer than
+    `most` positions has them at the row's beginning. None: all.
 
     ValueError: of another dtype, shape or layout. Keeps the tensors alive; they must not change while it is used."""
 
@@ -363,11 +363,7 @@ def takes_prompts(dtype: torch.dtype, key_columns: int, value_columns: int) -> b
 
 def prompt_workspace(threads: int, key_columns: int, value_columns: int) -> int:
     """Workspace of the kernel, in bytes, beside queries, keys, values and result."""
-    return (
-        4
-        * threads
-        * ((_QUERY_ROWS + _TILE) * (key_columns + value_columns) + (2 * _TILE + 6) * _QUERY_ROWS)
-    )
+    return 4 * threads * ((_QUERY_ROWS + _TILE) * (key_columns + value_columns) + (2 * _TILE + 6) * _QUERY_ROWS)
 
 
 def prompt_state(tokens: int, heads: int, kv_heads: int, value_columns: int) -> int:

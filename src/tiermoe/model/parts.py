@@ -118,7 +118,9 @@ class PackedLinear(torch.nn.Module):
         self.weight = torch.empty((packed.out, packed.in_), dtype=dtype, device="meta")
         self.packed = packed
         on_cpu = all(field.device.type == "cpu" for field in packed.fields.values())
-        form = matrix_form(packed.encoding, packed.out, packed.in_, dtype) or decoded_form(packed.out, packed.in_, dtype)
+        form = matrix_form(packed.encoding, packed.out, packed.in_, dtype) or decoded_form(
+            packed.out, packed.in_, dtype
+        )
         self.batch_invariant = on_cpu and form is not None
         self._kernel = kernel
         self._taken = None if columns is None else columns.argsort()
@@ -134,8 +136,8 @@ class PackedLinear(torch.nn.Module):
 
 
 class PlainLinear:
-    """A linear layer on a weight (out, in) as the checkpoint has it, in whose dtype it computes: the native product where
-    there is one."""
+    """A linear layer on a weight (out, in) as the checkpoint has it, in whose dtype it computes: the native product
+    where there is one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         out, in_ = weight.shape
