@@ -144,11 +144,11 @@ def as_integers(x: Tensor) -> Tensor:
     """The tokens as products of whole numbers take them: of each 32 columns codes of 8 bits times a scale."""
     parts = x.float().view(-1, 32)
     largest = parts.abs().amax(1, keepdim=True).clamp_min(1e-30)
-    codes = (
-        parts * (torch.full_like(largest, 127) / largest)
-    ).round()  # torch has 127 / largest as 127 * (1 / largest)
+    factor = torch.full_like(largest, 127) / largest  # torch has 127 / largest as 127 * (1 / largest)
+    codes = (parts * factor).round()
     rounded = codes.double() * (largest / 127).double()
-    assert codes.abs().max() <= 127 and (rounded - parts).abs().le(largest * 0.501 / 127).all()
+    assert codes.abs().max() <= 127
+    assert (rounded - parts).abs().le(largest * 0.501 / 127).all()
     return rounded.view(x.shape)
 
 

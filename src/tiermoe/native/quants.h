@@ -28,7 +28,7 @@
  *   ceil(K / scale_columns)): w = code * scale, in U4 (code - zero) * scale. K is a multiple of 32, scale_columns of the group
  *   unless it is K.
  *
- * Codes are exact in bfloat16 and their products are summed in float32 before a scale is applied: no weight is rounded. */
+ * Codes are exact, and their products are summed before a scale is applied: no weight is rounded. */
 #ifndef TIERMOE_QUANTS_H
 #define TIERMOE_QUANTS_H
 
