@@ -37,15 +37,14 @@ class Ways:
     """A profiler of the package's own functions.
 
     `calls`: all of them. `frames`: what is reached → the most frames from the function `first` on, up to the one that
-    calls the kernel ('run' in one piece, 'compute' in parts) or gives a forecast. `misses`: of MoE layers with one miss
-    that had no hits to report for others, their calls → how often. `objects`: the most that take part in such a
-    layer."""
+    calls the kernel ('run' in one piece, 'compute' in parts) or gives a forecast. `misses`, `objects`: of MoE layers
+    with one miss that had no hits to report for others, their calls, and what took part in them → how often."""
 
     def __init__(self, first: str = "Engine.step") -> None:
         self.calls = 0
         self.frames = Counter[str]()
         self.misses = Counter[int]()
-        self.objects = 0
+        self.objects = Counter[int]()
         self._first = first
         self._layer: FrameType | None = None  # the running one, and what happened in it
         self._called = Counter[str]()
@@ -64,7 +63,7 @@ class Ways:
             self._layer = None
             if self._reads == 1 and not self._called["Scheduler.record_hits"]:
                 self.misses[self._called.total()] += 1
-                self.objects = max(self.objects, len(self._owners) + 1)  # and the native threads
+                self.objects[len(self._owners) + 1] += 1  # and the native threads
 
     def _call(self, frame: FrameType) -> None:
         name = frame.f_code.co_qualname
@@ -138,7 +137,7 @@ def counts() -> dict[str, int]:
         "calls of our own Python functions for a decoded token, all experts in memory": resident.calls // TOKENS,
         "the same with 45 % of the experts cached, without prefetching": cached.calls // TOKENS,
         "calls in a MoE layer with one miss": max(cached.misses, key=cached.misses.__getitem__),
-        "objects that take part in it": cached.objects,
+        "objects that take part in it": max(cached.objects, key=cached.objects.__getitem__),
         "frames from `run` to the kernel for a resident token, it included": commanded().frames["run"] + 1,
         "frames from `Engine.step` to the kernel for a missing expert, it included": cached.frames["compute"] + 1,
         "frames from `Engine.step` to a forecast": ahead.frames["forecast"],

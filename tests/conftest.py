@@ -119,6 +119,23 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
+def on_every_set() -> Iterator[Callable[[Callable[[], Any]], list[Any]]]:
+    """What a function gives under each instruction set of this machine."""
+    before = native.instruction_set()
+
+    def each(compute: Callable[[], Any]) -> list[Any]:
+        found = []
+        for name in native.instruction_sets():
+            native.use(name)
+            found.append(compute())
+        return found
+
+    yield each
+    if before is not None:
+        native.use(before)
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """Matrices here are small, and threads that wait for each other make them slow on a busy machine."""
     before = torch.get_num_threads()

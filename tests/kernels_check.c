@@ -23,6 +23,17 @@ static void numbers(bf16 *to, size_t count, float scale) {
     for (size_t i = 0; i < count; i++) to[i] = to_bf16(scale * number());
 }
 
+/* What sets have to give bit for bit, in the order in which each of them gives it: by the first set's. */
+static uint64_t marks[1 << 12];
+static size_t mark;
+
+static void same(const char *set, const char *what, const void *data, size_t bytes) {
+    uint64_t sum = 14695981039346656037u; /* FNV-1a */
+    for (size_t i = 0; i < bytes; i++) sum = (sum ^ ((const uint8_t *)data)[i]) * 1099511628211u;
+    if (!marks[mark]) marks[mark] = sum;
+    if (marks[mark++] != sum) wrong++, printf("%s, %s: other bits than the set before\n", set, what);
+}
+
 /* Reports a value that is further from `want` than roundings to bfloat16 of numbers of `size` take it. */
 static void expect(const char *set, const char *what, double got, double want, double size) {
     if (fabs(got - want) <= 0.008 * fabs(want) + 1e-4 * size) return;
@@ -90,6 +101,13 @@ static void products_of_any_count(const Kernels *set, const Matrix *matrix, cons
     free(prepared);
 }
 
+/* Column c of a token as products of whole numbers take it: of each 32 columns codes of 8 bits times a scale. */
+static double as_integer(const bf16 *x, size_t c) {
+    float largest = 0;
+    for (size_t i = c / 32 * 32; i < c / 32 * 32 + 32; i++) largest = fmaxf(largest, fabsf(from_bf16(x[i])));
+    return largest ? (double)rintf(from_bf16(x[c]) * (127 / largest)) * (largest / 127) : 0;
+}
+
 static void products(const Kernels *set, Coding coding, size_t rows, size_t group) {
     static const char *const NAMES[] = {"4 bits", "8 bits", "16 bits", "6 bits", "2 bits",
                                         "uneven 4 bits", "uneven 3 bits", "uneven 2 bits", "trellis"};
@@ -107,11 +125,13 @@ static void products(const Kernels *set, Coding coding, size_t rows, size_t grou
     numbers(x, TOKENS * COLUMNS, 1);
     const Matrix matrix = {coding, weights, scales, rows, COLUMNS, group, NULL, SCALE_FLOAT, 1, 1, 1};
     products_of_any_count(set, &matrix, NAMES[coding], x, out);
+    same(set->name, NAMES[coding], out, TOKENS * rows * sizeof *out);
     for (size_t m = 0; m < TOKENS; m += 8)
         for (size_t r = 0; r < rows; r++) {
             double want = 0, size = 0;
             for (size_t c = 0; c < COLUMNS; c++) {
-                const double part = weight_of(&matrix, r, c) * from_bf16(x[m * COLUMNS + c]);
+                const bf16 *token = x + m * COLUMNS;
+                const double part = weight_of(&matrix, r, c) * (coding == BF16 ? from_bf16(token[c]) : as_integer(token, c));
                 want += part, size += fabs(part);
             }
             expect(set->name, NAMES[coding], from_bf16(out[m * rows + r]), want, size);
@@ -241,9 +261,10 @@ static void gates(const Kernels *set) {
 
 static void rows(const Kernels *set) {
     enum { WIDTH = 96, HALF = 20 };
-    bf16 x[3][WIDTH], weight[WIDTH], bias[WIDTH], out[WIDTH], cos[WIDTH], sin[WIDTH];
-    float logits[3];
-    numbers(x[0], 3 * WIDTH, 1), numbers(weight, WIDTH, 1), numbers(bias, WIDTH, 1), numbers(cos, WIDTH, 0.5f), numbers(sin, WIDTH, 0.5f);
+    bf16 x[3][WIDTH], weight[WIDTH], bias[WIDTH], out[WIDTH], of_cos[WIDTH], of_sin[WIDTH];
+    float logits[3], cos[WIDTH], sin[WIDTH];
+    numbers(x[0], 3 * WIDTH, 1), numbers(weight, WIDTH, 1), numbers(bias, WIDTH, 1), numbers(of_cos, WIDTH, 0.5f), numbers(of_sin, WIDTH, 0.5f);
+    for (int i = 0; i < WIDTH; i++) cos[i] = from_bf16(of_cos[i]), sin[i] = from_bf16(of_sin[i]);
     const bf16 *const three[] = {x[0], x[1], x[2]};
     const float factors[] = {0.5f, -1.25f, 2};
     set->combine(three, factors, 3, WIDTH, out);
@@ -256,6 +277,7 @@ static void rows(const Kernels *set) {
     for (int i = 0; i < WIDTH; i++) squares += pow(from_bf16(x[0][i]), 2) / WIDTH, mean += from_bf16(x[0][i]) / WIDTH;
     for (int i = 0; i < WIDTH; i++) variance += pow(from_bf16(x[0][i]) - mean, 2) / WIDTH;
     const float scale = set->norm_scale(x[0], WIDTH, 1e-5f);
+    same(set->name, "a norm's factor", &scale, sizeof scale);
     expect(set->name, "a norm's factor", scale, 1 / sqrt(squares + 1e-5), 1);
     for (int kind = RMS_NORM; kind <= LAYER_NORM; kind++) {
         const Norm norm = {weight, bias, WIDTH, 1e-5f, kind};
@@ -270,15 +292,16 @@ static void rows(const Kernels *set) {
             expect(set->name, "a norm", from_bf16(out[i]), want, 200);
         }
     }
-    for (int interleaved = 0; interleaved < 2; interleaved++) {
+    for (int interleaved = 0; interleaved < 3; interleaved++) {
         set->rotate(x[0], cos, sin, 2 * HALF, interleaved, out);
         for (int i = 0; i < HALF; i++) {
             const double a = from_bf16(x[0][interleaved ? 2 * i : i]), b = from_bf16(x[0][interleaved ? 2 * i + 1 : HALF + i]);
-            expect(set->name, "rotary", from_bf16(out[i]), a * from_bf16(cos[i]) - b * from_bf16(sin[i]), 200);
-            expect(set->name, "rotary", from_bf16(out[HALF + i]), b * from_bf16(cos[HALF + i]) + a * from_bf16(sin[HALF + i]), 200);
+            expect(set->name, "rotary", from_bf16(out[i]), a * cos[i] - b * sin[i], 200);
+            expect(set->name, "rotary", from_bf16(out[HALF + i]), b * cos[HALF + i] + a * sin[HALF + i], 200);
         }
     }
-    set->logits(x[0], weight, 3, WIDTH, logits);
+    set->logits(x[0], weight, 1, 3, WIDTH, logits);
+    same(set->name, "a router's logits", logits, sizeof logits);
     for (int r = 0; r < 3; r++) {
         double want = 0;
         for (int i = 0; i < WIDTH; i++) want += (double)from_bf16(x[r][i]) * from_bf16(weight[i]);
@@ -337,7 +360,7 @@ static void deltas(const Kernels *set) {
 }
 
 static void attention(const Kernels *set) {
-    enum { KEY = 96, VALUE = 160, ROOM = 300, QUERIES_HERE = 7, END = 290 };
+    enum { KEY = 96, VALUE = 160, ROOM = 300, QUERIES_HERE = 7, END = 250 };
     static bf16 keys[ROOM * KEY], values[ROOM * VALUE], queries[QUERIES_HERE * KEY], out[VALUE];
     static float results[2][QUERIES_HERE * (TILE_HEADER + VALUE)], in_order[2 * (TILE_HEADER + VALUE)];
     const size_t each = tile_result(VALUE);
@@ -355,6 +378,7 @@ static void attention(const Kernels *set) {
         for (int p = 3; p < END; p++) sum += exp(scores[p] - most);
         for (int t = 0; t < 2; t++) memcpy(in_order + t * each, results[t] + q * each, each * sizeof(float));
         set->merge_tiles(in_order, 2, each, VALUE, NULL, out);
+        same(set->name, "attention", out, sizeof out);
         for (int c = 0; c < VALUE; c++) {
             double want = 0;
             for (int p = 3; p < END; p++) want += exp(scores[p] - most) / sum * from_bf16(values[p * VALUE + c]);
@@ -390,6 +414,7 @@ static void prompts(const Kernels *set, size_t coded) {
         rows.sinks[r] = r % EACH ? NULL : &sink;
     }
     set->attend_rows(positions, &rows, workspace);
+    same(set->name, "a prompt's attention", out, sizeof out);
     for (size_t r = 0; r < COUNT; r += 4) {
         double scores[WINDOW], sum = rows.sinks[r] ? exp(0.5) : 0;
         for (size_t i = 0; i < WINDOW; i++) {
@@ -458,6 +483,7 @@ static void packing(const Kernels *set, Coding coding, size_t rows, size_t group
 
 int main(void) {
     for (const Kernels *const *set = kernels_here(); *set; set++) {
+        state = 1, mark = 0;
         for (size_t group = 32; group <= 256; group *= 2) {
             products(*set, INT4, ROWS, group), products(*set, INT6, ROWS, group), products(*set, INT2, ROWS, group), products(*set, TCQ2, ROWS, group);
             for (Coding coding = NL4; group <= 64 && coding <= NL2; coding++) products(*set, coding, ROWS, group);

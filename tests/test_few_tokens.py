@@ -81,7 +81,8 @@ def test_a_padded_batch_agrees_with_transformers_code(family: str, tmp_path: Pat
     fast, own = steps(None), steps(DynamicCache(config=loaded.config))
     loaded.tiermoe.close()
     error = (fast.float() - own.float()).norm(dim=-1) / own.float().norm(dim=-1)
-    assert error.median() < 0.03  # a router may decide a near tie otherwise: single tokens may differ more
+    # activations have 8 bits, and a router may decide a near tie otherwise: single tokens may differ more
+    assert error.median() < 0.1
 
 
 def test_few_tokens_are_computed_as_many_are(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,8 @@ def assert_product(got: Tensor, x: Tensor, encoding: Encoding, fields: dict[str,
     weight = encoding.decode(fields, out, x.shape[1], torch.float32).double()
     exact, allowed = x.double() @ weight.t(), x.double().abs() @ weight.abs().t() * TOLERANCE[x.dtype]
     assert (got.dtype, got.shape) == (x.dtype, exact.shape)
-    assert bool(((got.double() - exact).abs() <= allowed + 1e-30).all())
+    least = 2.0**-24 if x.dtype == torch.float16 else 1e-30  # the smallest float16, by which all below 2^-14 are apart
+    assert bool(((got.double() - exact).abs() <= allowed + least).all())
 
 
 SOME_TOKENS = (1, 2, INT8_TOKENS[torch.bfloat16], INT8_TOKENS[torch.bfloat16] + 1, INT4_TOKENS[torch.bfloat16],
@@ -119,16 +120,3 @@ def test_float16_sums_do_not_overflow_before_they_are_scaled(bits: int, tokens: 
     got = linear_for(encoding.name, "cpu", torch.float16)(x, fields, 16, 2048)
     assert bool(torch.isfinite(got).all())
     assert_product(got, x, encoding, fields, 16)
-
-
-@pytest.mark.parametrize("amx", [True, False])
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_one_token_takes_mv_where_the_machine_has_amx(amx: bool, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, mv, encoding = [], torch.mv, encoding_named("plain")
-    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: True)
-    monkeypatch.setattr(linear, "has_amx", lambda: amx)
-    monkeypatch.setattr(torch, "mv", lambda *operands: calls.append(operands) or mv(*operands))
-    fields, x = encoding.encode(random(33, 64), HQQ, torch.bfloat16), random(tokens, 64, 1).bfloat16()
-    got = linear_for("plain", "cpu", torch.bfloat16)(x, fields, 33, 64)
-    assert len(calls) == (amx and tokens == 1)
-    assert_product(got, x, encoding, fields, 33)

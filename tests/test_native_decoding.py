@@ -67,4 +67,5 @@ def test_decoding_agrees_with_transformers_code_on_the_same_packed_weights(famil
         engine.close()
     fast, own = found
     error = (fast - own).norm(dim=-1) / own.norm(dim=-1)
-    assert error.median() < 0.03  # a router may decide a near tie otherwise: single tokens may differ more
+    # activations of 8 bits, and a router may decide a near tie otherwise: single tokens may differ more
+    assert error.median() < 0.06

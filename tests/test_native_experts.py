@@ -159,7 +159,7 @@ def test_gpt_oss_experts_are_transformers_on_the_decoded_weights(bits: int) -> N
     assert isinstance(kernel, FusedExperts)
     x = random(8, HIDDEN, seed=9)
     want = theirs(x.float(), torch.zeros(8, 1, dtype=torch.int64), torch.ones(8, 1))
-    assert (kernel(x, views).float() - want).norm() <= 0.01 * want.norm()
+    assert (kernel(x, views).float() - want).norm() <= 0.02 * want.norm()  # activations have 8 bits
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

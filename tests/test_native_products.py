@@ -136,14 +136,19 @@ def _pairs(codes: Tensor) -> Tensor:
     return torch.stack([(codes >> shift & 15).float() for shift in (0, 4)], dim=-1).flatten(1)
 
 
-def as_integers(x: Tensor, group: int) -> Tensor:
-    """The tokens that AVX2 computes with in our blocks: a span's columns are integers below 255 * 128 times a power of
-    two."""
-    spans = x.double().view(-1, min(group, 64))
-    fraction, exponent = spans.abs().amax(1, keepdim=True).frexp()
-    unit = torch.ldexp(torch.ones_like(fraction), exponent - 15 + (fraction > 255 / 256 - 1e-9).int())
-    rounded = spans.div(unit).round().mul(unit)
-    assert (rounded - spans).abs().le(spans.abs().amax(1, keepdim=True) * 1.01 * 2.0**-15).all()
+WHOLE = (Int4, Int6, Int8, NonUniform, Trellis)
+"""Encodings whose products are of whole numbers (native/isa/integers.h)."""
+
+
+def as_integers(x: Tensor) -> Tensor:
+    """The tokens as products of whole numbers take them: of each 32 columns codes of 8 bits times a scale."""
+    parts = x.float().view(-1, 32)
+    largest = parts.abs().amax(1, keepdim=True).clamp_min(1e-30)
+    factor = torch.full_like(largest, 127) / largest  # torch has 127 / largest as 127 * (1 / largest)
+    codes = (parts * factor).round()
+    rounded = codes.double() * (largest / 127).double()
+    assert codes.abs().max() <= 127
+    assert (rounded - parts).abs().le(largest * 0.501 / 127).all()
     return rounded.view(x.shape)
 
 
@@ -159,11 +164,10 @@ def assert_rounded_once(got: Tensor, x: Tensor, encoding: Encoding, weight: Tens
     """Codes are multiplied before zeros and minima are taken off: what is summed may be as large as for the largest
     weight of a row."""
     weight, error, taken = weight.double(), SUMMED * x.double().abs(), x.double()
-    if native.instruction_set() == "avx2":
-        if isinstance(encoding, Int4 | Int6 | NonUniform | Trellis):
-            taken = as_integers(x, encoding.group)
-        elif not isinstance(encoding, Plain | Int8):
-            error = error + change(x)
+    if isinstance(encoding, WHOLE):
+        taken = as_integers(x)
+    elif native.instruction_set() == "avx2" and not isinstance(encoding, Plain | Int8):
+        error = error + change(x)
     want = taken @ weight.t()
     allowed = want.abs() * ROUNDING + error.sum(1, keepdim=True) * weight.abs().amax(1)
     assert (got.double() - want).abs().le(allowed).all()
@@ -219,15 +223,30 @@ def test_a_tokens_product_depends_on_no_other_token_and_no_thread(encoding: Enco
 
 
 @needs_native
+@pytest.mark.parametrize("encoding", OWN, ids=lambda each: each.name)
+def test_every_instruction_set_gives_the_same_bits(
+    encoding: Encoding, on_every_set: Callable[..., list[Tensor]]
+) -> None:
+    form, slot, x = form_of(encoding, 128, 768), random_slot(encoding, 128, 768), random(21, 768, 1)
+    x[3], x[4, :40], x[5] = 0, 1e-38, 1e30
+
+    def both() -> Tensor:
+        return torch.cat([linear(x, form, slot), *(linear(token[None], form, slot) for token in x)])
+
+    found = on_every_set(both)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@needs_native
 @by_set
 @EVERY
 def test_every_code_in_every_place(encoding: Encoding) -> None:
-    """Each token takes one column: what a weight is, together and alone; our own are rounded once, exactly."""
+    """Each token takes one column: what a weight is, together and alone."""
     in_ = 256
     slot, form, x = random_slot(encoding, 64, in_, 5), form_of(encoding, 64, in_), torch.eye(in_).bfloat16()
     want = weights(encoding, slot, 64, in_).t()
     for got in (linear(x, form, slot), torch.cat([linear(one[None], form, slot) for one in x])):
-        if encoding in OWN:
+        if encoding in OWN and not isinstance(encoding, WHOLE):
             assert torch.equal(got, want.bfloat16())
         else:
             assert (got.float() - want).abs().le(want.abs() * ROUNDING + 1e-7).all()

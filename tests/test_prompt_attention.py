@@ -1,9 +1,10 @@
 """Attention of a prompt's tokens, by blocks of queries: against the definition, in float64, and against itself: in
-other company, on more threads, in a ring, over codes of 8 and 4 bits. And a prompt's few tokens after many positions,
-which go by blocks of queries in the call in which others are computed one by one."""
+other company, on more threads, in a ring, over codes of 8 and 4 bits. And few tokens after many positions, which the
+call of a whole layer computes by blocks of queries where they follow each other, else one by one: with equal bits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from tiermoe import native
 from tiermoe.batch import Batch, Row, decode, prompt, verify
 from tiermoe.formats.plain import Plain
 from tiermoe.kernels.attention import (
-    DEEP,
     DecodeAttention,
     GroupedAttention,
     PackedMatrix,
@@ -221,14 +221,14 @@ def test_what_does_not_fit_is_refused() -> None:
         Slabs(it.slabs().keys, it.slabs().values, scales=(it.slabs().keys, it.slabs().keys))
 
 
-# a prompt's few tokens behind many positions
+# few tokens behind many positions
 
 COLUMNS, NARROW = 64, 0.125
-BEFORE, AFTER = 5, 30  # tokens before and from position DEEP on
-DEEP_END = DEEP + AFTER
-DEEP_CASES = {
+BEFORE, TOKENS = 1019, 35  # positions before the tokens
+END = BEFORE + TOKENS
+FEW_CASES = {
     "groups": Case(), "one key head for nine": Case(heads=9, kv_heads=1),
-    "as many key heads": Case(heads=4, kv_heads=4),
+    "as many key heads": Case(heads=4, kv_heads=4), "three heads": Case(heads=3, kv_heads=1),
     "window": Case(window=300), "chunks": Case(window=90, chunked=True), "sinks": Case(sinks=True),
     "8 bits": Case(bits=8), "4 bits, sinks": Case(sinks=True, bits=4),
 }  # fmt: skip
@@ -243,9 +243,9 @@ class Layer:
         self.case, width = case, case.heads * COLUMNS
         sizes = (width, case.kv_heads * COLUMNS, case.kv_heads * COLUMNS)
         self.query, self.key, self.value = (random(size, seed=seed) for seed, size in enumerate(sizes, 1))
-        self.keys, self.values = (random(DEEP_END, case.kv_heads, COLUMNS, seed=seed) for seed in (4, 5))
+        self.keys, self.values = (random(END, case.kv_heads, COLUMNS, seed=seed) for seed in (4, 5))
         for kept, new in ((self.keys, self.key), (self.values, self.value)):
-            kept[DEEP - BEFORE :] = new.view(case.kv_heads, COLUMNS)
+            kept[BEFORE:] = new.view(case.kv_heads, COLUMNS)
         self.stored = case.stored(self.keys, self.values)
         self.sinks = random(case.heads, seed=6).float() if case.sinks else None
         biases = (self.query, self.key, self.value)
@@ -267,122 +267,86 @@ class Layer:
 
     def slabs(self, count: int = 1) -> Slabs:
         """With what lies before the tokens."""
-        before = torch.arange(DEEP - BEFORE)
-        return self.case.slabs(self.stored, before, DEEP_END + 9, count, slice(None), False)
+        return self.case.slabs(self.stored, torch.arange(BEFORE), END + 9, count, slice(None), False)
 
-    def run(self, slabs: Slabs, positions: list[int], given: list[bool], where: list[int] | None = None) -> Tensor:
+    def run(self, slabs: Slabs, positions: list[int], where: list[int] | None = None) -> Tensor:
         """What the tokens at these positions attend to, (T, heads * columns)."""
         count = len(positions)
         still, turned = torch.ones(count, COLUMNS).bfloat16(), torch.zeros(count, COLUMNS).bfloat16()
-        step = Step(
-            torch.tensor(where or [0] * count), torch.tensor(positions), still, turned, given=torch.tensor(given)
-        )
+        step = Step(torch.tensor(where or [0] * count), torch.tensor(positions), still, turned)
         return self.kernel(torch.zeros(count, self.hidden).bfloat16(), step, slabs)[0].clone()
 
-    def in_steps(self, slabs: Slabs, together: int, given: bool, begin: int = DEEP - BEFORE) -> Tensor:
-        found = []
-        for at in range(begin, DEEP_END, together):
-            positions = list(range(at, min(at + together, DEEP_END)))
-            found.append(self.run(slabs, positions, [given] * len(positions)))
-        return torch.cat(found)
+    def in_steps(self, slabs: Slabs, together: int) -> Tensor:
+        begins = range(BEFORE, END, together)
+        return torch.cat([self.run(slabs, list(range(at, min(at + together, END)))) for at in begins])
 
     def by_blocks(self, slabs: Slabs) -> Tensor:
-        """The tokens from DEEP on by the kernel of prompts."""
+        """All tokens by the kernel of prompts."""
         case = self.case
-        query = self.query.view(1, case.heads, COLUMNS).expand(AFTER, -1, -1)
-        found = prompt_attention(query, slabs, 0, DEEP, NARROW, case.window, self.sinks, chunked=case.chunked)
+        query = self.query.view(1, case.heads, COLUMNS).expand(TOKENS, -1, -1)
+        found = prompt_attention(query, slabs, 0, BEFORE, NARROW, case.window, self.sinks, chunked=case.chunked)
         return found.flatten(1)
 
     def expected(self) -> Tensor:
-        query = self.query.view(1, self.case.heads, COLUMNS).expand(BEFORE + AFTER, -1, -1)
+        query = self.query.view(1, self.case.heads, COLUMNS).expand(TOKENS, -1, -1)
         return self.case.attended(query, self.keys, self.values, self.sinks, NARROW).flatten(1)
 
 
-@pytest.mark.parametrize("name", DEEP_CASES)
-def test_it_is_the_definition_and_from_deep_on_what_the_kernel_of_prompts_gives(name: str) -> None:
-    it = Layer(DEEP_CASES[name])
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("name", FEW_CASES)
+def test_few_tokens_are_the_definition_with_equal_bits_however_they_come(name: str, threads: int) -> None:
+    """All at once, in chunks, one by one, and as a prompt's."""
+    it = Layer(FEW_CASES[name])
     slabs = it.slabs()
-    got, want = it.in_steps(slabs, 64, given=True), it.expected()
+    got, want = it.in_steps(slabs, 64), it.expected()
     error = (got.double() - want).norm(dim=-1) / want.norm(dim=-1)
     assert error.max() < (0.02 if it.case.bits == 4 else 0.01)
-    assert torch.equal(got[BEFORE:], it.by_blocks(slabs))
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_before_deep_a_token_is_what_it_is_generated(name: str) -> None:
-    it = Layer(DEEP_CASES[name])
-    given, generated = it.in_steps(it.slabs(), 64, given=True), it.in_steps(it.slabs(), 1, given=False)
-    assert torch.equal(given[:BEFORE], generated[:BEFORE])
-    assert not torch.equal(given[BEFORE:], generated[BEFORE:])
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-@pytest.mark.parametrize("name", SOME)
-def test_few_tokens_in_chunks_and_on_threads(name: str, threads: int) -> None:
-    it = Layer(DEEP_CASES[name])
-    whole = it.in_steps(it.slabs(), 64, given=True)
     torch.set_num_threads(threads)
-    for together in (1, 7, 64):
-        assert torch.equal(whole, it.in_steps(it.slabs(), together, given=True))
+    assert torch.equal(got, it.by_blocks(slabs))
+    for together in (1, 2, 7, 64):
+        assert torch.equal(got, it.in_steps(it.slabs(), together))
+
+
+@pytest.mark.parametrize("name", FEW_CASES)
+def test_every_instruction_set_gives_the_same_bits(name: str, on_every_set: Callable[..., list[Tensor]]) -> None:
+    it = Layer(FEW_CASES[name])
+    found = on_every_set(lambda: torch.cat((it.in_steps(it.slabs(), 1), it.in_steps(it.slabs(), 64))))
+    assert all(torch.equal(each, found[0]) for each in found)
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_other_tokens_of_the_call_do_not_matter(name: str) -> None:
-    """A prompt's tokens of two sequences between verified ones of two others, all at the same positions."""
-    it = Layer(DEEP_CASES[name])
-    given, generated = it.in_steps(it.slabs(), 64, given=True), it.in_steps(it.slabs(), 1, given=False)
-    places, kinds = range(DEEP - 2, DEEP + 11), (False, True, True, False)
-    slabs = it.slabs(4)
+    """Of four sequences, at the same positions."""
+    it = Layer(FEW_CASES[name])
+    alone, places, slabs = it.in_steps(it.slabs(), 64), range(BEFORE + 3, BEFORE + 16), it.slabs(4)
     for slab in range(4):  # what lies between
-        ahead = list(range(DEEP - BEFORE, DEEP - 2))
-        it.run(slabs, ahead, [False] * len(ahead), [slab] * len(ahead))
-    where = [slab for slab in range(4) for _ in places]
-    got = it.run(slabs, [*places] * 4, [kinds[slab] for slab in where], where)
-    some = slice(BEFORE - 2, BEFORE + 11)
-    for kind, each in zip(kinds, got.split(len(places)), strict=True):
-        assert torch.equal(each, (given if kind else generated)[some])
+        it.run(slabs, [BEFORE, BEFORE + 1, BEFORE + 2], [slab] * 3)
+    got = it.run(slabs, [*places] * 4, [slab for slab in range(4) for _ in places])
+    for each in got.split(len(places)):
+        assert torch.equal(each, alone[3:16])
 
 
 def test_a_turn_behind_many_tokens_has_its_bits_whatever_runs_beside_it(tmp_path: Path) -> None:
-    """And in chunks; a generated and verified tokens beside it have those that they have alone."""
+    """In one piece, in chunks, generated, and beside a generated and verified tokens."""
     directory = write(tmp_path, "qwen3_moe", torch.bfloat16, **NATIVE, max_position_embeddings=2048)
-    engine = engine_of(directory, bits=4, dense_bits=4, context=DEEP + 100, batch=4)
-    ids, turn = some_tokens(DEEP + 3), some_tokens(20, 2)
+    engine = engine_of(directory, bits=4, dense_bits=4, context=BEFORE + 100, batch=4)
+    ids, turn = some_tokens(BEFORE), some_tokens(20, 2)
 
-    def steps(cache: Any, *rows: Row) -> list[Tensor]:
-        return [engine.step(Batch((row,)), cache, every=True) for row in rows]
-
-    def behind(cache: Any, slab: int) -> int:
-        return int(cache.fork(slab, DEEP + 3))
+    def steps(cache: Any, *rows: Row) -> Tensor:
+        return torch.cat([engine.step(Batch((row,)), cache, every=True) for row in rows])
 
     cache = engine.new_cache(4)
     first = cache.open()
     engine.step(Batch((prompt(first, ids),)), cache)
-    slab = behind(cache, first)
-    whole = steps(cache, prompt(slab, turn, DEEP + 3))[0]
-    cache.crop(slab, DEEP + 3)
-    pieces = [prompt(slab, turn[at : at + 7], DEEP + 3 + at) for at in range(0, 20, 7)]
-    assert torch.equal(torch.cat(steps(cache, *pieces)), whole)
-    cache.crop(slab, DEEP + 3)
-    alone = torch.cat(steps(cache, *(decode(slab, DEEP + 3 + at, token) for at, token in enumerate(turn[:4]))))
-    assert not torch.equal(alone, whole[:4])
-    cache.crop(slab, DEEP + 3)
-    slabs = [slab, behind(cache, first), behind(cache, first)]
-    rows = (
-        decode(slabs[0], DEEP + 3, turn[0]),
-        prompt(slabs[1], turn, DEEP + 3),
-        verify(slabs[2], DEEP + 3, turn[:4]),
-    )
+    slab, others = int(cache.fork(first, BEFORE)), [int(cache.fork(first, BEFORE)) for _ in range(2)]
+    whole = steps(cache, prompt(slab, turn, BEFORE))
+    cache.crop(slab, BEFORE)
+    pieces = [prompt(slab, turn[at : at + 7], BEFORE + at) for at in range(0, 20, 7)]
+    assert torch.equal(steps(cache, *pieces), whole)
+    cache.crop(slab, BEFORE)
+    assert torch.equal(steps(cache, *(decode(slab, BEFORE + at, token) for at, token in enumerate(turn))), whole)
+    cache.crop(slab, BEFORE)
+    rows = (decode(slab, BEFORE, turn[0]), prompt(others[0], turn, BEFORE), verify(others[1], BEFORE, turn[:4]))
     found = engine.step(Batch(rows, ragged=True), cache, every=True)
-    assert torch.equal(found, torch.cat((alone[:1], whole, alone)))
+    assert torch.equal(found, torch.cat((whole[:1], whole, whole[:4])))
     engine.close()
-
-
-def test_few_tokens_that_do_not_fit_are_refused() -> None:
-    it = Layer(DEEP_CASES["groups"])
-    at, still = torch.tensor([DEEP]), torch.ones(1, COLUMNS).bfloat16()
-    with pytest.raises(ValueError, match="given must be bool"):
-        Step(at * 0, at, still, still, given=torch.tensor([1]))
-    padded = Step(at * 0, at, still, still, at * 0, given=torch.tensor([True]))
-    with pytest.raises(ValueError, match="padding or chosen positions for a prompt"):
-        it.kernel(torch.zeros(1, it.hidden).bfloat16(), padded, it.slabs())

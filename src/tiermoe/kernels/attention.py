@@ -2,8 +2,8 @@
 (`DecodeAttention`), and attention alone for a prompt's tokens (`prompt_attention`).
 
 `GroupedAttention` or `LatentAttention` describes a layer, `Step` the tokens, `Slabs` the memory of keys and values. A
-token's values depend on its sequence's positions alone, and from position `DEEP` on, on whether it is a prompt's, bit
-for bit: neither the other tokens of a call nor the number of threads matter, nor whether the cache is a ring.
+token's values depend on its sequence's positions alone, bit for bit, the same in both: neither the other tokens of a
+call nor the number of threads matter, nor whether the cache is a ring.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from tiermoe.types import FEW_TOKENS
 
 HEAD_COLUMNS = 32  # a head has a multiple of them
 LARGEST_HEAD = 256
-DEEP = 1024
-"""From this position on a prompt's tokens are computed by blocks of queries (native/attention.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,7 @@ class GroupedAttention:
     norm_key: Norm | None = None  # likewise
     value_columns: int | None = None  # None: head_columns
     interleaved: bool = False  # columns 2 i and 2 i + 1 rotate together; the cache has them as i and half + i
+    rotated_at_once: bool = False  # interleaved columns are rotated in float32 and rounded once
     window: int = 0  # positions that a token attends to, the token's own included; 0: all
     chunked: bool = False  # a token attends from a multiple of the window on
     sinks: Tensor | None = None  # float32 (heads): a score without a value that joins a head's softmax
@@ -92,6 +91,7 @@ class LatentAttention:
     query_first: PackedMatrix | None = None  # (R, H)
     norm_query: Norm | None = None  # of query_first's outputs
     interleaved: bool = True
+    rotated_at_once: bool = False
     residual_multiplier: float = 1.0  # of the output before the residual sum
 
 
@@ -177,7 +177,8 @@ def _packed(
             after=after, query_norm=query_norm, key_norm=latent_or_key, sinks=address(sinks), heads=heads,
             kv_heads=kv_heads, key_columns=key_columns, value_columns=value_columns, rotary_columns=rotary_columns,
             latent_columns=latent_columns, window=window,
-            gated=isinstance(weights, GroupedAttention) and weights.gated, interleaved=weights.interleaved,
+            gated=isinstance(weights, GroupedAttention) and weights.gated, 
+            interleaved=2 if weights.rotated_at_once else weights.interleaved,
             norms_rotated=isinstance(weights, GroupedAttention) and weights.norms_rotated,
             chunked=isinstance(weights, GroupedAttention) and weights.chunked,
             scale=weights.scale, residual_multiplier=weights.residual_multiplier,
@@ -194,7 +195,7 @@ def _any_layer_norm(*norms: Norm | None) -> bool:
     return any(norm is not None and norm.kind == "layer" for norm in norms)
 
 
-_TILE = 256  # positions of a piece of work
+_TILE = 128  # positions of a piece of work
 _PROJECTIONS = 3
 
 
@@ -265,12 +266,11 @@ class Step:
     """Tokens of a step, for all layers with the same rotary embedding.
 
     slabs, positions: int64 (T), the slab of a token's sequence and the row of the token's key and value in it. Tokens
-    of one slab have different positions. cos, sin: bfloat16 (T, rotary columns). temperatures: float32 (T), by which
-    queries are multiplied; None: 1. first: int64 (T), where padding on the
-    left ends; None: 0. A token attends to positions max(first, position - window + 1) .. position of the slab, those
-    that the step writes included. chosen: int32 (T, most), the only positions that a token attends to, ascending; a
-    token with fewer than `most` positions has them at the row's beginning. None: all. given: bool (T), whether a token
-    is a prompt's: grouped attention computes it as `prompt_attention` does, from position `DEEP` on. None: no token is.
+    of one slab have different positions. cos, sin: bfloat16 or float32 (T, rotary columns). temperatures: float32
+    (T), by which queries are multiplied; None: 1. first: int64 (T), where padding on the left ends; None: 0. A token
+    attends to positions max(first, position - window + 1) .. position of the slab, those that the step writes
+    included. chosen: int32 (T, most), the only positions that a token attends to, ascending; a token with fewer than
+    `most` positions has them at the row's beginning. None: all.
 
     ValueError: of another dtype, shape or layout. Keeps the tensors alive; they must not change while it is used."""
 
@@ -283,7 +283,6 @@ class Step:
         first: Tensor | None = None,
         chosen: Tensor | None = None,
         temperatures: Tensor | None = None,
-        given: Tensor | None = None,
     ) -> None:
         self.tokens = slabs.numel()
         whole = [slabs, positions] if first is None else [slabs, positions, first]
@@ -291,8 +290,9 @@ class Step:
             raise ValueError(f"slabs, positions and first must be contiguous int64 ({self.tokens})")
         if not 0 < self.tokens <= FEW_TOKENS:
             raise ValueError(f"{self.tokens} tokens in a step: 1 to {FEW_TOKENS}")
-        if any(not plain(each) or each.ndim != 2 or len(each) != self.tokens for each in (cos, sin)):
-            raise ValueError(f"cos and sin must be contiguous bfloat16 ({self.tokens}, rotary columns)")
+        if any(each.ndim != 2 or len(each) != self.tokens or each.device.type != "cpu" for each in (cos, sin)):
+            raise ValueError(f"cos and sin must be ({self.tokens}, rotary columns) on the CPU")
+        cos, sin = cos.float().contiguous(), sin.float().contiguous()
         if cos.shape != sin.shape:
             raise ValueError(f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} differ")
         if temperatures is not None and (temperatures.dtype != torch.float32 or temperatures.shape != (self.tokens,)):
@@ -301,22 +301,20 @@ class Step:
             raise ValueError(f"chosen must be contiguous int32 ({self.tokens}, positions)")
         if chosen is not None and len(chosen) != self.tokens:
             raise ValueError(f"positions are chosen for {len(chosen)} of {self.tokens} tokens")
-        if given is not None and (given.dtype != torch.bool or given.shape != (self.tokens,)):
-            raise ValueError(f"given must be bool ({self.tokens})")
         self._held = (slabs, positions, cos, sin, first)
-        self._chosen, self._temperatures, self._given = chosen, temperatures, given
+        self._chosen, self._temperatures = chosen, temperatures
         self.results: tuple[Tensor, Tensor] | None = None  # of the last layer
         self.packed = _native.pack(
             structs.Step(
                 tokens=self.tokens, slabs=slabs.data_ptr(), positions=positions.data_ptr(), first=address(first),
                 cos=cos.data_ptr(), sin=sin.data_ptr(), rotary_columns=cos.shape[1], chosen=address(chosen),
-                most=0 if chosen is None else chosen.shape[1], temperatures=address(temperatures), given=address(given),
+                most=0 if chosen is None else chosen.shape[1], temperatures=address(temperatures),
             )
         )  # fmt: skip
 
     def choosing(self, chosen: Tensor | None) -> Step:
         """The same step, with `chosen` positions for each token."""
-        return Step(*self._held, chosen, self._temperatures, self._given)
+        return Step(*self._held, chosen, self._temperatures)
 
 
 class DecodeAttention:
@@ -354,7 +352,7 @@ def decode_attention(weights: GroupedAttention | LatentAttention) -> DecodeAtten
     return None if packed is None else DecodeAttention(weights, packed)
 
 
-_QUERY_ROWS, _QUERY_TILE = 64, 128  # queries of a block of a prompt, positions of its tiles
+_QUERY_ROWS = 64  # queries of a block of a prompt
 
 
 def takes_prompts(dtype: torch.dtype, key_columns: int, value_columns: int) -> bool:
@@ -365,11 +363,7 @@ def takes_prompts(dtype: torch.dtype, key_columns: int, value_columns: int) -> b
 
 def prompt_workspace(threads: int, key_columns: int, value_columns: int) -> int:
     """Workspace of the kernel, in bytes, beside queries, keys, values and result."""
-    return (
-        4
-        * threads
-        * ((_QUERY_ROWS + _QUERY_TILE) * (key_columns + value_columns) + (2 * _QUERY_TILE + 5) * _QUERY_ROWS)
-    )
+    return 4 * threads * ((_QUERY_ROWS + _TILE) * (key_columns + value_columns) + (2 * _TILE + 6) * _QUERY_ROWS)
 
 
 def prompt_state(tokens: int, heads: int, kv_heads: int, value_columns: int) -> int:

@@ -15,7 +15,7 @@ from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.plain import Plain
 from tiermoe.kernels.gates import Gate
 from tiermoe.kernels.gpu import GroupedExperts, grouped_experts
-from tiermoe.kernels.linear import MatrixForm, linear_for, matrix_form, native_tokens
+from tiermoe.kernels.linear import MatrixForm, linear_for, matrix_form
 from tiermoe.native import ROWS, _native, available, structs
 from tiermoe.types import Part
 
@@ -94,15 +94,12 @@ def unfused(kernel: ExpertKernel) -> UnfusedExperts:
 
 
 class FusedExperts(ExpertKernel):
-    """Native gated experts up to `native_tokens` tokens, beyond which the unfused kernel is faster."""
+    """Native gated experts."""
 
     def __init__(self, native: GatedExperts, separate: UnfusedExperts) -> None:
         self.native, self.separate = native, separate
-        self._tokens = native_tokens()
 
     def __call__(self, x: Tensor, views: Views) -> Tensor:
-        if x.shape[0] > self._tokens:
-            return self.separate(x, views)
         return self.native(x, (self.packed(views),), among_others=True)[0]
 
     def forward_one(self, x: Tensor, views: Sequence[Views]) -> Tensor:
@@ -112,8 +109,6 @@ class FusedExperts(ExpertKernel):
         self, x: Tensor, counts: list[int], views: Sequence[Views], among_others: bool = False
     ) -> Tensor:
         """All experts in one call, with the values of a call for each."""
-        if max(counts) > self._tokens:
-            return one_by_one(self, x, counts, views)
         return self.native.forward_ragged(x, counts, [self.packed(each) for each in views], among_others)
 
     def packed(self, views: Views) -> bytes:

@@ -3,9 +3,10 @@ device; the reference is `DecodedLinear`, which decodes and multiplies. `MatrixF
 kernels: coding, sizes and the addresses of a slot's fields.
 
 On a CPU, 2 to 8 bits in bfloat16: the native kernels where there are any. Else few tokens: torch's operators on the
-packed weights, which read fewer bytes; many tokens: decode, then one matrix product, in float32 where the processor has
-no instructions for bfloat16 (there torch multiplies number by number). Which of them runs follows from the machine, the
-encoding, the dtype and the number of tokens alone, so that a result depends on neither timing nor the cache.
+packed weights, which read fewer bytes; many tokens: decode, then one matrix product, in float32 where the processor
+has no instructions for bfloat16 (there torch multiplies number by number). A native product has the same bits for any
+number of tokens; which of torch's runs follows from the machine, the encoding, the dtype and the number of tokens
+alone, so that a result depends on neither timing nor the cache.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.formats.encoding import BLOCK_ROWS, Encoding, FixedEncoding, InC, RowBlocks, scratch
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR, Int4, is_torchs
-from tiermoe.formats.plain import Halves
+from tiermoe.formats.plain import Halves, Plain
 from tiermoe.formats.registry import encoding_named
 from tiermoe.kernels import gpu
 from tiermoe.native import CODINGS, _native, available, instruction_set, structs, takes
@@ -36,7 +37,6 @@ from tiermoe.types import FEW_TOKENS, Part
 INT8_TOKENS = {torch.bfloat16: 12}
 INT4_TOKENS = {torch.bfloat16: 48}
 
-NATIVE_TOKENS_BESIDE_AMX = 48
 # Of a matrix at 8 bits decoded at a time: an output layer is larger, an expert's matrix is not.
 DECODED_WEIGHTS = 1 << 24
 DECODED_BLOCKS = 1 << 20  # likewise, of blocks of rows: what is decoded stays in the cache
@@ -90,9 +90,9 @@ def address(tensor: Tensor | None) -> int:
 
 
 def prepared_at_most(columns: int) -> int:
-    """Bytes of a token's prepared input of so many columns (matrix_prepared in native/matrix.h): AVX2's integers of
-    spans of 32 columns, in other instruction sets sums of groups of 32."""
-    return (136 if instruction_set() == "avx2" else 4) * -(-columns // 32)
+    """Bytes of a token's prepared input of so many columns (matrix_prepared in native/matrix.h), in parts of 32: codes
+    of 8 bits with a scale and a sum; AVX2's integers of 16 bits of strips."""
+    return (136 if instruction_set() == "avx2" else 40) * -(-columns // 32)
 
 
 def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> MatrixForm | None:
@@ -100,6 +100,11 @@ def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> M
     them."""
     form = _form(encoding, out, in_)
     return form if form and takes(dtype, form.how.coding, out, in_, form.how.group) else None
+
+
+def decoded_form(out: int, in_: int, dtype: torch.dtype) -> MatrixForm | None:
+    """The form of matrices (out, in_) that are decoded to `dtype`; None where the kernels do not take them."""
+    return matrix_form(Plain(), out, in_, dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -145,14 +150,10 @@ class DecodedLinear:
 
 
 class PlainLinear:
-    """The checkpoint's own weights.
-
-    One token in bfloat16 on a machine with AMX takes `torch.mv`: F.linear has a bad case there (6.7 against 14 GB/s of
-    weights for (4096, 14336)). Without AMX F.linear is twice as fast as mv. Where torch's bfloat16 products use no
-    instructions of the processor, the native kernels compute."""
+    """The checkpoint's own weights, by torch; where torch's bfloat16 products use no instructions of the processor, the
+    native kernels compute."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        self._use_mv = dtype == torch.bfloat16 and has_amx()
         self._encoding = encoding
         self._dtype = dtype
         self._slow = dtype == torch.bfloat16 and not multiplies_bfloat16()
@@ -161,24 +162,26 @@ class PlainLinear:
         if self._slow:
             form = matrix_form(self._encoding, out, in_, self._dtype)
             return linear(x, form, slot) if form else product(x, slot["weight"])
-        if self._use_mv and x.shape[0] == 1:
-            return torch.mv(slot["weight"], x[0])[None]
         return F.linear(x, slot["weight"])
 
 
 class NativeFirst:
-    """On a CPU: the native product where there is one for the encoding and so many tokens, else `by_torch`: the weights
-    decoded, and one product."""
+    """On a CPU: the native product where there is one for the encoding, or else for the weights decoded to bfloat16;
+    without native kernels `by_torch`: the weights decoded, and one product."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         self._encoding = encoding
         self._dtype = dtype
         self._product_dtype = product_dtype(dtype)
-        self._native_tokens = native_tokens()
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
-        form = matrix_form(self._encoding, out, in_, self._dtype) if x.shape[0] <= self._native_tokens else None
-        return linear(x, form, slot) if form else self.by_torch(x, slot, out, in_)
+        form = matrix_form(self._encoding, out, in_, self._dtype)
+        if form is not None:
+            return linear(x, form, slot)
+        decoded = decoded_form(out, in_, self._dtype)
+        if decoded is not None:
+            return linear(x, decoded, {"weight": self._encoding.decode(slot, out, in_, self._dtype).contiguous()})
+        return self.by_torch(x, slot, out, in_)
 
     def by_torch(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         """The product by torch's operators."""
@@ -315,8 +318,6 @@ def decodes(encoding: Encoding | None, out: int, in_: int, dtype: torch.dtype) -
     """Whether the CPU's kernel makes a decoded copy of a matrix (out, in_) for many tokens."""
     if encoding is None or encoding.bits == 16:
         return False
-    if math.isfinite(native_tokens()) and not isinstance(encoding, FixedEncoding):
-        return True
     return matrix_form(encoding, out, in_, dtype) is None
 
 
@@ -362,23 +363,12 @@ def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> Line
     return factory(encoding, dtype)
 
 
-def native_tokens() -> float:
-    """The most tokens for which the native kernels are used: with AMX, decoding and one product of torch's is faster
-    for many."""
-    return NATIVE_TOKENS_BESIDE_AMX if has_amx() else math.inf
-
-
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """torch's x (M, in_) times a weight (out, in_) of its dtype → (M, out), in the dtype that the processor can
     multiply in."""
     if x.device.type != "cpu" or x.dtype != torch.bfloat16 or multiplies_bfloat16():
         return F.linear(x, weight)
     return F.linear(x.float(), weight.float()).to(x.dtype)
-
-
-def has_amx() -> bool:
-    """Whether this processor multiplies tiles (Intel's AMX)."""
-    return bool(torch.cpu.get_capabilities().get("amx_tile"))
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""Routers for a few tokens: a matrix, scores of its products, the K best."""
+"""Routers: a matrix, scores of its products, the K best."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def route(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
     tokens = x.numel() // router.weight.shape[1]
     weights = torch.empty((tokens, router.k), dtype=torch.float32)
     experts = torch.empty((tokens, router.k), dtype=torch.int64)
-    _native.route(router.pack(), x.data_ptr(), tokens, experts.data_ptr(), weights.data_ptr())
+    _native.route(router.pack(), x.data_ptr(), tokens, experts.data_ptr(), weights.data_ptr(), torch.get_num_threads())
     return weights.to(router.dtype), experts
 
 

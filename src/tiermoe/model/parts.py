@@ -3,7 +3,6 @@ native kernels, and functions that are computed token by token."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -14,9 +13,8 @@ from torch import Tensor
 from tiermoe.formats.plain import Plain
 from tiermoe.kernels import norm as native_norm
 from tiermoe.kernels.attention import PackedMatrix
-from tiermoe.kernels.linear import LinearKernel, linear, matrix_form, multiplies_bfloat16, product
+from tiermoe.kernels.linear import LinearKernel, decoded_form, linear, matrix_form, multiplies_bfloat16, product
 from tiermoe.kernels.norm import Norm as NativeNorm
-from tiermoe.native import available
 from tiermoe.types import FEW_TOKENS
 
 Computed = TypeVar("Computed", Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor])
@@ -92,11 +90,6 @@ class LayerNorm:
         return F.layer_norm(wide, self.weight.shape, self.weight, self.bias, self.epsilon).to(x.dtype)
 
 
-SMALL = 1 << 22
-"""Weights of a matrix at most that few tokens take one by one where the native kernels compute others and not this one,
-as of betas and decays in Qwen3.5 at 4 bits. So a token has the bits that it has alone."""
-
-
 class Linear(Protocol):
     """x (T, in) → (T, out), with the bias if there is one. batch_invariant: a token's result does not depend on the
     other tokens of a call of up to FEW_TOKENS. packed: the weight for the attention kernels."""
@@ -124,11 +117,11 @@ class PackedLinear(torch.nn.Module):
         self.bias = packed.bias
         self.weight = torch.empty((packed.out, packed.in_), dtype=dtype, device="meta")
         self.packed = packed
-        native = matrix_form(packed.encoding, packed.out, packed.in_, dtype) is not None
-        beside = available() and all(field.device.type == "cpu" for field in packed.fields.values())
-        small = packed.out * packed.in_ <= SMALL
-        self._by_token = not native and beside and small and dtype == torch.bfloat16
-        self.batch_invariant = native or self._by_token
+        on_cpu = all(field.device.type == "cpu" for field in packed.fields.values())
+        form = matrix_form(packed.encoding, packed.out, packed.in_, dtype) or decoded_form(
+            packed.out, packed.in_, dtype
+        )
+        self.batch_invariant = on_cpu and form is not None
         self._kernel = kernel
         self._taken = None if columns is None else columns.argsort()
 
@@ -136,25 +129,21 @@ class PackedLinear(torch.nn.Module):
         rows = x.reshape(-1, self.in_features)
         if self._taken is not None:
             rows = rows[:, self._taken]
-        result = by_token(self._product, rows) if self._by_token else self._product(rows)
+        result = self._kernel(rows, self.packed.fields, self.out_features, self.in_features)
         if self.bias is not None:
             result = result + self.bias
         return result.view(*x.shape[:-1], self.out_features)
 
-    def _product(self, rows: Tensor) -> Tensor:
-        return self._kernel(rows, self.packed.fields, self.out_features, self.in_features)
-
 
 class PlainLinear:
-    """A linear layer on a weight (out, in) as the checkpoint has it, in whose dtype it computes. Up to FEW_TOKENS take
-    the native product; more tokens take it where torch has no good one."""
+    """A linear layer on a weight (out, in) as the checkpoint has it, in whose dtype it computes: the native product
+    where there is one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         out, in_ = weight.shape
         self.packed = PackedMatrix(Plain(), {"weight": weight}, out, in_, bias)
         fits = weight.is_contiguous() and weight.device.type == "cpu"
         self._form = matrix_form(Plain(), out, in_, weight.dtype) if fits else None
-        self._tokens = FEW_TOKENS if multiplies_bfloat16() else math.inf
 
     @property
     def batch_invariant(self) -> bool:
@@ -163,7 +152,7 @@ class PlainLinear:
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.packed.fields["weight"], self.packed.bias
         x = x.to(weight.dtype)
-        if self._form is not None and x.shape[0] <= self._tokens:
+        if self._form is not None:
             result = linear(x, self._form, self.packed.fields)
         elif multiplies_bfloat16():
             return F.linear(x, weight, bias)

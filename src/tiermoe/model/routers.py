@@ -61,8 +61,8 @@ def _check_groups(rule: RouterRule, experts: int) -> None:
 
 
 class Router:
-    """A matrix and a rule. What a token gets does not depend on the other tokens of a call of up to FEW_TOKENS in
-    bfloat16.
+    """A matrix and a rule. What a token gets in bfloat16 does not depend on the other tokens of a call where the native
+    kernels take the router, else of one of up to FEW_TOKENS.
 
     weight (E, H), bias (E) of the logits, correction (E) of the scores by which experts are chosen; None: without.
     prepared: hidden states → the router's input; expert_scale (E): of the weights of each expert (Gemma 4).
@@ -91,7 +91,7 @@ class Router:
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (T, H) → weights (T, K) and experts (T, K)."""
         hidden = self._input(hidden)
-        if self._form is not None and self._few(hidden):
+        if self._form is not None and hidden.dtype == torch.bfloat16:
             weights, experts = native.route(self._form, hidden.contiguous())
             return self._scaled(weights, experts), experts
         return by_token(self._by_torch, hidden) if self._few(hidden) else self._by_torch(hidden)

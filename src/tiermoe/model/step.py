@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tiermoe.batch import Batch, Kind, Row
+from tiermoe.batch import Batch, Row
 from tiermoe.kernels.attention import Step as NativeStep
 from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.cache.recurrent import StateRows
@@ -64,11 +64,8 @@ class Step:
         self.chosen: Tensor | None = None
         self.native: list[NativeStep] = []
         if len(batch.tokens) <= FEW_TOKENS and available() and cache.dtype == torch.bfloat16:
-            given = None
-            if batch.phase == "prefill":
-                given = torch.tensor([row.kind is Kind.PROMPT for row in batch.rows for _ in row.tokens])
             self.native = [
-                NativeStep(self.slabs, self.positions, cos.bfloat16(), sin.bfloat16(), None, None, factors, given)
+                NativeStep(self.slabs, self.positions, cos, sin, None, None, factors)
                 for (cos, sin), factors in zip(self.angles, self.temperatures, strict=True)
             ]
         self._native = self.native

@@ -7,7 +7,10 @@
 #include "prompt_attention.h"
 #include "team.h"
 
-enum { PROJECTIONS = 3 }; /* of one input, at the most */
+enum {
+    PROJECTIONS = 3,      /* of one input, at the most */
+    FEWEST_IN_BLOCKS = 4, /* tokens: blocks of queries are faster from here on, and give the same bits */
+};
 
 /* A token's tile of positions. */
 typedef struct {
@@ -15,7 +18,7 @@ typedef struct {
     size_t place; /* among all tiles, those of a token one after the other */
 } Work;
 
-/* A block of queries of a prompt's tokens, for every key/value head. */
+/* A block of queries of tokens that follow each other, for every key/value head. */
 typedef struct {
     size_t token, tokens; /* the first of them, and how many */
     size_t block;         /* among those of these tokens */
@@ -31,7 +34,7 @@ typedef struct {
     size_t normed_each, one_head_each, panels_each;
     Work *work;
     PromptWork *prompts;   /* (blocks) */
-    size_t *places;        /* (tokens + 1): of a token's first tile; of a prompt's there are none */
+    size_t *places;        /* (tokens + 1): of a token's first tile; in a block there are none */
     float *panels;         /* of each thread: the workspace of a block */
     bf16 *normed;          /* of each thread: normed inputs of what it multiplies */
     float *prepared;       /* of each thread and projection: what is known of what it multiplies */
@@ -86,16 +89,14 @@ static size_t first_tile(const Attention *layer, const Step *step, size_t token)
 
 static size_t last_tile(const Step *step, size_t token) { return last_of(step, token) / TILE; }
 
-/* How many tokens from `token` on are computed by blocks of queries, those of a prompt that follow each other; 0: it is
- * computed by itself. */
-static size_t prompt_from(const Attention *layer, const Step *step, size_t token) {
+/* How many tokens from `token` on, those of a sequence that follow each other, are computed by blocks of queries; 0: the token
+ * is computed by itself. */
+static size_t in_blocks(const Attention *layer, const Step *step, size_t token) {
     const int64_t *slabs = step->slabs + token, *positions = step->positions + token;
     size_t count = 0;
-    if (layer->latent_columns || !step->given || *positions < DEEP) return 0;
-    while (token + count < step->tokens && step->given[token + count] && slabs[count] == *slabs &&
-           positions[count] == *positions + (int64_t)count)
-        count++;
-    return count;
+    if (layer->latent_columns || step->first || step->chosen) return 0;
+    while (token + count < step->tokens && slabs[count] == *slabs && positions[count] == *positions + (int64_t)count) count++;
+    return count < FEWEST_IN_BLOCKS ? 0 : count;
 }
 
 void step_measure(Step *step) {
@@ -128,8 +129,6 @@ const char *attention_misfit(const Attention *layer, const Step *step, const Sla
     if (slabs->ring && !layer->window) return "a ring for a layer without a window";
     if (slabs->ring && layer->window + step->spread > slabs->room)
         return "a ring with less room than the window and the step's tokens take";
-    if (!layer->latent_columns && step->given && (step->first || step->chosen))
-        return "padding or chosen positions for a prompt's tokens";
     for (size_t t = 0; t < step->tokens; t++) {
         const int64_t position = step->positions[t], slab = step->slabs[t];
         if (slab < 0 || (size_t)slab >= slabs->slabs) return "a token of a slab that is not there";
@@ -156,7 +155,7 @@ static size_t lay_out(Job *job, size_t threads, char *start) {
     char *end = start;
     job->works = job->blocks = 0;
     for (size_t t = 0, some; t < tokens; t += some ? some : 1) {
-        some = prompt_from(layer, job->step, t);
+        some = in_blocks(layer, job->step, t);
         job->blocks += prompt_blocks(some, layer->heads, job->slabs);
         if (!some) job->works += last_tile(job->step, t) - first_tile(layer, job->step, t) + 1;
     }
@@ -201,7 +200,7 @@ static void list_work(Job *job) {
     size_t lowest = SIZE_MAX, highest = 0, count = 0, blocks = 0;
     job->places[0] = 0;
     for (size_t t = 0, some; t < tokens; t += some ? some : 1) {
-        some = prompt_from(job->layer, job->step, t);
+        some = in_blocks(job->layer, job->step, t);
         const size_t from = first_tile(job->layer, job->step, t), to = last_tile(job->step, t);
         for (size_t i = 0; i < prompt_blocks(some, job->layer->heads, job->slabs); i++)
             job->prompts[blocks++] = (PromptWork){t, some, i};
@@ -248,7 +247,7 @@ static void multiply(const Job *job, const Projection *projection, size_t which,
 /* Rotary embedding: out (columns) = head (columns) with its first `rotary` columns rotated; cos and sin (rotary). The pairs that rotate are
  * columns i and rotary / 2 + i, or, interleaved, columns 2 i and 2 i + 1; out has them as i and rotary / 2 + i in both
  * cases. head and out may be the same unless interleaved. */
-static void rotate(const bf16 *head, const bf16 *cos, const bf16 *sin, size_t rotary, size_t columns, int interleaved,
+static void rotate(const bf16 *head, const float *cos, const float *sin, size_t rotary, size_t columns, int interleaved,
             bf16 *out) {
     kernels->rotate(head, cos, sin, rotary, interleaved, out);
     if (out != head) memcpy(out + rotary, head + rotary, (columns - rotary) * sizeof *out);
@@ -456,7 +455,7 @@ static void project(void *data, size_t thread, size_t block) {
                        out[which] + block * BLOCK, projections[which]->matrix.rows);
 }
 
-/* A block of a prompt's queries. */
+/* A block of queries. */
 static void attend_prompt(const Job *job, size_t thread, size_t task) {
     const Attention *layer = job->layer;
     const PromptWork *work = &job->prompts[task % job->blocks];
@@ -477,7 +476,7 @@ static void attend_prompt(const Job *job, size_t thread, size_t task) {
     prompt_block(&prompt, job->slabs, task / job->blocks, work->block, job->panels + thread * job->panels_each);
 }
 
-/* Some heads of a group over a tile, or a block of a prompt's queries: these take longer, and come first. */
+/* Some heads of a group over a tile, or a block of queries: these take longer, and come first. */
 static void attend(void *data, size_t thread, size_t task) {
     const Job *job = data;
     const Attention *layer = job->layer;

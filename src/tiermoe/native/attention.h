@@ -1,18 +1,13 @@
 /* The attention half of a decoder layer for few tokens, of any sequences and positions: norm, projections, rotary
  * embedding, attention over the key/value cache, output projection, residual, norm. Rounded to bfloat16 where the separate
- * operations round. A token's values depend on its sequence's earlier positions alone, and from DEEP on, on whether it is a
- * prompt's: neither the other tokens of a call nor the threads change a bit. */
+ * operations round. A token's values depend on its sequence's earlier positions alone: neither the other tokens of a call nor the
+ * threads change a bit. */
 #ifndef TIERMOE_ATTENTION_H
 #define TIERMOE_ATTENTION_H
 
 #include "matrix.h"
 #include "norm.h"
 #include "slabs.h"
-
-/* Grouped attention computes a prompt's tokens from this position on by blocks of queries (prompt_attention.h), which takes
- * less than half the time where there are many positions. The others are computed one by one: so before it a token has the
- * same bits whether it was given or generated. */
-enum { DEEP = 1024 };
 
 typedef struct {
     Matrix matrix;    /* no rows: there is no such projection */
@@ -38,7 +33,8 @@ typedef struct {
     size_t window;              /* positions that a token attends to, its own included; 0: all */
     int chunked;                /* a token attends from a multiple of the window on */
     int gated;
-    int interleaved;            /* columns 2 i and 2 i + 1 rotate together, not i and rotary_columns / 2 + i */
+    int interleaved;            /* columns 2 i and 2 i + 1 rotate together, not i and rotary_columns / 2 + i; 2: and are rounded
+                                 * once, not after each product, too */
     int norms_rotated;          /* grouped: a head is normed after it is rotated, not before */
     float scale;                /* of scores */
     float residual_multiplier;  /* of the output before the residual sum */
@@ -49,14 +45,13 @@ typedef struct {
     size_t tokens;
     const int64_t *slabs, *positions; /* (tokens): whose cache, and where in it the token's key and value go */
     const int64_t *first;             /* (tokens): the first position that is no padding; NULL: 0 */
-    const bf16 *cos, *sin;            /* (tokens, rotary_columns) */
+    const float *cos, *sin;           /* (tokens, rotary_columns) */
     const float *temperatures;        /* (tokens): what a token's queries are multiplied by; NULL: 1 */
     size_t rotary_columns;
     size_t spread; /* the most positions between two tokens of one sequence */
     const int32_t *chosen; /* (tokens, most): what a token attends to instead of all up to its own position, ascending: the
                             * first `most` of its row, of a token with fewer positions as many as it has; NULL: all */
     size_t most;
-    const uint8_t *given;  /* (tokens): whether a token is a prompt's; NULL: none is */
 } Step;
 
 /* Fills in `spread`. */

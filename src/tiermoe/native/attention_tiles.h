@@ -8,7 +8,7 @@
 #include "quants.h"
 
 enum {
-    TILE = 256,        /* positions */
+    TILE = 128,        /* positions */
     MOST_QUERIES = 8,  /* of a call: what shares a pass over keys and values */
     TILE_HEADER = 16,  /* floats of a query's result before its sums: the largest score, the sum of weights */
 };
@@ -40,28 +40,15 @@ enum { MOST_CODED = 256 }; /* columns of a row of codes */
 static const bf16 CODES_OF_4[16] = {0xC2FE, 0xC2D0, 0xC2A6, 0xC282, 0xC244, 0xC20C, 0xC1B0, 0xC120,
                                     0x3F80, 0x4150, 0x41C8, 0x4218, 0x4254, 0x428A, 0x42B2, 0x42E2};
 
-/* Where the rows of a tile begin. */
-typedef struct {
-    size_t first, room, count;
-    const int32_t *chosen;
-} TileRows;
-
-/* The row of a tile's position i; beyond the last one: that one again. */
-static inline size_t tile_row(const TileRows *rows, size_t i) {
-    const size_t at = rows->first + (i < rows->count ? i : rows->count - 1);
-    if (rows->chosen) return (size_t)rows->chosen[at];
-    return at < rows->room ? at : at - rows->room;
-}
-
 static inline size_t tile_result(size_t value_columns) { return TILE_HEADER + value_columns; }
 
 /* Queries of a prompt that attend over the same keys and values, each to positions begin .. end - 1; both ascend from one
  * to the next. out: value_columns of each. sinks: a score without a value that joins the softmax; NULL: none.
  *
  * A call attends to what of that is in from .. to - 1. Where that is not all, the calls for the others go before (from > 0)
- * or come after (`more`), in order, from and to multiples of QUERY_TILE between them, and `state` holds what is known after
+ * or come after (`more`), in order, from and to multiples of TILE between them, and `state` holds what is known after
  * each: rows_state floats. */
-enum { QUERY_ROWS = 64, QUERY_TILE = 128 };
+enum { QUERY_ROWS = 64 };
 typedef struct {
     size_t count;
     const bf16 *queries[QUERY_ROWS];
@@ -78,7 +65,7 @@ static inline size_t rows_state(size_t value_columns) { return QUERY_ROWS * (val
 
 /* Floats of the workspace that attend_rows takes. */
 static inline size_t rows_workspace(size_t key_columns, size_t value_columns) {
-    return (QUERY_ROWS + QUERY_TILE) * (key_columns + value_columns) + (2 * QUERY_TILE + 5) * QUERY_ROWS;
+    return (QUERY_ROWS + TILE) * (key_columns + value_columns) + (2 * TILE + 6) * QUERY_ROWS;
 }
 
 /* What the kernels provide of it (kernels.h):
@@ -87,8 +74,8 @@ static inline size_t rows_workspace(size_t key_columns, size_t value_columns) {
  * positions begin .. end - 1, all of one tile, the sum of e^(score - largest), each rounded to bfloat16, and the values
  * weighted by them.
  *
- * attend_rows: the attention of queries of a prompt, tile by tile of QUERY_TILE positions, in one softmax that goes along.
- * A query's bits do not depend on the others of the call: tiles begin at multiples of QUERY_TILE.
+ * attend_rows: the attention of queries of a prompt, tile by tile of TILE positions, in one softmax that goes along.
+ * A query's bits do not depend on the others of the call: tiles begin at multiples of TILE.
  *
  * merge_tiles: out (value_columns) = a query's results of `tiles` tiles, `stride` floats apart, in one softmax. sink: a
  * score without a value that joins it; NULL: none. */

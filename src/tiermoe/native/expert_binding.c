@@ -105,14 +105,11 @@ static PyObject *route(PyObject *self, PyObject *args) {
     Py_ssize_t tokens;
     Address x, chosen, weights;
     Router router;
+    unsigned threads;
     (void)self;
-    if (!PyArg_ParseTuple(args, "O&KnKK", STRUCT(router), &x, &tokens, &chosen, &weights)) return NULL;
+    if (!PyArg_ParseTuple(args, "O&KnKKI", STRUCT(router), &x, &tokens, &chosen, &weights, &threads)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    float logits[router.experts];
-    for (size_t t = 0; t < (size_t)tokens; t++) {
-        route_logits(&router, (bf16 *)at(x) + t * router.columns, logits);
-        route_choose(&router, logits, (int64_t *)at(chosen) + t * router.k, (float *)at(weights) + t * router.k);
-    }
+    route_run(&router, at(x), (size_t)tokens, at(chosen), at(weights), threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -126,7 +123,7 @@ static PyObject *logits(PyObject *self, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS
     float exact[experts];
     for (Py_ssize_t t = 0; t < tokens; t++) {
-        route_logits(&plain, (bf16 *)at(x) + t * columns, exact);
+        route_logits(&plain, (bf16 *)at(x) + t * columns, 1, exact);
         for (Py_ssize_t e = 0; e < experts; e++) ((bf16 *)at(out))[t * experts + e] = to_bf16(exact[e]);
     }
     Py_END_ALLOW_THREADS
@@ -208,7 +205,7 @@ PyMethodDef expert_methods[] = {
     {"experts", experts, METH_VARARGS, "experts(experts, counts, x, rows, inner, room, out, threads, torchs)"},
     {"combine", combine, METH_VARARGS, "combine(rows, weights, columns, out)"},
     {"combine_many", combine_many, METH_VARARGS, "combine_many(addresses, weights, tokens, k, columns, out, threads)"},
-    {"route", route, METH_VARARGS, "route(router, x, tokens, chosen, weights)"},
+    {"route", route, METH_VARARGS, "route(router, x, tokens, chosen, weights, threads)"},
     {"logits", logits, METH_VARARGS, "logits(weight, x, tokens, experts, columns, out)"},
     {"choose", choose, METH_VARARGS, "choose(logits, tokens, experts, k, normalise, chosen, weights)"},
     {"prepared", prepared, METH_VARARGS, "prepared(matrix or expert, rows, results, threads) -> bytes of the call's room"},

@@ -1,9 +1,10 @@
 /* What an instruction set provides: one table each (isa/), of which the program uses one. Everything around them, the
  * team of threads, the phases of a layer and the choice of experts, is compiled once and calls through `kernels`.
  *
- * Sums run in one order whatever the number of tokens, threads or blocks; the order may differ from one table to the
- * next. Activations are bfloat16 and are not rounded further, but for those that AVX2's integers stand for
- * (isa/avx2/integers.h); weights are exact, sums are float32. */
+ * Sums run in one order whatever the number of tokens, threads or blocks, and give the same bits in each table, but for
+ * products with blocks of GGUF files and with published codes: these take activations as bfloat16 (AVX2 as integers of 16 bits,
+ * isa/avx2/integers.h), in an order of each table's own. Other packed weights take activations as codes of 8 bits
+ * (isa/integers.h). Weights are exact, sums are float32. */
 #ifndef TIERMOE_KERNELS_H
 #define TIERMOE_KERNELS_H
 
@@ -43,16 +44,16 @@ typedef struct {
     void (*layer_norm)(const Norm *norm, const bf16 *x, bf16 *out);
 
     /* The first `rotary` columns of a head rotated (rotate in attention.c); the columns beyond the rotated ones are the caller's. */
-    void (*rotate)(const bf16 *head, const bf16 *cos, const bf16 *sin, size_t rotary, int interleaved, bf16 *out);
+    void (*rotate)(const bf16 *head, const float *cos, const float *sin, size_t rotary, int interleaved, bf16 *out);
 
-    /* logits (rows) = weight (rows, columns) times x (columns); columns a multiple of 32. */
-    void (*logits)(const bf16 *weight, const bf16 *x, size_t rows, size_t columns, float *logits);
+    /* logits (tokens, rows) = weight (rows, columns) times x (tokens, columns); columns a multiple of 32. */
+    void (*logits)(const bf16 *weight, const bf16 *x, size_t tokens, size_t rows, size_t columns, float *logits);
 
     /* See attention_tiles.h. */
     void (*attend_tile)(const Positions *positions, const bf16 *queries, size_t count, size_t begin, size_t end, float scale,
                         float *results);
     void (*attend_rows)(const Positions *positions, const QueryRows *rows, float *workspace);
-    void (*merge_tiles)(const float *results, size_t tiles, size_t stride, size_t value_columns, const float *sink, bf16 *out);
+    void (*merge_tiles)(float *results, size_t tiles, size_t stride, size_t value_columns, const float *sink, bf16 *out);
 
     /* Parts of delta.h; columns are multiples of 16. out (columns) = silu of the sum of taps[i] (rows `stride` apart) times
      * inputs[i], rounded before and after. x becomes `scale` times x of length one. A state's columns `from` (keys, columns), rows

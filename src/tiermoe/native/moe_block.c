@@ -65,7 +65,7 @@ static void route(void *data, size_t thread, size_t token) {
     int64_t *chosen = job->chosen + token * router->k;
     float *weights = job->weights + token * router->k;
     (void)thread;
-    route_logits(router, job->x + token * router->columns, logits);
+    route_logits(router, job->x + token * router->columns, 1, logits);
     route_choose(router, logits, chosen, weights);
     sort(chosen, weights, router->k);
 }

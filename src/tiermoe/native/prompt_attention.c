@@ -28,7 +28,7 @@ const char *prompt_misfit(const Prompt *prompt, const Slabs *slabs) {
     if (prompt->slab >= slabs->slabs) return "a slab that is not there";
     if (prompt->begin >= prompt->end || prompt->end > end) return "a piece of no positions, or of more than there are";
     if (prompt->state)
-        return prompt->begin % QUERY_TILE || prompt->begin % slabs->room || prompt->end - prompt->begin > slabs->room
+        return prompt->begin % TILE || prompt->begin % slabs->room || prompt->end - prompt->begin > slabs->room
                    ? "a piece that is larger than the slab's room, or begins at no multiple of it"
                    : NULL;
     if (prompt->begin || prompt->end < end) return "pieces of positions without a state";

@@ -28,7 +28,7 @@
  *   ceil(K / scale_columns)): w = code * scale, in U4 (code - zero) * scale. K is a multiple of 32, scale_columns of the group
  *   unless it is K.
  *
- * Codes are exact in bfloat16 and their products are summed in float32 before a scale is applied: no weight is rounded. */
+ * Codes are exact, and their products are summed before a scale is applied: no weight is rounded. */
 #ifndef TIERMOE_QUANTS_H
 #define TIERMOE_QUANTS_H
 
@@ -63,7 +63,7 @@ static inline bf16 to_bf16(float value) {
  *   offsets          whether something is added to codes, or taken away, once they are scaled: what takes sums of x's columns */
 #define EACH_QUANT(X)          \
     X(INT4, int4, 4, 128, 0, 1) \
-    X(INT8, int8, 1, 1, 0, 1)   \
+    X(INT8, int8, 1, 1, 0, 0)   \
     X(BF16, bf16, 1, 2, 0, 0)   \
     X(INT6, int6, 4, 192, 0, 1) \
     X(INT2, int2, 4, 64, 0, 1)  \

@@ -3,12 +3,13 @@
 #include <math.h>
 
 #include "kernels.h"
+#include "team.h"
 
-void route_logits(const Router *router, const bf16 *x, float *logits) {
-    kernels->logits(router->weight, x, router->experts, router->columns, logits);
-    for (size_t e = 0; e < router->experts; e++) {
-        if (router->bias) logits[e] += from_bf16(router->bias[e]);
-        if (!router->exact_logits) logits[e] = from_bf16(to_bf16(logits[e]));
+void route_logits(const Router *router, const bf16 *x, size_t tokens, float *logits) {
+    kernels->logits(router->weight, x, tokens, router->experts, router->columns, logits);
+    for (size_t i = 0; i < tokens * router->experts; i++) {
+        if (router->bias) logits[i] += from_bf16(router->bias[i % router->experts]);
+        if (!router->exact_logits) logits[i] = from_bf16(to_bf16(logits[i]));
     }
 }
 
@@ -88,4 +89,31 @@ void route_choose(const Router *router, float *logits, int64_t *chosen, float *w
         weights[i] *= router->scale;
         if (router->round_weights) weights[i] = from_bf16(to_bf16(weights[i]));
     }
+}
+
+enum { TOGETHER = 8 }; /* tokens of a task */
+
+typedef struct {
+    const Router *router;
+    const bf16 *x;
+    size_t tokens;
+    int64_t *chosen;
+    float *weights;
+} Routing;
+
+static void route_some(void *data, size_t thread, size_t task) {
+    const Routing *job = data;
+    const Router *router = job->router;
+    const size_t first = task * TOGETHER, count = job->tokens - first < TOGETHER ? job->tokens - first : TOGETHER;
+    float logits[TOGETHER * router->experts];
+    (void)thread;
+    route_logits(router, job->x + first * router->columns, count, logits);
+    for (size_t t = 0; t < count; t++)
+        route_choose(router, logits + t * router->experts, job->chosen + (first + t) * router->k, job->weights + (first + t) * router->k);
+}
+
+void route_run(const Router *router, const bf16 *x, size_t tokens, int64_t *chosen, float *weights, size_t threads) {
+    Routing job = {router, x, tokens, chosen, weights};
+    const Phase phase = {NULL, route_some, (tokens + TOGETHER - 1) / TOGETHER};
+    team_run(&phase, 1, &job, phase.tasks > 1 ? threads : 1, TORCHS);
 }

@@ -89,7 +89,7 @@ class Step(Struct):
     __slots__ = ()
     _fields_ = in_order(
         tokens=c_size_t, slabs=c_void_p, positions=c_void_p, first=c_void_p, cos=c_void_p, sin=c_void_p,
-        temperatures=c_void_p, rotary_columns=c_size_t, spread=c_size_t, chosen=c_void_p, most=c_size_t, given=c_void_p,
+        temperatures=c_void_p, rotary_columns=c_size_t, spread=c_size_t, chosen=c_void_p, most=c_size_t,
     )  # fmt: skip
 
 

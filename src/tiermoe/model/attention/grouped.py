@@ -32,7 +32,7 @@ from tiermoe.model.attention.base import (
 from tiermoe.model.attention.indexers import BlockIndexer, BlockIndexerSizes, GroupIndexer, GroupIndexerSizes
 from tiermoe.model.cache.kv import KVCache, LayerShape
 from tiermoe.model.parts import Linear, Norm
-from tiermoe.model.rotary import ApplyRope, rope_halves, rotary_at
+from tiermoe.model.rotary import ApplyRope, rope_complex, rope_halves, rotary_at
 from tiermoe.model.step import Span, Step
 from tiermoe.model.weights import Scope
 from tiermoe.types import FEW_TOKENS, Workload
@@ -256,6 +256,7 @@ class GroupedAttention(Attention):
                 norm_query=None if self.query_norm is None else self.query_norm.native,
                 norm_key=None if self.key_norm is None else self.key_norm.native,
                 interleaved=self.apply_rope is not rope_halves,
+                rotated_at_once=self.apply_rope is rope_complex,
                 window=self.sizes.window or 0,
                 chunked=self.sizes.chunked,
                 sinks=self.sinks,

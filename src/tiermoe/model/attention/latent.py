@@ -37,7 +37,7 @@ from tiermoe.model.attention.indexers import IndexerSizes
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.cache.memory import read_rows, write_rows
 from tiermoe.model.parts import Linear, Norm
-from tiermoe.model.rotary import ApplyRope, is_rotated, rope_halves, rope_pairs, yarn_scale
+from tiermoe.model.rotary import ApplyRope, is_rotated, rope_complex, rope_halves, rope_pairs, yarn_scale
 from tiermoe.model.step import Step
 from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
@@ -251,6 +251,7 @@ class LatentAttention(Attention):
                 query_first=None if self.narrow_query is None else self.narrow_query.packed,
                 norm_query=None if self.query_norm is None else self.query_norm.native,
                 interleaved=self.apply_rope is not rope_halves,
+                rotated_at_once=self.apply_rope is rope_complex,
                 residual_multiplier=multiplier,
             )
         )

@@ -76,12 +76,27 @@ static void add(bf16 *rows, float factor, const bf16 *others, size_t columns) {
     }
 }
 
-static void logits_of(const bf16 *weight, const bf16 *x, size_t rows, size_t columns, float *logits) {
-    for (size_t r = 0; r < rows; r++, weight += columns) {
-        Dot sum = no_dot();
-        for (size_t c = 0; c < columns; c += DOT) sum = dot(sum, load_columns(weight + c), load_columns(x + c));
-        logits[r] = sum_of_dot(sum);
+/* Of a number of tokens known when compiling, two rows at a time. */
+INLINE void logits_some(size_t tokens, const bf16 *weight, const bf16 *x, size_t rows, size_t columns, float *logits, size_t stride) {
+    for (size_t r = 0; r < rows; r += 2) {
+        const bf16 *row[] = {weight + r * columns, weight + (r + 1 < rows ? r + 1 : r) * columns};
+        Dot sums[4][2];
+        for (size_t m = 0; m < tokens; m++) sums[m][0] = sums[m][1] = no_dot();
+        for (size_t c = 0; c < columns; c += DOT) {
+            const Columns first = load_columns(row[0] + c), second = load_columns(row[1] + c);
+            for (size_t m = 0; m < tokens; m++) {
+                const Columns its = load_columns(x + m * columns + c);
+                sums[m][0] = dot(sums[m][0], first, its), sums[m][1] = dot(sums[m][1], second, its);
+            }
+        }
+        for (size_t m = 0; m < tokens; m++)
+            for (size_t i = 0; i < 2 && r + i < rows; i++) logits[m * stride + r + i] = sum_of_dot(sums[m][i]);
     }
+}
+
+static void logits_of(const bf16 *weight, const bf16 *x, size_t tokens, size_t rows, size_t columns, float *logits) {
+    for (; tokens >= 4; tokens -= 4, x += 4 * columns, logits += 4 * rows) logits_some(4, weight, x, rows, columns, logits, rows);
+    for (; tokens; tokens--, x += columns, logits += rows) logits_some(1, weight, x, rows, columns, logits, rows);
 }
 
 /* Norms. */
@@ -122,13 +137,15 @@ static void layer_norm(const Norm *norm, const bf16 *x, bf16 *out) {
 
 /* Rotary embedding. */
 
-/* bfloat16(bfloat16(a * b) + bfloat16(c * d)) is what is stored of this. */
-static inline Vector sum_of_products(Vector a, Vector b, Vector c, Vector d) {
-    return plus(as_bf16(times(a, b)), as_bf16(times(c, d)));
+/* bfloat16(bfloat16(a * b) + bfloat16(c * d)) is what is stored of this, or, at once, bfloat16(a * b + c * d). */
+static inline Vector sum_of_products(int at_once, Vector a, Vector b, Vector c, Vector d) {
+    const Vector first = times(a, b), second = times(c, d);
+    return at_once ? plus(first, second) : plus(as_bf16(first), as_bf16(second));
 }
 
-static void rotate_columns(const bf16 *head, const bf16 *cos, const bf16 *sin, size_t rotary, int interleaved, bf16 *out) {
+static void rotate_columns(const bf16 *head, const float *cos, const float *sin, size_t rotary, int interleaved, bf16 *out) {
     const size_t half = rotary / 2;
+    const int at_once = interleaved == 2;
     for (size_t i = 0; i < half; i += LANES) {
         const size_t some = half - i < LANES ? half - i : LANES;
         Vector first, second;
@@ -137,9 +154,9 @@ static void rotate_columns(const bf16 *head, const bf16 *cos, const bf16 *sin, s
         else
             first = load_some(head + i, some), second = load_some(head + half + i, some);
         const Vector negative = minus(zeros(), second);
-        store_some(out + i, some, sum_of_products(first, load_some(cos + i, some), negative, load_some(sin + i, some)));
+        store_some(out + i, some, sum_of_products(at_once, first, load_floats(cos + i, some), negative, load_floats(sin + i, some)));
         store_some(out + half + i, some,
-                   sum_of_products(second, load_some(cos + half + i, some), first, load_some(sin + half + i, some)));
+                   sum_of_products(at_once, second, load_floats(cos + half + i, some), first, load_floats(sin + half + i, some)));
     }
 }
 

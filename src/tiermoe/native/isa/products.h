@@ -5,6 +5,7 @@
 
 #include "../kernels.h"
 #include "activations.h"
+#include "integers.h"
 #include "strips.h"
 
 #if defined(SIMD_AVX512)
@@ -16,12 +17,12 @@
 #include "avx2/gguf_products.h"
 #include "rows.h"
 #elif defined(SIMD_NEON)
-#include "neon/row_blocks.h"
+#include "generic/row_blocks.h"
 #include "rows.h"
 #include "gguf_products.h"
 #else
 #include "generic/row_blocks.h"
-#include "generic/rows.h"
+#include "rows.h"
 #include "gguf_products.h"
 #endif
 
@@ -42,11 +43,17 @@ EACH_STRIP_QUANT(STRIPS_PRODUCT)
 #endif
 
 #if !defined(SIMD_AVX2)
-/* Where sums of groups are all that products want to know of x beforehand. */
-static size_t prepared_floats(const Matrix *matrix) { return matrix_groups(matrix); }
+static size_t prepared_floats(const Matrix *matrix) {
+    return of_integers(matrix->coding) ? integer_floats(matrix->columns) : matrix_groups(matrix);
+}
 
 static void prepare(const Matrix *matrix, const bf16 *x, size_t tokens, float *prepared) {
-    group_sums(x, matrix->group, matrix_groups(matrix), tokens, prepared);
+    if (!of_integers(matrix->coding)) {
+        group_sums(x, matrix->group, matrix_groups(matrix), tokens, prepared);
+        return;
+    }
+    for (size_t m = 0; m < tokens; m++)
+        to_integers_of(x + m * matrix->columns, matrix->columns, prepared + m * integer_floats(matrix->columns));
 }
 #endif
 

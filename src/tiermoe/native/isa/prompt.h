@@ -10,45 +10,16 @@
 #include "attention.h"
 #include "simd.h"
 
-#if defined(SIMD_AVX512)
-#include "avx512/attention.h"
-#else
-/* What a step of the sums of prompts takes of one factor: a float32 number. */
-typedef float Unit;
-typedef Vector Units; /* of LANES rows */
-enum { IN_UNIT = 1, ROW_VECTORS = 1 }; /* numbers in a unit; vectors of rows whose sums are in registers at a time */
-
-static inline Units units_from(const Unit *from) { return load(from); }
-static inline Units unit_all(Unit unit) { return all(unit); }
-static inline Vector units_times_plus(Units a, Units b, Vector sum) { return times_plus(a, b, sum); }
-
-/* The units of a row: where they lie, or in `room`. */
-static inline const Unit *units_of(const bf16 *row, size_t columns, Unit *room) {
-    for (size_t c = 0; c < columns; c++) room[c] = from_bf16(row[c]);
-    return room;
-}
-
-/* out[c] = the unit of column c of IN_UNIT rows. */
-static inline void units_across(const bf16 *const *rows, size_t columns, Unit *out) {
-    for (size_t c = 0; c < columns; c++) out[c] = from_bf16(rows[0][c]);
-}
-
-/* The units of IN_UNIT vectors of numbers that are bfloat16. */
-static inline void store_units(Unit *to, const Vector *numbers) { store(to, numbers[0]); }
-#endif
-
-enum { PLACES = 4 }; /* keys, or columns of values, whose sums are in registers at a time, for ROW_VECTORS vectors of rows */
-
-static const float NO_SCORE = -1e30f; /* below any score: the largest of a query that has seen none is -FLT_MAX */
+enum { PLACES = 4 }; /* columns of values whose sums are in registers at a time, for ROW_VECTORS vectors of rows */
 
 typedef struct {
     Unit *queries;  /* (key_columns / IN_UNIT, QUERY_ROWS) */
-    Unit *weights;  /* (QUERY_TILE / IN_UNIT, QUERY_ROWS) */
-    Unit *keys;     /* (QUERY_TILE, key_columns / IN_UNIT), where they are not taken from the cache */
-    Unit *values;   /* (QUERY_TILE / IN_UNIT, value_columns) */
-    float *scores;  /* (QUERY_TILE, QUERY_ROWS) */
+    Unit *weights;  /* (TILE / IN_UNIT, QUERY_ROWS) */
+    Unit *keys;     /* (TILE, key_columns / IN_UNIT), where they are not taken from the cache */
+    Unit *values;   /* (TILE / IN_UNIT, value_columns) */
+    float *scores;  /* (TILE, QUERY_ROWS) */
     float *sums;    /* (value_columns, QUERY_ROWS) */
-    float *largest, *total, *fade, *begin, *end; /* (QUERY_ROWS) */
+    float *largest, *total, *fade, *own, *begin, *end; /* (QUERY_ROWS) */
 } Panels;
 
 static Panels panels_in(float *at, const Positions *positions) {
@@ -56,13 +27,14 @@ static Panels panels_in(float *at, const Positions *positions) {
 #define PANEL(field, count) p.field = (void *)at, at += (count);
     PANEL(queries, QUERY_ROWS * positions->key_columns)
     PANEL(sums, QUERY_ROWS * positions->value_columns)
-    PANEL(keys, QUERY_TILE * positions->key_columns)
-    PANEL(values, QUERY_TILE * positions->value_columns)
-    PANEL(weights, QUERY_TILE * QUERY_ROWS)
-    PANEL(scores, QUERY_TILE * QUERY_ROWS)
+    PANEL(keys, TILE * positions->key_columns)
+    PANEL(values, TILE * positions->value_columns)
+    PANEL(weights, TILE * QUERY_ROWS)
+    PANEL(scores, TILE * QUERY_ROWS)
     PANEL(largest, QUERY_ROWS)
     PANEL(total, QUERY_ROWS)
     PANEL(fade, QUERY_ROWS)
+    PANEL(own, QUERY_ROWS)
     PANEL(begin, QUERY_ROWS)
     PANEL(end, QUERY_ROWS)
 #undef PANEL
@@ -75,6 +47,69 @@ static size_t rows_computed(size_t rows) {
     enum { TOGETHER = LANES * ROW_VECTORS };
     const size_t rest = rows % TOGETHER, vectors = (rest + LANES - 1) / LANES;
     return rows - rest + (2 * vectors > ROW_VECTORS ? TOGETHER : vectors * LANES);
+}
+
+/* Keys by vectors of rows, whose scores are found at a time: of each two of sixteen chains in registers. */
+enum { SCORE_KEYS = 2, SCORE_VECTORS = ROW_VECTORS < 2 ? 1 : 2 };
+typedef struct {
+    Vector of[SCORE_KEYS][SCORE_VECTORS];
+} Scores;
+
+/* The units of SCORE_KEYS keys, and of rows. */
+typedef struct {
+    const Unit *const *keys;
+    const Unit *queries;
+    size_t columns;
+} Scored;
+
+INLINE Scores plus_scores(size_t vectors, Scores a, Scores b) {
+    for (size_t j = 0; j < SCORE_KEYS; j++)
+        for (size_t v = 0; v < vectors; v++) a.of[j][v] = plus(a.of[j][v], b.of[j][v]);
+    return a;
+}
+
+/* Chain `chain` of sixteen. */
+INLINE Scores chain(size_t vectors, const Scored *s, size_t chain) {
+    enum { IN_PAIR = 2 / IN_UNIT }; /* units of a pair of columns */
+    Scores sums;
+    for (size_t j = 0; j < SCORE_KEYS; j++)
+        for (size_t v = 0; v < vectors; v++) sums.of[j][v] = zeros();
+    for (size_t u = chain * IN_PAIR; u < s->columns / IN_UNIT; u += 16 * IN_PAIR)
+        for (size_t k = u; k < u + IN_PAIR; k++)
+            for (size_t v = 0; v < vectors; v++) {
+                const Units row = units_from(s->queries + k * QUERY_ROWS + v * LANES);
+                for (size_t j = 0; j < SCORE_KEYS; j++) sums.of[j][v] = units_times_plus(unit_all(s->keys[j][k]), row, sums.of[j][v]);
+            }
+    return sums;
+}
+
+/* The sum of four chains after each other. */
+INLINE Scores four_chains(size_t vectors, const Scored *s, size_t first) {
+    const Scores even = plus_scores(vectors, chain(vectors, s, first), chain(vectors, s, first + 2));
+    return plus_scores(vectors, even, plus_scores(vectors, chain(vectors, s, first + 1), chain(vectors, s, first + 3)));
+}
+
+/* scores (keys, QUERY_ROWS) = scale * query times key, for some vectors of rows. ahead: the next tile's keys and values;
+ * NULL: are fetched. */
+INLINE void score_vectors(size_t vectors, const Unit *const *keys, size_t count, const Unit *queries, size_t columns, float scale,
+                          float *scores, const Ahead *ahead) {
+    for (size_t i = 0; i < count; i += SCORE_KEYS) {
+        const Scored s = {keys + i, queries, columns};
+        if (ahead) fetch(&ahead[0], i, SCORE_KEYS), fetch(&ahead[1], i, SCORE_KEYS);
+        const Scores even = plus_scores(vectors, four_chains(vectors, &s, 0), four_chains(vectors, &s, 8));
+        const Scores sums = plus_scores(vectors, even, plus_scores(vectors, four_chains(vectors, &s, 4), four_chains(vectors, &s, 12)));
+        for (size_t j = 0; j < SCORE_KEYS; j++)
+            for (size_t v = 0; v < vectors; v++)
+                store(scores + (i + j) * QUERY_ROWS + v * LANES, times(sums.of[j][v], all(scale)));
+    }
+}
+
+static void score_rows(const Unit *const *keys, size_t count, const Unit *queries, size_t columns, size_t rows, float scale,
+                       float *scores, const Ahead ahead[2]) {
+    size_t r = 0;
+    for (; r + LANES * SCORE_VECTORS <= rows; r += LANES * SCORE_VECTORS, ahead = NULL)
+        score_vectors(SCORE_VECTORS, keys, count, queries + r, columns, scale, scores + r, ahead);
+    for (; r < rows; r += LANES, ahead = NULL) score_vectors(1, keys, count, queries + r, columns, scale, scores + r, ahead);
 }
 
 /* sums[j][v] += the sum over `steps` of unit `step * stride` of factors[j] times the rows' units. */
@@ -90,53 +125,31 @@ INLINE void add_products(size_t vectors, const Unit *const *factors, size_t stri
     }
 }
 
-/* scores (keys, QUERY_ROWS) = scale * query times key, for some vectors of rows. ahead: the next tile's keys and values;
- * NULL: are fetched. */
-INLINE void score_vectors(size_t vectors, const Unit *const *keys, size_t count, const Unit *queries, size_t steps, float scale,
-                          float *scores, const Ahead *ahead) {
-    for (size_t i = 0; i < count; i += PLACES) {
-        Vector sums[PLACES][ROW_VECTORS];
-        if (ahead) fetch(&ahead[0], i, PLACES), fetch(&ahead[1], i, PLACES);
-        for (size_t j = 0; j < PLACES; j++)
-            for (size_t v = 0; v < vectors; v++) sums[j][v] = zeros();
-        add_products(vectors, keys + i, 1, queries, steps, sums);
-        for (size_t j = 0; j < PLACES; j++)
-            for (size_t v = 0; v < vectors; v++)
-                store(scores + (i + j) * QUERY_ROWS + v * LANES, times(sums[j][v], all(scale)));
-    }
-}
-
-static void score_rows(const Unit *const *keys, size_t count, const Unit *queries, size_t steps, size_t rows, float scale,
-                       float *scores, const Ahead ahead[2]) {
-    size_t r = 0;
-    for (; r + LANES * ROW_VECTORS <= rows; r += LANES * ROW_VECTORS, ahead = NULL)
-        score_vectors(ROW_VECTORS, keys, count, queries + r, steps, scale, scores + r, ahead);
-    for (; r < rows; r += LANES, ahead = NULL) score_vectors(1, keys, count, queries + r, steps, scale, scores + r, ahead);
-}
-
-/* sums (columns, QUERY_ROWS) = fade * sums + values weighted, for some vectors of rows. */
+/* sums (columns, QUERY_ROWS) = fade * sums + own * values weighted, for some vectors of rows. */
 INLINE void weigh_vectors(size_t vectors, const Unit *values, size_t columns, const Unit *weights, size_t steps,
-                          const float *fade, float *to) {
+                          const float *fade, const float *own, float *to) {
     for (size_t c = 0; c < columns; c += PLACES) {
         const Unit *some[PLACES];
         Vector sums[PLACES][ROW_VECTORS];
         for (size_t j = 0; j < PLACES; j++) {
             some[j] = values + c + j;
-            for (size_t v = 0; v < vectors; v++)
-                sums[j][v] = times(load(to + (c + j) * QUERY_ROWS + v * LANES), load(fade + v * LANES));
+            for (size_t v = 0; v < vectors; v++) sums[j][v] = zeros();
         }
         add_products(vectors, some, columns, weights, steps, sums);
         for (size_t j = 0; j < PLACES; j++)
-            for (size_t v = 0; v < vectors; v++) store(to + (c + j) * QUERY_ROWS + v * LANES, sums[j][v]);
+            for (size_t v = 0; v < vectors; v++) {
+                float *at = to + (c + j) * QUERY_ROWS + v * LANES;
+                store(at, times_plus(sums[j][v], load(own + v * LANES), times(load(at), load(fade + v * LANES))));
+            }
     }
 }
 
-static void weigh_rows(const Unit *values, size_t columns, const Unit *weights, size_t steps, size_t rows, const float *fade,
-                       float *to) {
+static void weigh_rows(const Panels *p, size_t columns, size_t steps, size_t rows) {
     size_t r = 0;
     for (; r + LANES * ROW_VECTORS <= rows; r += LANES * ROW_VECTORS)
-        weigh_vectors(ROW_VECTORS, values, columns, weights + r, steps, fade + r, to + r);
-    for (; r < rows; r += LANES) weigh_vectors(1, values, columns, weights + r, steps, fade + r, to + r);
+        weigh_vectors(ROW_VECTORS, p->values, columns, p->weights + r, steps, p->fade + r, p->own + r, p->sums + r);
+    for (; r < rows; r += LANES)
+        weigh_vectors(1, p->values, columns, p->weights + r, steps, p->fade + r, p->own + r, p->sums + r);
 }
 
 /* Takes away the scores of positions that a query does not attend to. */
@@ -150,82 +163,81 @@ static void mask_rows(const Panels *p, size_t begin, size_t count, size_t rows) 
         }
 }
 
-/* weights = e^(score - largest), rounded; of codes each times its value's scale, and rounded then. */
+/* The sum of LANES parts, as sum_of adds lanes. */
+static inline Vector sum_of_parts(Vector parts[LANES]) {
+    for (size_t half = LANES / 2; half; half /= 2)
+        for (size_t i = 0; i < half; i++) parts[i] = plus(parts[i], parts[i + half]);
+    return parts[0];
+}
+
+/* weights = e^(score - the tile's largest), rounded; of codes each times its value's scale, and rounded then. */
 static void soften_rows(const Panels *p, size_t count, size_t rows, const float *scales) {
     for (size_t r = 0; r < rows; r += LANES) {
-        Vector largest = load(p->largest + r), total = zeros();
-        const Vector before = largest;
+        Vector largest = all(-FLT_MAX), parts[LANES];
+        for (size_t i = 0; i < LANES; i++) parts[i] = zeros();
         for (size_t i = 0; i < count; i++) largest = larger_of(largest, load(p->scores + i * QUERY_ROWS + r));
-        const Vector base = larger_of(largest, all(NO_SCORE)), fade = exponential(minus(before, base));
+        const Vector base = larger_of(largest, all(NO_SCORE));
         for (size_t i = 0; i < count; i += IN_UNIT) {
             Vector numbers[IN_UNIT];
             for (size_t k = 0; k < IN_UNIT; k++) {
                 const Vector weight = exponential(minus(load(p->scores + (i + k) * QUERY_ROWS + r), base));
+                Vector *part = parts + (i + k) % LANES;
                 numbers[k] = as_bf16(scales ? times(weight, all(scales[i + k])) : weight);
-                total = plus(total, scales ? weight : numbers[k]);
+                *part = plus(*part, scales ? weight : numbers[k]);
             }
-            store_units(p->weights + i / IN_UNIT * QUERY_ROWS + r, numbers);
+            store_units(p->weights + step_of(i) * QUERY_ROWS + r, numbers);
         }
-        store(p->largest + r, largest), store(p->fade + r, fade);
-        store(p->total + r, times_plus(load(p->total + r), fade, total));
-    }
-}
-
-/* The row of each of `count` positions from `begin` on, those from `stop` on being that of the last one before it. A ring
- * may have fewer rows than a tile has positions: what they have in common is beyond the window. */
-static void rows_of_tile(const Positions *positions, size_t begin, size_t stop, size_t count, size_t *rows) {
-    size_t row = begin % positions->room;
-    for (size_t i = 0; i < count; i++) {
-        rows[i] = row;
-        if (begin + i + 1 < stop && ++row == positions->room) row = 0;
+        const Running now = with_tile(load(p->largest + r), load(p->total + r), largest, sum_of_parts(parts));
+        store(p->largest + r, now.largest), store(p->total + r, now.total);
+        store(p->fade + r, now.fade), store(p->own + r, now.own);
     }
 }
 
 /* `count` keys and values of a tile. */
-static void load_tile(const Positions *positions, const size_t *rows, size_t count, const Panels *p, const Unit **keys) {
+static void load_tile(const TileRows *rows, size_t count, const Panels *p, const Unit **keys) {
+    const Positions *positions = rows->positions;
     const size_t columns = positions->key_columns, width = positions->value_columns, bits = positions->bits;
     bf16 room[IN_UNIT][MOST_CODED];
     for (size_t i = 0; i < count; i++) {
         Unit *its = p->keys + i * (columns / IN_UNIT);
         bf16 *codes = IN_UNIT == 1 ? room[0] : (bf16 *)its;
-        keys[i] = units_of(kept_row(positions->keys, positions->key_stride, rows[i], columns, bits, codes), columns, its);
+        keys[i] = units_of(kept_row(positions->keys, positions->key_stride, tile_row(rows, i), columns, bits, codes), columns, its);
     }
     for (size_t i = 0; i < count; i += IN_UNIT) {
         const bf16 *some[IN_UNIT];
         for (size_t k = 0; k < IN_UNIT; k++)
-            some[k] = kept_row(positions->values, positions->value_stride, rows[i + k], width, bits, room[k]);
-        units_across(some, width, p->values + i / IN_UNIT * width);
+            some[k] = kept_row(positions->values, positions->value_stride, tile_row(rows, i + k), width, bits, room[k]);
+        units_across(some, width, p->values + step_of(i) * width);
     }
 }
 
 /* Scores of codes times their keys' scales. */
-static void scale_rows(const Panels *p, const size_t *at, size_t count, size_t rows, const bf16 *scales) {
+static void scale_rows(const Panels *p, const TileRows *at, size_t count, size_t rows, const bf16 *scales) {
     for (size_t i = 0; i < count; i++)
         for (size_t r = 0; r < rows; r += LANES) {
             float *score = p->scores + i * QUERY_ROWS + r;
-            store(score, times(load(score), all(from_bf16(scales[at[i]]))));
+            store(score, times(load(score), all(from_bf16(scales[tile_row(at, i)]))));
         }
 }
 
 /* Positions begin .. stop - 1, of one tile. */
 static void attend_rows_tile(const Positions *positions, const QueryRows *rows, size_t begin, size_t stop, const Panels *p) {
-    const size_t count = (stop - begin + PLACES - 1) / PLACES * PLACES, steps = positions->key_columns / IN_UNIT;
+    const size_t count = (stop - begin + PLACES - 1) / PLACES * PLACES;
     const size_t some = rows_computed(rows->count);
-    const Unit *keys[QUERY_TILE];
-    size_t at[QUERY_TILE];
-    float scales[QUERY_TILE];
-    rows_of_tile(positions, begin, stop, count, at);
-    load_tile(positions, at, count, p, keys);
-    const Ahead ahead[] = {ahead_of(positions->keys, positions->key_stride, positions->bits, at[0] + QUERY_TILE),
-                           ahead_of(positions->values, positions->value_stride, positions->bits, at[0] + QUERY_TILE)};
-    score_rows(keys, count, p->queries, steps, some, rows->scale, p->scores, ahead);
+    const Unit *keys[TILE];
+    float scales[TILE];
+    const TileRows at = tile_rows(positions, begin, begin > rows->begin[0] ? begin : rows->begin[0], stop);
+    load_tile(&at, count, p, keys);
+    const Ahead ahead[] = {ahead_of(positions->keys, positions->key_stride, positions->bits, at.first + TILE),
+                           ahead_of(positions->values, positions->value_stride, positions->bits, at.first + TILE)};
+    score_rows(keys, count, p->queries, positions->key_columns, some, rows->scale, p->scores, ahead);
     if (positions->key_scales) {
-        scale_rows(p, at, count, some, positions->key_scales);
-        for (size_t i = 0; i < count; i++) scales[i] = from_bf16(positions->value_scales[at[i]]);
+        scale_rows(p, &at, count, some, positions->key_scales);
+        for (size_t i = 0; i < count; i++) scales[i] = from_bf16(positions->value_scales[tile_row(&at, i)]);
     }
     if (begin < rows->begin[rows->count - 1] || begin + count > rows->end[0]) mask_rows(p, begin, count, some);
     soften_rows(p, count, some, positions->key_scales ? scales : NULL);
-    weigh_rows(p->values, positions->value_columns, p->weights, count / IN_UNIT, some, p->fade, p->sums);
+    weigh_rows(p, positions->value_columns, count / IN_UNIT, some);
 }
 
 /* Queries with the row as the inner index. */
@@ -251,8 +263,8 @@ static void begin_rows(const Positions *positions, const QueryRows *rows, const 
 
 static void end_rows(const Positions *positions, const QueryRows *rows, const Panels *p) {
     bf16 *rounded = (bf16 *)p->scores;
-    for (size_t from = 0; from < positions->value_columns; from += QUERY_TILE) {
-        const size_t rest = positions->value_columns - from, some = rest < QUERY_TILE ? rest : QUERY_TILE;
+    for (size_t from = 0; from < positions->value_columns; from += TILE) {
+        const size_t rest = positions->value_columns - from, some = rest < TILE ? rest : TILE;
         for (size_t c = 0; c < some; c++)
             for (size_t r = 0; r < rows->count; r += LANES)
                 store_bf16(rounded + c * QUERY_ROWS + r,
@@ -263,7 +275,7 @@ static void end_rows(const Positions *positions, const QueryRows *rows, const Pa
 }
 
 static void attend_rows(const Positions *positions, const QueryRows *rows, float *workspace) {
-    const size_t lowest = rows->begin[0] / PLACES * PLACES, highest = rows->end[rows->count - 1]; /* pairs stay pairs */
+    const size_t lowest = rows->begin[0] / LANES * LANES, highest = rows->end[rows->count - 1]; /* parts stay parts */
     const size_t first = lowest > rows->from ? lowest : rows->from, end = highest < rows->to ? highest : rows->to;
     Panels p = panels_in(workspace, positions);
     if (rows->state) {
@@ -272,8 +284,8 @@ static void attend_rows(const Positions *positions, const QueryRows *rows, float
     }
     load_rows(positions, rows, &p);
     if (!rows->from) begin_rows(positions, rows, &p);
-    for (size_t tile = first / QUERY_TILE * QUERY_TILE; tile < end; tile += QUERY_TILE)
-        attend_rows_tile(positions, rows, first > tile ? first : tile, end < tile + QUERY_TILE ? end : tile + QUERY_TILE, &p);
+    for (size_t tile = first / TILE * TILE; tile < end; tile += TILE)
+        attend_rows_tile(positions, rows, first > tile ? first : tile, end < tile + TILE ? end : tile + TILE, &p);
     if (!rows->more) end_rows(positions, rows, &p);
 }
 

@@ -46,6 +46,14 @@ static inline void store_some(bf16 *to, size_t count, Vector v) {
 }
 #endif
 
+/* The first `count` floats, at most LANES; 0 behind them. */
+static inline Vector load_floats(const float *from, size_t count) {
+    if (count >= LANES) return load(from);
+    float some[LANES] = {0};
+    memcpy(some, from, count * sizeof *some);
+    return load(some);
+}
+
 /* e^x within 2 units in the last place: 2^n * e^r with |r| <= ln 2 / 2, a Taylor polynomial of degree 7. */
 static inline Vector exponential(Vector x) {
     x = larger_of(all(-104), smaller(all(104), x)); /* beyond: 0 and infinity */

@@ -49,4 +49,16 @@ static inline __m128i q2_k_integers(const block_q2_k *block, int high) {
     return _mm_and_si128(high ? _mm_srli_epi16(both, 4) : both, _mm_set1_epi8(15));
 }
 
+#define OWN_LARGEST_BITS
+/* The bits of the largest of some numbers, a multiple of 16, without their signs. */
+static inline unsigned largest_bits(const bf16 *x, size_t width) {
+    __m256i largest = _mm256_setzero_si256();
+    for (size_t c = 0; c < width; c += 16) {
+        const __m256i bits = _mm256_and_si256(_mm256_loadu_si256((const void *)(x + c)), _mm256_set1_epi16(0x7FFF));
+        largest = _mm256_max_epu16(largest, bits);
+    }
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
+    return 0xFFFFu & ~(unsigned)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))));
+}
+
 #endif

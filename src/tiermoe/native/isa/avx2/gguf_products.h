@@ -248,11 +248,11 @@ PRODUCT(e4m3) { strips_block(matrix, block, x, prepared, tokens, out, stride); }
 
 /* What products want to know of x beforehand: its integers, of blocks of rows by spans, of blocks of GGUF files and published
  * codes of 4 bits by strips; of others the sums of groups. */
-static int of_spans(Coding coding) { return coding == INT4 || coding == INT2 || coding == INT6 || coding == TCQ2 || is_uneven(coding); }
 static int of_strips(Coding coding) { return coding >= FIRST_GGUF && coding != E4M3; }
 
 static size_t prepared_floats(const Matrix *matrix) {
-    if (of_spans(matrix->coding)) return matrix->columns / span_of(matrix) * SPAN_FLOATS;
+    if (matrix->coding == INT8) return integer_floats(matrix->columns);
+    if (of_integers(matrix->coding)) return matrix->columns / SPAN * SPAN_FLOATS;
     return of_strips(matrix->coding) ? strips_of(matrix->columns) * WHOLE_FLOATS : matrix_groups(matrix);
 }
 
@@ -269,9 +269,10 @@ static void prepare_strips(const Matrix *matrix, const bf16 *x, Whole *strips) {
 
 static void prepare(const Matrix *matrix, const bf16 *x, size_t tokens, float *prepared) {
     const size_t columns = matrix->columns;
-    if (of_spans(matrix->coding)) {
-        const size_t span = span_of(matrix), spans = tokens * columns / span;
-        for (size_t i = 0; i < spans; i++) to_span(x + i * span, span, (SpanX *)prepared + i);
+    if (matrix->coding == INT8) {
+        for (size_t m = 0; m < tokens; m++) to_integers_of(x + m * columns, columns, prepared + m * integer_floats(columns));
+    } else if (of_integers(matrix->coding)) {
+        for (size_t i = 0; i < tokens * columns / SPAN; i++) to_span(x + i * SPAN, (SpanX *)prepared + i);
     } else if (of_strips(matrix->coding)) {
         for (size_t m = 0; m < tokens; m++) prepare_strips(matrix, x + m * columns, (Whole *)prepared + m * strips_of(columns));
     } else {

@@ -10,17 +10,6 @@
 /* The float of 2^exponent; undefined from 128 on. */
 static inline float power_of_two(int exponent) { return from_bf16(exponent < 128 ? (bf16)((exponent + 127) << 7) : 0x7FC0); }
 
-/* The bits of the largest of some numbers, a multiple of 16, without their signs. */
-static inline unsigned largest_bits(const bf16 *x, size_t width) {
-    __m256i largest = _mm256_setzero_si256();
-    for (size_t c = 0; c < width; c += 16) {
-        const __m256i bits = _mm256_and_si256(_mm256_loadu_si256((const void *)(x + c)), _mm256_set1_epi16(0x7FFF));
-        largest = _mm256_max_epu16(largest, bits);
-    }
-    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
-    return 0xFFFFu & ~(unsigned)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi16(-1))));
-}
-
 /* What makes numbers integers below 255 * 128, and one over it. */
 typedef struct {
     float place, unit; /* 1 and undefined where a number is no finite one */

@@ -14,12 +14,13 @@
 
 #include "../../matrix.h"
 #include "../../trellis.h"
+#include "../integers.h"
 #include "../nibbles.h"
 #include "integers.h"
 #include "../simd.h"
 
 enum {
-    SPAN = 64,         /* columns that are summed as integers: at most 255 * 32640 in each */
+    SPAN = X_PART,     /* columns that are summed as integers */
     SUMS = 8,          /* registers of a block */
     HALF = SUMS / 2,   /* of them, of the first or the last 32 rows */
     SPAN_TOKENS = 24,  /* that share what is unpacked of a span */
@@ -29,7 +30,7 @@ enum {
     CODES_AHEAD = 2048, /* bytes that are asked for ahead of their use */
 };
 
-/* A span of a token: words of columns (0, 2), (4, 6), (1, 3), (5, 7), and so on, times `unit`. */
+/* A span of a token (../integers.h): codes as words of columns (0, 2), (4, 6), (1, 3), (5, 7), and so on, times `unit`. */
 typedef struct {
     int32_t pairs[SPAN / 2];
     int32_t sum; /* of the words */
@@ -37,26 +38,24 @@ typedef struct {
 } SpanX;
 enum { SPAN_FLOATS = sizeof(SpanX) / sizeof(float) };
 
-static inline size_t span_of(const Matrix *matrix) { return matrix->group < SPAN ? matrix->group : SPAN; }
-
 /* Where among the pairs those of four columns are: of the first and the third, and TO_ODD behind them of the others. */
 static inline size_t pair_of(size_t c) { return c / 16 * 8 + c % 16 / 8 * 4 + c % 8 / 4; }
 enum { TO_ODD = 2 };
 
-static inline void to_span(const bf16 *x, size_t span, SpanX *to) {
-    const Place place = place_of(x, span);
-    const Eight factor = eight_all(place.place);
+static inline void to_span(const bf16 *x, SpanX *to) {
+    const XUnit unit = unit_of(x);
     __m256i sums = _mm256_setzero_si256();
-    for (size_t c = 0; c < span; c += 16) {
-        const Columns columns = load_columns(x + c);
-        const __m256i words = to_words(columns.even, columns.odd, factor);
-        sums = plus_products(sums, words, _mm256_set1_epi16(1));
-        _mm256_storeu_si256((void *)(to->pairs + c / 2), words);
+    const Columns columns = load_columns(x);
+    const __m256i words[] = {to_words(columns.even.low, columns.odd.low, eight_all(unit.factor)),
+                             to_words(columns.even.high, columns.odd.high, eight_all(unit.factor))};
+    for (int i = 0; i < 2; i++) {
+        sums = plus_products(sums, words[i], _mm256_set1_epi16(1));
+        _mm256_storeu_si256((void *)(to->pairs + 8 * i), words[i]);
     }
     __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
     four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
     to->sum = _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
-    to->unit = place.unit;
+    to->unit = unit.scale;
 }
 
 /* A group's, of the rows of a block. */
@@ -197,8 +196,8 @@ INLINE void ask_ahead(Coding coding, const uint8_t *codes) {
 
 /* totals (64) += the sums of register n times their unit, scaled, and in INT4 and INT2 the zeros times the span's sum. */
 INLINE void add_sums(Coding coding, __m256i sums, int n, const SpanX *x, const Scales *scales, float *totals) {
-    const Eight unit = eight_all(x->unit), values = eight_times(_mm256_cvtepi32_ps(sums), unit);
-    Eight total = eight_times_plus(values, scales->scale[n], eight_from(totals + 8 * n));
+    const Eight scale = eight_times(scales->scale[n], eight_all(x->unit));
+    Eight total = eight_times_plus(_mm256_cvtepi32_ps(sums), scale, eight_from(totals + 8 * n));
     if (has_pairs(coding)) total = eight_times_plus(scales->zero[n], eight_all((float)x->sum * x->unit), total);
     eight_to(totals + 8 * n, total);
 }
@@ -351,7 +350,7 @@ static inline void store_block(const float *totals, bf16 *out) {
 /* A block times at most SPAN_TOKENS tokens. */
 INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const SpanX *x, size_t tokens, bf16 *out,
                        size_t stride) {
-    const size_t columns = matrix->columns, group = matrix->group, span = span_of(matrix), groups = columns / group;
+    const size_t columns = matrix->columns, group = matrix->group, groups = columns / group;
     const size_t gap = is_uneven(coding) ? UNEVEN_SCALES : 0; /* bytes from one group's codes to the next one's */
     const size_t next = has_pairs(coding) ? 2 * matrix->rows : by_halves(coding) ? BLOCK : uneven_group_bytes(coding, group) / sizeof(bf16);
     const uint8_t *codes = (const uint8_t *)matrix->weights + block * (code_bytes(coding, columns) + groups * gap);
@@ -364,8 +363,8 @@ INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const 
         scales_of(coding, from, &scales);
         for (size_t r = 0; r < (has_pairs(coding) ? 2 : 1) * BLOCK; r += 32) __builtin_prefetch(from + 2 * next + r, 0, 3);
         codes += gap;
-        for (size_t s = 0; s < group; s += span, x++, codes += code_bytes(coding, span))
-            add_span(coding, codes, span, x, columns / span, tokens, &scales, totals);
+        for (size_t s = 0; s < group; s += SPAN, x++, codes += code_bytes(coding, SPAN))
+            add_span(coding, codes, SPAN, x, columns / SPAN, tokens, &scales, totals);
     }
     for (size_t m = 0; m < tokens; m++) store_block(totals + m * BLOCK, out + m * stride);
 }
@@ -377,7 +376,7 @@ INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const
     for (size_t parts = (tokens + SPAN_TOKENS - 1) / SPAN_TOKENS; parts; parts--) {
         const size_t some = (tokens + parts - 1) / parts;
         block_some(coding, matrix, block, x, some, out, stride);
-        x += some * (matrix->columns / span_of(matrix)), out += some * stride, tokens -= some;
+        x += some * (matrix->columns / SPAN), out += some * stride, tokens -= some;
     }
 }
 

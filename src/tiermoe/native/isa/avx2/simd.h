@@ -11,17 +11,18 @@
 
 enum {
     LANES = 16,
-    DOT = 16, /* columns of a dot product at a time */
+    DOT = 32, /* columns of a dot product at a time */
 };
 #define QUERIES 2 /* that share what is loaded of keys and values */
+#define KEYS(queries) ((queries) == 1 ? 4 : 2) /* whose scores are in registers at a time */
 #define WIDEST(queries) ((queries) < 2 ? 64 : 32) /* columns of values whose sums are in registers at a time */
 
 typedef struct {
     __m256 low, high;
 } Vector;
-typedef __m256 Dot; /* lanes whose sum is a dot product */
+typedef Vector Dot; /* lanes whose sum is a dot product, of a pair of columns each */
 typedef struct {
-    __m256 even, odd;
+    Vector even, odd;
 } Columns; /* of one factor */
 
 static inline __m256 eight_of(__m128i values) {
@@ -123,16 +124,22 @@ static inline Vector keep(Vector a, size_t count) {
     return (Vector){_mm256_and_ps(a.low, _mm256_castsi256_ps(low)), _mm256_and_ps(a.high, _mm256_castsi256_ps(high))};
 }
 
-static inline Dot no_dot(void) { return _mm256_setzero_ps(); }
+/* Whole numbers as signed bytes; of what is no number any. */
+static inline void store_codes(int8_t *to, Vector numbers) {
+    const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(numbers.low), _mm256_cvtps_epi32(numbers.high));
+    const __m256i in_order = _mm256_permute4x64_epi64(words, 0xD8);
+    _mm_storeu_si128((void *)to, _mm_packs_epi16(_mm256_castsi256_si128(in_order), _mm256_extracti128_si256(in_order, 1)));
+}
+
+static inline Dot no_dot(void) { return zeros(); }
 static inline Columns load_columns(const bf16 *from) {
-    const __m256i both = _mm256_loadu_si256((const void *)from);
-    return (Columns){_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),
-                     _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xFFFF0000)))};
+    const __m256i low = _mm256_loadu_si256((const void *)from), high = _mm256_loadu_si256((const void *)(from + 16));
+    const __m256i odd = _mm256_set1_epi32((int)0xFFFF0000);
+    return (Columns){{_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))},
+                     {_mm256_castsi256_ps(_mm256_and_si256(low, odd)), _mm256_castsi256_ps(_mm256_and_si256(high, odd))}};
 }
-static inline Dot dot(Dot sum, Columns a, Columns b) {
-    return _mm256_fmadd_ps(a.odd, b.odd, _mm256_fmadd_ps(a.even, b.even, sum));
-}
-static inline float sum_of_dot(Dot a) { return sum_of_eight(a); }
+static inline Dot dot(Dot sum, Columns a, Columns b) { return times_plus(a.even, b.even, times_plus(a.odd, b.odd, sum)); }
+static inline float sum_of_dot(Dot a) { return sum_of(a); }
 
 /* Low and high bytes are looked up apart. */
 static inline void look_up_32(const bf16 numbers[16], const uint8_t *from, bf16 *out) {
@@ -154,9 +161,19 @@ static inline __m128 four_sums(__m256 a, __m256 b, __m256 c, __m256 d) {
     return _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
 }
 
+/* Of four registers' halves of four lanes (0 + 2) + (1 + 3). */
+static inline __m256 sums_of_fours(__m256 a, __m256 b, __m256 c, __m256 d) {
+    const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    return _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
+}
+
 /* out[i] = scale * the sum of dots[i]. */
 static inline void four_dots(const Dot dots[4], float scale, float *out) {
-    _mm_storeu_ps(out, _mm_mul_ps(four_sums(dots[0], dots[1], dots[2], dots[3]), _mm_set1_ps(scale)));
+    const __m256 low = sums_of_fours(dots[0].low, dots[1].low, dots[2].low, dots[3].low);
+    const __m256 high = sums_of_fours(dots[0].high, dots[1].high, dots[2].high, dots[3].high), both = _mm256_add_ps(low, high);
+    const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+    _mm_storeu_ps(out, _mm_mul_ps(sums, _mm_set1_ps(scale)));
 }
 
 /* totals[i] += the sum of the lanes of eights[i]. */
@@ -204,6 +221,21 @@ static inline void transpose(Words v[4]) {
     const __m256i c = _mm256_unpacklo_epi32(v[2], v[3]), d = _mm256_unpackhi_epi32(v[2], v[3]);
     v[0] = _mm256_unpacklo_epi64(a, c), v[1] = _mm256_unpackhi_epi64(a, c);
     v[2] = _mm256_unpacklo_epi64(b, d), v[3] = _mm256_unpackhi_epi64(b, d);
+}
+
+/* rows.h: sums of a part's products of codes, of four rows. */
+#define OWN_CODES_TIMES
+static inline void four_codes_times(const int8_t *const row[4], size_t at, const int8_t *codes, int32_t sums[4]) {
+    const __m256i x[] = {_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)codes)),
+                         _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(codes + 16)))};
+    __m256i of[4];
+    for (int i = 0; i < 4; i++) {
+        const __m256i a = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(row[i] + at)));
+        const __m256i b = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(row[i] + at + 16)));
+        of[i] = _mm256_add_epi32(_mm256_madd_epi16(a, x[0]), _mm256_madd_epi16(b, x[1]));
+    }
+    const __m256i both = _mm256_hadd_epi32(_mm256_hadd_epi32(of[0], of[1]), _mm256_hadd_epi32(of[2], of[3]));
+    _mm_storeu_si128((void *)sums, _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1)));
 }
 
 #endif

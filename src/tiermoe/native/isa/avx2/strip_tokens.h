@@ -39,8 +39,8 @@ static void to_whole(const bf16 *x, size_t width, const float *sums, size_t grou
     const Place place = place_of(x, width);
     const Eight factor = eight_all(place.place);
     for (size_t p = 0; p < width / PART; p++, x += PART) {
-        const Columns first = load_columns(x), last = load_columns(x + 16);
-        to->parts[p] = (Part){in_order(to_words(first.even, last.even, factor)), in_order(to_words(first.odd, last.odd, factor))};
+        const Columns of = load_columns(x);
+        to->parts[p] = (Part){in_order(to_words(of.even.low, of.even.high, factor)), in_order(to_words(of.odd.low, of.odd.high, factor))};
     }
     to->scale = place.unit;
     for (size_t g = 0; g < STRIP_GROUPS; g++) to->sums[g] = g < groups ? sums[g] * place.place : 0;

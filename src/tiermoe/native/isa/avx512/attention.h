@@ -1,5 +1,5 @@
-/* Attention's own ways with pairs of bfloat16: values weighted by the softened scores (attention.h), and what a step of the
- * sums of prompt.h takes. */
+/* Attention's own ways with pairs of bfloat16 (../attention.h): what a step of a chain takes, and values weighted by the softened
+ * scores. */
 #ifndef TIERMOE_ISA_AVX512_ATTENTION_H
 #define TIERMOE_ISA_AVX512_ATTENTION_H
 
@@ -16,16 +16,14 @@ static inline void store_columns(__m512 low, __m512 high, float *out) {
 
 /* results[q * stride + c] = the sum of weights[q][i] times column c of value i, for `width` columns from `begin`
  * on: two positions at a time, whose columns become pairs. `keys`: of the next tile, to be fetched; NULL: are. */
-INLINE void weigh(size_t count, size_t width, const Positions *positions, const TileRows *rows, const bf16 (*weights)[TILE],
+INLINE void weigh(size_t count, size_t width, const bf16 *const *values, size_t positions, const bf16 (*weights)[TILE],
                   size_t begin, float *results, size_t stride, const Ahead *keys) {
     __m512 sums[QUERIES][128 / LANES];
     for (size_t q = 0; q < count; q++)
         for (size_t r = 0; r < width / LANES; r++) sums[q][r] = _mm512_setzero_ps();
-    for (size_t i = 0; i < rows->count; i += 2) {
+    for (size_t i = 0; i < positions; i += 2) {
         if (keys) fetch(keys, i, 2);
-        const bf16 *values = (const bf16 *)positions->values + begin;
-        const bf16 *even = values + tile_row(rows, i) * positions->value_stride;
-        const bf16 *odd = values + tile_row(rows, i + 1) * positions->value_stride;
+        const bf16 *even = values[i] + begin, *odd = values[i + 1] + begin;
         __m512i pairs[128 / LANES];
         for (size_t r = 0; r < width / LANES; r += 2) {
             const __m512i a = _mm512_loadu_si512(even + LANES * r), b = _mm512_loadu_si512(odd + LANES * r);
@@ -42,11 +40,12 @@ INLINE void weigh(size_t count, size_t width, const Positions *positions, const 
             store_columns(sums[q][r], sums[q][r + 1], results + q * stride + begin + LANES * r);
 }
 
-/* What a step of the sums of prompt.h takes of one factor: two bfloat16 numbers. */
+/* What a step of a chain takes of one factor: two bfloat16 numbers, of which the instruction adds the second product first. */
 typedef uint32_t __attribute__((may_alias)) Unit;
 typedef __m512i Units; /* of LANES rows */
 enum { IN_UNIT = 2, ROW_VECTORS = 4 }; /* numbers in a unit; vectors of rows whose sums are in registers at a time */
 
+static inline size_t step_of(size_t number) { return number / 2; }
 static inline Units units_from(const Unit *from) { return _mm512_loadu_si512(from); }
 static inline Units unit_all(Unit unit) { return _mm512_set1_epi32((int)unit); }
 static inline Vector units_times_plus(Units a, Units b, Vector sum) {

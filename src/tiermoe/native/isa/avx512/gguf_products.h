@@ -253,7 +253,7 @@ INLINE void spread_block(Coding coding, size_t group, const Matrix *matrix, size
     if (tokens == 1) {
         for (size_t r = 0; r < rows; r += ROW_GROUP)
             spread_rows(coding, group, matrix, weights + r * row_bytes, begin + r, rows - r, arranged, sums, results + r);
-        store_rows_of(results, NULL, 0, rows, out);
+        store_rows_of(results, NULL, rows, out);
         return;
     }
     __m512i values[registers][ROW_GROUP];
@@ -266,7 +266,7 @@ INLINE void spread_block(Coding coding, size_t group, const Matrix *matrix, size
         }
         (is_wide(coding, group) ? wide_times : narrow_times)(matrix, &panel, arranged, sums, tokens, results + first);
     }
-    for (size_t m = 0; m < tokens; m++) store_rows_of(results + m * BLOCK, NULL, 0, rows, out + m * stride);
+    for (size_t m = 0; m < tokens; m++) store_rows_of(results + m * BLOCK, NULL, rows, out + m * stride);
 }
 
 /* A function for each quant: in one of all of them the compiler would no longer keep sums in registers. */

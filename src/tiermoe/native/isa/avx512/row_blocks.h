@@ -1,147 +1,119 @@
-/* Products with matrices that are kept in blocks of rows: INT4, INT6, INT2, NL4, NL3, NL2 and TCQ2. */
+/* Products with matrices that are kept in blocks of rows: INT4, INT6, INT2, NL4, NL3, NL2 and TCQ2. Four columns of a block
+ * become the bytes of four registers: a lane has a row's four. */
 #ifndef TIERMOE_ISA_AVX512_ROW_BLOCKS_H
 #define TIERMOE_ISA_AVX512_ROW_BLOCKS_H
 
 #include "../../matrix.h"
 #include "../../trellis.h"
+#include "../integers.h"
 #include "../simd.h"
 
 enum {
-    BLOCK_TILE = 6,     /* tokens whose sums fit the registers */
     REGISTERS = 4,      /* of 16 rows: a block */
-    PAIR_BYTES = 64,    /* of two columns of a block: the low four bits of their codes */
-    HIGH_BYTES = 32,    /* likewise: the high two bits */
+    FOURS = X_PART / 4,   /* of a part */
+    BLOCK_TILE = 3,     /* tokens whose sums and totals fit the registers */
+    PANEL_PARTS = 8,    /* unpacked at a time where there are more tokens */
+    PANEL_TOKENS = 96,  /* that share them */
     GROUPS_AHEAD = 3,   /* whose scales are asked for ahead of their use */
     BYTES_AHEAD = 4096, /* of codes asked for ahead of their use */
 };
 
-/* bfloat16 of code - 8, twice: the table is indexed by 5 bits, of which the highest belongs to the next nibble. */
-static const bf16 VALUES[32] __attribute__((aligned(64))) = {
-    0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
-    0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
-    0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0,
-};
+/* What a code's byte is above the number that it stands for. */
+static inline int above_zero(Coding coding) { return is_uneven(coding) || coding == INT8 ? 128 : middle_code(coding); }
 
-/* From two columns of a block (64 bytes): byte i of both, each twice, to the 32 bits of lane i. */
-static const uint8_t FIRST_HALF[64] __attribute__((aligned(64))) = {
-    0, 0, 32, 32, 1, 1, 33, 33, 2,  2,  34, 34, 3,  3,  35, 35, 4,  4,  36, 36, 5,  5,  37, 37, 6,  6,  38, 38, 7,  7,  39, 39,
-    8, 8, 40, 40, 9, 9, 41, 41, 10, 10, 42, 42, 11, 11, 43, 43, 12, 12, 44, 44, 13, 13, 45, 45, 14, 14, 46, 46, 15, 15, 47, 47,
-};
+/* Byte j of four rows' columns: from columns of 32 bytes each, one after the other. */
+static inline __m512i four_by_lanes(int first) {
+    const __m512i lanes = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(0x01010101));
+    return _mm512_add_epi8(lanes, _mm512_set1_epi32(0x60402000 + first * 0x01010101));
+}
 
-/* What nibbles stand for, as VALUES. */
-static inline __m512i values_of_codes(Coding coding) {
-    if (coding == INT2) return _mm512_set1_epi64(0x3F800000BF80C000); /* -2, -1, 0, 1 */
-    if (coding == TCQ2) {
-        const __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)TRELLIS_CODES)), middle = _mm512_set1_epi32(32);
-        const __m512i high = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(TRELLIS_CODES + 16)));
-        return (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(_mm512_sub_epi32(high, middle)),
-                                            _mm512_cvtepi32_ps(_mm512_sub_epi32(low, middle))); /* exact */
+/* Nibbles of rows 0 .. 15 and 32 .. 47 (low and high halves of `both[0]`), 16 .. 31 and 48 .. 63 (`both[1]`). */
+static inline void nibbles_by_lanes(Coding coding, const uint8_t *four, __m512i both[2]) {
+    const __m512i first = _mm512_loadu_si512(four);
+    __m512i second;
+    if (coding == NL3) {
+        const __m256i a = _mm256_loadu_si256((const void *)four), b = _mm256_loadu_si256((const void *)(four + 32));
+        const __m256i third = _mm256_loadu_si256((const void *)(four + 64));
+        const __m256i low = _mm256_and_si256(_mm256_srli_epi16(a, 3), _mm256_set1_epi8(0x11));
+        const __m256i middle = _mm256_and_si256(_mm256_srli_epi16(b, 2), _mm256_set1_epi8(0x22));
+        const __m256i high = _mm256_and_si256(_mm256_srli_epi16(third, 1), _mm256_set1_epi8(0x44));
+        second = _mm512_inserti64x4(_mm512_castsi256_si512(third), _mm256_or_si256(_mm256_or_si256(low, middle), high), 1);
+    } else {
+        second = _mm512_loadu_si512(four + 64);
     }
-    if (!is_uneven(coding)) return _mm512_load_si512(VALUES);
-    const __m512i levels = _mm512_cvtepi8_epi32(_mm_load_si128((const void *)uneven_levels(coding)));
-    return _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(_mm512_cvtepi32_ps(levels))); /* exact */
+    both[0] = _mm512_permutex2var_epi8(first, four_by_lanes(0), second);
+    both[1] = _mm512_permutex2var_epi8(first, four_by_lanes(16), second);
 }
 
-/* Columns 2 p and 2 p + 1 of four, 32 bytes of nibbles each. In INT2, NL3 and NL2 what lies above a code in its nibble belongs to
- * other columns. */
-static inline __m512i pair_nibbles(Coding coding, const uint8_t *four, size_t p) {
-    if (code_bits(coding) == 2) {
-        const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)(four + p * 32)));
-        return _mm512_srlv_epi16(twice, _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(2), 1));
-    }
-    if (coding != NL3 || p == 0) return _mm512_loadu_si512(four + p * PAIR_BYTES);
-    const __m256i first = _mm256_loadu_si256((const void *)four), second = _mm256_loadu_si256((const void *)(four + 32));
-    const __m256i third = _mm256_loadu_si256((const void *)(four + 64));
-    const __m256i low = _mm256_and_si256(_mm256_srli_epi16(first, 3), _mm256_set1_epi8(0x11));
-    const __m256i middle = _mm256_and_si256(_mm256_srli_epi16(second, 2), _mm256_set1_epi8(0x22));
-    const __m256i high = _mm256_and_si256(_mm256_srli_epi16(third, 1), _mm256_set1_epi8(0x44));
-    return _mm512_inserti64x4(_mm512_castsi256_si512(third), _mm256_or_si256(_mm256_or_si256(low, middle), high), 1);
+/* Bits from `shift` on of each lane's four bytes, two bits further in the second and the fourth. */
+static inline __m512i bits_by_columns(__m512i bytes, int shift) {
+    const __m512i places = _mm512_set1_epi64(0x3A302A201A100A00);
+    return _mm512_multishift_epi64_epi8(_mm512_add_epi8(places, _mm512_set1_epi8((char)shift)), bytes);
 }
 
-/* The values of two columns: register r holds rows 16 r .. 16 r + 15, a lane both columns of its row. */
-static inline void nibbles_unpack(__m512i table, __m512i bytes, __m512i values[REGISTERS]) {
-    const __m512i first = _mm512_load_si512(FIRST_HALF);
-    const __m512i low = _mm512_permutexvar_epi8(first, bytes);
-    const __m512i high = _mm512_permutexvar_epi8(_mm512_add_epi8(first, _mm512_set1_epi8(16)), bytes);
-    values[0] = _mm512_permutexvar_epi16(low, table);
-    values[1] = _mm512_permutexvar_epi16(high, table);
-    values[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(low, 4), table);
-    values[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(high, 4), table);
+/* Columns of two to a byte: bytes j, j, 32 + j, 32 + j. */
+static inline __m512i twos_by_lanes(__m512i bytes, int first) {
+    const __m512i lanes = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(0x01010101));
+    return _mm512_permutexvar_epi8(_mm512_add_epi8(lanes, _mm512_set1_epi32(0x20200000 + first * 0x01010101)), bytes);
 }
 
-/* bfloat16 of code - 32. */
-static const bf16 VALUES_OF_6[64] __attribute__((aligned(64))) = {
-    0xC200, 0xC1F8, 0xC1F0, 0xC1E8, 0xC1E0, 0xC1D8, 0xC1D0, 0xC1C8, 0xC1C0, 0xC1B8, 0xC1B0,
-    0xC1A8, 0xC1A0, 0xC198, 0xC190, 0xC188, 0xC180, 0xC170, 0xC160, 0xC150, 0xC140, 0xC130,
-    0xC120, 0xC110, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000,
-    0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120, 0x4130,
-    0x4140, 0x4150, 0x4160, 0x4170, 0x4180, 0x4188, 0x4190, 0x4198, 0x41A0, 0x41A8, 0x41B0,
-    0x41B8, 0x41C0, 0x41C8, 0x41D0, 0x41D8, 0x41E0, 0x41E8, 0x41F0, 0x41F8,
-};
+static inline __m512i low_bits(__m512i bytes, int mask) { return _mm512_and_si512(bytes, _mm512_set1_epi8((char)mask)); }
 
-/* As FIRST_HALF, with byte i of the halves of a second register above them. */
-static const uint8_t BOTH_PLANES[64] __attribute__((aligned(64))) = {
-    0, 64, 32, 96, 1, 65, 33, 97, 2, 66, 34, 98, 3, 67, 35, 99, 4, 68, 36, 100, 5, 69, 37, 101, 6, 70, 38, 102, 7, 71, 39, 103,
-    8, 72, 40, 104, 9, 73, 41, 105, 10, 74, 42, 106, 11, 75, 43, 107, 12, 76, 44, 108, 13, 77, 45, 109, 14, 78, 46, 110, 15, 79, 47, 111,
-};
-
-/* The same of 6 bits: `low` and `high` of two columns. They are brought side by side: the 16 bits of a column hold a row of
- * the block's first half in their lowest nibble and bits 10 and 11, one of its second half in bits 4 to 9. An index counts
- * by its 6 lowest bits. */
-static inline void int6_unpack(const uint8_t *low, const uint8_t *high, __m512i values[REGISTERS]) {
-    const __m512i first = _mm512_load_si512(VALUES_OF_6), last = _mm512_load_si512(VALUES_OF_6 + 32);
-    const __m512i order = _mm512_load_si512(BOTH_PLANES), nibble = _mm512_set1_epi16(15);
-    const __m512i shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1); /* 4 for the second column */
-    const __m512i bytes = _mm512_loadu_si512(low);
-    const __m512i plane = _mm512_srlv_epi16(_mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)high)), shifts);
-    for (int r = 0; r < REGISTERS / 2; r++) {
-        const __m512i from = _mm512_add_epi8(order, _mm512_set1_epi8((char)(16 * r)));
-        const __m512i both = _mm512_permutex2var_epi8(bytes, from, plane);
-        /* the nibble from `both`, the rest from what is shifted */
-        const __m512i index = _mm512_ternarylogic_epi64(nibble, both, _mm512_srli_epi16(both, 6), 0xCA);
-        values[r] = _mm512_permutex2var_epi16(first, index, last);
-        values[r + 2] = _mm512_permutex2var_epi16(first, _mm512_srli_epi16(both, 4), last);
-    }
-}
-
-/* The same of columns 2 p and 2 p + 1 of four of TCQ2: a lane has a byte of each, and what stands before it is one lane away.
- * An index counts by its 5 lowest bits. */
-static inline void trellis_unpack(__m512i table, const uint8_t *four, size_t p, __m512i values[REGISTERS]) {
+/* The same of two columns' nibbles in a byte's place, as TCQ2 has them. */
+static inline void trellis_four(const uint8_t *four, __m512i rows[REGISTERS]) {
     const __m512i bytes = _mm512_loadu_si512(four), before = _mm512_alignr_epi32(bytes, bytes, 15);
-    const __m512i own = p ? _mm512_and_si512(bytes, _mm512_set1_epi16((short)0xFF00)) : _mm512_slli_epi16(bytes, 8);
-    const __m512i others = p ? _mm512_srli_epi16(before, 8) : before;
+    const __m512i table = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)TRELLIS_CODES));
+    const __m512i own[] = {_mm512_slli_epi16(bytes, 8), _mm512_and_si512(bytes, _mm512_set1_epi16((short)0xFF00))};
+    const __m512i others[] = {before, _mm512_srli_epi16(before, 8)};
     for (int r = 0; r < REGISTERS; r++) {
-        const __m512i kept = _mm512_set1_epi16((short)(TRELLIS_KEPT[r] & 0xFF));
-        const __m512i words = _mm512_ternarylogic_epi64(kept, others, own, 0xEA); /* kept & others | own */
-        const __m512i product = _mm512_mulhi_epu16(words, _mm512_set1_epi16((short)TRELLIS_FACTORS[r]));
-        values[r] = _mm512_permutexvar_epi16(product, table);
+        const __m512i kept = _mm512_set1_epi16((short)(TRELLIS_KEPT[r] & 0xFF)), factor = _mm512_set1_epi16((short)TRELLIS_FACTORS[r]);
+        __m512i levels[2];
+        for (int p = 0; p < 2; p++)
+            levels[p] = _mm512_mulhi_epu16(_mm512_ternarylogic_epi64(kept, others[p], own[p], 0xEA), factor); /* kept & others | own */
+        /* bytes of columns 0, 2, 1, 3 */
+        const __m512i mixed = _mm512_ternarylogic_epi64(_mm512_set1_epi16(0xFF), levels[0], _mm512_slli_epi16(levels[1], 8), 0xCA);
+        const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+        rows[r] = _mm512_shuffle_epi8(_mm512_permutexvar_epi8(mixed, table), order);
     }
 }
 
-static inline __m512 block_dot(__m512 sum, __m512i pairs, const bf16 *x) {
-    const __m512i both = _mm512_set1_epi32(*(const int32_t *)x);
-    return _mm512_dpbf16_ps(sum, (__m512bh)both, (__m512bh)pairs);
+/* Four columns of a block: register r has rows 16 r .. 16 r + 15, above_zero above what they stand for. table: of uneven ones. */
+INLINE void unpack_four(Coding coding, const uint8_t *four, __m512i table, __m512i rows[REGISTERS]) {
+    if (coding == TCQ2) {
+        trellis_four(four, rows);
+        return;
+    }
+    if (code_bits(coding) == 2) {
+        const __m512i bytes = _mm512_loadu_si512(four);
+        for (int r = 0; r < 2; r++) {
+            const __m512i twos = twos_by_lanes(bytes, 16 * r);
+            rows[r] = low_bits(bits_by_columns(twos, 0), 3), rows[r + 2] = low_bits(bits_by_columns(twos, 4), 3);
+        }
+    } else {
+        __m512i both[2];
+        nibbles_by_lanes(coding, four, both);
+        for (int r = 0; r < 2; r++)
+            rows[r] = low_bits(both[r], 15), rows[r + 2] = low_bits(_mm512_srli_epi16(both[r], 4), 15);
+    }
+    if (coding == INT6) {
+        const __m512i high = _mm512_loadu_si512(four + 128);
+        for (int r = 0; r < 2; r++) {
+            const __m512i fours = twos_by_lanes(high, 16 * r);
+            /* bits 4 and 5 of each byte: of the first and third column from bit 2 or 0 on, of the others four bits further */
+            const __m512i low = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x3A2E2A1E1A0E0A3E), fours);
+            const __m512i second = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x382C281C180C083C), fours);
+            rows[r] = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x30), low, rows[r], 0xEA); /* mask & low | row */
+            rows[r + 2] = _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x30), second, rows[r + 2], 0xEA);
+        }
+    }
+    for (int r = 0; is_uneven(coding) && r < REGISTERS; r++) rows[r] = _mm512_shuffle_epi8(table, rows[r]);
 }
 
-/* total + scale * sum + zero * x_sum: what a group of INT4 or INT2 adds to 16 rows. A pair of a scale (low half) and a zero (high
- * half) is read as one word. */
-static inline __m512 paired_group(__m512 total, __m512 sum, float x_sum, const uint32_t *scales) {
-    const __m512i both = _mm512_loadu_si512(scales);
-    const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-    const __m512 zero = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xFFFF0000)));
-    total = _mm512_fmadd_ps(scale, sum, total);
-    return _mm512_fmadd_ps(zero, _mm512_set1_ps(x_sum), total);
-}
-
-/* total + scale * sum */
-static inline __m512 scaled_group(__m512 total, __m512 sum, const bf16 *scales) {
-    const __m512i scale = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)scales)), 16);
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(scale), sum, total);
-}
-
-static inline void store_rows(const __m512 totals[REGISTERS], bf16 *out) {
-    for (int r = 0; r < REGISTERS; r += 2)
-        _mm512_storeu_si512(out + 16 * r, (__m512i)_mm512_cvtne2ps_pbh(totals[r + 1], totals[r]));
+/* Levels of uneven codings, 128 above themselves. */
+static inline __m512i levels_of(Coding coding) {
+    if (!is_uneven(coding)) return _mm512_setzero_si512();
+    const __m512i levels = _mm512_broadcast_i32x4(_mm_load_si128((const void *)uneven_levels(coding)));
+    return _mm512_xor_si512(levels, _mm512_set1_epi8((char)0x80));
 }
 
 /* Where a block's codes and scales lie, and how far a group's scales are from the next one's, in bytes. */
@@ -163,65 +135,170 @@ static inline Place place_of(const Matrix *matrix, size_t block) {
     return (Place){codes, scales + block * BLOCK * groups * sizeof(bf16), BLOCK * sizeof(bf16)};
 }
 
-/* Few tokens, a number known when compiling: each pair of columns is unpacked into registers and multiplied with all of
- * them, which hides the unpacking. What comes next is asked for in time: one token is bound by memory. */
-INLINE void block_tile(Coding coding, size_t tokens, const Matrix *matrix, Place at, const bf16 *x, const float *sums,
-                       bf16 *out, size_t stride) {
-    const size_t groups = matrix->columns / matrix->group, fours = matrix->group / 4;
-    const size_t four = code_bytes(coding, 4);
+/* Scales of a group's rows, and zeros of INT4 and INT2: pairs of both, the scale in the low half of a word. */
+INLINE void scales_at(Coding coding, const uint8_t *at, __m512 scales[REGISTERS], __m512 zeros[REGISTERS]) {
+    for (int r = 0; r < REGISTERS; r++) {
+        if (has_pairs(coding)) {
+            const __m512i both = _mm512_loadu_si512(at + 64 * r);
+            scales[r] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+            zeros[r] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xFFFF0000)));
+        } else {
+            scales[r] = load_bf16((const bf16 *)at + 16 * r), zeros[r] = _mm512_setzero_ps();
+        }
+    }
+}
+
+/* total + a part's sum, scaled. */
+INLINE __m512 plus_part(Coding coding, __m512 total, __m512i sum, __m512 scale, __m512 zero, float x_scale, int32_t x_sum) {
+    total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scale, _mm512_set1_ps(x_scale)), total);
+    return has_pairs(coding) ? _mm512_fmadd_ps(zero, _mm512_set1_ps((float)x_sum * x_scale), total) : total;
+}
+
+/* Keeps the compiler from loading it again for each token. */
+static inline __m512i in_register(__m512i bytes) {
+    __asm__("" : "+v"(bytes));
+    return bytes;
+}
+
+static inline __m512i four_codes(const int8_t *codes) {
+    int32_t four;
+    memcpy(&four, codes, sizeof four);
+    return _mm512_set1_epi32(four);
+}
+
+static inline void store_rows(const __m512 totals[REGISTERS], bf16 *out) {
+    for (int r = 0; r < REGISTERS; r += 2)
+        _mm512_storeu_si512(out + 16 * r, (__m512i)_mm512_cvtne2ps_pbh(totals[r + 1], totals[r]));
+}
+
+/* Few tokens, a number known when compiling: what is unpacked stays in registers. What comes next is asked for in time: one
+ * token is bound by memory. */
+INLINE void block_tile(Coding coding, size_t tokens, const Matrix *matrix, Place at, const float *prepared, bf16 *out,
+                       size_t stride) {
+    const size_t columns = matrix->columns, in_group = matrix->group / X_PART, four = code_bytes(coding, 4);
     const size_t row = has_pairs(coding) ? 2 * sizeof(bf16) : sizeof(bf16); /* bytes of its scales in a group */
     const size_t ahead_of_scales = is_uneven(coding) ? BYTES_AHEAD : GROUPS_AHEAD * at.group;
-    const __m512i table = values_of_codes(coding);
+    const __m512i table = levels_of(coding);
+    XIntegers x[BLOCK_TILE];
     __m512 totals[BLOCK_TILE][REGISTERS];
-    for (size_t m = 0; m < tokens; m++)
+    for (size_t m = 0; m < tokens; m++) {
+        x[m] = integers_at(prepared + m * integer_floats(columns), columns);
         for (int r = 0; r < REGISTERS; r++) totals[m][r] = _mm512_setzero_ps();
-    for (size_t g = 0; g < groups; g++, at.scales += at.group) {
-        __m512 group[BLOCK_TILE][REGISTERS];
-        for (int r = 0; r < REGISTERS; r++) {
-            _mm_prefetch((const char *)(at.scales + ahead_of_scales + 16 * r * row), _MM_HINT_T0);
-            for (size_t m = 0; m < tokens; m++) group[m][r] = _mm512_setzero_ps();
-        }
-        for (size_t i = 0; i < fours; i++, at.codes += four) {
-            for (size_t ahead = 0; ahead < four; ahead += 64)
-                _mm_prefetch((const char *)(at.codes + BYTES_AHEAD + ahead), _MM_HINT_T1);
-            for (size_t p = 0; p < 2; p++, x += 2) {
-                __m512i values[REGISTERS];
-                if (coding == TCQ2)
-                    trellis_unpack(table, at.codes, p, values);
-                else if (coding == INT6)
-                    int6_unpack(at.codes + p * PAIR_BYTES, at.codes + 2 * PAIR_BYTES + p * HIGH_BYTES, values);
-                else
-                    nibbles_unpack(table, pair_nibbles(coding, at.codes, p), values);
-                for (size_t m = 0; m < tokens; m++)
-                    for (int r = 0; r < REGISTERS; r++)
-                        group[m][r] = block_dot(group[m][r], values[r], x + m * matrix->columns);
+    }
+    for (size_t p = 0; p < columns / X_PART;) {
+        __m512 scales[REGISTERS], zeros[REGISTERS];
+        scales_at(coding, at.scales, scales, zeros);
+        for (int r = 0; r < REGISTERS; r++) _mm_prefetch((const char *)(at.scales + ahead_of_scales + 16 * r * row), _MM_HINT_T0);
+        for (size_t k = 0; k < in_group; k++, p++) {
+            __m512i sums[BLOCK_TILE][REGISTERS];
+            for (size_t m = 0; m < tokens; m++)
+                for (int r = 0; r < REGISTERS; r++) sums[m][r] = _mm512_set1_epi32(-above_zero(coding) * x[m].sums[p]);
+            for (size_t i = 0; i < FOURS; i++, at.codes += four) {
+                __m512i rows[REGISTERS];
+                for (size_t ahead = 0; ahead < four; ahead += 64)
+                    _mm_prefetch((const char *)(at.codes + BYTES_AHEAD + ahead), _MM_HINT_T1);
+                unpack_four(coding, at.codes, table, rows);
+                for (size_t m = 0; m < tokens; m++) {
+                    const __m512i codes = four_codes(x[m].codes + p * X_PART + 4 * i);
+                    for (int r = 0; r < REGISTERS; r++) sums[m][r] = _mm512_dpbusd_epi32(sums[m][r], rows[r], codes);
+                }
             }
+            for (size_t m = 0; m < tokens; m++)
+                for (int r = 0; r < REGISTERS; r++)
+                    totals[m][r] = plus_part(coding, totals[m][r], sums[m][r], scales[r], zeros[r], x[m].scales[p], x[m].sums[p]);
         }
-        for (size_t m = 0; m < tokens; m++)
-            for (int r = 0; r < REGISTERS; r++)
-                totals[m][r] = has_pairs(coding) ? paired_group(totals[m][r], group[m][r], sums[m * groups + g],
-                                                                (const uint32_t *)at.scales + 16 * r)
-                                                 : scaled_group(totals[m][r], group[m][r], (const bf16 *)at.scales + 16 * r);
+        at.scales += at.group;
         if (is_uneven(coding)) at.codes += UNEVEN_SCALES; /* of the next group */
     }
     for (size_t m = 0; m < tokens; m++) store_rows(totals[m], out + m * stride);
 }
 
-#define BLOCK_TILE_OF(n)                                         \
-    case n:                                                      \
-        block_tile(coding, n, matrix, at, x, sums, out, stride); \
-        break;
+/* What many tokens share: parts of a block, unpacked. */
+typedef struct {
+    __m512i rows[PANEL_PARTS][FOURS][REGISTERS];
+    __m512 scales[PANEL_PARTS][REGISTERS], zeros[PANEL_PARTS][REGISTERS];
+} BlockPanel;
 
-INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens,
-                        bf16 *out, size_t stride) {
-    const Place at = place_of(matrix, block);
-    const size_t groups = matrix_groups(matrix);
-    for (size_t tiles = (tokens + BLOCK_TILE - 1) / BLOCK_TILE; tiles; tiles--) {
-        const size_t some = (tokens + tiles - 1) / tiles;
-        switch (some) {
-            BLOCK_TILE_OF(1) BLOCK_TILE_OF(2) BLOCK_TILE_OF(3) BLOCK_TILE_OF(4) BLOCK_TILE_OF(5) BLOCK_TILE_OF(6)
+/* totals (tokens, 64) += the parts of a panel from part `first` on, for a number of tokens known when compiling. */
+INLINE void panel_tile(Coding coding, size_t tokens, const BlockPanel *panel, size_t first, size_t parts, const float *prepared,
+                       size_t columns, float *totals) {
+    XIntegers x[BLOCK_TILE];
+    __m512 sums_so_far[BLOCK_TILE][REGISTERS];
+    for (size_t m = 0; m < tokens; m++) {
+        x[m] = integers_at(prepared + m * integer_floats(columns), columns);
+        for (int r = 0; r < REGISTERS; r++) sums_so_far[m][r] = _mm512_loadu_ps(totals + m * BLOCK + 16 * r);
+    }
+    for (size_t p = 0; p < parts; p++) {
+        __m512i sums[BLOCK_TILE][REGISTERS];
+        const size_t at = first + p;
+        for (size_t m = 0; m < tokens; m++)
+            for (int r = 0; r < REGISTERS; r++) sums[m][r] = _mm512_set1_epi32(-above_zero(coding) * x[m].sums[at]);
+        for (size_t i = 0; i < FOURS; i++) {
+            __m512i rows[REGISTERS];
+            for (int r = 0; r < REGISTERS; r++) rows[r] = in_register(panel->rows[p][i][r]);
+            for (size_t m = 0; m < tokens; m++) {
+                const __m512i codes = four_codes(x[m].codes + at * X_PART + 4 * i);
+                for (int r = 0; r < REGISTERS; r++) sums[m][r] = _mm512_dpbusd_epi32(sums[m][r], rows[r], codes);
+            }
         }
-        x += some * matrix->columns, sums += some * groups, out += some * stride, tokens -= some;
+        for (size_t m = 0; m < tokens; m++)
+            for (int r = 0; r < REGISTERS; r++)
+                sums_so_far[m][r] = plus_part(coding, sums_so_far[m][r], sums[m][r], panel->scales[p][r], panel->zeros[p][r],
+                                              x[m].scales[at], x[m].sums[at]);
+    }
+    for (size_t m = 0; m < tokens; m++)
+        for (int r = 0; r < REGISTERS; r++) _mm512_storeu_ps(totals + m * BLOCK + 16 * r, sums_so_far[m][r]);
+}
+
+/* totals (tokens, 64) += the same, for any number of tokens. */
+INLINE void parts_times(Coding coding, const BlockPanel *panel, size_t first, size_t parts, const float *prepared, size_t tokens,
+                        size_t columns, float *totals) {
+    for (size_t tiles = (tokens + BLOCK_TILE - 1) / BLOCK_TILE, some; tiles; tiles--, tokens -= some) {
+        some = (tokens + tiles - 1) / tiles;
+        switch (some) {
+            case 1: panel_tile(coding, 1, panel, first, parts, prepared, columns, totals); break;
+            case 2: panel_tile(coding, 2, panel, first, parts, prepared, columns, totals); break;
+            case 3: panel_tile(coding, 3, panel, first, parts, prepared, columns, totals); break;
+        }
+        prepared += some * integer_floats(columns), totals += some * BLOCK;
+    }
+}
+
+/* At most PANEL_TOKENS tokens. */
+INLINE void block_panels(Coding coding, const Matrix *matrix, Place at, const float *prepared, size_t tokens, bf16 *out,
+                         size_t stride) {
+    const size_t columns = matrix->columns, in_group = matrix->group / X_PART;
+    const __m512i table = levels_of(coding);
+    float totals[PANEL_TOKENS * BLOCK] __attribute__((aligned(64)));
+    BlockPanel panel;
+    memset(totals, 0, tokens * BLOCK * sizeof *totals);
+    for (size_t first = 0, parts; first < columns / X_PART; first += parts) {
+        parts = columns / X_PART - first < PANEL_PARTS ? columns / X_PART - first : PANEL_PARTS;
+        for (size_t p = 0; p < parts; p++) {
+            for (size_t i = 0; i < FOURS; i++, at.codes += code_bytes(coding, 4)) unpack_four(coding, at.codes, table, panel.rows[p][i]);
+            scales_at(coding, at.scales, panel.scales[p], panel.zeros[p]);
+            if ((first + p + 1) % in_group) continue;
+            at.scales += at.group;
+            if (is_uneven(coding)) at.codes += UNEVEN_SCALES;
+        }
+        parts_times(coding, &panel, first, parts, prepared, tokens, columns, totals);
+    }
+    for (size_t m = 0; m < tokens; m++) store_rows((const __m512 *)(totals + m * BLOCK), out + m * stride);
+}
+
+INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const bf16 *unprepared, const float *prepared,
+                        size_t tokens, bf16 *out, size_t stride) {
+    const Place at = place_of(matrix, block);
+    (void)unprepared;
+    switch (tokens) {
+        case 1: block_tile(coding, 1, matrix, at, prepared, out, stride); return;
+        case 2: block_tile(coding, 2, matrix, at, prepared, out, stride); return;
+        case 3: block_tile(coding, 3, matrix, at, prepared, out, stride); return;
+    }
+    for (size_t calls = (tokens + PANEL_TOKENS - 1) / PANEL_TOKENS; calls; calls--) {
+        const size_t some = (tokens + calls - 1) / calls;
+        block_panels(coding, matrix, at, prepared, some, out, stride);
+        prepared += some * integer_floats(matrix->columns), out += some * stride, tokens -= some;
     }
 }
 

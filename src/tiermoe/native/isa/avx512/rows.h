@@ -4,54 +4,13 @@
 
 #include "../../matrix.h"
 #include "../simd.h"
+#include "row_blocks.h"
 
 enum {
-    ROWS = 4,   /* whose sums are in registers at a time */
-    ROWS_TILE = 6, /* tokens, likewise; for more, codes are decoded once for all of them */
-    PANEL = 16, /* rows that are then decoded at a time */
+    ROWS = 4,      /* whose sums are in registers at a time */
+    ROWS_TILE = 6, /* tokens, likewise */
+    ROWS_AHEAD = 512, /* bytes of a row that are asked for ahead of their use */
 };
-
-/* A code c is decoded to c + 0.5 exactly, which has the same magnitude for c and -1 - c: the low and high bytes of the
- * bfloat16 u + 0.5 for u = 0 .. 127. A product takes half the sum of x away again. */
-static const uint8_t LOW[128] __attribute__((aligned(64))) = {
-    0x00, 0xC0, 0x20, 0x60, 0x90, 0xB0, 0xD0, 0xF0, 0x08, 0x18, 0x28, 0x38, 0x48, 0x58, 0x68, 0x78, 0x84, 0x8C, 0x94, 0x9C,
-    0xA4, 0xAC, 0xB4, 0xBC, 0xC4, 0xCC, 0xD4, 0xDC, 0xE4, 0xEC, 0xF4, 0xFC, 0x02, 0x06, 0x0A, 0x0E, 0x12, 0x16, 0x1A, 0x1E,
-    0x22, 0x26, 0x2A, 0x2E, 0x32, 0x36, 0x3A, 0x3E, 0x42, 0x46, 0x4A, 0x4E, 0x52, 0x56, 0x5A, 0x5E, 0x62, 0x66, 0x6A, 0x6E,
-    0x72, 0x76, 0x7A, 0x7E, 0x81, 0x83, 0x85, 0x87, 0x89, 0x8B, 0x8D, 0x8F, 0x91, 0x93, 0x95, 0x97, 0x99, 0x9B, 0x9D, 0x9F,
-    0xA1, 0xA3, 0xA5, 0xA7, 0xA9, 0xAB, 0xAD, 0xAF, 0xB1, 0xB3, 0xB5, 0xB7, 0xB9, 0xBB, 0xBD, 0xBF, 0xC1, 0xC3, 0xC5, 0xC7,
-    0xC9, 0xCB, 0xCD, 0xCF, 0xD1, 0xD3, 0xD5, 0xD7, 0xD9, 0xDB, 0xDD, 0xDF, 0xE1, 0xE3, 0xE5, 0xE7, 0xE9, 0xEB, 0xED, 0xEF,
-    0xF1, 0xF3, 0xF5, 0xF7, 0xF9, 0xFB, 0xFD, 0xFF,
-};
-static const uint8_t HIGH[128] __attribute__((aligned(64))) = {
-    0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41,
-    0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
-    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
-    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
-    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
-    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
-    0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42, 0x42,
-};
-
-/* All bits set, unknown to the compiler: it would write ~x with an instruction that waits for its old result. */
-static inline __m512i ones(void) {
-    __m512i ones = _mm512_set1_epi8(-1);
-    __asm__("" : "+v"(ones));
-    return ones;
-}
-
-/* 64 codes as bfloat16, plus 0.5. */
-static inline void decode(const int8_t *codes, __m512i values[2]) {
-    /* unpacking interleaves within 128 bits: the halves that belong together go there first */
-    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes));
-    const __m512i index = _mm512_min_epu8(bytes, _mm512_xor_si512(bytes, ones()));
-    const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(LOW), index, _mm512_load_si512(LOW + 64));
-    const __m512i magnitude = _mm512_permutex2var_epi8(_mm512_load_si512(HIGH), index, _mm512_load_si512(HIGH + 64));
-    const __m512i sign = _mm512_set1_epi8((char)0x80);
-    const __m512i high = _mm512_ternarylogic_epi64(magnitude, bytes, sign, 0xF8); /* magnitude | (bytes & sign) */
-    values[0] = _mm512_unpacklo_epi8(low, high);
-    values[1] = _mm512_unpackhi_epi8(low, high);
-}
 
 static inline __m512 row_dot(__m512 sum, __m512i weights, const bf16 *x) {
     return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)_mm512_loadu_si512(x));
@@ -59,104 +18,147 @@ static inline __m512 row_dot(__m512 sum, __m512i weights, const bf16 *x) {
 
 /* sums[m * BLOCK + r] = row r times x[m], for 4 rows and a number of tokens known when compiling. The last row comes
  * again where there are fewer. */
-INLINE void four_rows(int coded, size_t tokens, const void *weights, size_t rows, const bf16 *x, size_t columns, float *sums) {
-    const size_t bytes = coded ? 1 : sizeof(bf16);
-    const uint8_t *row[ROWS];
+INLINE void four_rows(size_t tokens, const bf16 *weights, size_t rows, const bf16 *x, size_t columns, float *sums) {
+    const bf16 *row[ROWS];
     __m512 totals[ROWS_TILE][ROWS];
     for (size_t r = 0; r < ROWS; r++) {
-        row[r] = (const uint8_t *)weights + (r < rows ? r : rows - 1) * columns * bytes;
+        row[r] = weights + (r < rows ? r : rows - 1) * columns;
         for (size_t m = 0; m < tokens; m++) totals[m][r] = _mm512_setzero_ps();
     }
-    for (size_t c = 0; c < columns; c += coded ? 64 : 32)
+    for (size_t c = 0; c < columns; c += DOT)
         for (size_t r = 0; r < ROWS; r++) {
-            __m512i values[2];
-            _mm_prefetch((const char *)row[r] + (ROWS * columns + c) * bytes, _MM_HINT_T1); /* of the next four */
-            if (coded)
-                decode((const int8_t *)row[r] + c, values);
-            else
-                values[0] = _mm512_loadu_si512(row[r] + c * bytes);
-            for (size_t m = 0; m < tokens; m++) {
-                totals[m][r] = row_dot(totals[m][r], values[0], x + m * columns + c);
-                if (coded) totals[m][r] = row_dot(totals[m][r], values[1], x + m * columns + c + 32);
-            }
+            const __m512i values = _mm512_loadu_si512(row[r] + c);
+            _mm_prefetch((const char *)(row[r] + ROWS * columns + c), _MM_HINT_T1); /* of the next four */
+            for (size_t m = 0; m < tokens; m++) totals[m][r] = row_dot(totals[m][r], values, x + m * columns + c);
         }
     for (size_t m = 0; m < tokens; m++)
         _mm_storeu_ps(sums + m * BLOCK, four_sums(totals[m][0], totals[m][1], totals[m][2], totals[m][3]));
 }
 
-#define TOKENS_OF(coded, n)                                                              \
-    case n:                                                                              \
-        for (size_t r = 0; r < rows; r += ROWS)                                          \
-            four_rows(coded, n, weights + r * row_bytes, rows - r, x, columns, sums + r); \
+#define TOKENS_OF(n)                                                                         \
+    case n:                                                                                  \
+        for (size_t r = 0; r < rows; r += ROWS)                                              \
+            four_rows(n, weights + r * columns, rows - r, x, columns, sums + r);             \
         break;
 
-/* sums[m * BLOCK + r] = row r times x[m], for at most ROWS_TILE tokens. */
-static void rows_tile(int coded, size_t tokens, const uint8_t *weights, size_t rows, const bf16 *x, size_t columns,
-                        float *sums) {
-    const size_t row_bytes = columns * (coded ? 1 : sizeof(bf16));
-    if (coded)
-        switch (tokens) { TOKENS_OF(1, 1) TOKENS_OF(1, 2) TOKENS_OF(1, 3) TOKENS_OF(1, 4) TOKENS_OF(1, 5) TOKENS_OF(1, 6) }
-    else
-        switch (tokens) { TOKENS_OF(0, 1) TOKENS_OF(0, 2) TOKENS_OF(0, 3) TOKENS_OF(0, 4) TOKENS_OF(0, 5) TOKENS_OF(0, 6) }
-}
-
-/* out = scales * (sums - x_sum / 2) for codes, else sums. */
-static void store_rows_of(const float *sums, const bf16 *scales, float x_sum, size_t rows, bf16 *out) {
+/* out = scales * sums, rounded; scales: NULL where there are none. */
+static void store_rows_of(const float *sums, const bf16 *scales, size_t rows, bf16 *out) {
     for (size_t r = 0; r < rows; r += 16) {
-        const __mmask16 there = rows - r < 16 ? (__mmask16)((1u << (rows - r)) - 1) : 0xFFFF;
         __m512 values = _mm512_loadu_ps(sums + r);
-        if (scales) {
-            const __m512i scale = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, scales + r));
-            values = _mm512_sub_ps(values, _mm512_set1_ps(0.5f * x_sum));
-            values = _mm512_mul_ps(values, _mm512_castsi512_ps(_mm512_slli_epi32(scale, 16)));
-        }
-        _mm256_mask_storeu_epi16(out + r, there, (__m256i)_mm512_cvtneps_pbh(values));
+        if (scales) values = _mm512_mul_ps(values, load_some(scales + r, rows - r));
+        store_some(out + r, rows - r, values);
     }
 }
 
-/* `rows` rows times the tokens, a tile at a time. x_sums, scales: NULL where the weights are no codes. */
-static void tiles(int coded, const void *weights, size_t rows, const bf16 *x, size_t columns, const float *x_sums,
-                         const bf16 *scales, size_t tokens, bf16 *out, size_t stride) {
+/* `rows` rows of bfloat16 times the tokens. */
+static void plain_rows(const bf16 *weights, size_t rows, const bf16 *x, size_t columns, size_t tokens, bf16 *out, size_t stride) {
     float sums[ROWS_TILE * BLOCK];
     for (size_t left = (tokens + ROWS_TILE - 1) / ROWS_TILE; left; left--) {
         const size_t some = (tokens + left - 1) / left;
-        rows_tile(coded, some, weights, rows, x, columns, sums);
-        for (size_t m = 0; m < some; m++)
-            store_rows_of(sums + m * BLOCK, scales, scales ? x_sums[m] : 0, rows, out + m * stride);
+        switch (some) { TOKENS_OF(1) TOKENS_OF(2) TOKENS_OF(3) TOKENS_OF(4) TOKENS_OF(5) TOKENS_OF(6) }
+        for (size_t m = 0; m < some; m++) store_rows_of(sums + m * BLOCK, NULL, rows, out + m * stride);
         x += some * columns, out += some * stride, tokens -= some;
-        if (scales) x_sums += some;
     }
 }
 
-static void decoded_panels(const int8_t *codes, size_t rows, const bf16 *x, size_t columns, const float *x_sums,
-                                  const bf16 *scales, size_t tokens, bf16 *out, size_t stride) {
-    bf16 panel[PANEL * columns] __attribute__((aligned(64)));
-    for (size_t r = 0; r < rows; r += PANEL) {
-        const size_t some = rows - r < PANEL ? rows - r : PANEL;
-        for (size_t i = 0; i < some * columns; i += 64) {
-            __m512i values[2];
-            decode(codes + r * columns + i, values);
-            _mm512_store_si512(panel + i, values[0]);
-            _mm512_store_si512(panel + i + 32, values[1]);
+/* INT8, whose codes become bytes 128 above themselves. */
+
+static inline __m512i above_codes(__m512i codes) { return _mm512_xor_si512(codes, _mm512_set1_epi8((char)0x80)); }
+
+/* Of four registers of four lanes each quarter: the sums of quarters, one after the other. */
+static inline __m512i sums_of_quarters(__m512i a, __m512i b, __m512i c, __m512i d) {
+    const __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+}
+
+/* One token: 64 columns of sixteen rows at a time, whose products' lanes are added to two parts' sums. */
+static void coded_rows_of_one(const int8_t *codes, size_t rows, const float *prepared, size_t columns, float *totals) {
+    const XIntegers x = integers_at(prepared, columns);
+    for (size_t first = 0; first < rows; first += 16) {
+        const int8_t *row[16];
+        __m512 total = _mm512_setzero_ps();
+        for (size_t r = 0; r < 16; r++) row[r] = codes + (first + r < rows ? first + r : rows - 1) * columns;
+        for (size_t c = 0; c < columns; c += 64) {
+            const __m512i its = _mm512_loadu_si512(x.codes + c);
+            const size_t p = c / X_PART;
+            __m512i fours[4]; /* of four rows: sums of columns 0 .. 15 of 64, 16 .. 31, and so on */
+            for (size_t k = 0; k < 4; k++) {
+                __m512i sums[4];
+                for (size_t r = 0; r < 4; r++) {
+                    _mm_prefetch((const char *)(row[4 * k + r] + c + ROWS_AHEAD), _MM_HINT_T0);
+                    sums[r] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), above_codes(_mm512_loadu_si512(row[4 * k + r] + c)), its);
+                }
+                fours[k] = sums_of_quarters(sums[0], sums[1], sums[2], sums[3]);
+            }
+            /* quarters of the first part, and of the second, of all sixteen rows */
+            const __m512i a = _mm512_shuffle_i32x4(fours[0], fours[1], 0x88), b = _mm512_shuffle_i32x4(fours[0], fours[1], 0xDD);
+            const __m512i d = _mm512_shuffle_i32x4(fours[2], fours[3], 0x88), e = _mm512_shuffle_i32x4(fours[2], fours[3], 0xDD);
+            const __m512i low = _mm512_add_epi32(a, b), high = _mm512_add_epi32(d, e); /* (part, rows): 0 of 0, 1 of 0, 0 of 1, 1 of 1 */
+            const __m512i parts[] = {_mm512_shuffle_i32x4(low, high, 0x88), _mm512_shuffle_i32x4(low, high, 0xDD)};
+            for (size_t k = 0; k < 2; k++) {
+                const __m512i sum = _mm512_sub_epi32(parts[k], _mm512_set1_epi32(128 * x.sums[p + k]));
+                total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(x.scales[p + k]), total);
+            }
         }
-        tiles(0, panel, some, x, columns, x_sums, scales + r, tokens, out + r, stride);
+        _mm512_storeu_ps(totals + first, total);
     }
 }
 
-static void rows_block(const Matrix *matrix, size_t block, const bf16 *x, const float *sums, size_t tokens, bf16 *out,
+/* A part of 64 rows by lanes: four columns of sixteen rows to a register, four registers at a time. */
+static void part_by_lanes(const int8_t *const row[BLOCK], size_t at, __m512i fours[FOURS][REGISTERS]) {
+    for (size_t r = 0; r < REGISTERS; r++)
+        for (size_t c = 0; c < X_PART; c += 16) {
+            __m512i v[4];
+            for (size_t i = 0; i < 4; i++) {
+                const int8_t *const *its = row + 16 * r + i; /* rows i, 4 + i, 8 + i and 12 + i */
+                v[i] = _mm512_castsi128_si512(_mm_loadu_si128((const void *)(its[0] + at + c)));
+                v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(its[4] + at + c)), 1);
+                v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(its[8] + at + c)), 2);
+                v[i] = above_codes(_mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(its[12] + at + c)), 3));
+            }
+            const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
+            const __m512i d = _mm512_unpacklo_epi32(v[2], v[3]), e = _mm512_unpackhi_epi32(v[2], v[3]);
+            fours[c / 4][r] = _mm512_unpacklo_epi64(a, d), fours[c / 4 + 1][r] = _mm512_unpackhi_epi64(a, d);
+            fours[c / 4 + 2][r] = _mm512_unpacklo_epi64(b, e), fours[c / 4 + 3][r] = _mm512_unpackhi_epi64(b, e);
+        }
+}
+
+/* At most PANEL_TOKENS tokens. */
+static void coded_rows_of_many(const int8_t *codes, size_t rows, const float *prepared, size_t columns, size_t tokens, float *totals) {
+    const int8_t *row[BLOCK];
+    BlockPanel panel;
+    for (size_t r = 0; r < BLOCK; r++) row[r] = codes + (r < rows ? r : rows - 1) * columns;
+    for (size_t p = 0; p < PANEL_PARTS; p++)
+        for (int r = 0; r < REGISTERS; r++) panel.scales[p][r] = _mm512_set1_ps(1); /* a row's is its total's */
+    memset(totals, 0, tokens * BLOCK * sizeof *totals);
+    for (size_t first = 0, parts; first < columns / X_PART; first += parts) {
+        parts = columns / X_PART - first < PANEL_PARTS ? columns / X_PART - first : PANEL_PARTS;
+        for (size_t p = 0; p < parts; p++) part_by_lanes(row, (first + p) * X_PART, panel.rows[p]);
+        parts_times(INT8, &panel, first, parts, prepared, tokens, columns, totals);
+    }
+}
+
+static void rows_block(const Matrix *matrix, size_t block, const bf16 *x, const float *prepared, size_t tokens, bf16 *out,
                        size_t stride) {
     const size_t begin = block * BLOCK, columns = matrix->columns;
     const size_t rows = matrix->rows - begin < BLOCK ? matrix->rows - begin : BLOCK;
     if (matrix->coding == BF16) {
-        tiles(0, (const bf16 *)matrix->weights + begin * columns, rows, x, columns, NULL, NULL, tokens, out, stride);
+        plain_rows((const bf16 *)matrix->weights + begin * columns, rows, x, columns, tokens, out, stride);
         return;
     }
     const int8_t *codes = (const int8_t *)matrix->weights + begin * columns;
     const bf16 *scales = (const bf16 *)matrix->scales + begin;
-    if (tokens <= ROWS_TILE)
-        tiles(1, codes, rows, x, columns, sums, scales, tokens, out, stride);
-    else
-        decoded_panels(codes, rows, x, columns, sums, scales, tokens, out, stride);
+    float totals[PANEL_TOKENS * BLOCK] __attribute__((aligned(64)));
+    for (size_t calls = (tokens + PANEL_TOKENS - 1) / PANEL_TOKENS; calls; calls--) {
+        const size_t some = (tokens + calls - 1) / calls;
+        if (some == 1)
+            coded_rows_of_one(codes, rows, prepared, columns, totals);
+        else
+            coded_rows_of_many(codes, rows, prepared, columns, some, totals);
+        for (size_t m = 0; m < some; m++) store_rows_of(totals + m * BLOCK, scales, rows, out + m * stride);
+        prepared += some * integer_floats(columns), out += some * stride, tokens -= some;
+    }
 }
 
 #endif

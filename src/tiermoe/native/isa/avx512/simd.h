@@ -16,6 +16,7 @@ enum {
     DOT = 32,    /* columns of a dot product at a time */
 };
 #define QUERIES 4 /* that share what is loaded of keys and values */
+#define KEYS(queries) 4 /* whose scores are in registers at a time */
 #define WIDEST(queries) ((queries) < 3 ? 128 : 64) /* columns of values whose sums are in registers at a time */
 
 typedef __m512 Vector;
@@ -74,6 +75,11 @@ static inline float first_of(Vector a) { return _mm512_cvtss_f32(a); }
 
 /* 0 from lane `count` on. */
 static inline Vector keep(Vector a, size_t count) { return _mm512_maskz_mov_ps(first_lanes(count), a); }
+
+/* Whole numbers as signed bytes; of what is no number any. */
+static inline void store_codes(int8_t *to, Vector numbers) {
+    _mm_storeu_si128((void *)to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(numbers)));
+}
 
 static inline Dot no_dot(void) { return _mm512_setzero_ps(); }
 static inline Columns load_columns(const bf16 *from) { return _mm512_loadu_si512(from); }

@@ -1,4 +1,4 @@
-/* Sixteen numbers at a time, in plain C. */
+/* Sixteen numbers at a time, in plain C; products fused, which the C library does where the processor cannot. */
 #ifndef TIERMOE_ISA_GENERIC_SIMD_H
 #define TIERMOE_ISA_GENERIC_SIMD_H
 
@@ -10,16 +10,19 @@
 
 enum {
     LANES = 16,
-    DOT = 16, /* columns of a dot product at a time */
+    DOT = 32, /* columns of a dot product at a time */
 };
 #define QUERIES 2 /* that share what is loaded of keys and values */
+#define KEYS(queries) ((queries) == 1 ? 4 : 2) /* whose scores are in registers at a time */
 #define WIDEST(queries) 32 /* columns of values whose sums are kept at a time */
 
 typedef struct {
     float lane[LANES];
 } Vector;
-typedef Vector Dot;     /* lanes whose sum is a dot product */
-typedef Vector Columns; /* of one factor */
+typedef Vector Dot; /* lanes whose sum is a dot product, of a pair of columns each */
+typedef struct {
+    Vector even, odd;
+} Columns; /* of one factor */
 
 #define EACH_LANE for (int i = 0; i < LANES; i++)
 
@@ -76,8 +79,15 @@ OPERATION(smaller, x < y ? x : y) /* y where one is undefined */
 OPERATION(larger_of, x > y ? x : y) /* likewise */
 #undef OPERATION
 
-static inline Vector times_plus(Vector a, Vector b, Vector c) { return plus(times(a, b), c); }
-static inline Vector minus_times(Vector c, Vector a, Vector b) { return minus(c, times(a, b)); }
+/* Fused, as in every other set. */
+static inline Vector times_plus(Vector a, Vector b, Vector c) {
+    EACH_LANE c.lane[i] = __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]);
+    return c;
+}
+static inline Vector minus_times(Vector c, Vector a, Vector b) {
+    EACH_LANE c.lane[i] = __builtin_fmaf(-a.lane[i], b.lane[i], c.lane[i]);
+    return c;
+}
 
 /* The nearest ones, of |a| < 2^22. */
 static inline Vector to_integers(Vector a) { return minus(plus(a, all(12582912.0f)), all(12582912.0f)); }
@@ -116,9 +126,18 @@ static inline Vector keep(Vector a, size_t count) {
     return a;
 }
 
+/* Whole numbers as signed bytes; of what is no number any. */
+static inline void store_codes(int8_t *to, Vector numbers) {
+    EACH_LANE to[i] = (int8_t)(numbers.lane[i] == numbers.lane[i] ? numbers.lane[i] : 0);
+}
+
 static inline Dot no_dot(void) { return zeros(); }
-static inline Columns load_columns(const bf16 *from) { return load_bf16(from); }
-static inline Dot dot(Dot sum, Columns a, Columns b) { return times_plus(a, b, sum); }
+static inline Columns load_columns(const bf16 *from) {
+    Columns columns;
+    load_pairs(from, LANES, &columns.even, &columns.odd);
+    return columns;
+}
+static inline Dot dot(Dot sum, Columns a, Columns b) { return times_plus(a.even, b.even, times_plus(a.odd, b.odd, sum)); }
 static inline float sum_of_dot(Dot a) { return sum_of(a); }
 
 /* Eight numbers, for the products with blocks of GGUF files. */
@@ -195,9 +214,14 @@ static inline void look_up_32(const bf16 numbers[16], const uint8_t *from, bf16 
     for (int i = 0; i < 16; i++) out[i] = numbers[from[i] & 15], out[i + 16] = numbers[from[i] >> 4];
 }
 
-/* out[i] = scale * the sum of dots[i]. */
+/* out[i] = scale * the sum of dots[i]: of four after each other (0 + 2) + (1 + 3), and of these four likewise. */
 static inline void four_dots(const Dot dots[4], float scale, float *out) {
-    for (int i = 0; i < 4; i++) out[i] = scale * sum_of(dots[i]);
+    for (int i = 0; i < 4; i++) {
+        const float *x = dots[i].lane;
+        float fours[4];
+        for (int q = 0; q < 4; q++) fours[q] = (x[4 * q] + x[4 * q + 2]) + (x[4 * q + 1] + x[4 * q + 3]);
+        out[i] = scale * ((fours[0] + fours[2]) + (fours[1] + fours[3]));
+    }
 }
 
 #endif

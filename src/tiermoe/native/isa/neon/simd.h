@@ -9,16 +9,17 @@
 
 enum {
     LANES = 16,
-    DOT = 8, /* columns of a dot product at a time */
+    DOT = 32, /* columns of a dot product at a time */
 };
 #define QUERIES 2 /* that share what is loaded of keys and values */
+#define KEYS(queries) ((queries) == 1 ? 4 : 2) /* whose scores are in registers at a time */
 #define WIDEST(queries) ((queries) < 2 ? 64 : 32) /* columns of values whose sums are in registers at a time */
 
 typedef float32x4x4_t Vector;
+typedef Vector Dot; /* lanes whose sum is a dot product, of a pair of columns each */
 typedef struct {
-    float32x4_t even, odd;
+    Vector even, odd;
 } Columns; /* of one factor */
-typedef Columns Dot; /* lanes whose sum is a dot product */
 
 #define EACH_PART for (int i = 0; i < 4; i++)
 
@@ -109,8 +110,12 @@ static inline Vector times_two_to(Vector a, Vector n) {
     return a;
 }
 
+static inline float sum_of_four(float32x4_t a) {
+    const float32x2_t pairs = vadd_f32(vget_low_f32(a), vget_high_f32(a)); /* 0 + 2, 1 + 3 */
+    return vget_lane_f32(pairs, 0) + vget_lane_f32(pairs, 1);
+}
 static inline float sum_of(Vector a) {
-    return vaddvq_f32(vaddq_f32(vaddq_f32(a.val[0], a.val[1]), vaddq_f32(a.val[2], a.val[3])));
+    return sum_of_four(vaddq_f32(vaddq_f32(a.val[0], a.val[2]), vaddq_f32(a.val[1], a.val[3])));
 }
 static inline float largest_of(Vector a) {
     return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.val[0], a.val[1]), vmaxq_f32(a.val[2], a.val[3])));
@@ -128,16 +133,21 @@ static inline Vector keep(Vector a, size_t count) {
     return a;
 }
 
-static inline Dot no_dot(void) { return (Dot){vdupq_n_f32(0), vdupq_n_f32(0)}; }
+/* Whole numbers as signed bytes; of what is no number any. */
+static inline void store_codes(int8_t *to, Vector numbers) {
+    int16x4_t words[4];
+    EACH_PART words[i] = vmovn_s32(vcvtq_s32_f32(numbers.val[i]));
+    vst1q_s8(to, vcombine_s8(vmovn_s16(vcombine_s16(words[0], words[1])), vmovn_s16(vcombine_s16(words[2], words[3]))));
+}
+
+static inline Dot no_dot(void) { return zeros(); }
 static inline Columns load_columns(const bf16 *from) {
-    const uint32x4_t both = vreinterpretq_u32_u16(vld1q_u16(from));
-    return (Columns){vreinterpretq_f32_u32(vshlq_n_u32(both, 16)),
-                     vreinterpretq_f32_u32(vandq_u32(both, vdupq_n_u32(0xFFFF0000)))};
+    Columns columns;
+    load_pairs(from, LANES, &columns.even, &columns.odd);
+    return columns;
 }
-static inline Dot dot(Dot sum, Columns a, Columns b) {
-    return (Dot){vfmaq_f32(sum.even, a.even, b.even), vfmaq_f32(sum.odd, a.odd, b.odd)};
-}
-static inline float sum_of_dot(Dot a) { return vaddvq_f32(vaddq_f32(a.even, a.odd)); }
+static inline Dot dot(Dot sum, Columns a, Columns b) { return times_plus(a.even, b.even, times_plus(a.odd, b.odd, sum)); }
+static inline float sum_of_dot(Dot a) { return sum_of(a); }
 
 /* The sums of the lanes of four registers. */
 static inline float32x4_t four_sums(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d) {
@@ -146,9 +156,11 @@ static inline float32x4_t four_sums(float32x4_t a, float32x4_t b, float32x4_t c,
 
 /* out[i] = scale * the sum of dots[i]. */
 static inline void four_dots(const Dot dots[4], float scale, float *out) {
-    float32x4_t sums[4];
-    EACH_PART sums[i] = vaddq_f32(dots[i].even, dots[i].odd);
-    vst1q_f32(out, vmulq_n_f32(four_sums(sums[0], sums[1], sums[2], sums[3]), scale));
+    for (int i = 0; i < 4; i++) {
+        float fours[4];
+        for (int q = 0; q < 4; q++) fours[q] = sum_of_four(dots[i].val[q]);
+        out[i] = scale * ((fours[0] + fours[2]) + (fours[1] + fours[3]));
+    }
 }
 
 /* Eight numbers, and eight words of 32 bits, for the products. */
