@@ -68,4 +68,4 @@ def test_decoding_agrees_with_transformers_code_on_the_same_packed_weights(famil
     fast, own = found
     error = (fast - own).norm(dim=-1) / own.norm(dim=-1)
     # activations of 8 bits, and a router may decide a near tie otherwise: single tokens may differ more
-    assert error.median() < 0.06
+    assert error.median() < 0.1

@@ -147,7 +147,7 @@ def _missing_extras() -> dict[str, list[str]]:
         for need in needs:
             wanted = need.marker is not None and need.marker.evaluate({"extra": extra})
             wanted = wanted and not need.marker.evaluate({"extra": ""})  # type: ignore[union-attr]
-            if extra not in ("dev", "docs") and wanted and installed_version(need.name) is None:
+            if extra not in ("arm", "dev", "docs") and wanted and installed_version(need.name) is None:
                 missing.setdefault(extra, []).append(need.name)
     return missing
 

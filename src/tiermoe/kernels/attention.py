@@ -91,8 +91,8 @@ class LatentAttention:
     query_first: PackedMatrix | None = None  # (R, H)
     norm_query: Norm | None = None  # of query_first's outputs
     interleaved: bool = True
-    rotated_at_once: bool = False
     residual_multiplier: float = 1.0  # of the output before the residual sum
+    rotated_at_once: bool = False
 
 
 def pack_layer(weights: GroupedAttention | LatentAttention) -> bytes | None:

@@ -13,7 +13,15 @@ from torch import Tensor
 from tiermoe.formats.plain import Plain
 from tiermoe.kernels import norm as native_norm
 from tiermoe.kernels.attention import PackedMatrix
-from tiermoe.kernels.linear import LinearKernel, decoded_form, linear, matrix_form, multiplies_bfloat16, product
+from tiermoe.kernels.linear import (
+    LinearKernel,
+    NativeFirst,
+    decoded_form,
+    linear,
+    matrix_form,
+    multiplies_bfloat16,
+    product,
+)
 from tiermoe.kernels.norm import Norm as NativeNorm
 from tiermoe.types import FEW_TOKENS
 
@@ -117,11 +125,10 @@ class PackedLinear(torch.nn.Module):
         self.bias = packed.bias
         self.weight = torch.empty((packed.out, packed.in_), dtype=dtype, device="meta")
         self.packed = packed
-        on_cpu = all(field.device.type == "cpu" for field in packed.fields.values())
-        form = matrix_form(packed.encoding, packed.out, packed.in_, dtype) or decoded_form(
-            packed.out, packed.in_, dtype
-        )
-        self.batch_invariant = on_cpu and form is not None
+        form = matrix_form(packed.encoding, packed.out, packed.in_, dtype)
+        if form is None and isinstance(kernel, NativeFirst):
+            form = decoded_form(packed.out, packed.in_, dtype)
+        self.batch_invariant = form is not None
         self._kernel = kernel
         self._taken = None if columns is None else columns.argsort()
 

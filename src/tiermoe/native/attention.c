@@ -9,7 +9,7 @@
 
 enum {
     PROJECTIONS = 3,      /* of one input, at the most */
-    FEWEST_IN_BLOCKS = 4, /* tokens: blocks of queries are faster from here on, and give the same bits */
+    FEWEST_IN_BLOCKS = 8, /* tokens: fewer are faster one by one, with the same bits */
 };
 
 /* A token's tile of positions. */

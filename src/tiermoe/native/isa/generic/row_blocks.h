@@ -13,22 +13,32 @@ enum {
     TOGETHER = 4,       /* tokens for which a weight is unpacked once */
 };
 
-/* Byte r of column i of four, of nibbles that the codes are the lowest bits of. */
-static inline unsigned nibbles_at(Coding coding, const uint8_t *four, size_t i, size_t r) {
+/* The bytes of column i of four, whose nibbles have the codes in their lowest bits. */
+static inline void nibbles_of_column(Coding coding, const uint8_t *four, size_t i, uint8_t both[BLOCK / 2]) {
     enum { COLUMN = BLOCK / 2 };
-    if (code_bits(coding) == 2) return four[i / 2 * COLUMN + r] >> i % 2 * 2;
-    if (code_bits(coding) == 4 || i < 3) return four[i * COLUMN + r];
-    return (four[r] >> 3 & 0x11) | (four[COLUMN + r] >> 2 & 0x22) | (four[2 * COLUMN + r] >> 1 & 0x44);
+    const int shift = (int)(i % 2 * 2);
+    for (size_t r = 0; r < COLUMN; r++) {
+        if (code_bits(coding) == 2)
+            both[r] = (uint8_t)(four[i / 2 * COLUMN + r] >> shift);
+        else if (coding != NL3 || i < 3)
+            both[r] = four[i * COLUMN + r];
+        else
+            both[r] = (uint8_t)((four[r] >> 3 & 0x11) | (four[COLUMN + r] >> 2 & 0x22) | (four[2 * COLUMN + r] >> 1 & 0x44));
+    }
 }
 
 /* What column i of four stands for: codes less the middle one; of NL4, NL3 and NL2 their levels. */
 static inline void nibbles_unpack(Coding coding, const uint8_t *four, size_t i, int8_t values[BLOCK]) {
     const unsigned mask = (1 << code_bits(coding)) - 1;
+    uint8_t both[BLOCK / 2];
+    nibbles_of_column(coding, four, i, both);
+    if (is_uneven(coding)) {
+        for (size_t r = 0; r < BLOCK / 2; r += 16) look_up(uneven_levels(coding), both + r, values + r, values + BLOCK / 2 + r);
+        return;
+    }
     for (size_t r = 0; r < BLOCK / 2; r++) {
-        const unsigned both = nibbles_at(coding, four, i, r);
-        const unsigned low = both & mask, high = both >> 4 & mask;
-        values[r] = (int8_t)(is_uneven(coding) ? uneven_levels(coding)[low] : (int)low - middle_code(coding));
-        values[BLOCK / 2 + r] = (int8_t)(is_uneven(coding) ? uneven_levels(coding)[high] : (int)high - middle_code(coding));
+        values[r] = (int8_t)((int)(both[r] & mask) - middle_code(coding));
+        values[BLOCK / 2 + r] = (int8_t)((int)(both[r] >> 4 & mask) - middle_code(coding));
     }
 }
 
@@ -41,17 +51,21 @@ static inline void int6_unpack(const uint8_t *four, size_t i, int8_t values[BLOC
     }
 }
 
-/* sums (count, 64) += the numbers that four columns of a block stand for times those of x. */
+/* sums (count, 64) += the numbers that four columns of a block stand for times those of x, two columns at a time: the sum of
+ * two products has 16 bits. */
 INLINE void plus_four(Coding coding, const uint8_t *four, const XIntegers *x, size_t at, size_t count, int32_t sums[TOGETHER][BLOCK]) {
-    for (size_t i = 0; i < 4; i++) {
-        int8_t values[BLOCK];
+    int8_t values[4][BLOCK];
+    for (size_t i = 0; i < 4; i++)
         if (coding == INT6)
-            int6_unpack(four, i, values);
+            int6_unpack(four, i, values[i]);
         else
-            nibbles_unpack(coding, four, i, values);
-        for (size_t m = 0; m < count; m++)
-            for (size_t r = 0; r < BLOCK; r++) sums[m][r] += values[r] * x[m].codes[at + i];
-    }
+            nibbles_unpack(coding, four, i, values[i]);
+    for (size_t m = 0; m < count; m++)
+        for (size_t i = 0; i < 4; i += 2) {
+            const int16_t first = x[m].codes[at + i], second = x[m].codes[at + i + 1];
+            for (size_t r = 0; r < BLOCK; r++)
+                sums[m][r] += (int16_t)((int16_t)(values[i][r] * first) + (int16_t)(values[i + 1][r] * second));
+        }
 }
 
 /* totals (64) += a part's sums, scaled, and its zeros times the sum of x. */
