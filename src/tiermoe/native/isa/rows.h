@@ -11,6 +11,7 @@ enum {
     ROW_TILE = 4,    /* rows whose sums are in registers at a time */
     LINE = 64,       /* bytes of a cache line; a row has a multiple of them */
     ROW_TOKENS = 16, /* that share what is widened of four rows */
+    ROW_ROOM = 1 << 15, /* floats of tokens that are widened at a time: they lie on the stack */
 };
 
 static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
@@ -94,8 +95,9 @@ static void rows_block(const Matrix *matrix, size_t block, const bf16 *x, const 
                        size_t stride) {
     const size_t begin = block * BLOCK, columns = matrix->columns, rows = least(BLOCK, matrix->rows - begin);
     const int coded = matrix->coding == INT8;
+    const size_t most = columns > ROW_ROOM / ROW_TILE ? 1 : least(ROW_TOKENS, ROW_ROOM / columns);
     float totals[ROW_TOKENS * BLOCK];
-    for (size_t parts = (tokens + ROW_TOKENS - 1) / ROW_TOKENS; parts; parts--) {
+    for (size_t parts = (tokens + most - 1) / most; parts; parts--) {
         const size_t some = (tokens + parts - 1) / parts;
         if (coded)
             coded_rows((const int8_t *)matrix->weights + begin * columns, rows, prepared, columns, some, totals);
