@@ -68,7 +68,7 @@ class Batch:
 
     @property
     def last(self) -> list[int]:
-        """Indices in `tokens` of the last token of each row, whose logits are asked for."""
+        """Indices in `tokens` of the last token of each row: the tokens that logits are computed for."""
         ends, count = [], 0
         for row in self.rows:
             count += len(row.tokens)

@@ -177,7 +177,7 @@ def _packed(
             after=after, query_norm=query_norm, key_norm=latent_or_key, sinks=address(sinks), heads=heads,
             kv_heads=kv_heads, key_columns=key_columns, value_columns=value_columns, rotary_columns=rotary_columns,
             latent_columns=latent_columns, window=window,
-            gated=isinstance(weights, GroupedAttention) and weights.gated, 
+            gated=isinstance(weights, GroupedAttention) and weights.gated,
             interleaved=2 if weights.rotated_at_once else weights.interleaved,
             norms_rotated=isinstance(weights, GroupedAttention) and weights.norms_rotated,
             chunked=isinstance(weights, GroupedAttention) and weights.chunked,

@@ -90,8 +90,8 @@ def address(tensor: Tensor | None) -> int:
 
 
 def prepared_at_most(columns: int) -> int:
-    """Bytes of a token's prepared input of so many columns (matrix_prepared in native/matrix.h), in parts of 32: codes
-    of 8 bits with a scale and a sum; AVX2's integers of 16 bits of strips."""
+    """Bytes of a token's quantised activations of so many columns (matrix_prepared in native/matrix.h): per group of 32
+    int8 codes, a scale and a sum; AVX2's int16 activations take more."""
     return (136 if instruction_set() == "avx2" else 40) * -(-columns // 32)
 
 
@@ -166,8 +166,8 @@ class PlainLinear:
 
 
 class NativeFirst:
-    """On a CPU: the native product where there is one for the encoding, or else for the weights decoded to bfloat16;
-    without native kernels `by_torch`: the weights decoded, and one product."""
+    """On a CPU: the native product of the packed weights; of an encoding without one, of the weights dequantised to
+    bfloat16; without native kernels `by_torch`, which dequantises and multiplies."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         self._encoding = encoding

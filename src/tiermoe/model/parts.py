@@ -143,8 +143,8 @@ class PackedLinear(torch.nn.Module):
 
 
 class PlainLinear:
-    """A linear layer on a weight (out, in) as the checkpoint has it, in whose dtype it computes: the native product
-    where there is one."""
+    """A linear layer on an unquantised weight (out, in), computed in the weight's dtype by the native product, or by
+    torch for shapes and dtypes without a native product."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         out, in_ = weight.shape

@@ -16,10 +16,6 @@
 #include "avx2/row_blocks.h"
 #include "avx2/gguf_products.h"
 #include "rows.h"
-#elif defined(SIMD_NEON)
-#include "generic/row_blocks.h"
-#include "rows.h"
-#include "gguf_products.h"
 #else
 #include "generic/row_blocks.h"
 #include "rows.h"

@@ -2,12 +2,13 @@
  * SIMD_AVX512 or SIMD_NEON before it includes anything; without one of them it is plain C. A set's own <set>/simd.h defines
  *
  *   LANES, Vector    16 floats: all, zeros, load, store, load_bf16, store_bf16, load_pairs, as_bf16, plus, minus, times, over,
- *                    smaller, larger_of, times_plus, minus_times, to_integers, times_two_to, sum_of, largest_of, first_of, keep
- *   DOT, Dot         dot products of bfloat16: Columns, load_columns, no_dot, dot, sum_of_dot, four_dots
- *   QUERIES, WIDEST  how many queries share what attention loads, and how many columns of values have sums in registers
+ *                    smaller, larger_of, times_plus, minus_times, to_integers, times_two_to, sum_of, largest_of, first_of
+ *   DOT, four_dots   columns of a dot product of bfloat16 at a time; the sums of four. AVX-512 has Dot, Columns, load_columns,
+ *                    no_dot, dot and sum_of_dot of its own
+ *   QUERIES, KEYS, WIDEST  how many queries share what attention loads, and how many columns of values have sums in registers
  *   Eight            8 floats (all but AVX-512): eight_all, eight_zeros, eight_from, eight_to, eight_times_plus, eight_of_bf16,
  *                    eight_of_int8, eight_of_e4m3, add_four_sums
- *   Words            8 words of 32 bits (AVX2 and NEON): words_from, words_and, words_or, words_looked_up, WORDS_LEFT, WORDS_RIGHT
+ *   Words            8 words of 32 bits (AVX2): words_from, words_and, words_or, words_looked_up, WORDS_LEFT, WORDS_RIGHT
  *   from_half        the float16 at an address; look_up: the 16 codes of a table that nibbles stand for; look_up_32: likewise
  *                    numbers of 16 bits, those of the low halves of 16 bytes before those of the high halves */
 #ifndef TIERMOE_ISA_SIMD_H
@@ -44,6 +45,22 @@ static inline void store_some(bf16 *to, size_t count, Vector v) {
     store_bf16(some, v);
     memcpy(to, some, (count < LANES ? count : LANES) * sizeof *some);
 }
+#endif
+
+#if !defined(OWN_DOT)
+typedef Vector Dot; /* lanes whose sum is a dot product, of a pair of columns each: the second product is added first */
+typedef struct {
+    Vector even, odd;
+} Columns; /* of one factor */
+
+static inline Dot no_dot(void) { return zeros(); }
+static inline Columns load_columns(const bf16 *from) {
+    Columns columns;
+    load_pairs(from, LANES, &columns.even, &columns.odd);
+    return columns;
+}
+static inline Dot dot(Dot sum, Columns a, Columns b) { return times_plus(a.even, b.even, times_plus(a.odd, b.odd, sum)); }
+static inline float sum_of_dot(Dot a) { return sum_of(a); }
 #endif
 
 /* The first `count` floats, at most LANES; 0 behind them. */

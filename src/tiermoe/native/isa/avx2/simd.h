@@ -14,16 +14,12 @@ enum {
     DOT = 32, /* columns of a dot product at a time */
 };
 #define QUERIES 2 /* that share what is loaded of keys and values */
-#define KEYS(queries) ((queries) == 1 ? 4 : 2) /* whose scores are in registers at a time */
+#define KEYS(queries) ((queries) == 1 ? 4 : 2) /* keys scored at a time */
 #define WIDEST(queries) ((queries) < 2 ? 64 : 32) /* columns of values whose sums are in registers at a time */
 
 typedef struct {
     __m256 low, high;
 } Vector;
-typedef Vector Dot; /* lanes whose sum is a dot product, of a pair of columns each */
-typedef struct {
-    Vector even, odd;
-} Columns; /* of one factor */
 
 static inline __m256 eight_of(__m128i values) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
@@ -117,29 +113,12 @@ static inline float largest_of(Vector a) {
 }
 static inline float first_of(Vector a) { return _mm256_cvtss_f32(a.low); }
 
-/* 0 from lane `count` on. */
-static inline Vector keep(Vector a, size_t count) {
-    const __m256i here = _mm256_set1_epi32(count < LANES ? (int)count : LANES), lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256i low = _mm256_cmpgt_epi32(here, lane), high = _mm256_cmpgt_epi32(here, _mm256_add_epi32(lane, _mm256_set1_epi32(8)));
-    return (Vector){_mm256_and_ps(a.low, _mm256_castsi256_ps(low)), _mm256_and_ps(a.high, _mm256_castsi256_ps(high))};
-}
-
 /* Whole numbers as signed bytes; of what is no number any. */
 static inline void store_codes(int8_t *to, Vector numbers) {
     const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(numbers.low), _mm256_cvtps_epi32(numbers.high));
     const __m256i in_order = _mm256_permute4x64_epi64(words, 0xD8);
     _mm_storeu_si128((void *)to, _mm_packs_epi16(_mm256_castsi256_si128(in_order), _mm256_extracti128_si256(in_order, 1)));
 }
-
-static inline Dot no_dot(void) { return zeros(); }
-static inline Columns load_columns(const bf16 *from) {
-    const __m256i low = _mm256_loadu_si256((const void *)from), high = _mm256_loadu_si256((const void *)(from + 16));
-    const __m256i odd = _mm256_set1_epi32((int)0xFFFF0000);
-    return (Columns){{_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))},
-                     {_mm256_castsi256_ps(_mm256_and_si256(low, odd)), _mm256_castsi256_ps(_mm256_and_si256(high, odd))}};
-}
-static inline Dot dot(Dot sum, Columns a, Columns b) { return times_plus(a.even, b.even, times_plus(a.odd, b.odd, sum)); }
-static inline float sum_of_dot(Dot a) { return sum_of(a); }
 
 /* Low and high bytes are looked up apart. */
 static inline void look_up_32(const bf16 numbers[16], const uint8_t *from, bf16 *out) {
@@ -169,7 +148,7 @@ static inline __m256 sums_of_fours(__m256 a, __m256 b, __m256 c, __m256 d) {
 }
 
 /* out[i] = scale * the sum of dots[i]. */
-static inline void four_dots(const Dot dots[4], float scale, float *out) {
+static inline void four_dots(const Vector dots[4], float scale, float *out) {
     const __m256 low = sums_of_fours(dots[0].low, dots[1].low, dots[2].low, dots[3].low);
     const __m256 high = sums_of_fours(dots[0].high, dots[1].high, dots[2].high, dots[3].high), both = _mm256_add_ps(low, high);
     const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));

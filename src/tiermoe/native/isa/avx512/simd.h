@@ -10,13 +10,14 @@
 #include "../x86.h"
 
 #define OWN_SOME /* load_some and store_some */
+#define OWN_DOT  /* Dot, Columns, and what is done with them */
 
 enum {
     LANES = 16,
     DOT = 32,    /* columns of a dot product at a time */
 };
 #define QUERIES 4 /* that share what is loaded of keys and values */
-#define KEYS(queries) 4 /* whose scores are in registers at a time */
+#define KEYS(queries) 4 /* keys scored at a time */
 #define WIDEST(queries) ((queries) < 3 ? 128 : 64) /* columns of values whose sums are in registers at a time */
 
 typedef __m512 Vector;

@@ -13,16 +13,12 @@ enum {
     DOT = 32, /* columns of a dot product at a time */
 };
 #define QUERIES 2 /* that share what is loaded of keys and values */
-#define KEYS(queries) ((queries) == 1 ? 4 : 2) /* whose scores are in registers at a time */
+#define KEYS(queries) ((queries) == 1 ? 4 : 2) /* keys scored at a time */
 #define WIDEST(queries) 32 /* columns of values whose sums are kept at a time */
 
 typedef struct {
     float lane[LANES];
 } Vector;
-typedef Vector Dot; /* lanes whose sum is a dot product, of a pair of columns each */
-typedef struct {
-    Vector even, odd;
-} Columns; /* of one factor */
 
 #define EACH_LANE for (int i = 0; i < LANES; i++)
 
@@ -120,25 +116,10 @@ static inline float largest_of(Vector a) {
 }
 static inline float first_of(Vector a) { return a.lane[0]; }
 
-/* 0 from lane `count` on. */
-static inline Vector keep(Vector a, size_t count) {
-    for (size_t i = count; i < LANES; i++) a.lane[i] = 0;
-    return a;
-}
-
 /* Whole numbers as signed bytes; of what is no number any. */
 static inline void store_codes(int8_t *to, Vector numbers) {
     EACH_LANE to[i] = (int8_t)(numbers.lane[i] == numbers.lane[i] ? numbers.lane[i] : 0);
 }
-
-static inline Dot no_dot(void) { return zeros(); }
-static inline Columns load_columns(const bf16 *from) {
-    Columns columns;
-    load_pairs(from, LANES, &columns.even, &columns.odd);
-    return columns;
-}
-static inline Dot dot(Dot sum, Columns a, Columns b) { return times_plus(a.even, b.even, times_plus(a.odd, b.odd, sum)); }
-static inline float sum_of_dot(Dot a) { return sum_of(a); }
 
 /* Eight numbers, for the products with blocks of GGUF files. */
 typedef struct {
@@ -215,7 +196,7 @@ static inline void look_up_32(const bf16 numbers[16], const uint8_t *from, bf16 
 }
 
 /* out[i] = scale * the sum of dots[i]: of four after each other (0 + 2) + (1 + 3), and of these four likewise. */
-static inline void four_dots(const Dot dots[4], float scale, float *out) {
+static inline void four_dots(const Vector dots[4], float scale, float *out) {
     for (int i = 0; i < 4; i++) {
         const float *x = dots[i].lane;
         float fours[4];

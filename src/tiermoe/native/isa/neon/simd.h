@@ -12,14 +12,10 @@ enum {
     DOT = 32, /* columns of a dot product at a time */
 };
 #define QUERIES 2 /* that share what is loaded of keys and values */
-#define KEYS(queries) ((queries) == 1 ? 4 : 2) /* whose scores are in registers at a time */
+#define KEYS(queries) ((queries) == 1 ? 4 : 2) /* keys scored at a time */
 #define WIDEST(queries) ((queries) < 2 ? 64 : 32) /* columns of values whose sums are in registers at a time */
 
 typedef float32x4x4_t Vector;
-typedef Vector Dot; /* lanes whose sum is a dot product, of a pair of columns each */
-typedef struct {
-    Vector even, odd;
-} Columns; /* of one factor */
 
 #define EACH_PART for (int i = 0; i < 4; i++)
 
@@ -122,17 +118,6 @@ static inline float largest_of(Vector a) {
 }
 static inline float first_of(Vector a) { return vgetq_lane_f32(a.val[0], 0); }
 
-/* 0 from lane `count` on. */
-static inline Vector keep(Vector a, size_t count) {
-    static const uint32_t LANE[4] = {0, 1, 2, 3};
-    const uint32x4_t lane = vld1q_u32(LANE), here = vdupq_n_u32(count < LANES ? (uint32_t)count : LANES);
-    EACH_PART {
-        const uint32x4_t kept = vcltq_u32(vaddq_u32(lane, vdupq_n_u32(4 * (uint32_t)i)), here);
-        a.val[i] = vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a.val[i]), kept));
-    }
-    return a;
-}
-
 /* Whole numbers as signed bytes; of what is no number any. */
 static inline void store_codes(int8_t *to, Vector numbers) {
     int16x4_t words[4];
@@ -140,22 +125,13 @@ static inline void store_codes(int8_t *to, Vector numbers) {
     vst1q_s8(to, vcombine_s8(vmovn_s16(vcombine_s16(words[0], words[1])), vmovn_s16(vcombine_s16(words[2], words[3]))));
 }
 
-static inline Dot no_dot(void) { return zeros(); }
-static inline Columns load_columns(const bf16 *from) {
-    Columns columns;
-    load_pairs(from, LANES, &columns.even, &columns.odd);
-    return columns;
-}
-static inline Dot dot(Dot sum, Columns a, Columns b) { return times_plus(a.even, b.even, times_plus(a.odd, b.odd, sum)); }
-static inline float sum_of_dot(Dot a) { return sum_of(a); }
-
 /* The sums of the lanes of four registers. */
 static inline float32x4_t four_sums(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d) {
     return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
 }
 
 /* out[i] = scale * the sum of dots[i]. */
-static inline void four_dots(const Dot dots[4], float scale, float *out) {
+static inline void four_dots(const Vector dots[4], float scale, float *out) {
     for (int i = 0; i < 4; i++) {
         float fours[4];
         for (int q = 0; q < 4; q++) fours[q] = sum_of_four(dots[i].val[q]);
@@ -163,9 +139,8 @@ static inline void four_dots(const Dot dots[4], float scale, float *out) {
     }
 }
 
-/* Eight numbers, and eight words of 32 bits, for the products. */
+/* Eight numbers, for the products with blocks of GGUF files. */
 typedef float32x4x2_t Eight;
-typedef uint32x4x2_t Words;
 
 #define EACH_HALF for (int i = 0; i < 2; i++)
 
@@ -173,16 +148,8 @@ static inline Eight eight_all(float value) { return (Eight){{vdupq_n_f32(value),
 static inline Eight eight_zeros(void) { return eight_all(0); }
 static inline Eight eight_from(const float *from) { return vld1q_f32_x2(from); }
 static inline void eight_to(float *to, Eight a) { vst1q_f32_x2(to, a); }
-static inline Eight eight_times(Eight a, Eight b) {
-    EACH_HALF a.val[i] = vmulq_f32(a.val[i], b.val[i]);
-    return a;
-}
 static inline Eight eight_times_plus(Eight a, Eight b, Eight c) {
     EACH_HALF c.val[i] = vfmaq_f32(c.val[i], a.val[i], b.val[i]);
-    return c;
-}
-static inline Eight eight_minus_times(Eight c, Eight a, Eight b) {
-    EACH_HALF c.val[i] = vfmsq_f32(c.val[i], a.val[i], b.val[i]);
     return c;
 }
 static inline Eight eight_of_bf16(const bf16 *from) {
@@ -200,53 +167,6 @@ static inline Eight eight_of_e4m3(const uint8_t *from) {
     const float32x4_t place = vdupq_n_f32(256);
     return (Eight){{vmulq_f32(vcvt_f32_f16(vget_low_f16(halves)), place), vmulq_f32(vcvt_f32_f16(vget_high_f16(halves)), place)}};
 }
-static inline Eight eight_of_words(Words words) {
-    return (Eight){{vcvtq_f32_u32(words.val[0]), vcvtq_f32_u32(words.val[1])}};
-}
-static inline Eight eight_bits(Words words) {
-    return (Eight){{vreinterpretq_f32_u32(words.val[0]), vreinterpretq_f32_u32(words.val[1])}};
-}
-
-static inline Words words_from(const uint8_t *from) {
-    return (Words){{vreinterpretq_u32_u8(vld1q_u8(from)), vreinterpretq_u32_u8(vld1q_u8(from + 16))}};
-}
-static inline Words words_and(Words words, uint32_t mask) {
-    EACH_HALF words.val[i] = vandq_u32(words.val[i], vdupq_n_u32(mask));
-    return words;
-}
-static inline Words words_or(Words a, Words b) {
-    EACH_HALF a.val[i] = vorrq_u32(a.val[i], b.val[i]);
-    return a;
-}
-/* Each byte, 0 .. 15, becomes table[byte] + 128. */
-static inline Words words_looked_up(const int8_t table[16], Words bytes) {
-    const uint8x16_t above = veorq_u8(vreinterpretq_u8_s8(vld1q_s8(table)), vdupq_n_u8(0x80));
-    EACH_HALF bytes.val[i] = vreinterpretq_u32_u8(vqtbl1q_u8(above, vreinterpretq_u8_u32(bytes.val[i])));
-    return bytes;
-}
-#define WORDS_LEFT(words, n) ((Words){{vshlq_n_u32((words).val[0], n), vshlq_n_u32((words).val[1], n)}})
-#define WORDS_RIGHT(words, n) ((Words){{vshrq_n_u32((words).val[0], n), vshrq_n_u32((words).val[1], n)}})
-
-/* v[b], lane l: number 4 l + b of 32. */
-static inline void words_by_lane(const uint32_t *from, Words v[4]) {
-    const uint32x4x4_t low = vld4q_u32(from), high = vld4q_u32(from + 16);
-    for (int b = 0; b < 4; b++) v[b] = (Words){{low.val[b], high.val[b]}};
-}
-static inline void halves_by_lane(const uint16_t *from, Words v[4]) {
-    const uint16x8x4_t all_lanes = vld4q_u16(from);
-    for (int b = 0; b < 4; b++)
-        v[b] = (Words){{vmovl_u16(vget_low_u16(all_lanes.val[b])), vmovl_u16(vget_high_u16(all_lanes.val[b]))}};
-}
-
-/* to (32), rounded: number 4 l + b is lane l of eights[b]. */
-static inline void store_by_row(bf16 *to, const Eight eights[4]) {
-    EACH_HALF {
-        uint16x4x4_t rows;
-        for (int b = 0; b < 4; b++) rows.val[b] = rounded_bits(eights[b].val[i]);
-        vst4_u16(to + 16 * i, rows);
-    }
-}
-
 /* totals[i] += the sum of the lanes of eights[i]. */
 static inline void add_four_sums(float *totals, const Eight eights[4]) {
     float32x4_t sums[4];
