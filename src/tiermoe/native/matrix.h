@@ -18,11 +18,6 @@ typedef struct {
     size_t scale_rows, scale_columns, factor_rows;
 } Matrix;
 
-/* How many sums of groups of x's columns a product takes for each token. */
-static inline size_t matrix_groups(const Matrix *matrix) {
-    return has_offsets(matrix->coding) ? matrix->columns / matrix->group : 0;
-}
-
 /* Blocks of rows; the last one may have fewer than 64 in all but INT4, INT6 and INT2. */
 size_t matrix_blocks(const Matrix *matrix);
 

@@ -60,17 +60,17 @@ static inline bf16 to_bf16(float value) {
 /* X(coding, name, columns, bytes, group, offsets), in the order of Python's native.Coding:
  *   columns, bytes   of the smallest piece: of a block of 64 rows four columns; of rows a column, or a block of 32 or 256
  *   group            columns that share a scale; 0: a matrix says how many
- *   offsets          whether something is added to codes, or taken away, once they are scaled: what takes sums of x's columns */
+ *   offsets          whether a group's columns have something added to them once they are scaled: what takes sums of x's codes */
 #define EACH_QUANT(X)          \
     X(INT4, int4, 4, 128, 0, 1) \
     X(INT8, int8, 1, 1, 0, 0)   \
     X(BF16, bf16, 1, 2, 0, 0)   \
-    X(INT6, int6, 4, 192, 0, 1) \
+    X(INT6, int6, 4, 192, 0, 0) \
     X(INT2, int2, 4, 64, 0, 1)  \
-    X(NL4, nl4, 4, 128, 0, 1)   \
-    X(NL3, nl3, 4, 96, 0, 1)    \
-    X(NL2, nl2, 4, 64, 0, 1)    \
-    X(TCQ2, tcq2, 4, 64, 0, 1)  \
+    X(NL4, nl4, 4, 128, 0, 0)   \
+    X(NL3, nl3, 4, 96, 0, 0)    \
+    X(NL2, nl2, 4, 64, 0, 0)    \
+    X(TCQ2, tcq2, 4, 64, 0, 0)  \
     EACH_GGUF_QUANT(X)         \
     EACH_PUBLISHED_QUANT(X)
 

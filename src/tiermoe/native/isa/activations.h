@@ -1,5 +1,5 @@
 /* Rows of activations over Vector: gates of experts, weighted and residual sums, routers' logits, norms, rotary embedding,
- * sums of groups of columns, and the steps of the gated delta rule (delta.h). */
+ * and the steps of the gated delta rule (delta.h). */
 #ifndef TIERMOE_ISA_ACTIVATIONS_H
 #define TIERMOE_ISA_ACTIVATIONS_H
 
@@ -157,21 +157,6 @@ static void rotate_columns(const bf16 *head, const float *cos, const float *sin,
         store_some(out + i, some, sum_of_products(at_once, first, load_floats(cos + i, some), negative, load_floats(sin + i, some)));
         store_some(out + half + i, some,
                    sum_of_products(at_once, second, load_floats(cos + half + i, some), first, load_floats(sin + half + i, some)));
-    }
-}
-
-/* sums[m * groups + g] = the sum of columns g * group .. of x[m], x (tokens, groups * group); group 16 or a multiple of 32. */
-static void group_sums(const bf16 *x, size_t group, size_t groups, size_t tokens, float *sums) {
-    static const bf16 ONES[DOT] = {[0 ... DOT - 1] = 0x3F80};
-    const Columns ones = load_columns(ONES);
-    for (size_t i = 0; i < tokens * groups; i++, x += group) {
-        if (group == LANES) {
-            sums[i] = sum_of(load_bf16(x));
-            continue;
-        }
-        Dot sum = no_dot();
-        for (size_t c = 0; c < group; c += DOT) sum = dot(sum, load_columns(x + c), ones);
-        sums[i] = sum_of_dot(sum);
     }
 }
 

@@ -22,19 +22,27 @@ enum {
     LEAST_PLACE = 0x0D80 /* likewise: 2^-100. A part of smaller numbers is 0: one over them would be no number */
 };
 
-/* Floats of what is known of a token: codes (columns), scales (columns / X_PART), sums of codes (columns / X_PART). */
-static inline size_t integer_floats(size_t columns) { return columns / 4 + columns / X_PART * 2; }
+/* Floats of what is known of a token: codes (columns), and of each part a scale, the sum of its codes and that of the first half
+ * of them. */
+static inline size_t integer_floats(size_t columns) { return columns / 4 + columns / X_PART * 3; }
 
 /* A token's, from where they begin. */
 typedef struct {
     const int8_t *codes;
     const float *scales;
-    const int32_t *sums;
+    const int32_t *sums, *firsts;
 } XIntegers;
 
 static inline XIntegers integers_at(const float *prepared, size_t columns) {
     const float *scales = prepared + columns / 4;
-    return (XIntegers){(const int8_t *)prepared, scales, (const int32_t *)(const void *)(scales + columns / X_PART)};
+    const int32_t *sums = (const int32_t *)(const void *)(scales + columns / X_PART);
+    return (XIntegers){(const int8_t *)prepared, scales, sums, sums + columns / X_PART};
+}
+
+/* The sum of the codes of a part, or of one of its two halves. */
+static inline int32_t sum_of_codes(const XIntegers *x, size_t part, size_t half, size_t halves) {
+    if (halves == 1) return x->sums[part];
+    return half ? x->sums[part] - x->firsts[part] : x->firsts[part];
 }
 
 #if !defined(OWN_LARGEST_BITS)
@@ -65,7 +73,7 @@ static inline XUnit unit_of(const bf16 *x) {
 static inline void to_integers_of(const bf16 *x, size_t columns, float *prepared) {
     int8_t *codes = (int8_t *)prepared;
     float *scales = prepared + columns / 4;
-    int32_t *sums = (int32_t *)(void *)(scales + columns / X_PART);
+    int32_t *sums = (int32_t *)(void *)(scales + columns / X_PART), *firsts = sums + columns / X_PART;
     for (size_t p = 0; p < columns / X_PART; p++, x += X_PART, codes += X_PART) {
         const XUnit unit = unit_of(x);
         Vector numbers = zeros();
@@ -73,12 +81,13 @@ static inline void to_integers_of(const bf16 *x, size_t columns, float *prepared
             const Vector some = to_integers(times(load_bf16(x + c), all(unit.factor)));
             store_codes(codes + c, some);
             numbers = plus(numbers, some);
+            if (c == 0) firsts[p] = unit.factor > 0 ? (int32_t)sum_of(numbers) : 0;
         }
         scales[p] = unit.scale, sums[p] = unit.factor > 0 ? (int32_t)sum_of(numbers) : 0;
     }
 }
 
 /* Whether a coding's products are of whole numbers. */
-static inline int of_integers(Coding coding) { return coding != BF16 && coding < FIRST_GGUF; }
+static inline int of_integers(Coding coding) { return coding != BF16 && coding != E4M3; }
 
 #endif

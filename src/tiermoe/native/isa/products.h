@@ -1,5 +1,5 @@
-/* The quants of a set: its products with packed blocks, with rows, with GGUF's blocks and published codes, and what they want
- * to know of x beforehand. Where a set has none of its own, those of plain C over Eight (gguf_products.h, rows.h) serve. */
+/* The quants of a set: its products with packed blocks, with rows, with strips of GGUF's blocks and of published codes, and what
+ * they want to know of x beforehand. Where a set has none of its own, those of plain C serve. */
 #ifndef TIERMOE_ISA_PRODUCTS_H
 #define TIERMOE_ISA_PRODUCTS_H
 
@@ -9,48 +9,68 @@
 #include "strips.h"
 
 #if defined(SIMD_AVX512)
+#include "avx512/e4m3.h"
 #include "avx512/row_blocks.h"
 #include "avx512/rows.h"
-#include "avx512/gguf_products.h"
+#include "avx512/strip_products.h"
 #elif defined(SIMD_AVX2)
 #include "avx2/row_blocks.h"
-#include "avx2/gguf_products.h"
+#include "avx2/strip_products.h"
 #include "rows.h"
 #else
 #include "generic/row_blocks.h"
 #include "rows.h"
-#include "gguf_products.h"
+#include "strip_products.h"
 #endif
+#include "e4m3.h"
 
-PRODUCT(int4) { block_times(INT4, matrix, block, x, prepared, tokens, out, stride); }
-PRODUCT(nl4) { block_times(NL4, matrix, block, x, prepared, tokens, out, stride); }
-PRODUCT(nl3) { block_times(NL3, matrix, block, x, prepared, tokens, out, stride); }
-PRODUCT(nl2) { block_times(NL2, matrix, block, x, prepared, tokens, out, stride); }
-PRODUCT(tcq2) { block_times(TCQ2, matrix, block, x, prepared, tokens, out, stride); }
-PRODUCT(int6) { block_times(INT6, matrix, block, x, prepared, tokens, out, stride); }
-PRODUCT(int2) { block_times(INT2, matrix, block, x, prepared, tokens, out, stride); }
-PRODUCT(int8) { rows_block(matrix, block, x, prepared, tokens, out, stride); }
-PRODUCT(bf16) { rows_block(matrix, block, x, prepared, tokens, out, stride); }
+#define BLOCKS_PRODUCT(coding, name) \
+    PRODUCT(name) { block_times(coding, matrix, block, x, prepared, tokens, out, stride); }
+BLOCKS_PRODUCT(INT4, int4)
+BLOCKS_PRODUCT(NL4, nl4)
+BLOCKS_PRODUCT(NL3, nl3)
+BLOCKS_PRODUCT(NL2, nl2)
+BLOCKS_PRODUCT(TCQ2, tcq2)
+BLOCKS_PRODUCT(INT6, int6)
+BLOCKS_PRODUCT(INT2, int2)
 
-#if defined(SIMD_NEON) || !(defined(SIMD_AVX2) || defined(SIMD_AVX512))
+PRODUCT(bf16) { (void)prepared, rows_block(matrix, block, x, tokens, out, stride); }
+
 #define STRIPS_PRODUCT(coding, name, columns, bytes, group, offsets) \
-    PRODUCT(name) { strips_block(matrix, block, x, prepared, tokens, out, stride); }
-EACH_STRIP_QUANT(STRIPS_PRODUCT)
+    PRODUCT(name) { (void)x, strips_block(coding, group, matrix, block, prepared, tokens, out, stride); }
+EACH_GGUF_QUANT(STRIPS_PRODUCT)
+STRIPS_PRODUCT(INT8, int8, 1, 1, 32, 0)
+STRIPS_PRODUCT(S4, s4, 32, 16, 32, 0)
+STRIPS_PRODUCT(U4, u4, 32, 16, 32, 1)
+PRODUCT(e2m1) {
+    (void)x;
+    if (matrix->group == 16)
+        strips_block(E2M1, 16, matrix, block, prepared, tokens, out, stride);
+    else
+        strips_block(E2M1, 32, matrix, block, prepared, tokens, out, stride);
+}
+
+#if defined(SIMD_AVX2)
+#define OF_SPANS(coding) ((coding) != INT8 && (coding) < FIRST_GGUF) /* blocks of rows */
+#else
+#define OF_SPANS(coding) 0
+#define SPAN_FLOATS 0
+#define to_spans(x, columns, prepared)
 #endif
 
-#if !defined(SIMD_AVX2)
-static size_t prepared_floats(const Matrix *matrix) {
-    return of_integers(matrix->coding) ? integer_floats(matrix->columns) : matrix_groups(matrix);
+static size_t token_floats(const Matrix *matrix) {
+    if (!of_integers(matrix->coding)) return 0;
+    return OF_SPANS(matrix->coding) ? matrix->columns / X_PART * SPAN_FLOATS : integer_floats(matrix->columns);
 }
 
 static void prepare(const Matrix *matrix, const bf16 *x, size_t tokens, float *prepared) {
-    if (!of_integers(matrix->coding)) {
-        group_sums(x, matrix->group, matrix_groups(matrix), tokens, prepared);
-        return;
+    const size_t floats = token_floats(matrix);
+    for (; floats && tokens; tokens--, x += matrix->columns, prepared += floats) {
+        if (OF_SPANS(matrix->coding))
+            to_spans(x, matrix->columns, prepared);
+        else
+            to_integers_of(x, matrix->columns, prepared);
     }
-    for (size_t m = 0; m < tokens; m++)
-        to_integers_of(x + m * matrix->columns, matrix->columns, prepared + m * integer_floats(matrix->columns));
 }
-#endif
 
 #endif

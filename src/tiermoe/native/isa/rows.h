@@ -1,20 +1,16 @@
-/* Products with matrices that are kept row by row: INT8 and BF16. A row of BF16 is a dot product as attention's scores are
- * (attention.h), over all its columns; one of INT8 is integers (integers.h), whose total its scale multiplies in the end. */
+/* Products with rows of BF16, each a dot product as attention's scores are (attention.h), over all its columns. */
 #ifndef TIERMOE_ISA_ROWS_H
 #define TIERMOE_ISA_ROWS_H
 
 #include "../matrix.h"
-#include "integers.h"
 #include "simd.h"
 
 enum {
     ROW_TILE = 4,    /* rows whose sums are in registers at a time */
-    LINE = 64,       /* bytes of a cache line; a row has a multiple of them */
+    LINE = 64,       /* bytes of a cache line */
     ROW_TOKENS = 16, /* that share what is widened of four rows */
     ROW_ROOM = 1 << 15, /* floats of tokens that are widened at a time: they lie on the stack */
 };
-
-static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 /* Numbers as floats: of each DOT columns those at even places before the others. */
 static inline void widen(const bf16 *x, size_t columns, float *values) {
@@ -56,61 +52,16 @@ static void plain_rows(const bf16 *weights, size_t rows, const bf16 *x, size_t c
     }
 }
 
-#if !defined(OWN_CODES_TIMES)
-/* The sum of a part's products of codes. */
-static inline int32_t codes_times(const int8_t *a, const int8_t *b) {
-    int32_t sum = 0;
-    for (size_t c = 0; c < X_PART; c++) sum += a[c] * b[c];
-    return sum;
-}
-
-/* sums[i] = the same of four rows. */
-static inline void four_codes_times(const int8_t *const row[ROW_TILE], size_t at, const int8_t *codes, int32_t sums[ROW_TILE]) {
-    for (size_t i = 0; i < ROW_TILE; i++) sums[i] = codes_times(row[i] + at, codes);
-}
-#endif
-
-/* As plain_rows, of codes, but for the rows' scales. */
-static void coded_rows(const int8_t *codes, size_t rows, const float *prepared, size_t columns, size_t tokens, float *totals) {
-    memset(totals, 0, tokens * BLOCK * sizeof *totals);
-    for (size_t r = 0; r < rows; r += ROW_TILE) {
-        const int8_t *row[ROW_TILE];
-        for (size_t i = 0; i < ROW_TILE; i++) row[i] = codes + least(r + i, rows - 1) * columns;
-        for (size_t c = 0; c < columns; c += X_PART) {
-            for (size_t i = 0; i < ROW_TILE; i++) __builtin_prefetch(row[i] + ROW_TILE * columns + c, 0, 2);
-            for (size_t m = 0; m < tokens; m++) {
-                const XIntegers x = integers_at(prepared + m * integer_floats(columns), columns);
-                int32_t sums[ROW_TILE];
-                four_codes_times(row, c, x.codes + c, sums);
-                for (size_t i = 0; i < ROW_TILE; i++) {
-                    float *total = totals + m * BLOCK + r + i;
-                    *total = __builtin_fmaf((float)sums[i], x.scales[c / X_PART], *total);
-                }
-            }
-        }
-    }
-}
-
-static void rows_block(const Matrix *matrix, size_t block, const bf16 *x, const float *prepared, size_t tokens, bf16 *out,
-                       size_t stride) {
+static void rows_block(const Matrix *matrix, size_t block, const bf16 *x, size_t tokens, bf16 *out, size_t stride) {
     const size_t begin = block * BLOCK, columns = matrix->columns, rows = least(BLOCK, matrix->rows - begin);
-    const int coded = matrix->coding == INT8;
     const size_t most = columns > ROW_ROOM / ROW_TILE ? 1 : least(ROW_TOKENS, ROW_ROOM / columns);
     float totals[ROW_TOKENS * BLOCK];
     for (size_t parts = (tokens + most - 1) / most; parts; parts--) {
         const size_t some = (tokens + parts - 1) / parts;
-        if (coded)
-            coded_rows((const int8_t *)matrix->weights + begin * columns, rows, prepared, columns, some, totals);
-        else
-            plain_rows((const bf16 *)matrix->weights + begin * columns, rows, x, columns, some, totals);
+        plain_rows((const bf16 *)matrix->weights + begin * columns, rows, x, columns, some, totals);
         for (size_t m = 0; m < some; m++)
-            for (size_t r = 0; r < rows; r += LANES) {
-                const Vector values = load(totals + m * BLOCK + r);
-                const bf16 *scales = (const bf16 *)matrix->scales + begin + r;
-                store_some(out + m * stride + r, rows - r, coded ? times(values, load_some(scales, rows - r)) : values);
-            }
+            for (size_t r = 0; r < rows; r += LANES) store_some(out + m * stride + r, rows - r, load(totals + m * BLOCK + r));
         x += some * columns, out += some * stride, tokens -= some;
-        if (coded) prepared += some * integer_floats(columns);
     }
 }
 

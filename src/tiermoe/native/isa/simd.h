@@ -6,8 +6,7 @@
  *   DOT, four_dots   columns of a dot product of bfloat16 at a time; the sums of four. AVX-512 has Dot, Columns, load_columns,
  *                    no_dot, dot and sum_of_dot of its own
  *   QUERIES, KEYS, WIDEST  how many queries share what attention loads, and how many columns of values have sums in registers
- *   Eight            8 floats (all but AVX-512): eight_all, eight_zeros, eight_from, eight_to, eight_times_plus, eight_of_bf16,
- *                    eight_of_int8, eight_of_e4m3, add_four_sums
+ *   Eight            8 floats (AVX2): eight_all, eight_zeros, eight_from, eight_to, eight_times_plus
  *   Words            8 words of 32 bits (AVX2): words_from, words_and, words_or, words_looked_up, WORDS_LEFT, WORDS_RIGHT
  *   from_half        the float16 at an address; look_up: the 16 codes of a table that nibbles stand for; look_up_32: likewise
  *                    numbers of 16 bits, those of the low halves of 16 bytes before those of the high halves */
@@ -31,6 +30,8 @@
 #include "generic/simd.h"
 #define SIMD generic
 #endif
+
+static inline size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 #if !defined(OWN_SOME)
 /* The first `count` of them, at most LANES; 0 behind them. */

@@ -460,7 +460,7 @@ INLINE void strip_scales(Coding coding, const uint8_t *at, size_t width, StripSc
 }
 
 /* The codes of a strip, in the order of its columns. */
-static void strip_codes(Coding coding, const uint8_t *at, size_t width, int8_t *codes) {
+static inline void strip_codes(Coding coding, const uint8_t *at, size_t width, int8_t *codes) {
     const size_t columns = block_columns(coding), bytes = block_bytes(coding);
     for (const int8_t *end = codes + width; codes < end; at += bytes, codes += columns) switch (coding) {
             case Q8_0: memcpy(codes, AT(q8_0, at)->codes, 32); break;

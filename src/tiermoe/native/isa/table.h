@@ -18,7 +18,7 @@
     const Kernels symbol = {                                                           \
         .name = set,                                                                   \
         .runs = test,                                                                  \
-        .prepared = prepared_floats,                                                       \
+        .prepared = token_floats,                                                       \
         .prepare = prepare,                                                            \
         .product = {EACH_QUANT(PRODUCT_ENTRY)},                                        \
         .gate = gate_rows,                                                             \

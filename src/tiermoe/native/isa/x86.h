@@ -23,32 +23,6 @@ static inline void look_up(const int8_t codes[16], const uint8_t *from, int8_t *
     _mm_storeu_si128((void *)high, _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(bytes, 4), nibble)));
 }
 
-/* Eight scales of Q4_K or Q5_K, and behind them its eight minima, bytes. */
-static inline __m128i k_integers(const block_q4_k *block) {
-    uint64_t low;
-    uint32_t last;
-    memcpy(&low, block->scales, sizeof low), memcpy(&last, block->scales + 8, sizeof last);
-    const uint64_t high = ((last | (uint64_t)last << 28) & 0x0F0F0F0F0F0F0F0F) | (low >> 2 & 0x3030303030303030);
-    const __m128i mixed = _mm_set_epi64x((int64_t)high, (int64_t)(low & 0x3F3F3F3F3F3F3F3F));
-    return _mm_shuffle_epi32(mixed, 0xD8); /* four scales, four minima, and again: scales before minima */
-}
-
-/* The sixteen scales of Q3_K, bytes. */
-static inline __m128i q3_k_integers(const block_q3_k *block) {
-    int high;
-    memcpy(&high, block->scales + 8, sizeof high);
-    const __m128i eight = _mm_loadl_epi64((const void *)block->scales), all_high = _mm_set1_epi32(high);
-    const __m128i low = _mm_and_si128(_mm_unpacklo_epi64(eight, _mm_srli_epi16(eight, 4)), _mm_set1_epi8(15));
-    const __m128i twos = _mm_and_si128(_mm_srlv_epi32(all_high, _mm_setr_epi32(0, 2, 4, 6)), _mm_set1_epi8(3));
-    return _mm_sub_epi8(_mm_or_si128(low, _mm_slli_epi16(twos, 4)), _mm_set1_epi8(32));
-}
-
-/* The sixteen scales of Q2_K, or (high = 1) its minima, bytes. */
-static inline __m128i q2_k_integers(const block_q2_k *block, int high) {
-    const __m128i both = _mm_loadu_si128((const void *)block->scales);
-    return _mm_and_si128(high ? _mm_srli_epi16(both, 4) : both, _mm_set1_epi8(15));
-}
-
 #define OWN_LARGEST_BITS
 /* The bits of the largest of some numbers, a multiple of 16, without their signs. */
 static inline unsigned largest_bits(const bf16 *x, size_t width) {

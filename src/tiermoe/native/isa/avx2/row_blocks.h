@@ -1,6 +1,6 @@
 /* Products with matrices that are kept in blocks of rows, on integers: INT4, INT6, INT2, NL4, NL3, NL2 and TCQ2.
  *
- * The columns of a span of a token become integers (integers.h). Four columns of codes are transposed, so that each lane has
+ * The columns of a span of a token become integers (../integers.h). Four columns of codes are transposed, so that each lane has
  * those of one row: its bytes at even places and those at odd ones are words, two products of which are summed in a step.
  * Lane l of register 4 h + k has row 32 h + 4 k + l, from the fourth lane on row 32 h + 16 + 4 k + l - 4. Sums of a span
  * are exact, so that one token and many may go different ways to the same bits; they become floats to be scaled.
@@ -16,7 +16,6 @@
 #include "../../trellis.h"
 #include "../integers.h"
 #include "../nibbles.h"
-#include "integers.h"
 #include "../simd.h"
 
 enum {
@@ -29,6 +28,21 @@ enum {
     SPAN_FEW = 3,      /* tokens that have HALF of the registers at a time */
     CODES_AHEAD = 2048, /* bytes that are asked for ahead of their use */
 };
+
+/* Sixteen numbers times a factor, to the nearest integers: four of `a`, four of `b`, and again. */
+static inline __m256i to_words(Eight a, Eight b, Eight factor) {
+    const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(a, factor)), high = _mm256_cvtps_epi32(_mm256_mul_ps(b, factor));
+    return _mm256_packs_epi32(low, high);
+}
+
+/* sums + the products of words, two of them in each lane. */
+static inline __m256i plus_products(__m256i sums, __m256i a, __m256i b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
+
+/* Keeps the compiler from adding products to each other first: then some sums would have no register. */
+INLINE __m256i in_register(__m256i sums) {
+    __asm__("" : "+x"(sums));
+    return sums;
+}
 
 /* A span of a token (../integers.h): codes as words of columns (0, 2), (4, 6), (1, 3), (5, 7), and so on, times `unit`. */
 typedef struct {
@@ -56,6 +70,10 @@ static inline void to_span(const bf16 *x, SpanX *to) {
     four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
     to->sum = _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
     to->unit = unit.scale;
+}
+
+static inline void to_spans(const bf16 *x, size_t columns, float *prepared) {
+    for (size_t p = 0; p < columns / SPAN; p++) to_span(x + p * SPAN, (SpanX *)prepared + p);
 }
 
 /* A group's, of the rows of a block. */

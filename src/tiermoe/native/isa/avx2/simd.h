@@ -155,12 +155,6 @@ static inline void four_dots(const Vector dots[4], float scale, float *out) {
     _mm_storeu_ps(out, _mm_mul_ps(sums, _mm_set1_ps(scale)));
 }
 
-/* totals[i] += the sum of the lanes of eights[i]. */
-static inline void add_four_sums(float *totals, const __m256 eights[4]) {
-    const __m128 four = four_sums(eights[0], eights[1], eights[2], eights[3]);
-    _mm_storeu_ps(totals, _mm_add_ps(_mm_loadu_ps(totals), four));
-}
-
 /* Eight numbers, and eight words of 32 bits, for the products. */
 typedef __m256 Eight;
 typedef __m256i Words;
@@ -172,15 +166,6 @@ static inline void eight_to(float *to, Eight a) { _mm256_storeu_ps(to, a); }
 static inline Eight eight_times(Eight a, Eight b) { return _mm256_mul_ps(a, b); }
 static inline Eight eight_times_plus(Eight a, Eight b, Eight c) { return _mm256_fmadd_ps(a, b, c); }
 static inline Eight eight_of_bf16(const bf16 *from) { return eight_of(_mm_loadu_si128((const void *)from)); }
-static inline Eight eight_of_int8(const uint8_t *from) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from)));
-}
-/* As the float16 of 2^-8 times as much: exact, and never slow. */
-static inline Eight eight_of_e4m3(const uint8_t *from) {
-    const __m128i bytes = _mm_cvtepi8_epi16(_mm_loadl_epi64((const void *)from));
-    const __m128i halves = _mm_and_si128(_mm_slli_epi16(bytes, 7), _mm_set1_epi16((short)0xBFFF));
-    return _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(256));
-}
 static inline Eight eight_bits(Words words) { return _mm256_castsi256_ps(words); }
 
 static inline Words words_from(const void *from) { return _mm256_loadu_si256(from); }
@@ -200,21 +185,6 @@ static inline void transpose(Words v[4]) {
     const __m256i c = _mm256_unpacklo_epi32(v[2], v[3]), d = _mm256_unpackhi_epi32(v[2], v[3]);
     v[0] = _mm256_unpacklo_epi64(a, c), v[1] = _mm256_unpackhi_epi64(a, c);
     v[2] = _mm256_unpacklo_epi64(b, d), v[3] = _mm256_unpackhi_epi64(b, d);
-}
-
-/* rows.h: sums of a part's products of codes, of four rows. */
-#define OWN_CODES_TIMES
-static inline void four_codes_times(const int8_t *const row[4], size_t at, const int8_t *codes, int32_t sums[4]) {
-    const __m256i x[] = {_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)codes)),
-                         _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(codes + 16)))};
-    __m256i of[4];
-    for (int i = 0; i < 4; i++) {
-        const __m256i a = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(row[i] + at)));
-        const __m256i b = _mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)(row[i] + at + 16)));
-        of[i] = _mm256_add_epi32(_mm256_madd_epi16(a, x[0]), _mm256_madd_epi16(b, x[1]));
-    }
-    const __m256i both = _mm256_hadd_epi32(_mm256_hadd_epi32(of[0], of[1]), _mm256_hadd_epi32(of[2], of[3]));
-    _mm_storeu_si128((void *)sums, _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1)));
 }
 
 #endif

@@ -19,7 +19,17 @@ enum {
 };
 
 /* What a code's byte is above the number that it stands for. */
-static inline int above_zero(Coding coding) { return is_uneven(coding) || coding == INT8 ? 128 : middle_code(coding); }
+static inline int above_zero(Coding coding) {
+    switch (coding) {
+        case Q4_0: case S4: return 8;
+        case Q5_0: return 16;
+        case Q3_K: return 4;
+        case Q6_K: return 32;
+        case TQ2_0: return 1;
+        case Q4_1: case Q5_1: case Q2_K: case Q4_K: case Q5_K: case U4: return 0;
+        default: return coding >= FIRST_GGUF || is_uneven(coding) || coding == INT8 ? 128 : middle_code(coding);
+    }
+}
 
 /* Byte j of four rows' columns: from columns of 32 bytes each, one after the other. */
 static inline __m512i four_by_lanes(int first) {
@@ -148,10 +158,10 @@ INLINE void scales_at(Coding coding, const uint8_t *at, __m512 scales[REGISTERS]
     }
 }
 
-/* total + a part's sum, scaled. */
+/* total + a group's sum within a part, scaled. */
 INLINE __m512 plus_part(Coding coding, __m512 total, __m512i sum, __m512 scale, __m512 zero, float x_scale, int32_t x_sum) {
     total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(scale, _mm512_set1_ps(x_scale)), total);
-    return has_pairs(coding) ? _mm512_fmadd_ps(zero, _mm512_set1_ps((float)x_sum * x_scale), total) : total;
+    return has_offsets(coding) ? _mm512_fmadd_ps(zero, _mm512_set1_ps((float)x_sum * x_scale), total) : total;
 }
 
 /* Keeps the compiler from loading it again for each token. */
@@ -213,27 +223,28 @@ INLINE void block_tile(Coding coding, size_t tokens, const Matrix *matrix, Place
     for (size_t m = 0; m < tokens; m++) store_rows(totals[m], out + m * stride);
 }
 
-/* What many tokens share: parts of a block, unpacked. */
+/* What many tokens share: parts of a block, unpacked, and the scales and zeros of the parts, or of their halves. */
 typedef struct {
     __m512i rows[PANEL_PARTS][FOURS][REGISTERS];
-    __m512 scales[PANEL_PARTS][REGISTERS], zeros[PANEL_PARTS][REGISTERS];
+    __m512 scales[2 * PANEL_PARTS][REGISTERS], zeros[2 * PANEL_PARTS][REGISTERS];
 } BlockPanel;
 
 /* totals (tokens, 64) += the parts of a panel from part `first` on, for a number of tokens known when compiling. */
-INLINE void panel_tile(Coding coding, size_t tokens, const BlockPanel *panel, size_t first, size_t parts, const float *prepared,
-                       size_t columns, float *totals) {
+INLINE void panel_tile(Coding coding, size_t halves, size_t tokens, const BlockPanel *panel, size_t first, size_t parts,
+                       const float *prepared, size_t columns, float *totals) {
     XIntegers x[BLOCK_TILE];
     __m512 sums_so_far[BLOCK_TILE][REGISTERS];
     for (size_t m = 0; m < tokens; m++) {
         x[m] = integers_at(prepared + m * integer_floats(columns), columns);
         for (int r = 0; r < REGISTERS; r++) sums_so_far[m][r] = _mm512_loadu_ps(totals + m * BLOCK + 16 * r);
     }
-    for (size_t p = 0; p < parts; p++) {
+    for (size_t n = 0; n < parts * halves; n++) {
         __m512i sums[BLOCK_TILE][REGISTERS];
-        const size_t at = first + p;
+        const size_t p = n / halves, at = first + p;
         for (size_t m = 0; m < tokens; m++)
-            for (int r = 0; r < REGISTERS; r++) sums[m][r] = _mm512_set1_epi32(-above_zero(coding) * x[m].sums[at]);
-        for (size_t i = 0; i < FOURS; i++) {
+            for (int r = 0; r < REGISTERS; r++)
+                sums[m][r] = _mm512_set1_epi32(-above_zero(coding) * sum_of_codes(&x[m], at, n % halves, halves));
+        for (size_t i = n % halves * FOURS / halves, end = i + FOURS / halves; i < end; i++) {
             __m512i rows[REGISTERS];
             for (int r = 0; r < REGISTERS; r++) rows[r] = in_register(panel->rows[p][i][r]);
             for (size_t m = 0; m < tokens; m++) {
@@ -243,22 +254,22 @@ INLINE void panel_tile(Coding coding, size_t tokens, const BlockPanel *panel, si
         }
         for (size_t m = 0; m < tokens; m++)
             for (int r = 0; r < REGISTERS; r++)
-                sums_so_far[m][r] = plus_part(coding, sums_so_far[m][r], sums[m][r], panel->scales[p][r], panel->zeros[p][r],
-                                              x[m].scales[at], x[m].sums[at]);
+                sums_so_far[m][r] = plus_part(coding, sums_so_far[m][r], sums[m][r], panel->scales[n][r], panel->zeros[n][r],
+                                              x[m].scales[at], sum_of_codes(&x[m], at, n % halves, halves));
     }
     for (size_t m = 0; m < tokens; m++)
         for (int r = 0; r < REGISTERS; r++) _mm512_storeu_ps(totals + m * BLOCK + 16 * r, sums_so_far[m][r]);
 }
 
 /* totals (tokens, 64) += the same, for any number of tokens. */
-INLINE void parts_times(Coding coding, const BlockPanel *panel, size_t first, size_t parts, const float *prepared, size_t tokens,
-                        size_t columns, float *totals) {
+INLINE void parts_times(Coding coding, size_t halves, const BlockPanel *panel, size_t first, size_t parts, const float *prepared,
+                        size_t tokens, size_t columns, float *totals) {
     for (size_t tiles = (tokens + BLOCK_TILE - 1) / BLOCK_TILE, some; tiles; tiles--, tokens -= some) {
         some = (tokens + tiles - 1) / tiles;
         switch (some) {
-            case 1: panel_tile(coding, 1, panel, first, parts, prepared, columns, totals); break;
-            case 2: panel_tile(coding, 2, panel, first, parts, prepared, columns, totals); break;
-            case 3: panel_tile(coding, 3, panel, first, parts, prepared, columns, totals); break;
+            case 1: panel_tile(coding, halves, 1, panel, first, parts, prepared, columns, totals); break;
+            case 2: panel_tile(coding, halves, 2, panel, first, parts, prepared, columns, totals); break;
+            case 3: panel_tile(coding, halves, 3, panel, first, parts, prepared, columns, totals); break;
         }
         prepared += some * integer_floats(columns), totals += some * BLOCK;
     }
@@ -281,7 +292,7 @@ INLINE void block_panels(Coding coding, const Matrix *matrix, Place at, const fl
             at.scales += at.group;
             if (is_uneven(coding)) at.codes += UNEVEN_SCALES;
         }
-        parts_times(coding, &panel, first, parts, prepared, tokens, columns, totals);
+        parts_times(coding, 1, &panel, first, parts, prepared, tokens, columns, totals);
     }
     for (size_t m = 0; m < tokens; m++) store_rows((const __m512 *)(totals + m * BLOCK), out + m * stride);
 }

@@ -121,49 +121,6 @@ static inline void store_codes(int8_t *to, Vector numbers) {
     EACH_LANE to[i] = (int8_t)(numbers.lane[i] == numbers.lane[i] ? numbers.lane[i] : 0);
 }
 
-/* Eight numbers, for the products with blocks of GGUF files. */
-typedef struct {
-    float lane[8];
-} Eight;
-
-#define EACH_OF_EIGHT for (int i = 0; i < 8; i++)
-
-static inline Eight eight_all(float value) {
-    Eight v;
-    EACH_OF_EIGHT v.lane[i] = value;
-    return v;
-}
-static inline Eight eight_zeros(void) { return eight_all(0); }
-static inline Eight eight_from(const float *from) {
-    Eight v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
-static inline void eight_to(float *to, Eight v) { memcpy(to, &v, sizeof v); }
-static inline Eight eight_times_plus(Eight a, Eight b, Eight c) {
-    EACH_OF_EIGHT c.lane[i] += a.lane[i] * b.lane[i];
-    return c;
-}
-static inline Eight eight_of_bf16(const bf16 *from) {
-    Eight v;
-    EACH_OF_EIGHT v.lane[i] = from_bf16(from[i]);
-    return v;
-}
-static inline Eight eight_of_int8(const uint8_t *from) {
-    Eight v;
-    EACH_OF_EIGHT v.lane[i] = (int8_t)from[i];
-    return v;
-}
-
-/* totals[i] += the sum of the lanes of eights[i]. */
-static inline void add_four_sums(float *totals, const Eight eights[4]) {
-    for (int k = 0; k < 4; k++) {
-        float sum = 0;
-        EACH_OF_EIGHT sum += eights[k].lane[i];
-        totals[k] += sum;
-    }
-}
-
 /* The float16 at an address. */
 static inline float from_half(const uint8_t *at) {
     uint16_t half;
@@ -174,16 +131,6 @@ static inline float from_half(const uint8_t *at) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
-}
-
-/* As the float16 of 2^-8 times as much. */
-static inline Eight eight_of_e4m3(const uint8_t *from) {
-    Eight v;
-    EACH_OF_EIGHT {
-        const uint16_t half = (uint16_t)((from[i] & 0x80) << 8 | (from[i] & 0x7F) << 7);
-        v.lane[i] = 256 * from_half((const uint8_t *)&half);
-    }
-    return v;
 }
 
 /* What the nibbles of 16 bytes stand for. */

@@ -139,41 +139,6 @@ static inline void four_dots(const Vector dots[4], float scale, float *out) {
     }
 }
 
-/* Eight numbers, for the products with blocks of GGUF files. */
-typedef float32x4x2_t Eight;
-
-#define EACH_HALF for (int i = 0; i < 2; i++)
-
-static inline Eight eight_all(float value) { return (Eight){{vdupq_n_f32(value), vdupq_n_f32(value)}}; }
-static inline Eight eight_zeros(void) { return eight_all(0); }
-static inline Eight eight_from(const float *from) { return vld1q_f32_x2(from); }
-static inline void eight_to(float *to, Eight a) { vst1q_f32_x2(to, a); }
-static inline Eight eight_times_plus(Eight a, Eight b, Eight c) {
-    EACH_HALF c.val[i] = vfmaq_f32(c.val[i], a.val[i], b.val[i]);
-    return c;
-}
-static inline Eight eight_of_bf16(const bf16 *from) {
-    const uint16x8_t values = vld1q_u16(from);
-    return (Eight){{four_of(vget_low_u16(values)), four_of(vget_high_u16(values))}};
-}
-static inline Eight eight_of_int8(const uint8_t *from) {
-    const int16x8_t values = vmovl_s8(vreinterpret_s8_u8(vld1_u8(from)));
-    return (Eight){{vcvtq_f32_s32(vmovl_s16(vget_low_s16(values))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(values)))}};
-}
-/* As the float16 of 2^-8 times as much. */
-static inline Eight eight_of_e4m3(const uint8_t *from) {
-    const uint16x8_t bytes = vreinterpretq_u16_s16(vmovl_s8(vreinterpret_s8_u8(vld1_u8(from))));
-    const float16x8_t halves = vreinterpretq_f16_u16(vandq_u16(vshlq_n_u16(bytes, 7), vdupq_n_u16(0xBFFF)));
-    const float32x4_t place = vdupq_n_f32(256);
-    return (Eight){{vmulq_f32(vcvt_f32_f16(vget_low_f16(halves)), place), vmulq_f32(vcvt_f32_f16(vget_high_f16(halves)), place)}};
-}
-/* totals[i] += the sum of the lanes of eights[i]. */
-static inline void add_four_sums(float *totals, const Eight eights[4]) {
-    float32x4_t sums[4];
-    EACH_PART sums[i] = vaddq_f32(eights[i].val[0], eights[i].val[1]);
-    vst1q_f32(totals, vaddq_f32(vld1q_f32(totals), four_sums(sums[0], sums[1], sums[2], sums[3])));
-}
-
 /* The float16 at an address. */
 static inline float from_half(const uint8_t *at) {
     uint16_t half;
