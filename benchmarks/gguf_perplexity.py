@@ -3,8 +3,8 @@
     python -m benchmarks.gguf_perplexity --work WORK --converter FOLDER --peer-python PYTHON
 
 llama.cpp's converter (`benchmarks.llamacpp`) and quantiser write each file, with every matrix in the type where
-llama.cpp has it so. Both engines get the same tokens in the same windows. Both round what a matrix is multiplied with to 8
-bits, each in its way, so perplexities differ a little either way. The difference has a standard error: that of the
+llama.cpp has it so. Both engines get the same tokens in the same windows. Both round what a matrix is multiplied with
+to 8 bits, each in its way, so perplexities differ a little either way. The difference has a standard error: that of the
 windows' means. A table goes to standard error, one JSON object to standard output.
 
 Blocks of 256 do not divide the shipped model's rows: for those types it is widened first (`benchmarks.widen`), which
