@@ -32,7 +32,7 @@ from tiermoe.formats.registry import encoding_named
 from tiermoe.formats.trellis import GROUPS, Trellis
 from tiermoe.kernels.experts import FusedExperts, expert_kernel
 from tiermoe.kernels.gates import gate_named
-from tiermoe.kernels.linear import MatrixForm, linear, linear_for, matrix_form
+from tiermoe.kernels.linear import MatrixForm, linear, linear_for, matrix_form, prepared_at_most
 from tiermoe.types import MoeLayer, Part
 
 needs_native = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
@@ -212,6 +212,15 @@ def test_every_instruction_set_gives_the_same_bits(
 
     found = on_every_set(both)
     assert all(torch.equal(each, found[0]) for each in found)
+
+
+@needs_native
+@by_set
+@EVERY
+def test_quantised_activations_take_no_more_than_is_planned(encoding: Encoding) -> None:
+    tokens, columns = 9, 768  # so many tokens are quantised once for all threads
+    taken = native._native.prepared(form_of(encoding, 64, columns).absent(), tokens, tokens, 1)
+    assert taken <= tokens * prepared_at_most(columns) + 64  # whole cache lines
 
 
 @needs_native

@@ -90,9 +90,9 @@ def address(tensor: Tensor | None) -> int:
 
 
 def prepared_at_most(columns: int) -> int:
-    """Bytes of a token's quantised activations of so many columns (matrix_prepared in native/matrix.h): per group of 32
-    int8 codes, a scale and a sum; AVX2's int16 activations take more."""
-    return (136 if instruction_set() == "avx2" else 40) * -(-columns // 32)
+    """Upper bound of the bytes of one token's quantised activations, for any encoding (native/isa/integers.h): each 32
+    columns have int8 codes, a scale and two sums; in AVX2's blocks of rows int16 codes, a sum and a scale."""
+    return (72 if instruction_set() == "avx2" else 44) * -(-columns // 32)
 
 
 def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> MatrixForm | None:
