@@ -25,7 +25,7 @@
 #include "e4m3.h"
 
 #define BLOCKS_PRODUCT(coding, name) \
-    PRODUCT(name) { block_times(coding, matrix, block, x, prepared, tokens, out, stride); }
+    PRODUCT(name) { (void)x, block_times(coding, matrix, block, prepared, tokens, out, stride); }
 BLOCKS_PRODUCT(INT4, int4)
 BLOCKS_PRODUCT(NL4, nl4)
 BLOCKS_PRODUCT(NL3, nl3)

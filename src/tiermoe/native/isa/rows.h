@@ -7,7 +7,6 @@
 
 enum {
     ROW_TILE = 4,    /* rows whose sums are in registers at a time */
-    LINE = 64,       /* bytes of a cache line */
     ROW_TOKENS = 16, /* that share what is widened of four rows */
     ROW_ROOM = 1 << 15, /* floats of tokens that are widened at a time: they lie on the stack */
 };

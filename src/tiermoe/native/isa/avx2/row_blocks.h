@@ -387,9 +387,8 @@ INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const 
     for (size_t m = 0; m < tokens; m++) store_block(totals + m * BLOCK, out + m * stride);
 }
 
-INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const bf16 *unprepared, const float *prepared,
+INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const float *prepared,
                         size_t tokens, bf16 *out, size_t stride) {
-    (void)unprepared;
     const SpanX *x = (const SpanX *)prepared;
     for (size_t parts = (tokens + SPAN_TOKENS - 1) / SPAN_TOKENS; parts; parts--) {
         const size_t some = (tokens + parts - 1) / parts;

@@ -134,12 +134,6 @@ static inline void look_up_32(const bf16 numbers[16], const uint8_t *from, bf16 
     }
 }
 
-/* The sums of the lanes of four registers. */
-static inline __m128 four_sums(__m256 a, __m256 b, __m256 c, __m256 d) {
-    const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d)); /* a b c d in each half */
-    return _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
-}
-
 /* Of four registers' halves of four lanes (0 + 2) + (1 + 3). */
 static inline __m256 sums_of_fours(__m256 a, __m256 b, __m256 c, __m256 d) {
     const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
@@ -165,7 +159,6 @@ static inline Eight eight_from(const float *from) { return _mm256_loadu_ps(from)
 static inline void eight_to(float *to, Eight a) { _mm256_storeu_ps(to, a); }
 static inline Eight eight_times(Eight a, Eight b) { return _mm256_mul_ps(a, b); }
 static inline Eight eight_times_plus(Eight a, Eight b, Eight c) { return _mm256_fmadd_ps(a, b, c); }
-static inline Eight eight_of_bf16(const bf16 *from) { return eight_of(_mm_loadu_si128((const void *)from)); }
 static inline Eight eight_bits(Words words) { return _mm256_castsi256_ps(words); }
 
 static inline Words words_from(const void *from) { return _mm256_loadu_si256(from); }

@@ -297,10 +297,9 @@ INLINE void block_panels(Coding coding, const Matrix *matrix, Place at, const fl
     for (size_t m = 0; m < tokens; m++) store_rows((const __m512 *)(totals + m * BLOCK), out + m * stride);
 }
 
-INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const bf16 *unprepared, const float *prepared,
+INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const float *prepared,
                         size_t tokens, bf16 *out, size_t stride) {
     const Place at = place_of(matrix, block);
-    (void)unprepared;
     switch (tokens) {
         case 1: block_tile(coding, 1, matrix, at, prepared, out, stride); return;
         case 2: block_tile(coding, 2, matrix, at, prepared, out, stride); return;

@@ -18,11 +18,6 @@ enum {
     SIXTEENS = STRIP / 16,
 };
 
-/* Asks for so many bytes that are used later. */
-INLINE void ask_for(const uint8_t *at, size_t bytes) {
-    for (size_t ahead = 0; ahead < bytes; ahead += 64) _mm_prefetch((const char *)(at + ahead), _MM_HINT_T1);
-}
-
 /* The scales of a strip's groups, and their offsets: of groups of 32 columns in the upper half of `scales`, of sixteen in a
  * register of their own. */
 INLINE void lane_groups(Coding coding, size_t group, const Matrix *matrix, size_t row, size_t column, const uint8_t *at, size_t width,
@@ -33,6 +28,16 @@ INLINE void lane_groups(Coding coding, size_t group, const Matrix *matrix, size_
     *scales = _mm512_castps256_ps512(of.scales[0]);
     if (group == 16 || has_offsets(coding)) *scales = _mm512_insertf32x8(*scales, group == 16 ? of.scales[1] : of.offsets[0], 1);
     if (group == 16 && has_offsets(coding)) *offsets = _mm512_insertf32x8(_mm512_castps256_ps512(of.offsets[0]), of.offsets[1], 1);
+}
+
+/* The strip at a column of a row, pieces and scales; that of a row further down, which comes later, is asked for. */
+INLINE void take_strip(Coding coding, size_t group, const Matrix *matrix, size_t row, size_t column, size_t width,
+                       __m512i pieces[PIECES], __m512 *scales, __m512 *offsets) {
+    const size_t row_bytes = row_bytes_of(coding, matrix->columns), bytes = row_bytes_of(coding, width);
+    const uint8_t *at = (const uint8_t *)matrix->weights + row * row_bytes + row_bytes_of(coding, column);
+    for (size_t ahead = 0; ahead < bytes; ahead += 64) _mm_prefetch((const char *)(at + ROWS_AHEAD * row_bytes + ahead), _MM_HINT_T1);
+    strip_pieces(coding, at, width, pieces);
+    lane_groups(coding, group, matrix, row, column, at, width, scales, offsets);
 }
 
 /* Of each quarter of 128 bits, one after the other: those of four registers. */
@@ -93,14 +98,10 @@ typedef struct {
  * tokens known when compiling. */
 INLINE void four_rows_of_few(Coding coding, size_t group, size_t tokens, const Matrix *matrix, size_t first, size_t end, size_t n,
                              size_t column, size_t width, const XIntegers *x, FewStrip *to) {
-    const size_t row_bytes = row_bytes_of(coding, matrix->columns);
     __m512i pieces[ROW_GROUP][PIECES];
     for (size_t i = 0; i < ROW_GROUP; i++) {
-        const size_t r = ROW_GROUP * n + i, row = first + r < end ? first + r : end - 1;
-        const uint8_t *at = (const uint8_t *)matrix->weights + row * row_bytes + row_bytes_of(coding, column);
-        ask_for(at + ROWS_AHEAD * row_bytes, row_bytes_of(coding, width));
-        strip_pieces(coding, at, width, pieces[i]);
-        lane_groups(coding, group, matrix, row, column, at, width, &to->scales[r], &to->offsets[r]);
+        const size_t r = ROW_GROUP * n + i, row = least(first + r, end - 1);
+        take_strip(coding, group, matrix, row, column, width, pieces[i], &to->scales[r], &to->offsets[r]);
     }
     for (size_t m = 0; m < tokens; m++)
         for (size_t k = 0; k < PIECES; k++) {
@@ -166,25 +167,16 @@ typedef struct {
 
 INLINE void unpack_rows(Coding coding, size_t group, const Matrix *matrix, size_t begin, size_t end, size_t column, size_t columns,
                         Span *to) {
-    const size_t row_bytes = row_bytes_of(coding, matrix->columns);
-    for (size_t r = 0; r < BLOCK; r++) {
-        const size_t row = begin + r < end ? begin + r : end - 1;
-        const uint8_t *at = (const uint8_t *)matrix->weights + row * row_bytes + row_bytes_of(coding, column);
+    for (size_t r = 0; r < BLOCK; r++)
         for (size_t c = 0; c < columns; c += STRIP) {
-            const size_t width = block_columns(coding) == STRIP || columns - c >= STRIP ? STRIP : columns - c;
+            const size_t row = least(begin + r, end - 1), n = c / STRIP;
             __m512i pieces[PIECES];
-            ask_for(at + ROWS_AHEAD * row_bytes, row_bytes_of(coding, width));
-            if (width == STRIP) {
-                strip_pieces(coding, at, STRIP, pieces);
-                lane_groups(coding, group, matrix, row, column + c, at, STRIP, &to->scales[c / STRIP][r], &to->offsets[c / STRIP][r]);
-            } else {
-                strip_pieces(coding, at, width, pieces);
-                lane_groups(coding, group, matrix, row, column + c, at, width, &to->scales[c / STRIP][r], &to->offsets[c / STRIP][r]);
-            }
+            if (block_columns(coding) == STRIP || columns - c >= STRIP)
+                take_strip(coding, group, matrix, row, column + c, STRIP, pieces, &to->scales[n][r], &to->offsets[n][r]);
+            else
+                take_strip(coding, group, matrix, row, column + c, columns - c, pieces, &to->scales[n][r], &to->offsets[n][r]);
             for (size_t k = 0; k < PIECES; k++) _mm512_store_si512(to->codes[r] + c + k * PIECE, pieces[k]);
-            at += row_bytes_of(coding, width);
         }
-    }
 }
 
 /* The strip at a column of a span: of sixteen rows four columns to a register, four registers of sixteen columns at a time.
@@ -225,13 +217,13 @@ INLINE void strips_of_many(Coding coding, size_t group, const Matrix *matrix, si
     Span span;
     BlockPanel panel;
     for (size_t r = 0; r < BLOCK; r++)
-        row[r] = in_place ? (const uint8_t *)matrix->weights + (begin + r < end ? begin + r : end - 1) * columns : span.codes[r];
+        row[r] = in_place ? (const uint8_t *)matrix->weights + least(begin + r, end - 1) * columns : span.codes[r];
     memset(totals, 0, tokens * BLOCK * sizeof *totals);
     for (size_t c = 0, width; c < columns; c += STRIP) {
         const size_t of_span = c % (SPAN_STRIPS * STRIP), left = columns - c;
-        width = left < STRIP ? left : STRIP;
+        width = least(left, STRIP);
         if (of_span == 0 && !in_place)
-            unpack_rows(coding, group, matrix, begin, end, c, left < SPAN_STRIPS * STRIP ? left : SPAN_STRIPS * STRIP, &span);
+            unpack_rows(coding, group, matrix, begin, end, c, least(left, SPAN_STRIPS * STRIP), &span);
         if (in_place)
             panel_strip(coding, group, &span, row, above_zero(coding), c, width, &panel);
         else
@@ -242,7 +234,7 @@ INLINE void strips_of_many(Coding coding, size_t group, const Matrix *matrix, si
 
 INLINE void strips_block(Coding coding, size_t group, const Matrix *matrix, size_t block, const float *prepared, size_t tokens,
                          bf16 *out, size_t stride) {
-    const size_t begin = block * BLOCK, end = matrix->rows - begin < BLOCK ? matrix->rows : begin + BLOCK;
+    const size_t begin = block * BLOCK, end = least(matrix->rows, begin + BLOCK);
     const bf16 *scales = coding == INT8 ? (const bf16 *)matrix->scales + begin : NULL;
     float totals[PANEL_TOKENS * BLOCK] __attribute__((aligned(64)));
     for (size_t calls = (tokens + PANEL_TOKENS - 1) / PANEL_TOKENS; calls; calls--) {

@@ -12,9 +12,6 @@ enum {
     PIECES = STRIP / PIECE,
 };
 
-/* bits of a where mask has ones, of b elsewhere */
-static inline __m512i chosen(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xCA); }
-
 /* (a & mask) | b */
 static inline __m512i with_masked(__m512i b, __m512i a, int mask) {
     return _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)mask), a, b, 0xEA);

@@ -79,13 +79,12 @@ INLINE void plus_part(Coding coding, const bf16 *scales, const int32_t sums[BLOC
     }
 }
 
-INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const bf16 *unprepared, const float *prepared,
+INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const float *prepared,
                         size_t tokens, bf16 *out, size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, groups = columns / group;
     const size_t before = is_uneven(coding) ? UNEVEN_SCALES : 0, apart = before + code_bytes(coding, group); /* bytes of a group */
     const uint8_t *codes = (const uint8_t *)matrix->weights + block * apart * groups + before;
     const bf16 *scales = matrix->scales;
-    (void)unprepared;
     if (!is_uneven(coding)) scales += block * BLOCK * (has_pairs(coding) ? 2 : groups);
     for (size_t first = 0; first < tokens; first += TOGETHER) {
         const size_t count = tokens - first < TOGETHER ? tokens - first : TOGETHER;

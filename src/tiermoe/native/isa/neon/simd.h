@@ -125,11 +125,6 @@ static inline void store_codes(int8_t *to, Vector numbers) {
     vst1q_s8(to, vcombine_s8(vmovn_s16(vcombine_s16(words[0], words[1])), vmovn_s16(vcombine_s16(words[2], words[3]))));
 }
 
-/* The sums of the lanes of four registers. */
-static inline float32x4_t four_sums(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d) {
-    return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
-}
-
 /* out[i] = scale * the sum of dots[i]. */
 static inline void four_dots(const Vector dots[4], float scale, float *out) {
     for (int i = 0; i < 4; i++) {
