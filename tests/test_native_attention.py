@@ -19,13 +19,13 @@ from tiermoe.formats.int8 import Int8
 from tiermoe.formats.plain import Plain
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.kernels.attention import (
-    DecodeAttention,
+    FusedAttention,
     GroupedAttention,
     LatentAttention,
     PackedMatrix,
     Slabs,
     Step,
-    decode_attention,
+    fused_attention,
 )
 from tiermoe.kernels.norm import Norm
 
@@ -99,9 +99,9 @@ class Case:
         angles = torch.rand(LENGTH, shape.rotary // 2, generator=torch.Generator().manual_seed(1)) * 6
         self.cos, self.sin = (torch.cat((each, each), -1).bfloat16() for each in (angles.cos(), angles.sin()))
         self.weights = self._latent() if shape.latent else self._grouped()
-        kernel = decode_attention(self.weights)
+        kernel = fused_attention(self.weights)
         assert kernel is not None
-        self.kernel: DecodeAttention = kernel
+        self.kernel: FusedAttention = kernel
 
     def _random(self, *shape: int) -> Tensor:
         self._seed += 1
@@ -389,5 +389,5 @@ def test_a_layer_whose_shapes_do_not_suit_has_no_kernel(case: Callable[[str], Ca
     weights = case("qwen3_moe").weights
     assert isinstance(weights, GroupedAttention)
     for change in ({"head_columns": 16}, {"head_columns": 64}, {"rotary_columns": 33}, {"value_columns": 64}):
-        assert decode_attention(replace(weights, **change)) is None
-    assert decode_attention(replace(weights, norm_query=Norm(torch.ones(16).bfloat16(), 1e-6))) is None
+        assert fused_attention(replace(weights, **change)) is None
+    assert fused_attention(replace(weights, norm_query=Norm(torch.ones(16).bfloat16(), 1e-6))) is None

@@ -62,7 +62,7 @@ def test_decoding_agrees_with_transformers_code_on_the_same_packed_weights(famil
         engine = model.tiermoe
         if decoder == "auto" and family not in WITH_MAMBA:
             layers = engine.decoder.layers
-            assert all(each.decode_attention or isinstance(each.attention, GatedDelta) for each in layers)
+            assert all(each.fused_attention or isinstance(each.attention, GatedDelta) for each in layers)
         found.append(logits_of_steps(engine, ids, 6).float())
         engine.close()
     fast, own = found

@@ -19,7 +19,7 @@ from tiermoe.engine.load import resolve_for
 from tiermoe.engine.memory_plan import total
 from tiermoe.engine.needs import expanding_needs
 from tiermoe.engine.request_loop import use_of
-from tiermoe.kernels.attention import Slabs, Step, decode_attention_workspace
+from tiermoe.kernels.attention import Slabs, Step, ATTENDED
 from tiermoe.kernels.delta import DeltaKernel, DeltaSizes
 from tiermoe.model.attention.grouped import GroupedSizes
 from tiermoe.model.attention.latent import LatentSizes
@@ -93,16 +93,16 @@ def test_few_tokens_take_no_more_than_is_said(kind: str, tokens: int, positions:
     cache = decoder.new_cache(tokens, positions, 1)
     last = torch.full((tokens,), positions - 1)
     for layer, (each, its) in enumerate(zip(decoder.layers, sizes, strict=True)):
-        assert each.decode_attention is not None
+        assert each.fused_attention is not None
         slabs: Slabs = cache.native[layer]
         turned = torch.zeros(tokens, 64, dtype=torch.bfloat16)
-        said = its.decode_bytes(tokens, positions, threads, 128)
+        said = its.fused_bytes(tokens, positions, threads, 128)
         ways = [(torch.arange(tokens), last)]
         if tokens <= positions and not its.shape.window:  # of one sequence after each other: by blocks of queries
             ways.append((torch.zeros(tokens, dtype=torch.int64), torch.arange(positions - tokens, positions)))
         taken = [
             _native.workspace(
-                each.decode_attention._packed, Step(slab, at, turned, turned).packed, slabs.packed, threads
+                each.fused_attention._packed, Step(slab, at, turned, turned).packed, slabs.packed, threads
             )
             for slab, at in ways
         ]
@@ -114,7 +114,7 @@ def test_few_tokens_take_no_more_than_is_said(kind: str, tokens: int, positions:
 def test_more_than_few_tokens_need_no_more() -> None:
     """A longer step is none of the kernel's."""
     args = (4096, 2, (32, 4, 128, 128), 2048, 0)
-    assert decode_attention_workspace(64, *args) == decode_attention_workspace(4096, *args) > 16 << 20
+    assert ATTENDED(64, *args) == ATTENDED(4096, *args) > 16 << 20
 
 
 @pytest.mark.skipif(not native.available(), reason="needs the native kernels")
@@ -122,8 +122,8 @@ def test_what_expands_latents_is_in_the_plan(tmp_path: Path) -> None:
     _, decoder, sizes = model_of("deepseek_v2", torch.bfloat16, **SUITABLE["deepseek_v2"])
     kept = 0
     for layer in decoder.layers:
-        assert layer.decode_attention is not None
-        matrices = (layer.decode_attention.weights.key_up, layer.decode_attention.weights.value_up)  # type: ignore[union-attr]
+        assert layer.fused_attention is not None
+        matrices = (layer.fused_attention.weights.key_up, layer.fused_attention.weights.value_up)  # type: ignore[union-attr]
         kept += sum(matrix.fields["weight"].nbytes for matrix in matrices)
     assert kept == sum(each.expanding_bytes for each in sizes if isinstance(each, LatentSizes)) > 0
     blueprint = inspect_model(write(tmp_path, "deepseek_v2", torch.bfloat16, **SUITABLE["deepseek_v2"]), "latent")

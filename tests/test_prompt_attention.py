@@ -19,13 +19,13 @@ from tiermoe import native
 from tiermoe.batch import Batch, Row, decode, prompt, verify
 from tiermoe.formats.plain import Plain
 from tiermoe.kernels.attention import (
-    DecodeAttention,
+    FusedAttention,
     GroupedAttention,
     PackedMatrix,
     Piece,
     Slabs,
     Step,
-    decode_attention,
+    fused_attention,
     prompt_attention,
     prompt_state,
     prompt_workspace,
@@ -255,14 +255,14 @@ class Layer:
         ]
         output = PackedMatrix(Plain(), {"weight": torch.eye(width).bfloat16()}, width, width)
         norm = Norm(torch.ones(width).bfloat16(), 1e-6)
-        kernel = decode_attention(
+        kernel = fused_attention(
             GroupedAttention(
                 *projections, output, norm, norm, COLUMNS, COLUMNS, NARROW, window=case.window or 0,
                 chunked=case.chunked, sinks=self.sinks,
             )
         )  # fmt: skip
         assert kernel is not None
-        self.kernel: DecodeAttention = kernel
+        self.kernel: FusedAttention = kernel
         self.hidden = width
 
     def slabs(self, count: int = 1) -> Slabs:

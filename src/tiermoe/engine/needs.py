@@ -243,7 +243,7 @@ def _attention_needs(blueprint: Blueprint, layers: Sequence[DecoderLayer], load:
     kinds = [[each for each in sizes if type(each) is kind] for kind in {type(each) for each in sizes}]
     many = sum(max(each.prompt_bytes(load, blueprint.dtype) for each in alike) for alike in kinds)
     few = max(
-        each.sizes.decode_bytes(load.tokens, load.context, load.threads, widest) if each.by_kernel else 0
+        each.sizes.fused_bytes(load.tokens, load.context, load.threads, widest) if each.by_kernel else 0
         for each in layers
     )
     rotary_columns: dict[int, int] = {}  # by kind of rotary embedding, each of which has a table

@@ -1,5 +1,5 @@
-"""Attention over the key/value cache: the attention half of a decoder layer for few tokens in one call
-(`DecodeAttention`), and attention alone for a prompt's tokens (`prompt_attention`).
+"""Attention over the key/value cache: the attention half of a decoder layer in one call (`FusedAttention`), and
+attention alone for a prompt's tokens (`prompt_attention`).
 
 `GroupedAttention` or `LatentAttention` describes a layer, `Step` the tokens, `Slabs` the memory of keys and values. A
 token's values depend on its sequence's positions alone, bit for bit, the same in both: neither the other tokens of a
@@ -8,7 +8,7 @@ call nor the number of threads matter, nor whether the cache is a ring.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from tiermoe.native import ROWS, _native, structs
 from tiermoe.types import FEW_TOKENS
 
 HEAD_COLUMNS = 32  # a head has a multiple of them
-LARGEST_HEAD = 256
+LARGEST_HEAD, LARGEST_KEY = 256, 1024  # columns; a key: a latent with its rotary key
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,8 @@ class LatentAttention:
     interleaved: bool = True
     residual_multiplier: float = 1.0  # of the output before the residual sum
     rotated_at_once: bool = False
+    sinks: Tensor | None = None  # float32 (heads): a score without a value that joins a head's softmax
+    gate: PackedMatrix | None = None  # (heads, H) or (heads * value_columns, H), by whose sigmoid values are multiplied
 
 
 def pack_layer(weights: GroupedAttention | LatentAttention) -> bytes | None:
@@ -119,7 +121,8 @@ def _grouped(weights: GroupedAttention) -> bytes | None:
     if not query_norm or not key_norm or _any_layer_norm(weights.norm_query, weights.norm_key):
         return None
     sizes = (heads, kv_heads, head, value_columns, weights.rotary_columns, 0, weights.window)
-    return _packed(weights, (query, key, value, output, None, None), shapes, weights.norm_key, weights.sinks, sizes)
+    projections = (query, key, value, output, None, None, None)
+    return _packed(weights, projections, shapes, weights.norm_key, weights.sinks, sizes)
 
 
 def _norms(norm: Norm | None, widths: tuple[int, ...]) -> bool:
@@ -139,22 +142,23 @@ def _latent(weights: LatentAttention) -> bytes | None:
     ]  # fmt: skip
     if first:
         shapes.append((first, first.out, hidden))
-    if (first is None) != (weights.norm_query is None) or latent % 64 or weights.value_columns % 64:
+    if weights.gate:
+        wide = weights.gate.out != heads
+        shapes.append((weights.gate, heads * weights.value_columns if wide else heads, hidden))
+    if (first is None) != (weights.norm_query is None):
         return None
     if weights.key_up.bias is not None or weights.value_up.bias is not None:
         return None
-    if not _columns_suit(head, weights.value_columns, rotary, rotary) or rotary % HEAD_COLUMNS:
+    if not takes_latents(torch.bfloat16, head, weights.value_columns, latent, rotary):
         return None
-    projections = (weights.query, weights.latent, weights.value_up, weights.output, first, weights.key_up)
+    projections = (weights.query, weights.latent, weights.value_up, weights.output, first, weights.key_up, weights.gate)
     sizes = (heads, 1, head, weights.value_columns, rotary, latent, 0)
-    return _packed(weights, projections, shapes, weights.norm_latent, None, sizes)
+    return _packed(weights, projections, shapes, weights.norm_latent, weights.sinks, sizes)
 
 
 def _packed(
     weights: GroupedAttention | LatentAttention,
-    projections: tuple[
-        PackedMatrix, PackedMatrix, PackedMatrix, PackedMatrix, PackedMatrix | None, PackedMatrix | None
-    ],
+    projections: Sequence[PackedMatrix | None],
     shapes: list[tuple[PackedMatrix, int, int]],
     norm_key: Norm | None,
     sinks: Tensor | None,
@@ -168,14 +172,15 @@ def _packed(
     packed = [None if matrix is None else matrix.described() for matrix in projections]
     if any((matrix is None) != (each is None) for matrix, each in zip(projections, packed, strict=True)):
         return None
-    query, key, value, output, query_first, key_up = (each or structs.Projection() for each in packed)
+    query, key, value, output, query_first, key_up, gate = (each or structs.Projection() for each in packed)
     before, after, query_norm, latent_or_key = (norm.described() if norm else structs.Norm() for norm in norms)
     heads, kv_heads, key_columns, value_columns, rotary_columns, latent_columns, window = sizes
     return _native.pack(
         structs.Attention(
-            query=query, key=key, value=value, output=output, query_first=query_first, key_up=key_up, before=before,
-            after=after, query_norm=query_norm, key_norm=latent_or_key, sinks=address(sinks), heads=heads,
-            kv_heads=kv_heads, key_columns=key_columns, value_columns=value_columns, rotary_columns=rotary_columns,
+            query=query, key=key, value=value, output=output, query_first=query_first, key_up=key_up, gate=gate,
+            before=before, after=after, query_norm=query_norm, key_norm=latent_or_key, sinks=address(sinks),
+            heads=heads, kv_heads=kv_heads, key_columns=key_columns, value_columns=value_columns,
+            rotary_columns=rotary_columns,
             latent_columns=latent_columns, window=window,
             gated=isinstance(weights, GroupedAttention) and weights.gated,
             interleaved=2 if weights.rotated_at_once else weights.interleaved,
@@ -197,23 +202,34 @@ def _any_layer_norm(*norms: Norm | None) -> bool:
 
 _TILE = 128  # positions of a piece of work
 _PROJECTIONS = 3
+_OWN_TOKENS = 8  # whose inputs each thread makes for itself
+_HEAD_TOKENS = 64  # that go through a head's own matrix at a time
 
 
-def decode_attention_workspace(
-    tokens: int, positions: int, threads: int, heads: tuple[int, int, int, int], hidden: int, latent: int
-) -> int:
-    """Largest workspace of the kernel, in bytes, for so many tokens that attend to up to `positions` each. heads: query
-    heads, key/value heads, columns of a key and of a value as they are attended to. hidden: of the model, or of a
-    narrow query if that is wider. latent: columns of a latent, 0: none."""
-    count, kv_heads, key, value = heads
-    tokens = min(tokens, FEW_TOKENS)
-    tiles = tokens * (-(-positions // _TILE) + 1)
-    widest = max(hidden, count * max(key, value), latent)
-    known = _PROJECTIONS * (tokens * prepared_at_most(widest) + 64)
-    shared = threads * (known + 2 * tokens * (hidden + max(latent, key)))
-    projected = 2 * tokens * (2 * hidden + count * (2 * key + value) + kv_heads * (key + value))
-    blocks = 0 if latent else prompt_workspace(threads, key, value) + 24 * tokens * count // kv_heads
-    return shared + projected + tiles * (4 * count * (value + 16) + 32) + blocks
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What the kernel's workspace follows from: heads of queries and of keys, columns of a key and of a value as they
+    are attended to, `projected` columns of a token in all that matrices give and take between the hidden states,
+    columns of the widest input, and of a latent, 0: none."""
+
+    heads: int
+    kv_heads: int
+    key: int
+    value: int
+    projected: int
+    widest: int
+    latent: int = 0
+
+    def workspace(self, tokens: int, positions: int, threads: int) -> int:
+        """Largest workspace of the kernel, in bytes, for so many tokens that attend to up to `positions` each."""
+        tiles = min(tokens, FEW_TOKENS) * (-(-positions // _TILE) + 1)
+        inputs = max(tokens, min(tokens, _OWN_TOKENS) * threads)
+        known = inputs * (_PROJECTIONS * prepared_at_most(self.widest) + 2 * self.widest) + 64 * _PROJECTIONS * threads
+        of_heads = _HEAD_TOKENS * (2 * max(self.latent, self.key) + prepared_at_most(self.latent)) if self.latent else 0
+        blocks = 24 * tokens * (1 + self.heads // self.kv_heads // _QUERY_ROWS)
+        each = 2 * tokens * (self.projected + self.heads * self.key) + blocks
+        shared = prompt_workspace(threads, self.key, self.value) + threads * of_heads + 1024
+        return known + each + shared + tiles * (4 * self.heads * (self.value + 16) + 32)
 
 
 class Slabs:
@@ -317,8 +333,8 @@ class Step:
         return Step(*self._held, chosen, self._temperatures)
 
 
-class DecodeAttention:
-    """Decode attention of one layer. Keeps the weights alive."""
+class FusedAttention:
+    """The attention half of one layer. Keeps the weights alive."""
 
     def __init__(self, weights: GroupedAttention | LatentAttention, packed: bytes) -> None:
         self.weights = weights
@@ -345,11 +361,11 @@ class DecodeAttention:
         return out, normed
 
 
-def decode_attention(weights: GroupedAttention | LatentAttention) -> DecodeAttention | None:
-    """The `DecodeAttention` of a layer; None where the kernel does not take the shapes or encodings, or does not run on
+def fused_attention(weights: GroupedAttention | LatentAttention) -> FusedAttention | None:
+    """The `FusedAttention` of a layer; None where the kernel does not take the shapes or encodings, or does not run on
     this machine."""
     packed = pack_layer(weights)
-    return None if packed is None else DecodeAttention(weights, packed)
+    return None if packed is None else FusedAttention(weights, packed)
 
 
 _QUERY_ROWS = 64  # queries of a block of a prompt
@@ -361,25 +377,15 @@ def takes_prompts(dtype: torch.dtype, key_columns: int, value_columns: int) -> b
     return fits and dtype == torch.bfloat16 and native.available()
 
 
+def takes_latents(dtype: torch.dtype, head: int, value: int, latent: int, rotary: int) -> bool:
+    """Whether `FusedAttention` runs on this machine for latent attention of so many columns."""
+    fits = not (latent % 64 or value % 64 or rotary % HEAD_COLUMNS) and latent + rotary <= LARGEST_KEY
+    return fits and takes_prompts(dtype, head, value) and _columns_suit(head, value, rotary, rotary)
+
+
 def prompt_workspace(threads: int, key_columns: int, value_columns: int) -> int:
     """Workspace of the kernel, in bytes, beside queries, keys, values and result."""
     return 4 * threads * ((_QUERY_ROWS + _TILE) * (key_columns + value_columns) + (2 * _TILE + 6) * _QUERY_ROWS)
-
-
-def prompt_state(tokens: int, heads: int, kv_heads: int, value_columns: int) -> int:
-    """Bytes of a `Piece`'s state."""
-    return 4 * kv_heads * -(-(tokens * heads // kv_heads) // _QUERY_ROWS) * _QUERY_ROWS * (value_columns + 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a long sequence, positions begin .. end - 1: their keys and values begin at row 0 of the slab. `begin`
-    is a multiple of the slab's room and of 128, a tile. state: a buffer of `prompt_state` bytes, the same for all
-    pieces, which follow each other from position 0 on."""
-
-    begin: int
-    end: int
-    state: Tensor
 
 
 def prompt_attention(
@@ -390,14 +396,12 @@ def prompt_attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
-    piece: Piece | None = None,
     chunked: bool = False,
 ) -> Tensor:
     """query (T, heads, columns), bfloat16: the tokens of a sequence from position `first` on, in position. Their keys
     and values, and those before, are in slab `slab`. window: positions that each attends to, its own included; None:
     all. chunked: a token attends from a multiple of the window on. sinks: float32 (heads), scores without a value that
-    join each softmax. piece: the positions that are attended to; None: all → (T, heads, value columns); only the last
-    piece's have a meaning.
+    join each softmax → (T, heads, value columns).
 
     ValueError: of another dtype or shape; slabs that do not fit. The interpreter's lock is released meanwhile."""
     tokens, heads, columns = query.shape
@@ -407,14 +411,11 @@ def prompt_attention(
     if sinks is not None and (not _are_sinks(sinks) or sinks.numel() != heads):
         raise ValueError(f"sinks must be contiguous float32 ({heads})")
     out = torch.empty((tokens, heads, slabs.columns[1]), dtype=torch.bfloat16)
-    if piece is not None and piece.state.nbytes < _native.prompt_state(slabs.packed, tokens, heads):
-        raise ValueError(f"a state of {piece.state.nbytes} bytes is too small")
-    begin, end, state = (0, first + tokens, 0) if piece is None else (piece.begin, piece.end, piece.state.data_ptr())
     threads = torch.get_num_threads()
     workspace = scratch.address("attention", _native.prompt_workspace(slabs.packed, threads))
     prompt = structs.Prompt(
-        query=query.data_ptr(), out=out.data_ptr(), sinks=address(sinks), tokens=tokens, heads=heads, slab=slab,
-        first=first, window=window or 0, chunked=chunked, scale=scale, begin=begin, end=end, state=state,
+        query=query.data_ptr(), out=out.data_ptr(), out_stride=slabs.columns[1], sinks=address(sinks), tokens=tokens,
+        heads=heads, slab=slab, first=first, window=window or 0, chunked=chunked, scale=scale,
     )  # fmt: skip
     _native.attend_prompt(slabs.packed, _native.pack(prompt), workspace, threads)
     return out

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from tiermoe.kernels.attention import DecodeAttention
+from tiermoe.kernels.attention import FusedAttention
 from tiermoe.model.attention.base import Attention, AttentionSizes, NoAttention, PositionIndexer
 from tiermoe.model.moe import DenseBlock, FeedForward, MoeBlock
 from tiermoe.model.parts import Norm
@@ -54,7 +54,7 @@ class Layer:
     norm_after: Norm | None
     feed_forward: FeedForward
     multiplier: float = 1.0  # of what is added to the residual (Granite)
-    decode_attention: DecodeAttention | None = None  # up to the second norm in one native call, for few tokens
+    fused_attention: FusedAttention | None = None  # up to the second norm in one native call, for few tokens
     indexer: PositionIndexer | None = None  # chooses before what tokens attend to
     norm_attended: Norm | None = None  # of attention's output before it is added
 
@@ -69,9 +69,9 @@ class Layer:
         """The second norm of x with attention's output added, and that sum itself, (T, H) each."""
         if self.indexer is not None:
             self.indexer(_normed(self.norm_before, x), index, step)
-        if self.decode_attention is not None and step.native:
+        if self.fused_attention is not None and step.native:
             native = step.native[self.attention.sizes.rotary]
-            x, normed = self.decode_attention(x, native, step.cache.native[index])
+            x, normed = self.fused_attention(x, native, step.cache.native[index])
             return normed, x
         attended = self.attention(_normed(self.norm_before, x), index, step)
         attended = attended if self.norm_attended is None else self.norm_attended(attended)
@@ -92,15 +92,15 @@ class Layer:
         by which queries and keys are rotated."""
         if not self.by_kernel or self.norm_before is None or self.norm_after is None:
             return self
-        kernel = self.attention.decode_kernel(self.norm_before, self.norm_after, rotary_columns, self.multiplier)
-        return replace(self, decode_attention=kernel)
+        kernel = self.attention.fused(self.norm_before, self.norm_after, rotary_columns, self.multiplier)
+        return replace(self, fused_attention=kernel)
 
     def watched(self, wrap: Callable[[Any], Any]) -> Layer:
         return replace(
             self,
             attention=wrap(self.attention),
             feed_forward=self.feed_forward.watched(wrap),
-            decode_attention=None if self.decode_attention is None else wrap(self.decode_attention),
+            fused_attention=None if self.fused_attention is None else wrap(self.fused_attention),
             indexer=None if self.indexer is None else wrap(self.indexer),
         )
 
@@ -110,7 +110,7 @@ class Layer:
 
     @property
     def batch_invariant(self) -> bool:
-        attends = self.decode_attention is not None or self.attention.batch_invariant
+        attends = self.fused_attention is not None or self.attention.batch_invariant
         indexes = self.indexer is None or self.indexer.batch_invariant
         return attends and self.feed_forward.batch_invariant and indexes
 

@@ -15,7 +15,6 @@ from tiermoe.model.cache.recurrent import StateRows
 from tiermoe.model.parts import Computed, joined
 from tiermoe.model.rotary import Rotary
 from tiermoe.native import available
-from tiermoe.types import FEW_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,8 @@ class Step:
     rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's dtype; cos, sin: the first
     ones. temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row the
     places of its recurrent states; None in a cache without them, or for a layer without (with_states). chosen:
-    positions that an indexer chose (`choose`). native: of each rotary embedding the step for the attention kernel of up
-    to FEW_TOKENS; empty if no kernel runs, or groups of heads attend to positions of their own."""
+    positions that an indexer chose (`choose`). native: of each rotary embedding the step for the attention kernel;
+    empty if no kernel runs, or groups of heads attend to positions of their own."""
 
     def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary, with_states: bool = True) -> None:
         self.cache = cache
@@ -63,7 +62,7 @@ class Step:
         ]
         self.chosen: Tensor | None = None
         self.native: list[NativeStep] = []
-        if len(batch.tokens) <= FEW_TOKENS and available() and cache.dtype == torch.bfloat16:
+        if available() and cache.dtype == torch.bfloat16:
             self.native = [
                 NativeStep(self.slabs, self.positions, cos, sin, None, None, factors)
                 for (cos, sin), factors in zip(self.angles, self.temperatures, strict=True)

@@ -10,6 +10,9 @@
 enum {
     PROJECTIONS = 3,      /* of one input, at the most */
     FEWEST_IN_BLOCKS = 8, /* tokens: fewer are faster one by one, with the same bits */
+    MOST_IN_TILES = 64,   /* tokens of a step, of which some are computed one by one: bounds the results of their tiles */
+    HEAD_TOKENS = 64,     /* of latent attention: so many at a time go through a head's own matrix */
+    A_TASK = 32,          /* tokens that are normed and prepared at a time */
 };
 
 /* A token's tile of positions. */
@@ -30,20 +33,24 @@ typedef struct {
     const Slabs *slabs;
     const bf16 *x;
     bf16 *out, *normed_out;
-    size_t works, blocks, prepared_each, heads_each; /* heads of a task */
-    size_t normed_each, one_head_each, panels_each;
+    size_t works, blocks, heads_each; /* heads of a task */
+    size_t own;                       /* inputs are made by each thread for itself: 1, or by tasks for all: 0 */
+    size_t prepared_each, normed_each, one_head_each, head_prepared_each, panels_each;
     Work *work;
     PromptWork *prompts;   /* (blocks) */
     size_t *places;        /* (tokens + 1): of a token's first tile; in a block there are none */
     float *panels;         /* of each thread: the workspace of a block */
-    bf16 *normed;          /* of each thread: normed inputs of what it multiplies */
-    float *prepared;       /* of each thread and projection: what is known of what it multiplies */
-    bf16 *one_head;        /* of each thread, (tokens, columns): of latent attention */
+    bf16 *normed;          /* of each thread, or of all: normed inputs of what is multiplied */
+    float *prepared;       /* likewise, of each projection: what is known of what it multiplies */
+    bf16 *one_head;        /* of each thread, (HEAD_TOKENS, columns): of latent attention */
+    float *head_prepared;  /* of each thread: what is known of one_head */
     bf16 *first;           /* (tokens, rows of query_first) */
     bf16 *projected_query; /* (tokens, rows of query) */
     bf16 *projected_key;
     bf16 *projected_value; /* of grouped attention */
-    bf16 *query;           /* (tokens, heads, attended key columns): in position */
+    bf16 *projected_gate;  /* of latent attention */
+    bf16 *query;           /* (tokens, heads, attended key columns): in position; of a block of latent attention's, what was
+                            * attended to then lies in its first columns */
     bf16 *attended;        /* (tokens, columns of output) */
     float *results;        /* (works, heads, tile_result(...)) */
 } Job;
@@ -89,24 +96,36 @@ static size_t first_tile(const Attention *layer, const Step *step, size_t token)
 
 static size_t last_tile(const Step *step, size_t token) { return last_of(step, token) / TILE; }
 
-/* How many tokens from `token` on, those of a sequence that follow each other, are computed by blocks of queries; 0: the token
- * is computed by itself. */
-static size_t in_blocks(const Attention *layer, const Step *step, size_t token) {
+/* Tokens from `token` on that are of one sequence and follow each other. */
+static size_t run_of(const Step *step, size_t token) {
     const int64_t *slabs = step->slabs + token, *positions = step->positions + token;
-    size_t count = 0;
-    if (layer->latent_columns || step->first || step->chosen) return 0;
+    size_t count = 1;
     while (token + count < step->tokens && slabs[count] == *slabs && positions[count] == *positions + (int64_t)count) count++;
-    return count < FEWEST_IN_BLOCKS ? 0 : count;
+    return count;
+}
+
+/* How many tokens from `token` on are computed by blocks of queries, those of one sequence that follow each other, or one
+ * whose positions are chosen; 0: the token is computed by itself. */
+static size_t in_blocks(const Step *step, size_t token) {
+    if (step->first) return 0;
+    if (step->chosen) return step->tokens >= FEWEST_IN_BLOCKS;
+    const size_t count = run_of(step, token);
+    return count < FEWEST_IN_BLOCKS && step->tokens <= MOST_IN_TILES ? 0 : count;
 }
 
 void step_measure(Step *step) {
     step->spread = 0;
-    for (size_t a = 0; a < step->tokens; a++)
-        for (size_t b = 0; b < a; b++) {
-            const int64_t apart = step->positions[a] - step->positions[b];
-            const size_t distance = (size_t)(apart < 0 ? -apart : apart);
-            if (step->slabs[a] == step->slabs[b] && distance > step->spread) step->spread = distance;
+    for (size_t a = 0, some; a < step->tokens; a += some) {
+        some = run_of(step, a);
+        step->spread = larger(step->spread, some - 1);
+        for (size_t b = 0, others; b < a; b += others) {
+            others = run_of(step, b);
+            const int64_t first = step->positions[a] - step->positions[b + others - 1];
+            const int64_t last = step->positions[a + some - 1] - step->positions[b];
+            const int64_t most = -first > last ? -first : last;
+            if (step->slabs[a] == step->slabs[b]) step->spread = larger(step->spread, (size_t)most);
         }
+    }
 }
 
 static const char *chosen_misfit(const Attention *layer, const Step *step) {
@@ -125,6 +144,7 @@ const char *attention_misfit(const Attention *layer, const Step *step, const Sla
     if (slabs->value_columns != (layer->latent_columns ? 0 : layer->value_columns))
         return "values of another number of columns than the layer's";
     if (slabs->key_scales && layer->latent_columns) return "codes for latents";
+    if (slabs->key_columns > MOST_KEY_COLUMNS) return "keys of more than 1024 columns";
     if (step->rotary_columns != layer->rotary_columns) return "cos and sin of another width than the layer rotates";
     if (slabs->ring && !layer->window) return "a ring for a layer without a window";
     if (slabs->ring && layer->window + step->spread > slabs->room)
@@ -139,12 +159,11 @@ const char *attention_misfit(const Attention *layer, const Step *step, const Sla
     return step->chosen ? chosen_misfit(layer, step) : NULL;
 }
 
-/* Floats of a token that a projection wants to know, at the most. */
-static size_t most_prepared(const Attention *layer) {
-    const Projection *all[] = {&layer->query, &layer->key, &layer->value, &layer->output, &layer->query_first, &layer->key_up};
+/* Floats of a token that projections want to know, at the most. */
+static size_t most_prepared(const Projection *const *projections, size_t count) {
     size_t most = 0;
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        if (all[i]->matrix.rows) most = larger(most, matrix_prepared(&all[i]->matrix));
+    for (size_t i = 0; i < count; i++)
+        if (projections[i]->matrix.rows) most = larger(most, matrix_prepared(&projections[i]->matrix));
     return most;
 }
 
@@ -152,17 +171,21 @@ static size_t most_prepared(const Attention *layer) {
 static size_t lay_out(Job *job, size_t threads, char *start) {
     const Attention *layer = job->layer;
     const size_t tokens = job->step->tokens, width = hidden(layer), latent = layer->latent_columns;
+    const Projection *whole[] = {&layer->query, &layer->key, latent ? &layer->gate : &layer->value, &layer->output, &layer->query_first};
+    const Projection *of_heads[] = {&layer->value, &layer->key_up};
     char *end = start;
     job->works = job->blocks = 0;
     for (size_t t = 0, some; t < tokens; t += some ? some : 1) {
-        some = in_blocks(layer, job->step, t);
+        some = in_blocks(job->step, t);
         job->blocks += prompt_blocks(some, layer->heads, job->slabs);
         if (!some) job->works += last_tile(job->step, t) - first_tile(layer, job->step, t) + 1;
     }
-    job->panels_each = job->blocks ? rows_workspace(layer->key_columns, layer->value_columns) : 0;
-    job->prepared_each = (tokens * most_prepared(layer) + 15) / 16 * 16; /* so that each begins at a cache line */
+    job->own = tokens <= FEWEST_IN_BLOCKS;
+    job->panels_each = job->blocks ? rows_workspace(key_width(layer), value_width(layer)) : 0;
+    job->prepared_each = (tokens * most_prepared(whole, sizeof whole / sizeof *whole) + 15) / 16 * 16; /* each begins at a cache line */
     job->normed_each = tokens * larger(width, layer->query_first.matrix.rows);
-    job->one_head_each = latent ? tokens * larger(latent, layer->key_columns) : 0;
+    job->one_head_each = latent ? HEAD_TOKENS * larger(latent, layer->key_columns) : 0;
+    job->head_prepared_each = latent ? (HEAD_TOKENS * most_prepared(of_heads, 2) + 15) / 16 * 16 : 0;
     const size_t group = layer->heads / layer->kv_heads, parts = (group + MOST_QUERIES - 1) / MOST_QUERIES;
     job->heads_each = (group + parts - 1) / parts;
 #define PART(field, count)    \
@@ -172,13 +195,15 @@ static size_t lay_out(Job *job, size_t threads, char *start) {
     PART(prompts, job->blocks)
     PART(places, tokens + 1)
     PART(panels, threads * job->panels_each)
-    PART(normed, threads * job->normed_each)
-    PART(prepared, threads * PROJECTIONS * job->prepared_each)
+    PART(normed, (job->own ? threads : 1) * job->normed_each)
+    PART(prepared, (job->own ? threads : 1) * PROJECTIONS * job->prepared_each)
     PART(one_head, threads * job->one_head_each)
+    PART(head_prepared, threads * job->head_prepared_each)
     PART(first, tokens * layer->query_first.matrix.rows)
     PART(projected_query, tokens * layer->query.matrix.rows)
     PART(projected_key, tokens * layer->key.matrix.rows)
     PART(projected_value, latent ? 0 : tokens * layer->value.matrix.rows)
+    PART(projected_gate, tokens * layer->gate.matrix.rows)
     PART(query, tokens * layer->heads * key_width(layer))
     PART(attended, tokens * layer->output.matrix.columns)
     PART(results, job->works * layer->heads * tile_result(value_width(layer)))
@@ -200,7 +225,7 @@ static void list_work(Job *job) {
     size_t lowest = SIZE_MAX, highest = 0, count = 0, blocks = 0;
     job->places[0] = 0;
     for (size_t t = 0, some; t < tokens; t += some ? some : 1) {
-        some = in_blocks(job->layer, job->step, t);
+        some = in_blocks(job->step, t);
         const size_t from = first_tile(job->layer, job->step, t), to = last_tile(job->step, t);
         for (size_t i = 0; i < prompt_blocks(some, job->layer->heads, job->slabs); i++)
             job->prompts[blocks++] = (PromptWork){t, some, i};
@@ -218,30 +243,65 @@ static void list_work(Job *job) {
         }
 }
 
-/* Where a thread keeps what is known for projection `which`. */
+/* Where a thread finds normed inputs, and what is known of inputs for projection `which`. */
+static bf16 *normed_for(const Job *job, size_t thread) { return job->normed + thread * job->own * job->normed_each; }
+
 static float *prepared_for(const Job *job, size_t which, size_t thread) {
-    return job->prepared + (thread * PROJECTIONS + which) * job->prepared_each;
+    return job->prepared + (thread * job->own * PROJECTIONS + which) * job->prepared_each;
 }
 
-/* Prepares x (tokens, columns) for this thread's products with up to PROJECTIONS matrices. */
-static void prepare(const Job *job, const Projection *const *projections, size_t count, const bf16 *x, size_t thread) {
-    for (size_t i = 0; i < count; i++) {
-        const Matrix *matrix = &projections[i]->matrix;
-        const size_t bytes = job->step->tokens * matrix_prepared(matrix) * sizeof(float);
-        if (i && matrices_alike(matrix, &projections[i - 1]->matrix))
-            memcpy(prepared_for(job, i, thread), prepared_for(job, i - 1, thread), bytes);
+/* What up to PROJECTIONS matrices multiply: rows of x (tokens, columns), normed where there is a norm. */
+typedef struct {
+    const Projection *projections[PROJECTIONS];
+    size_t count;
+    const bf16 *x;
+    const Norm *norm; /* NULL: as they are */
+} Inputs;
+
+/* What thread `thread` multiplies. */
+static const bf16 *multiplied(const Job *job, const Inputs *inputs, size_t thread) {
+    return inputs->norm ? normed_for(job, thread) : inputs->x;
+}
+
+/* Norms and prepares tokens begin .. end - 1. */
+static void make_inputs(const Job *job, const Inputs *inputs, size_t begin, size_t end, size_t thread) {
+    const size_t width = inputs->projections[0]->matrix.columns, at = begin * width;
+    if (inputs->norm)
+        for (size_t t = begin; t < end; t++) norm_row(inputs->norm, inputs->x + t * width, normed_for(job, thread) + t * width);
+    for (size_t i = 0; i < inputs->count; i++) {
+        const Matrix *matrix = &inputs->projections[i]->matrix;
+        const size_t each = matrix_prepared(matrix);
+        float *to = prepared_for(job, i, thread) + begin * each;
+        if (i && matrices_alike(matrix, &inputs->projections[i - 1]->matrix))
+            memcpy(to, prepared_for(job, i - 1, thread) + begin * each, (end - begin) * each * sizeof *to);
         else
-            matrix_prepare(matrix, x, job->step->tokens, prepared_for(job, i, thread));
+            matrix_prepare(matrix, multiplied(job, inputs, thread) + at, end - begin, to);
     }
 }
 
-/* out[t * stride + i] = row BLOCK * block + i of the projection of x[t], for each token. x: as projection `which` of `prepare`. */
-static void multiply(const Job *job, const Projection *projection, size_t which, size_t block, const bf16 *x,
-                        size_t thread, bf16 *out, size_t stride) {
-    const size_t tokens = job->step->tokens;
-    matrix_block(&projection->matrix, block, x, prepared_for(job, which, thread), tokens, out, stride);
+/* What is small every thread makes for itself: that costs less than waiting for another. */
+static void make_own(const Job *job, const Inputs *inputs, size_t thread) {
+    if (job->own) make_inputs(job, inputs, 0, job->step->tokens, thread);
+}
+
+static void make_some(const Job *job, const Inputs *inputs, size_t task) {
+    const size_t begin = task * A_TASK, end = begin + A_TASK;
+    make_inputs(job, inputs, begin, end < job->step->tokens ? end : job->step->tokens, 0);
+}
+
+/* out[t * stride + i] = row BLOCK * block + i of the projection of tokens. */
+static void multiply(const Projection *projection, size_t block, const bf16 *x, const float *prepared, size_t tokens,
+                     bf16 *out, size_t stride) {
+    matrix_block(&projection->matrix, block, x, prepared, tokens, out, stride);
     for (size_t t = 0; projection->bias && t < tokens; t++)
         kernels->add(out + t * stride, 1, projection->bias + block * BLOCK, BLOCK);
+}
+
+/* A block of projection `which` of the inputs. */
+static void multiply_inputs(const Job *job, const Inputs *inputs, size_t which, size_t block, size_t thread, bf16 *out) {
+    const Projection *projection = inputs->projections[which];
+    multiply(projection, block, multiplied(job, inputs, thread), prepared_for(job, which, thread), job->step->tokens,
+             out + block * BLOCK, projection->matrix.rows);
 }
 
 /* Rotary embedding: out (columns) = head (columns) with its first `rotary` columns rotated; cos and sin (rotary). The pairs that rotate are
@@ -348,47 +408,33 @@ static void grouped_merge(void *data, size_t thread, size_t task) {
 /* Latent attention (DeepSeek-V2): what a head's keys and values are computed from lies in the cache, and their
  * matrices are applied to the query before and to the result after, so that nothing is computed for each position. */
 
-static void latent_begin_queries(void *data, size_t thread) {
-    const Job *job = data;
-    const Attention *layer = job->layer;
-    const size_t width = layer->query_first.matrix.rows;
-    bf16 *normed = job->normed + thread * job->normed_each;
-    for (size_t t = 0; t < job->step->tokens; t++) norm_row(&layer->query_norm, job->first + t * width, normed + t * width);
-    const Projection *query = &layer->query;
-    prepare(job, &query, 1, normed, thread);
-}
-
-static void latent_queries(void *data, size_t thread, size_t block) {
-    const Job *job = data;
-    const Projection *query = &job->layer->query;
-    multiply(job, query, 0, block, job->normed + thread * job->normed_each, thread, job->projected_query + block * BLOCK, query->matrix.rows);
-}
-
-/* out[t] = head `head`'s rows of the projection times this thread's one_head[t]. */
-static void multiply_head(const Job *job, const Projection *projection, size_t head, size_t thread, const bf16 *one_head,
-                          bf16 *out, size_t stride) {
+/* out[t] = head `head`'s rows of the projection times this thread's one_head[t], for some tokens. */
+static void multiply_head(const Job *job, const Projection *projection, size_t head, size_t tokens, size_t thread, bf16 *out,
+                          size_t stride) {
     const size_t blocks = projection->matrix.rows / job->layer->heads / BLOCK;
-    prepare(job, &projection, 1, one_head, thread);
+    const bf16 *one_head = job->one_head + thread * job->one_head_each;
+    float *prepared = job->head_prepared + thread * job->head_prepared_each;
+    matrix_prepare(&projection->matrix, one_head, tokens, prepared);
     for (size_t b = 0; b < blocks; b++)
-        multiply(job, projection, 0, head * blocks + b, one_head, thread, out + b * BLOCK, stride);
+        multiply(projection, head * blocks + b, one_head, prepared, tokens, out + b * BLOCK, stride);
 }
 
-/* A head's queries: those without a position become latents, the others are rotated. */
-static void place_queries(const Job *job, size_t head, size_t thread) {
+/* A head's queries of tokens begin .. end - 1: those without a position become latents, the others are rotated. */
+static void place_queries(const Job *job, size_t head, size_t begin, size_t end, size_t thread) {
     const Attention *layer = job->layer;
-    const size_t tokens = job->step->tokens, plain = layer->key_columns, rotary = layer->rotary_columns;
+    const size_t plain = layer->key_columns, rotary = layer->rotary_columns;
     const size_t width = key_width(layer), stride = layer->heads * width;
     bf16 *one_head = job->one_head + thread * job->one_head_each, *query = job->query + head * width;
-    for (size_t t = 0; t < tokens; t++) {
+    for (size_t t = begin; t < end; t++, one_head += plain) {
         const bf16 *projected = job->projected_query + (t * layer->heads + head) * (plain + rotary);
         bf16 *rotated = query + t * stride + layer->latent_columns;
-        memcpy(one_head + t * plain, projected, plain * sizeof *one_head);
-        temper(job->step, t, one_head + t * plain, plain);
+        memcpy(one_head, projected, plain * sizeof *one_head);
+        temper(job->step, t, one_head, plain);
         rotate(projected + plain, job->step->cos + t * rotary, job->step->sin + t * rotary, rotary, rotary,
                layer->interleaved, rotated);
         temper(job->step, t, rotated, rotary);
     }
-    multiply_head(job, &layer->key_up, head, thread, one_head, query, stride);
+    multiply_head(job, &layer->key_up, head, end - begin, thread, query + begin * stride, stride);
 }
 
 /* A token's latent and rotary key enter its cache. */
@@ -402,85 +448,140 @@ static void place_key(const Job *job, size_t token) {
            layer->interleaved, row + latent);
 }
 
-static void latent_place(void *data, size_t thread, size_t task) {
-    const Job *job = data;
-    if (task < job->layer->heads)
-        place_queries(job, task, thread);
-    else
-        place_key(job, task - job->layer->heads);
+/* The tokens of a task: of one head in turn. */
+static size_t head_tasks(const Job *job) { return (job->step->tokens + HEAD_TOKENS - 1) / HEAD_TOKENS; }
+
+static size_t head_end(const Job *job, size_t begin) {
+    return begin + HEAD_TOKENS < job->step->tokens ? begin + HEAD_TOKENS : job->step->tokens;
 }
 
-static void latent_merge(void *data, size_t thread, size_t head) {
+static void latent_place(void *data, size_t thread, size_t task) {
+    const Job *job = data;
+    const size_t queries = job->layer->heads * head_tasks(job), begin = task / job->layer->heads * HEAD_TOKENS;
+    if (task < queries)
+        place_queries(job, task % job->layer->heads, begin, head_end(job, begin), thread);
+    else
+        place_key(job, task - queries);
+}
+
+/* Where latent attention has a gate: of each head one, or one for each column. */
+static void gate_head(const Job *job, size_t token, size_t head, bf16 *out) {
+    const size_t rows = job->layer->gate.matrix.rows, width = job->layer->value_columns;
+    const bf16 *gates = job->projected_gate + token * rows;
+    bf16 all[MOST_HEAD_COLUMNS];
+    if (rows == job->layer->heads) {
+        for (size_t c = 0; c < width; c++) all[c] = gates[head];
+        kernels->times_sigmoid(out, all, width);
+    } else {
+        kernels->times_sigmoid(out, gates + head * width, width);
+    }
+}
+
+static void latent_merge(void *data, size_t thread, size_t task) {
     const Job *job = data;
     const Attention *layer = job->layer;
     const size_t latent = layer->latent_columns, each = tile_result(latent), stride = layer->heads * layer->value_columns;
-    bf16 *one_head = job->one_head + thread * job->one_head_each;
-    for (size_t t = 0; t < job->step->tokens; t++)
-        kernels->merge_tiles(job->results + (job->places[t] * layer->heads + head) * each, job->places[t + 1] - job->places[t],
-                    layer->heads * each, latent, layer->sinks ? layer->sinks + head : NULL, one_head + t * latent);
-    multiply_head(job, &layer->value, head, thread, one_head, job->attended + head * layer->value_columns, stride);
+    const size_t head = task % layer->heads, begin = task / layer->heads * HEAD_TOKENS, end = head_end(job, begin);
+    bf16 *one_head = job->one_head + thread * job->one_head_each, *out = job->attended + head * layer->value_columns;
+    for (size_t t = begin; t < end; t++, one_head += latent) {
+        if (has_tiles(job, t))
+            kernels->merge_tiles(job->results + (job->places[t] * layer->heads + head) * each, job->places[t + 1] - job->places[t],
+                                 layer->heads * each, latent, layer->sinks ? layer->sinks + head : NULL, one_head);
+        else
+            memcpy(one_head, job->query + (t * layer->heads + head) * key_width(layer), latent * sizeof *one_head);
+    }
+    multiply_head(job, &layer->value, head, end - begin, thread, out + begin * stride, stride);
+    for (size_t t = begin; layer->gate.matrix.rows && t < end; t++) gate_head(job, t, head, out + t * stride);
 }
 
-/* What is computed of the hidden states; returns how many. */
-static size_t projections_of(const Job *job, const Projection **projections, bf16 **out) {
+/* The stages of products: of the hidden states, of a narrow query, of what was attended to. */
+
+/* out: where each projection's results go. */
+static Inputs of_states(const Job *job, bf16 *out[PROJECTIONS]) {
     const Attention *layer = job->layer;
-    const int two_steps = layer->query_first.matrix.rows != 0;
-    projections[0] = two_steps ? &layer->query_first : &layer->query;
-    projections[1] = &layer->key, projections[2] = &layer->value;
+    const int two_steps = layer->query_first.matrix.rows != 0, latent = layer->latent_columns != 0;
     out[0] = two_steps ? job->first : job->projected_query;
-    out[1] = job->projected_key, out[2] = job->projected_value;
-    return layer->latent_columns ? 2 : 3;
+    out[1] = job->projected_key, out[2] = latent ? job->projected_gate : job->projected_value;
+    return (Inputs){
+        .projections = {two_steps ? &layer->query_first : &layer->query, &layer->key, latent ? &layer->gate : &layer->value},
+        .count = latent && !layer->gate.matrix.rows ? 2 : 3,
+        .x = job->x,
+        .norm = &layer->before,
+    };
 }
 
-/* What is small every thread computes for itself: that costs less than waiting for another. */
-static void begin_projections(void *data, size_t thread) {
-    const Job *job = data;
-    const size_t width = hidden(job->layer), tokens = job->step->tokens;
-    bf16 *normed = job->normed + thread * job->normed_each;
-    for (size_t t = 0; t < tokens; t++) norm_row(&job->layer->before, job->x + t * width, normed + t * width);
-    const Projection *projections[PROJECTIONS];
-    bf16 *out[PROJECTIONS];
-    const size_t count = projections_of(job, projections, out);
-    prepare(job, projections, count, normed, thread);
+static Inputs of_narrow(const Job *job) {
+    return (Inputs){.projections = {&job->layer->query}, .count = 1, .x = job->first, .norm = &job->layer->query_norm};
 }
+
+static Inputs of_attended(const Job *job) {
+    return (Inputs){.projections = {&job->layer->output}, .count = 1, .x = job->attended};
+}
+
+#define STAGE(name, inputs)                                              \
+    static void begin_##name(void *data, size_t thread) {                \
+        const Job *job = data;                                           \
+        const Inputs stage = inputs;                                     \
+        make_own(job, &stage, thread);                                   \
+    }                                                                    \
+    static void prepare_##name(void *data, size_t thread, size_t task) { \
+        const Job *job = data;                                           \
+        const Inputs stage = inputs;                                     \
+        (void)thread;                                                    \
+        make_some(job, &stage, task);                                    \
+    }
+STAGE(states, of_states(job, (bf16 *[PROJECTIONS]){0}))
+STAGE(narrow, of_narrow(job))
+STAGE(attended, of_attended(job))
+#undef STAGE
 
 static void project(void *data, size_t thread, size_t block) {
     const Job *job = data;
-    const Projection *projections[PROJECTIONS];
     bf16 *out[PROJECTIONS];
+    const Inputs inputs = of_states(job, out);
     size_t which = 0;
-    projections_of(job, projections, out);
-    for (; block >= blocks(projections[which]); which++) block -= blocks(projections[which]);
-    multiply(job, projections[which], which, block, job->normed + thread * job->normed_each, thread,
-                       out[which] + block * BLOCK, projections[which]->matrix.rows);
+    for (; block >= blocks(inputs.projections[which]); which++) block -= blocks(inputs.projections[which]);
+    multiply_inputs(job, &inputs, which, block, thread, out[which]);
+}
+
+static void project_narrow(void *data, size_t thread, size_t block) {
+    const Job *job = data;
+    const Inputs inputs = of_narrow(job);
+    multiply_inputs(job, &inputs, 0, block, thread, job->projected_query);
+}
+
+/* Keys and values of a token's sequence and head. */
+static Positions positions_of(const Job *job, size_t token, size_t kv_head) {
+    Positions positions = slab_positions(job->slabs, (size_t)job->step->slabs[token], kv_head, job->layer->latent_columns);
+    if (job->step->chosen) positions.chosen = job->step->chosen + token * job->step->most;
+    return positions;
 }
 
 /* A block of queries. */
 static void attend_prompt(const Job *job, size_t thread, size_t task) {
     const Attention *layer = job->layer;
     const PromptWork *work = &job->prompts[task % job->blocks];
-    const size_t first = (size_t)job->step->positions[work->token], query = work->token * layer->heads;
+    const size_t kv_head = task / job->blocks, query = work->token * layer->heads;
     const Prompt prompt = {
-        .query = job->query + query * layer->key_columns,
-        .out = job->attended + query * layer->value_columns,
+        .query = job->query + query * key_width(layer),
+        .out = layer->latent_columns ? job->query + query * key_width(layer) : job->attended + query * layer->value_columns,
+        .out_stride = layer->latent_columns ? key_width(layer) : layer->value_columns,
         .sinks = layer->sinks,
         .tokens = work->tokens,
         .heads = layer->heads,
-        .slab = (size_t)job->step->slabs[work->token],
-        .first = first,
+        .first = last_of(job->step, work->token),
         .window = layer->window,
         .chunked = layer->chunked,
         .scale = layer->scale,
-        .end = first + work->tokens,
     };
-    prompt_block(&prompt, job->slabs, task / job->blocks, work->block, job->panels + thread * job->panels_each);
+    const Positions positions = positions_of(job, work->token, kv_head);
+    prompt_block(&prompt, &positions, kv_head, layer->kv_heads, work->block, job->panels + thread * job->panels_each);
 }
 
 /* Some heads of a group over a tile, or a block of queries: these take longer, and come first. */
 static void attend(void *data, size_t thread, size_t task) {
     const Job *job = data;
     const Attention *layer = job->layer;
-    const Slabs *slabs = job->slabs;
     if (task < layer->kv_heads * job->blocks) {
         attend_prompt(job, thread, task);
         return;
@@ -491,10 +592,7 @@ static void attend(void *data, size_t thread, size_t task) {
     const size_t kv_head = task / job->works / parts, from = task / job->works % parts * job->heads_each;
     const size_t count = group - from < job->heads_each ? group - from : job->heads_each;
     const size_t head = kv_head * group + from, token = work->token, width = key_width(layer);
-    Positions positions = slab_positions(slabs, (size_t)job->step->slabs[token], kv_head);
-    if (layer->latent_columns)
-        positions.values = positions.keys, positions.value_columns = layer->latent_columns, positions.value_stride = width;
-    if (job->step->chosen) positions.chosen = job->step->chosen + token * job->step->most;
+    const Positions positions = positions_of(job, token, kv_head);
     const size_t tile = work->tile * TILE, position = last_of(job->step, token);
     (void)thread;
     kernels->attend_tile(&positions, job->query + (token * layer->heads + head) * width, count,
@@ -503,17 +601,12 @@ static void attend(void *data, size_t thread, size_t task) {
                          job->results + (work->place * layer->heads + head) * tile_result(positions.value_columns));
 }
 
-static void begin_outputs(void *data, size_t thread) {
-    const Job *job = data;
-    const Projection *output = &job->layer->output;
-    prepare(job, &output, 1, job->attended, thread);
-}
-
 static void add_output(void *data, size_t thread, size_t block) {
     const Job *job = data;
     const Attention *layer = job->layer;
     const size_t width = hidden(layer);
-    multiply(job, &layer->output, 0, block, job->attended, thread, job->out + block * BLOCK, width);
+    const Inputs inputs = of_attended(job);
+    multiply_inputs(job, &inputs, 0, block, thread, job->out);
     for (size_t t = 0; t < job->step->tokens; t++) {
         const size_t at = t * width + block * BLOCK;
         kernels->add(job->out + at, layer->residual_multiplier, job->x + at, BLOCK);
@@ -534,19 +627,24 @@ void attention_run(const Attention *layer, const Step *step, const Slabs *slabs,
     list_work(&job);
     const size_t group = layer->heads / layer->kv_heads, parts = (group + job.heads_each - 1) / job.heads_each;
     const int latent = layer->latent_columns != 0, two_steps = layer->query_first.matrix.rows != 0;
-    const Projection *projections[PROJECTIONS];
+    const size_t tokens = step->tokens, some = job.own ? 0 : (tokens + A_TASK - 1) / A_TASK;
     bf16 *outs[PROJECTIONS];
+    const Inputs states = of_states(&job, outs);
     size_t projected = 0;
-    for (size_t i = projections_of(&job, projections, outs); i--;) projected += blocks(projections[i]);
+    for (size_t i = 0; i < states.count; i++) projected += blocks(states.projections[i]);
     const Phase phases[] = {
-        {begin_projections, project, projected},
-        {latent_begin_queries, latent_queries, two_steps ? blocks(&layer->query) : 0},
+        {NULL, prepare_states, some},
+        {begin_states, project, projected},
+        {NULL, prepare_narrow, two_steps ? some : 0},
+        {begin_narrow, project_narrow, two_steps ? blocks(&layer->query) : 0},
         {NULL, latent ? latent_place : grouped_place,
-         latent ? layer->heads + step->tokens : step->tokens * layer->kv_heads},
+         latent ? layer->heads * head_tasks(&job) + tokens : tokens * layer->kv_heads},
         {NULL, attend, layer->kv_heads * (job.blocks + parts * job.works)},
-        {NULL, latent ? latent_merge : grouped_merge, latent ? layer->heads : step->tokens * layer->heads},
-        {begin_outputs, add_output, blocks(&layer->output)},
-        {NULL, norm_output, step->tokens},
+        {NULL, latent ? latent_merge : grouped_merge,
+         latent ? layer->heads * head_tasks(&job) : job.works || layer->gated ? tokens * layer->heads : 0},
+        {NULL, prepare_attended, some},
+        {begin_attended, add_output, blocks(&layer->output)},
+        {NULL, norm_output, tokens},
     };
-    team_run(phases, sizeof phases / sizeof *phases, &job, threads, OWN);
+    team_run(phases, sizeof phases / sizeof *phases, &job, threads, job.own ? OWN : TORCHS);
 }

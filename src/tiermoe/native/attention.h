@@ -1,4 +1,4 @@
-/* The attention half of a decoder layer for few tokens, of any sequences and positions: norm, projections, rotary
+/* The attention half of a decoder layer, for tokens of any sequences and positions: norm, projections, rotary
  * embedding, attention over the key/value cache, output projection, residual, norm. Rounded to bfloat16 where the separate
  * operations round. A token's values depend on its sequence's earlier positions alone: neither the other tokens of a call nor the
  * threads change a bit. */
@@ -21,9 +21,10 @@ typedef struct {
  * Latent attention has queries of the hidden states or of `query_first`'s normed outputs, a head's first key_columns without
  * a position, then rotary_columns with one. `key` gives a latent (latent_columns), which is normed, and one rotary key for
  * all heads; both are what the cache holds. key_up (heads * latent_columns, key_columns) takes a head's queries to latents;
- * `value` (heads * value_columns, latent_columns) takes what was attended to, latents, to a head's values. */
+ * `value` (heads * value_columns, latent_columns) takes what was attended to, latents, to a head's values. `gate`, of the hidden
+ * states, gives each head a gate, or one for each of its columns, by whose sigmoid the values are multiplied. */
 typedef struct {
-    Projection query, key, value, output, query_first, key_up;
+    Projection query, key, value, output, query_first, key_up, gate;
     Norm before, after;
     Norm query_norm, key_norm;  /* grouped: as wide as a head, or as all of them; latent: of query_first's, of latents */
     const float *sinks;         /* (heads): a score without a value that joins a head's softmax; NULL: none */

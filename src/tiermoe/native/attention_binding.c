@@ -39,14 +39,6 @@ static PyObject *prompt_room(PyObject *self, PyObject *args) {
     return PyLong_FromSize_t(prompt_workspace(&slabs, threads));
 }
 
-static PyObject *prompt_state_bytes(PyObject *self, PyObject *args) {
-    Py_ssize_t tokens, heads;
-    Slabs slabs;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "O&nn", STRUCT(slabs), &tokens, &heads)) return NULL;
-    return PyLong_FromSize_t(sizeof(float) * prompt_state((size_t)tokens, (size_t)heads, &slabs));
-}
-
 static PyObject *attend_prompt(PyObject *self, PyObject *args) {
     Address room;
     unsigned threads;
@@ -88,8 +80,6 @@ PyMethodDef attention_methods[] = {
      "workspace(attention, step, slabs, threads) -> bytes that attend needs; ValueError where they do not fit"},
     {"attend", attend, METH_VARARGS, "attend(attention, step, slabs, workspace, x, out, normed, threads)"},
     {"prompt_workspace", prompt_room, METH_VARARGS, "prompt_workspace(slabs, threads) -> bytes that attend_prompt needs"},
-    {"prompt_state", prompt_state_bytes, METH_VARARGS,
-     "prompt_state(slabs, tokens, heads) -> bytes of the state of attend_prompt"},
     {"attend_prompt", attend_prompt, METH_VARARGS,
      "attend_prompt(slabs, prompt, workspace, threads); ValueError where they do not fit"},
     {"delta_workspace", delta_room, METH_VARARGS, "delta_workspace(delta, tokens) -> bytes that run_delta needs"},

@@ -20,7 +20,7 @@ typedef struct {
     const void *keys, *values;
     const bf16 *key_scales, *value_scales; /* of each row; NULL: rows of bfloat16 */
     size_t bits;                           /* of a column: 16, or 8 or 4 of codes */
-    size_t key_columns, value_columns;     /* multiples of 32, with scales at most MOST_CODED */
+    size_t key_columns, value_columns;     /* multiples of 32, at most MOST_KEY_COLUMNS, with scales MOST_CODED */
     size_t key_stride, value_stride;       /* columns from one row to the next */
     size_t room;
     const int32_t *chosen; /* NULL: all rows */
@@ -33,7 +33,7 @@ static inline size_t window_begin(size_t position, size_t window, int chunked) {
     return chunked ? position - position % window : position + 1 - window;
 }
 
-enum { MOST_CODED = 256 }; /* columns of a row of codes */
+enum { MOST_CODED = 256, MOST_KEY_COLUMNS = 1024 }; /* columns of a row of codes, and of any key */
 
 /* -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113, as IQ4_NL of GGUF files has: nearer to each other in the middle,
  * where most numbers of a row are. */
@@ -43,11 +43,8 @@ static const bf16 CODES_OF_4[16] = {0xC2FE, 0xC2D0, 0xC2A6, 0xC282, 0xC244, 0xC2
 static inline size_t tile_result(size_t value_columns) { return TILE_HEADER + value_columns; }
 
 /* Queries of a prompt that attend over the same keys and values, each to positions begin .. end - 1; both ascend from one
- * to the next. out: value_columns of each. sinks: a score without a value that joins the softmax; NULL: none.
- *
- * A call attends to what of that is in from .. to - 1. Where that is not all, the calls for the others go before (from > 0)
- * or come after (`more`), in order, from and to multiples of TILE between them, and `state` holds what is known after
- * each: rows_state floats. */
+ * to the next. out: value_columns of each, which may lie in its query. sinks: a score without a value that joins the softmax;
+ * NULL: none. */
 enum { QUERY_ROWS = 64 };
 typedef struct {
     size_t count;
@@ -56,12 +53,7 @@ typedef struct {
     size_t begin[QUERY_ROWS], end[QUERY_ROWS];
     const float *sinks[QUERY_ROWS];
     float scale;
-    size_t from, to;
-    int more;
-    float *state; /* NULL: the call attends to all */
 } QueryRows;
-
-static inline size_t rows_state(size_t value_columns) { return QUERY_ROWS * (value_columns + 2); }
 
 /* Floats of the workspace that attend_rows takes. */
 static inline size_t rows_workspace(size_t key_columns, size_t value_columns) {

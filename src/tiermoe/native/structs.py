@@ -76,8 +76,8 @@ class Attention(Struct):
     __slots__ = ()
     _fields_ = in_order(
         query=Projection, key=Projection, value=Projection, output=Projection, query_first=Projection,
-        key_up=Projection, before=Norm, after=Norm, query_norm=Norm, key_norm=Norm, sinks=c_void_p, heads=c_size_t,
-        kv_heads=c_size_t, key_columns=c_size_t, value_columns=c_size_t, rotary_columns=c_size_t,
+        key_up=Projection, gate=Projection, before=Norm, after=Norm, query_norm=Norm, key_norm=Norm, sinks=c_void_p,
+        heads=c_size_t, kv_heads=c_size_t, key_columns=c_size_t, value_columns=c_size_t, rotary_columns=c_size_t,
         latent_columns=c_size_t, window=c_size_t, chunked=c_int, gated=c_int, interleaved=c_int, norms_rotated=c_int,
         scale=c_float, residual_multiplier=c_float,
     )  # fmt: skip
@@ -108,8 +108,8 @@ class Prompt(Struct):
 
     __slots__ = ()
     _fields_ = in_order(
-        query=c_void_p, out=c_void_p, sinks=c_void_p, tokens=c_size_t, heads=c_size_t, slab=c_size_t, first=c_size_t,
-        window=c_size_t, chunked=c_int, scale=c_float, begin=c_size_t, end=c_size_t, state=c_void_p,
+        query=c_void_p, out=c_void_p, out_stride=c_size_t, sinks=c_void_p, tokens=c_size_t, heads=c_size_t,
+        slab=c_size_t, first=c_size_t, window=c_size_t, chunked=c_int, scale=c_float,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ typedef struct {
     size_t tasks;
 } Phase;
 
-enum { MOST_PHASES = 8, MOST_THREADS = 256 };
+enum { MOST_PHASES = 10, MOST_THREADS = 256 };
 
 /* OWN: threads of ours, for few tokens, where little of torch's runs between two calls. TORCHS: those of the OpenMP runtime
  * that torch uses, for many tokens: they stay awake for milliseconds after each of torch's operations, and other threads

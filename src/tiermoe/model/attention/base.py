@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiermoe.kernels.attention import DecodeAttention
+from tiermoe.kernels.attention import FusedAttention
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.parts import Norm
 from tiermoe.model.step import Step
@@ -46,7 +46,7 @@ class Attention(ABC):
     __slots__ = ()
 
     sizes: AttentionSizes
-    by_kernel = True  # `decode_kernel` may have one
+    by_kernel = True  # `fused` may have one
 
     @abstractmethod
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
@@ -56,12 +56,10 @@ class Attention(ABC):
     @property
     def batch_invariant(self) -> bool:
         """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS, where no
-        `decode_kernel` computes them."""
+        `fused` computes them."""
         return False
 
-    def decode_kernel(
-        self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
-    ) -> DecodeAttention | None:
+    def fused(self, before: Norm, after: Norm, rotary_columns: int, multiplier: float) -> FusedAttention | None:
         """The kernel of norm `before`, attention, residual and norm `after` for up to FEW_TOKENS in one call; None
         if no kernel computes them. rotary_columns: of the angles by which it rotates. multiplier: of what is
         added."""
@@ -105,7 +103,7 @@ class AttentionSizes(ABC):
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
         """Workspace of one sequence's prompt, beside `token_columns`."""
 
-    def decode_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
+    def fused_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
         """Workspace of the native kernel for up to FEW_TOKENS that attend to up to `positions` each."""
         return 0
 
@@ -137,35 +135,39 @@ def scores_at_once(heads: int, tokens: int, positions: int) -> int:
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, sinks: Tensor | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """query (T, heads, columns) over keys and values (kv heads, n, columns), the last T of which are the tokens' own →
     (T, heads, value columns). window: the last positions that a token attends to; None: all. sinks: float32
     (heads), logits that join each softmax and have no value."""
-    mask = mask_of(query.shape[0], keys.shape[1], window, query.device)
+    mask = mask_of(query.shape[0], keys.shape[1], window, query.device) if chosen is None else chosen
+    triangle = chosen is None and query.shape[0] == keys.shape[1] and (window is None or window >= keys.shape[1])
     if sinks is not None:
         return attend_with_sinks(query, keys, values, scale, mask, sinks)
     if keys.shape[-1] != values.shape[-1]:
-        return _by_heads(query, keys, values, scale, mask, window)
+        return _by_heads(query, keys, values, scale, None if triangle else mask, triangle)
     grouped = query.shape[1] != keys.shape[0]
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys[None],
         values[None],
-        attn_mask=None if mask is None or _is_triangle(query, keys, window) else mask,
-        is_causal=mask is not None and _is_triangle(query, keys, window),
+        attn_mask=None if triangle else mask,
+        is_causal=triangle and len(query) > 1,
         scale=scale,
         enable_gqa=grouped,
     )
     return attended[0].transpose(0, 1)
 
 
-def _by_heads(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, window: int | None
-) -> Tensor:
+def _by_heads(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None, triangle: bool) -> Tensor:
     """`attend` a few heads at a time: torch has no kernel that holds no scores for values narrower than keys."""
     tokens, heads, _ = query.shape
-    triangle = mask is not None and _is_triangle(query, keys, window)
     group = heads // len(keys)
     heads_at_once = max(1, SCORES_AT_ONCE // (tokens * keys.shape[1]))
     result = query.new_empty((tokens, heads, values.shape[-1]))
@@ -176,17 +178,12 @@ def _by_heads(
             query[:, some].transpose(0, 1)[None],
             keys[own][None],
             values[own][None],
-            attn_mask=None if triangle else mask,
-            is_causal=triangle,
+            attn_mask=mask,
+            is_causal=triangle and tokens > 1,
             scale=scale,
         )
         result[:, some] = attended[0].transpose(0, 1)
     return result
-
-
-def _is_triangle(query: Tensor, keys: Tensor, window: int | None) -> bool:
-    """Whether the mask is the one that `is_causal` stands for."""
-    return query.shape[0] == keys.shape[1] and (window is None or window >= keys.shape[1])
 
 
 def mask_of(tokens: int, positions: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -13,9 +13,9 @@ from tiermoe.batch import Row
 from tiermoe.errors import ModelError
 from tiermoe.kernels import attention as native
 from tiermoe.kernels.attention import (
-    DecodeAttention,
-    decode_attention,
-    decode_attention_workspace,
+    Attended,
+    FusedAttention,
+    fused_attention,
     prompt_attention,
     prompt_workspace,
     takes_prompts,
@@ -35,7 +35,7 @@ from tiermoe.model.parts import Linear, Norm
 from tiermoe.model.rotary import ApplyRope, rope_complex, rope_halves, rotary_at
 from tiermoe.model.step import Span, Step
 from tiermoe.model.weights import Scope
-from tiermoe.types import FEW_TOKENS, Workload
+from tiermoe.types import Workload
 
 _FLOAT_BYTES = 4
 
@@ -94,12 +94,13 @@ class GroupedSizes(AttentionSizes):
         decoded = room * self.shape.row_bytes(load.itemsize + floats * _FLOAT_BYTES) if floats else 0
         return masks + scores + unrolled + decoded
 
-    def decode_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
-        gates = 2 * min(tokens, FEW_TOKENS) * self.heads * self.columns if self.gated else 0
-        return gates + decode_attention_workspace(
-            tokens, self.window or positions, threads, (self.heads, self.kv_heads, self.columns, self.value_columns),
-            hidden, 0,
-        )  # fmt: skip
+    def fused_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
+        queries, values = self.heads * self.columns, self.heads * self.value_columns
+        gates = values if self.gated else 0
+        projected = queries + gates + self.kv_heads * (self.columns + self.value_columns) + values
+        widest = max(hidden, queries, values)
+        attention = Attended(self.heads, self.kv_heads, self.columns, self.value_columns, projected, widest)
+        return attention.workspace(tokens, self.window or positions, threads)
 
 
 def grouped(
@@ -234,14 +235,15 @@ class GroupedAttention(Attention):
     @property
     def batch_invariant(self) -> bool:
         matrices = (self.query, self.key, self.value, self.output, self.gate)
-        return all(matrix is None or matrix.batch_invariant for matrix in matrices)
+        by_kernel = takes_prompts(torch.bfloat16, self.sizes.columns, self.sizes.value_columns)
+        return (
+            by_kernel and self.sizes.indexer is None and all(each is None or each.batch_invariant for each in matrices)
+        )
 
-    def decode_kernel(
-        self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
-    ) -> DecodeAttention | None:
+    def fused(self, before: Norm, after: Norm, rotary_columns: int, multiplier: float) -> FusedAttention | None:
         if self.clip is not None or self.value is None or self.value_norm is not None or self.gate is not None:
             return None
-        return decode_attention(
+        return fused_attention(
             native.GroupedAttention(
                 query=self.query.packed,
                 key=self.key.packed,

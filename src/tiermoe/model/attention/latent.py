@@ -8,24 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tiermoe.formats.encoding import scratch
 from tiermoe.formats.plain import Plain
 from tiermoe.kernels import attention as native
-from tiermoe.kernels.attention import (
-    DecodeAttention,
-    PackedMatrix,
-    Piece,
-    Slabs,
-    decode_attention,
-    decode_attention_workspace,
-    prompt_attention,
-    prompt_state,
-    prompt_workspace,
-    takes_prompts,
-)
+from tiermoe.kernels.attention import Attended, FusedAttention, PackedMatrix, fused_attention, takes_latents
 from tiermoe.model.attention.base import (
     SINK_SCORE_BYTES,
-    SPARSE_TOKENS,
     Attention,
     AttentionSizes,
     attend,
@@ -42,9 +29,6 @@ from tiermoe.model.step import Step
 from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
-PIECE = 1024
-"""Positions whose keys and values are expanded at a time."""
-_FLOAT_BYTES = 4
 _SCORE_BYTES = 14  # without sinks, of a score of torch's own operations: as float32 three times, and masks; measured
 
 
@@ -75,44 +59,30 @@ class LatentSizes(AttentionSizes):
         return self.rotary_columns
 
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
-        """Keys and values of all heads, and the kernel's workspace, or a few heads' scores; of sequences that are
-        longer than the indexer chooses, what choosing and attending sparsely takes."""
-        if self.indexer is None or load.context <= self.indexer.most:
-            return self._whole_bytes(load, load.context, dtype)
-        return self._whole_bytes(load, self.indexer.most, dtype) + self._sparse_bytes(load, self.indexer)
-
-    def _whole_bytes(self, load: Workload, positions: int, dtype: torch.dtype) -> int:
-        """Bytes where tokens attend to all positions."""
-        tokens = min(load.chunk, positions)
+        """What an indexer takes; without the kernel keys and values of all heads, masks, and a few heads' scores."""
+        long = self.indexer is not None and load.context > self.indexer.most
+        chosen = self.indexer.nbytes(load) if long and self.indexer is not None else 0
+        if takes_latents(dtype, self.plain_columns, self.value_columns, self.latent_columns, self.rotary_columns):
+            return chosen
+        tokens, positions = min(load.chunk, load.context), load.context
         keys = self.plain_columns + self.rotary_columns
         heads = self.heads * (2 * self.plain_columns + self.rotary_columns + 2 * self.value_columns)
-        by_kernel = takes_prompts(dtype, keys, self.value_columns)
-        expanded = (PIECE if by_kernel else positions) * (heads + 2 * self.latent_columns) * load.itemsize
-        if by_kernel:
-            state = prompt_state(tokens, self.heads, self.heads, self.value_columns)
-            return expanded + state + prompt_workspace(load.threads, keys, self.value_columns)
-        masks = tokens * positions * (3 + 4)
+        expanded = positions * (heads + 2 * self.latent_columns) * load.itemsize
+        masks = tokens * positions * (3 + 4 + 2 * long)
         scores = scores_at_once(self.heads, tokens, positions)
         share = min(1.0, scores / (self.heads * tokens * positions))
         widened = 4 * positions * self.heads * (keys + self.value_columns)
         score_bytes = SINK_SCORE_BYTES if self.sinks else _SCORE_BYTES
-        return expanded + masks + scores * score_bytes + int(widened * share)
+        return chosen + expanded + masks + scores * score_bytes + int(widened * share)
 
-    def _sparse_bytes(self, load: Workload, indexer: IndexerSizes | PoolIndexerSizes) -> int:
-        """The indexer's search, and attention to what it finds: the matrices that expand latents and, of some tokens at
-        a time, latents, scores, and expanded queries, all as float32."""
-        width = self.latent_columns + self.rotary_columns
-        expanding = 2 * self.heads * self.latent_columns * (self.plain_columns + self.value_columns)
-        latents = indexer.most * (2 * width + self.latent_columns + 3 * self.heads)
-        queries = self.heads * (2 * width + 2 * self.latent_columns + 2 * self.value_columns)
-        return indexer.nbytes(load) + _FLOAT_BYTES * (expanding + SPARSE_TOKENS * (latents + queries))
-
-    def decode_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
-        columns = self.latent_columns + self.rotary_columns
+    def fused_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
+        latent, rotary = self.latent_columns, self.rotary_columns
+        gates = self.heads * self.value_columns
+        projected = hidden + self.token_columns + latent + rotary + gates + self.heads * self.value_columns
+        widest = max(hidden, self.heads * self.value_columns)
         attended = positions if self.indexer is None else min(positions, self.indexer.most)
-        return decode_attention_workspace(
-            tokens, attended, threads, (self.heads, 1, columns, self.latent_columns), hidden, self.latent_columns
-        )
+        attention = Attended(self.heads, 1, latent + rotary, latent, projected, widest, latent)
+        return attention.workspace(tokens, attended, threads)
 
     @property
     def expanding_bytes(self) -> int:
@@ -175,9 +145,8 @@ def has_indexer(config: Any, index: int) -> bool:
 class LatentAttention(Attention):
     """Attention whose cache keeps a latent and a rotary key side by side, as keys.
 
-    Keys and values of all heads are expanded while the layer runs, for the native kernel a piece of the positions at a
-    time. A token whose positions an indexer chose attends to latents as they are: its queries are expanded instead, and
-    its output."""
+    The native call attends to latents as they are: it expands a token's queries, and what the token attended to.
+    Without it keys and values of all heads are expanded while the layer runs."""
 
     sizes: LatentSizes
     query: Linear  # hidden, or the narrow query → heads * (plain + rotary columns)
@@ -210,30 +179,16 @@ class LatentAttention(Attention):
             tokens = slice(span.begin, span.end)
             write_rows(kept, span.row, new[tokens])
             rows = read_rows(kept, span.row, None)[0]
-            if step.chosen is None or span.row.end <= step.chosen.shape[1]:
-                attended[tokens] = self._attended(query[tokens], rows)
-            else:
-                attended[tokens] = self._sparsely(query[tokens], rows, step.chosen[tokens])
+            attended[tokens] = self._attended(query[tokens], rows, None if step.chosen is None else step.chosen[tokens])
         if self.gate is not None:
             attended = attended * torch.sigmoid(self.gate(x).float()).to(x.dtype).view(len(x), sizes.heads, -1)
         return self.output(attended.flatten(1))
 
-    @property
-    def by_kernel(self) -> bool:  # type: ignore[override]
-        return self.gate is None
-
-    @property
-    def batch_invariant(self) -> bool:
-        matrices = (self.query, self.compress, self.output, self.narrow_query, self.gate)
-        return all(matrix is None or matrix.batch_invariant for matrix in matrices)
-
-    def decode_kernel(
-        self, before: Norm, after: Norm, rotary_columns: int, multiplier: float
-    ) -> DecodeAttention | None:
-        if self.expand.packed.bias is not None or self.gate is not None or self.sinks is not None:
+    def fused(self, before: Norm, after: Norm, rotary_columns: int, multiplier: float) -> FusedAttention | None:
+        if self.expand.packed.bias is not None:
             return None
         key_up, value_up = self._expanding()
-        return decode_attention(
+        return fused_attention(
             native.LatentAttention(
                 query=self.query.packed,
                 latent=self.compress.packed,
@@ -253,6 +208,8 @@ class LatentAttention(Attention):
                 interleaved=self.apply_rope is not rope_halves,
                 rotated_at_once=self.apply_rope is rope_complex,
                 residual_multiplier=multiplier,
+                sinks=self.sinks,
+                gate=None if self.gate is None else self.gate.packed,
             )
         )
 
@@ -265,60 +222,17 @@ class LatentAttention(Attention):
         values = both[:, self.sizes.plain_columns :].reshape(-1, latent).contiguous()
         return _plain(keys), _plain(values)
 
-    def _attended(self, query: Tensor, kept: Tensor) -> Tensor:
-        """query (T, heads, columns) over kept (n, latent + rotary columns), the last T of which are the tokens' own."""
-        if takes_prompts(query.dtype, query.shape[2], self.sizes.value_columns):
-            return self._in_pieces(query, kept)
+    def _attended(self, query: Tensor, kept: Tensor, chosen: Tensor | None) -> Tensor:
+        """query (T, heads, columns) over kept (n, latent + rotary columns), the last T of which are the tokens' own, or
+        over those that are chosen (T, most) for each token, -1: none."""
         keys = query.new_empty((self.sizes.heads, kept.shape[0], query.shape[2]))
         values = query.new_empty((self.sizes.heads, kept.shape[0], self.sizes.value_columns))
         self._expand(kept, keys, values)
-        return attend(query, keys, values, self.scale, None, self.sinks)
-
-    def _in_pieces(self, query: Tensor, kept: Tensor) -> Tensor:
-        """`_attended` by the native kernel, which takes keys and values of all heads for a piece of the positions at a
-        time."""
-        tokens, heads, columns = query.shape
-        keys = scratch.take("expanded keys", (1, heads, PIECE, columns), query.dtype)
-        values = scratch.take("expanded values", (1, heads, PIECE, self.sizes.value_columns), query.dtype)
-        state = scratch.take(
-            "prompt state", (prompt_state(tokens, heads, heads, self.sizes.value_columns),), torch.uint8
-        )
-        slabs, attended = Slabs(keys, values), query
-        for begin in range(0, kept.shape[0], PIECE):
-            rows = kept[begin : begin + PIECE]
-            self._expand(rows, keys[0, :, : len(rows)], values[0, :, : len(rows)])
-            piece = Piece(begin, begin + len(rows), state)
-            attended = prompt_attention(
-                query, slabs, 0, kept.shape[0] - tokens, self.scale, sinks=self.sinks, piece=piece
-            )
-        return attended
-
-    def _sparsely(self, query: Tensor, kept: Tensor, chosen: Tensor) -> Tensor:
-        """query (T, heads, columns) over those of kept (n, latent + rotary columns) that are chosen (T, most) for each
-        token, -1: none."""
-        packed = self.expand.packed
-        expand = packed.encoding.decode(packed.fields, packed.out, packed.in_, torch.float32)
-        expand = expand.view(self.sizes.heads, -1, self.sizes.latent_columns)
-        keys, values = expand[:, : self.sizes.plain_columns], expand[:, self.sizes.plain_columns :]
-        result = query.new_empty((len(query), self.sizes.heads, self.sizes.value_columns))
-        for begin in range(0, len(query), SPARSE_TOKENS):
-            some = slice(begin, begin + SPARSE_TOKENS)
-            wide = query[some].float()
-            plain, rotary = wide[..., : self.sizes.plain_columns], wide[..., self.sizes.plain_columns :]
-            latents = kept[chosen[some].long().clamp_min(0)].float()
-            expanded = torch.cat((torch.matmul(plain.transpose(0, 1), keys).transpose(0, 1), rotary), dim=-1)
-            scores = torch.matmul(expanded, latents.transpose(1, 2)).mul_(self.scale)
-            scores.masked_fill_(chosen[some, None] < 0, float("-inf"))
-            attended = torch.matmul(self._weights(scores), latents[..., : self.sizes.latent_columns])
-            result[some] = torch.matmul(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
-        return result
-
-    def _weights(self, scores: Tensor) -> Tensor:
-        """The softmax of scores (T, heads, n), which sinks join."""
-        if self.sinks is None:
-            return torch.softmax(scores, dim=-1)
-        sinks = self.sinks[:, None].expand(len(scores), -1, 1)
-        return torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+        mask = None
+        if chosen is not None and len(kept) > chosen.shape[1]:
+            mask = torch.zeros((len(query), len(kept) + 1), dtype=torch.bool)  # a column for those that are none
+            mask = mask.scatter_(1, chosen.long() % mask.shape[1], True)[:, :-1]
+        return attend(query, keys, values, self.scale, None, self.sinks, mask)
 
     def _expand(self, kept: Tensor, keys: Tensor, values: Tensor) -> None:
         """Expands kept (n, latent + rotary columns) into keys (heads, n, plain + rotary columns) and values (heads, n,

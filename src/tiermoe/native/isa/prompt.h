@@ -243,7 +243,7 @@ static void attend_rows_tile(const Positions *positions, const QueryRows *rows, 
 /* Queries with the row as the inner index. */
 static void load_rows(const Positions *positions, const QueryRows *rows, const Panels *p) {
     const size_t steps = positions->key_columns / IN_UNIT;
-    Unit room[MOST_CODED];
+    Unit room[MOST_KEY_COLUMNS];
     for (size_t r = 0; r < QUERY_ROWS; r++) {
         const size_t row = r < rows->count ? r : rows->count - 1; /* those behind the last one are never looked at */
         const Unit *query = units_of(rows->queries[row], positions->key_columns, room);
@@ -276,17 +276,12 @@ static void end_rows(const Positions *positions, const QueryRows *rows, const Pa
 
 static void attend_rows(const Positions *positions, const QueryRows *rows, float *workspace) {
     const size_t lowest = rows->begin[0] / LANES * LANES, highest = rows->end[rows->count - 1]; /* parts stay parts */
-    const size_t first = lowest > rows->from ? lowest : rows->from, end = highest < rows->to ? highest : rows->to;
-    Panels p = panels_in(workspace, positions);
-    if (rows->state) {
-        p.sums = rows->state, p.largest = p.sums + QUERY_ROWS * positions->value_columns;
-        p.total = p.largest + QUERY_ROWS;
-    }
+    const Panels p = panels_in(workspace, positions);
     load_rows(positions, rows, &p);
-    if (!rows->from) begin_rows(positions, rows, &p);
-    for (size_t tile = first / TILE * TILE; tile < end; tile += TILE)
-        attend_rows_tile(positions, rows, first > tile ? first : tile, end < tile + TILE ? end : tile + TILE, &p);
-    if (!rows->more) end_rows(positions, rows, &p);
+    begin_rows(positions, rows, &p);
+    for (size_t tile = lowest / TILE * TILE; tile < highest; tile += TILE)
+        attend_rows_tile(positions, rows, lowest > tile ? lowest : tile, highest < tile + TILE ? highest : tile + TILE, &p);
+    end_rows(positions, rows, &p);
 }
 
 #endif
