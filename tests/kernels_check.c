@@ -411,7 +411,7 @@ static void prompts(const Kernels *set, size_t coded) {
     const Positions plain = {keys, values, NULL, NULL, 16, KEY, VALUE, KEY, VALUE, ROOM, NULL};
     const Positions short_ = {codes[0], codes[1], scales[0], scales[1], coded, KEY, VALUE, KEY, VALUE, ROOM, NULL};
     const Positions *positions = coded < 16 ? &short_ : &plain;
-    QueryRows rows = {.count = COUNT, .scale = 0.1f, .to = FIRST + COUNT};
+    QueryRows rows = {.count = COUNT, .scale = 0.1f};
     for (size_t r = 0; r < COUNT; r++) {
         rows.queries[r] = queries + r * KEY, rows.out[r] = out + r * VALUE;
         rows.end[r] = FIRST + r / EACH + 1, rows.begin[r] = rows.end[r] - WINDOW;
@@ -440,7 +440,7 @@ static void prompts(const Kernels *set, size_t coded) {
             expect(set->name, "a prompt's attention", from_bf16(out[r * VALUE + c]), want, 20);
         }
         QueryRows one = {.count = 1, .queries = {rows.queries[r]}, .out = {alone}, .begin = {rows.begin[r]},
-                         .end = {rows.end[r]}, .sinks = {rows.sinks[r]}, .scale = 0.1f, .to = FIRST + COUNT};
+                         .end = {rows.end[r]}, .sinks = {rows.sinks[r]}, .scale = 0.1f};
         set->attend_rows(positions, &one, workspace);
         if (memcmp(alone, out + r * VALUE, sizeof alone))
             wrong++, printf("%s: a query of a prompt has other bits among others than alone\n", set->name);

@@ -21,16 +21,11 @@ from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.config import settings
 from tiermoe.engine.load import load_blueprint, start
 from tiermoe.errors import ModelError
-from tiermoe.model.attention.latent import PIECE
 from tiermoe.model.attention.ngrams import NgramHashes
-from tiermoe.model.decoder import decoder_for
 from tiermoe.model.families import not_computed
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.hf.configs import Configs
-from tiermoe.model.rotary import rotary_of
-from tiermoe.model.step import Step
-from tiermoe.model.weights import ModuleWeights
-from tiny import auto_class, config_of, make_random, oracle, write
+from tiny import config_of, oracle, write
 
 COMPRESSED, NGRAMS, GROUPS = "deepseek_v4", "qwen4_exp_text", "minimax_m3_vl_text"
 SPARSE = {"index_topk": 3, "sliding_window": 6}
@@ -222,36 +217,6 @@ def test_a_long_prompt_is_near_its_tokens_read_one_by_one(shares_choices: Any) -
     want = alone(shares_choices, ids, 1)
     error = (found[1:] - want).float().norm(dim=-1) / want.float().norm(dim=-1)
     assert error.median() < 0.1  # routers and indexers may decide near ties otherwise
-
-
-@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
-@torch.no_grad()
-def test_sinks_join_latents_in_the_native_kernel() -> None:
-    """Of a prompt longer than a piece and of tokens behind it, against transformers' attention in float32."""
-    count, prompts = PIECE + 40, PIECE + 30
-    one = {"num_hidden_layers": 1, "indexer_types": ["full"], "mlp_layer_types": ["dense"]}
-    config = config_of("hy_v4", **{**NATIVE, **one, "index_topk": count, "hidden_size": 128})
-    torch.manual_seed(0)
-    model = auto_class("hy_v4").from_config(config, dtype=torch.float32).eval()
-    make_random(model)
-    theirs = model.model.layers[0].self_attn
-    theirs.sinks.copy_(torch.tensor([8.0, 6.3, -2.0, 1.1]))  # among a thousand keys they count
-    x = torch.randn(count, config.hidden_size)
-    turns = model.model.rotary_emb(x[None], position_ids=torch.arange(count)[None])
-    mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
-    want = theirs(x[None], turns, mask)[0][0]
-    plain = Configs(config, config, False).plain()
-    decoder = decoder_for(plain, ModuleWeights(model.bfloat16()), torch.bfloat16)
-    assert decoder is not None
-    cache, found = decoder.new_cache(1, count, count), []
-    slab, rotary = cache.open(), rotary_of(plain, config.qk_rope_head_dim, torch.bfloat16)
-    assert rotary is not None
-    for begin, end in ((0, prompts), (prompts, count)):
-        cache.begin_write(slab, end)
-        step = Step(Batch((prompt(slab, range(end - begin), begin),)), cache, rotary)
-        found.append(decoder.layers[0].attention(x[begin:end].bfloat16(), 0, step))
-        cache.end_write(slab, end)
-    assert (torch.cat(found) - want).norm() < 0.02 * want.norm()
 
 
 # tables of tokens

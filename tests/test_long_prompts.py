@@ -15,7 +15,6 @@ import torch
 import tiermoe
 from serving import Letters
 from small_engines import NATIVE, OnRoute, engine_of, logits_of_steps, tokens
-from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.cli import output
 from tiermoe.cli.output import prompt_progress
@@ -291,36 +290,6 @@ def test_angles_that_come_chunk_by_chunk_are_those_of_the_whole() -> None:
         some = positions[begin : begin + 100]
         for mine, its in zip(growing.at(some, begin + 100), whole, strict=True):
             assert torch.equal(mine, its[some])
-
-
-LATENT = {
-    "hidden_size": 128, "kv_lora_rank": 64, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
-    "v_head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512,
-}  # fmt: skip
-
-
-@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
-def test_latents_are_expanded_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """300 tokens in two chunks: pieces of 128, one piece, and torch's operators over all of them."""
-    loaded = tiermoe.load(
-        write(tmp_path, "deepseek_v2", torch.bfloat16, **LATENT), memory="4GiB", device="cpu", lanes=1, bits=16,
-        dense_bits=16, chunk=150,
-    )[0].tiermoe  # fmt: skip
-    ids = torch.randint(3, 128, (300,), generator=torch.Generator().manual_seed(1)).tolist()
-
-    def read() -> torch.Tensor:
-        cache = loaded.new_cache(context=400)
-        logits: torch.Tensor = loaded.step(Batch((prompt(cache.open(), ids),)), cache)[0]
-        return logits.float()
-
-    whole = read()
-    monkeypatch.setattr("tiermoe.model.attention.latent.PIECE", 128)
-    pieces = read()
-    monkeypatch.setattr("tiermoe.model.attention.latent.takes_prompts", lambda *_: False)
-    torchs = read()
-    loaded.close()
-    for each in (whole, pieces):
-        assert (each - torchs).norm() < 0.03 * torchs.norm()
 
 
 class Terminal(io.StringIO):

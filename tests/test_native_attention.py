@@ -1,4 +1,4 @@
-"""The attention kernel for few tokens against the definition, in float64, and against itself in other company: more
+"""The attention kernel against the definition, in float64, and against itself in other company: more
 tokens, more threads, a ring. test_native_decoding.py compares whole models with transformers."""
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Shape:
     mixed: bool = False  # encodings
     latent: int = 0  # columns of a latent; 0: grouped attention
     first: int = 0  # of latent attention: what queries come from; 0: the hidden states
+    gates: int = 0  # of latent attention: columns of its gate
     residual: float = 1.0
     window: int = 0
     chunked: bool = False
@@ -84,6 +85,8 @@ CASES = {  # after the family that has it
     "mistral4": replace(LATENT, first=192, temperature=True, residual=0.7),
     "mixed bits": Shape(head_norms="one", mixed=True),
     "latent, mixed bits": replace(LATENT, head=64, first=64, mixed=True),
+    "bailing_hybrid": replace(LATENT, heads=6, gates=6),
+    "hy_v4": replace(LATENT, first=64, gates=256, sinks=True, residual=3.0),
 }  # fmt: skip
 FOUR: tuple[Encoding, ...] = (Int4(CPU_LAYOUT, 32),)
 MIXED: tuple[Encoding, ...] = (Int8(), *FOUR, Plain(), Int4(CPU_LAYOUT, 64))
@@ -111,6 +114,13 @@ class Case:
         encoding = next(self._encodings)
         fields = encoding.encode(self._random(out, in_) * 0.1, QUANTIZERS["linear"], torch.bfloat16)
         return PackedMatrix(encoding, fields, out, in_, self._random(out) if bias else None)
+
+    def _gate(self, out: int) -> PackedMatrix:
+        return (
+            self._matrix(out, HIDDEN)
+            if out % 64 == 0
+            else PackedMatrix(Plain(), {"weight": self._random(out, HIDDEN) * 0.1}, out, HIDDEN)
+        )
 
     def _norm(self, width: int) -> Norm:
         kind = self.shape.norm
@@ -140,6 +150,8 @@ class Case:
             self._norm(HIDDEN), self._norm(HIDDEN), self._norm(it.latent), it.head, it.values, it.latent, it.rotary,
             (it.head + it.rotary) ** -0.5, self._matrix(it.first, HIDDEN) if it.first else None,
             self._norm(it.first) if it.first else None, it.interleaved, it.residual,
+            sinks=self._random(it.heads).float() if it.sinks else None,
+            gate=self._gate(it.gates) if it.gates else None,
         )  # fmt: skip
 
     def expected(self) -> tuple[Tensor, Tensor]:
@@ -149,6 +161,9 @@ class Case:
         if isinstance(weights, LatentAttention):
             query, keys, values = self._of_latents(weights, normed)
             gate = None
+            if weights.gate is not None:
+                each = times(weights.gate, normed).view(LENGTH, it.heads, -1)
+                gate = each.expand(-1, -1, it.values).flatten(1)
         else:
             query, keys, values, gate = self._of_groups(weights, normed)
         if it.temperature:
@@ -159,7 +174,7 @@ class Case:
         if it.window:
             hidden |= other // it.window != own // it.window if it.chunked else own - other >= it.window
         scores = scores.masked_fill(hidden, -torch.inf)
-        if isinstance(weights, GroupedAttention) and weights.sinks is not None:
+        if weights.sinks is not None:
             scores = torch.cat((scores, weights.sinks.double()[:, None, None].expand(-1, LENGTH, 1)), -1)
         found = torch.einsum("hij,jhc->ihc", scores.softmax(-1)[..., :LENGTH], values).flatten(1)
         added = times(weights.output, found if gate is None else found * gate.sigmoid()) * it.residual
@@ -273,7 +288,7 @@ def test_it_is_the_definition(name: str, case: Callable[[str], Case]) -> None:
 
 SOME = [
     "qwen3_moe", "qwen3_next", "mixtral, window", "one key head for nine", "gpt_oss, window", "minimax_m2",
-    "deepseek_v3", "mistral4",
+    "deepseek_v3", "mistral4", "bailing_hybrid", "hy_v4",
 ]  # fmt: skip
 
 
@@ -283,7 +298,7 @@ def test_tokens_at_once_and_threads_do_not_matter(name: str, case: Callable[[str
     one, five, many = it.slabs(), it.slabs(), it.slabs()
     alone = it.run(one, 1)
     assert torch.equal(alone, it.run(five, 5))
-    assert torch.equal(alone, it.run(many, 64))
+    assert torch.equal(alone, it.run(many, 141))
     assert torch.equal(one.keys, five.keys)
     assert torch.equal(one.keys, many.keys)
     torch.set_num_threads(3)
@@ -334,6 +349,23 @@ def test_a_token_reads_the_positions_that_are_chosen_for_it_alone(case: Callable
         it.kernel(it.x[at], it.step(at).choosing(chosen + 1), kept)
 
 
+def test_many_tokens_read_the_positions_that_each_has_alone(case: Callable[[str], Case]) -> None:
+    """Of latents and of groups, the first ones with fewer positions than could be chosen."""
+    most, generator = 150, torch.Generator().manual_seed(4)
+    for name in ("hy_v4", "qwen3_moe"):
+        it = case(name)
+        kept, at = it_filled(it, LENGTH), torch.arange(100, LENGTH)
+        chosen = torch.full((len(at), most), -1, dtype=torch.int32)
+        for row, position in zip(chosen, at.tolist(), strict=True):
+            others = torch.randperm(position, generator=generator)[: most - 1].sort().values
+            row[: len(others) + 1] = torch.cat((others, torch.tensor([position])))
+        together = torch.stack(it.kernel(it.x[at], it.step(at).choosing(chosen), kept), 1)
+        for index in (0, 49, 50, 199):
+            one = at[index : index + 1]
+            alone = it.kernel(it.x[one], it.step(one).choosing(chosen[index : index + 1]), kept)
+            assert torch.equal(together[index : index + 1], torch.stack(alone, 1)), (name, index)
+
+
 def it_filled(it: Case, end: int) -> Slabs:
     slabs = it.slabs()
     it.run(slabs, TOGETHER, 0, end)
@@ -377,7 +409,7 @@ def test_what_does_not_fit_is_refused(case: Callable[[str], Case]) -> None:
     refused("contiguous bfloat16", lambda: Slabs(slabs.keys, slabs.keys[:1]))
     refused("int64", lambda: Step(at.int(), at, it.cos[:1], it.sin[:1]))
     refused("cos and sin", lambda: Step(at, at, it.cos[:2], it.sin[:2]))
-    refused("1 to 64", lambda: it.step(torch.arange(65)))
+    refused("at least one token", lambda: it.step(torch.arange(0)))
 
 
 def _moved(it: Case, position: int) -> Step:

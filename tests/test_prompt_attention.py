@@ -22,12 +22,10 @@ from tiermoe.kernels.attention import (
     FusedAttention,
     GroupedAttention,
     PackedMatrix,
-    Piece,
     Slabs,
     Step,
     fused_attention,
     prompt_attention,
-    prompt_state,
     prompt_workspace,
     takes_prompts,
 )
@@ -170,26 +168,10 @@ def test_a_ring_is_the_whole_cache(name: str, step: int) -> None:
         assert torch.equal(whole[begin:end], it.run(ring, begin, end))
 
 
-@pytest.mark.parametrize("name", ["groups", "as many key heads, values of another width", "sinks", "8 bits"])
-def test_positions_may_come_in_pieces(name: str) -> None:
-    """Of the last 100 tokens; pieces of 256 and of 128 positions, each where the one before has lain."""
-    it, begin = Sequence(CASES[name]), LENGTH - 100
-    whole = it.run(it.slabs(), begin, LENGTH)
-    for room in (256, 128):
-        state = torch.full((1 << 20,), 77, dtype=torch.uint8)
-        for at in range(0, LENGTH, room):
-            end = min(at + room, LENGTH)
-            piece = Piece(at, end, state)
-            slabs = it.slabs(end, room, ring=True)
-            got = prompt_attention(it.query[begin:], slabs, 1, begin, SCALE, sinks=it.sinks, piece=piece)
-        assert torch.equal(got, whole)
-
-
 def test_what_it_takes_is_what_is_said() -> None:
     for keys, values in ((64, 64), (192, 128), (256, 32)):
         slabs = Slabs(torch.zeros(1, 1, 1, keys).bfloat16(), torch.zeros(1, 1, 1, values).bfloat16())
         assert _native.prompt_workspace(slabs.packed, 3) == prompt_workspace(3, keys, values)
-        assert _native.prompt_state(slabs.packed, 70, 9) == prompt_state(70, 9, 1, values)
 
 
 def test_it_takes_bfloat16_heads_of_up_to_256_columns() -> None:
@@ -211,12 +193,6 @@ def test_what_does_not_fit_is_refused() -> None:
         prompt_attention(it.query, it.slabs(), 1, 0, SCALE, None, torch.zeros(3))
     with pytest.raises(ValueError, match="a slab that is not there"):
         prompt_attention(it.query, it.slabs(), 2, 0, SCALE, None, None)
-    small = Piece(0, 128, torch.empty(100, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="a state of 100 bytes"):
-        prompt_attention(it.query, it.slabs(), 1, 0, SCALE, piece=small)
-    wrong = Piece(100, 200, torch.empty(1 << 21, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="a piece that is larger"):
-        prompt_attention(it.query, it.slabs(), 1, 0, SCALE, piece=wrong)
     with pytest.raises(ValueError, match="int8"):
         Slabs(it.slabs().keys, it.slabs().values, scales=(it.slabs().keys, it.slabs().keys))
 

@@ -142,12 +142,11 @@ def _latent(weights: LatentAttention) -> bytes | None:
     ]  # fmt: skip
     if first:
         shapes.append((first, first.out, hidden))
-    if weights.gate:
-        wide = weights.gate.out != heads
-        shapes.append((weights.gate, heads * weights.value_columns if wide else heads, hidden))
+    if weights.gate and (weights.gate.out not in (heads, heads * weights.value_columns) or weights.gate.in_ != hidden):
+        return None
     if (first is None) != (weights.norm_query is None):
         return None
-    if weights.key_up.bias is not None or weights.value_up.bias is not None:
+    if any(each and each.bias is not None for each in (weights.key_up, weights.value_up, weights.gate)):
         return None
     if not takes_latents(torch.bfloat16, head, weights.value_columns, latent, rotary):
         return None
@@ -304,8 +303,8 @@ class Step:
         whole = [slabs, positions] if first is None else [slabs, positions, first]
         if any(each.dtype != torch.int64 or each.shape != (self.tokens,) or not each.is_contiguous() for each in whole):
             raise ValueError(f"slabs, positions and first must be contiguous int64 ({self.tokens})")
-        if not 0 < self.tokens <= FEW_TOKENS:
-            raise ValueError(f"{self.tokens} tokens in a step: 1 to {FEW_TOKENS}")
+        if not self.tokens:
+            raise ValueError("a step has at least one token")
         if any(each.ndim != 2 or len(each) != self.tokens or each.device.type != "cpu" for each in (cos, sin)):
             raise ValueError(f"cos and sin must be ({self.tokens}, rotary columns) on the CPU")
         cos, sin = cos.float().contiguous(), sin.float().contiguous()
@@ -385,7 +384,7 @@ def takes_latents(dtype: torch.dtype, head: int, value: int, latent: int, rotary
 
 def prompt_workspace(threads: int, key_columns: int, value_columns: int) -> int:
     """Workspace of the kernel, in bytes, beside queries, keys, values and result."""
-    return 4 * threads * ((_QUERY_ROWS + _TILE) * (key_columns + value_columns) + (2 * _TILE + 6) * _QUERY_ROWS)
+    return 4 * threads * ((_QUERY_ROWS + _TILE) * (key_columns + value_columns + 16) + (2 * _TILE + 6) * _QUERY_ROWS)
 
 
 def prompt_attention(

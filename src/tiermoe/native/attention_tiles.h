@@ -55,9 +55,12 @@ typedef struct {
     float scale;
 } QueryRows;
 
+/* From one row of a tile's values to the next: they would fall on the same few sets of the cache else. */
+static inline size_t values_stride(size_t columns) { return columns + 16; }
+
 /* Floats of the workspace that attend_rows takes. */
 static inline size_t rows_workspace(size_t key_columns, size_t value_columns) {
-    return (QUERY_ROWS + TILE) * (key_columns + value_columns) + (2 * TILE + 6) * QUERY_ROWS;
+    return (QUERY_ROWS + TILE) * (key_columns + values_stride(value_columns)) + (2 * TILE + 6) * QUERY_ROWS;
 }
 
 /* What the kernels provide of it (kernels.h):

@@ -44,6 +44,7 @@ class LatentSizes(AttentionSizes):
     indexer: IndexerSizes | PoolIndexerSizes | None = None  # of sparse attention
     keeps_index: bool = False  # the layer has an indexer of its own, whose keys the cache holds
     sinks: bool = False  # logits that join each softmax and have no value (Hunyuan 4)
+    gate_columns: int = 0  # of a projection by whose sigmoid heads are multiplied
 
     @property
     def shape(self) -> LayerShape:
@@ -77,8 +78,7 @@ class LatentSizes(AttentionSizes):
 
     def fused_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
         latent, rotary = self.latent_columns, self.rotary_columns
-        gates = self.heads * self.value_columns
-        projected = hidden + self.token_columns + latent + rotary + gates + self.heads * self.value_columns
+        projected = hidden + self.token_columns + latent + rotary + self.gate_columns + self.heads * self.value_columns
         widest = max(hidden, self.heads * self.value_columns)
         attended = positions if self.indexer is None else min(positions, self.indexer.most)
         attention = Attended(self.heads, 1, latent + rotary, latent, projected, widest, latent)
@@ -115,6 +115,7 @@ def latent(
         indexer,
         keeps_index,
         sinks,
+        gate_columns,
     )
     narrow, latents = getattr(config, "q_lora_rank", None), sizes.latent_columns
     parameters = config.rope_parameters if is_rotated(config) else {}

@@ -12,11 +12,14 @@
 
 enum { PLACES = 4 }; /* columns of values whose sums are in registers at a time, for ROW_VECTORS vectors of rows */
 
+/* Keys by vectors of rows, whose scores are found at a time: of each two of sixteen chains in registers. */
+enum { SCORE_KEYS = 4, SCORE_VECTORS = ROW_VECTORS < 2 ? 1 : 2, SCORE_ROWS = LANES * SCORE_VECTORS, IN_PAIR = 2 / IN_UNIT };
+
 typedef struct {
-    Unit *queries;  /* (key_columns / IN_UNIT, QUERY_ROWS) */
+    Unit *queries;  /* (QUERY_ROWS / SCORE_ROWS, key_columns / IN_UNIT, SCORE_ROWS): a chain's units after each other */
     Unit *weights;  /* (TILE / IN_UNIT, QUERY_ROWS) */
     Unit *keys;     /* (TILE, key_columns / IN_UNIT), where they are not taken from the cache */
-    Unit *values;   /* (TILE / IN_UNIT, value_columns) */
+    Unit *values;   /* (TILE / IN_UNIT, values_stride(value_columns)) */
     float *scores;  /* (TILE, QUERY_ROWS) */
     float *sums;    /* (value_columns, QUERY_ROWS) */
     float *largest, *total, *fade, *own, *begin, *end; /* (QUERY_ROWS) */
@@ -28,7 +31,7 @@ static Panels panels_in(float *at, const Positions *positions) {
     PANEL(queries, QUERY_ROWS * positions->key_columns)
     PANEL(sums, QUERY_ROWS * positions->value_columns)
     PANEL(keys, TILE * positions->key_columns)
-    PANEL(values, TILE * positions->value_columns)
+    PANEL(values, TILE * values_stride(positions->value_columns))
     PANEL(weights, TILE * QUERY_ROWS)
     PANEL(scores, TILE * QUERY_ROWS)
     PANEL(largest, QUERY_ROWS)
@@ -49,17 +52,15 @@ static size_t rows_computed(size_t rows) {
     return rows - rest + (2 * vectors > ROW_VECTORS ? TOGETHER : vectors * LANES);
 }
 
-/* Keys by vectors of rows, whose scores are found at a time: of each two of sixteen chains in registers. */
-enum { SCORE_KEYS = 2, SCORE_VECTORS = ROW_VECTORS < 2 ? 1 : 2 };
 typedef struct {
     Vector of[SCORE_KEYS][SCORE_VECTORS];
 } Scores;
 
-/* The units of SCORE_KEYS keys, and of rows. */
+/* The units of SCORE_KEYS keys, and of rows; units of a chain. */
 typedef struct {
     const Unit *const *keys;
     const Unit *queries;
-    size_t columns;
+    size_t units;
 } Scored;
 
 INLINE Scores plus_scores(size_t vectors, Scores a, Scores b) {
@@ -68,18 +69,27 @@ INLINE Scores plus_scores(size_t vectors, Scores a, Scores b) {
     return a;
 }
 
+/* Where unit `unit` of rows lies: chain `c` of sixteen has pairs c, 16 + c .. */
+static inline size_t unit_place(size_t unit, size_t columns) {
+    const size_t pair = unit / IN_PAIR;
+    return (pair % 16 * (columns / 32) + pair / 16) * IN_PAIR + unit % IN_PAIR;
+}
+
 /* Chain `chain` of sixteen. */
 INLINE Scores chain(size_t vectors, const Scored *s, size_t chain) {
-    enum { IN_PAIR = 2 / IN_UNIT }; /* units of a pair of columns */
+    const Unit *rows = s->queries + chain * s->units * SCORE_ROWS;
     Scores sums;
     for (size_t j = 0; j < SCORE_KEYS; j++)
         for (size_t v = 0; v < vectors; v++) sums.of[j][v] = zeros();
-    for (size_t u = chain * IN_PAIR; u < s->columns / IN_UNIT; u += 16 * IN_PAIR)
-        for (size_t k = u; k < u + IN_PAIR; k++)
-            for (size_t v = 0; v < vectors; v++) {
-                const Units row = units_from(s->queries + k * QUERY_ROWS + v * LANES);
-                for (size_t j = 0; j < SCORE_KEYS; j++) sums.of[j][v] = units_times_plus(unit_all(s->keys[j][k]), row, sums.of[j][v]);
-            }
+    for (size_t u = 0; u < s->units; u++, rows += SCORE_ROWS) {
+        const size_t at = (u / IN_PAIR * 16 + chain) * IN_PAIR + u % IN_PAIR;
+        Units row[SCORE_VECTORS];
+        for (size_t v = 0; v < vectors; v++) row[v] = units_from(rows + v * LANES);
+        for (size_t j = 0; j < SCORE_KEYS; j++) {
+            const Units key = unit_all(s->keys[j][at]);
+            for (size_t v = 0; v < vectors; v++) sums.of[j][v] = units_times_plus(key, row[v], sums.of[j][v]);
+        }
+    }
     return sums;
 }
 
@@ -94,7 +104,7 @@ INLINE Scores four_chains(size_t vectors, const Scored *s, size_t first) {
 INLINE void score_vectors(size_t vectors, const Unit *const *keys, size_t count, const Unit *queries, size_t columns, float scale,
                           float *scores, const Ahead *ahead) {
     for (size_t i = 0; i < count; i += SCORE_KEYS) {
-        const Scored s = {keys + i, queries, columns};
+        const Scored s = {keys + i, queries, columns / 32 * IN_PAIR};
         if (ahead) fetch(&ahead[0], i, SCORE_KEYS), fetch(&ahead[1], i, SCORE_KEYS);
         const Scores even = plus_scores(vectors, four_chains(vectors, &s, 0), four_chains(vectors, &s, 8));
         const Scores sums = plus_scores(vectors, even, plus_scores(vectors, four_chains(vectors, &s, 4), four_chains(vectors, &s, 12)));
@@ -106,10 +116,11 @@ INLINE void score_vectors(size_t vectors, const Unit *const *keys, size_t count,
 
 static void score_rows(const Unit *const *keys, size_t count, const Unit *queries, size_t columns, size_t rows, float scale,
                        float *scores, const Ahead ahead[2]) {
+    const size_t each = columns / IN_UNIT * SCORE_ROWS;
     size_t r = 0;
-    for (; r + LANES * SCORE_VECTORS <= rows; r += LANES * SCORE_VECTORS, ahead = NULL)
-        score_vectors(SCORE_VECTORS, keys, count, queries + r, columns, scale, scores + r, ahead);
-    for (; r < rows; r += LANES, ahead = NULL) score_vectors(1, keys, count, queries + r, columns, scale, scores + r, ahead);
+    for (; r + SCORE_ROWS <= rows; r += SCORE_ROWS, queries += each, ahead = NULL)
+        score_vectors(SCORE_VECTORS, keys, count, queries, columns, scale, scores + r, ahead);
+    if (r < rows) score_vectors(1, keys, count, queries, columns, scale, scores + r, ahead);
 }
 
 /* sums[j][v] += the sum over `steps` of unit `step * stride` of factors[j] times the rows' units. */
@@ -135,7 +146,7 @@ INLINE void weigh_vectors(size_t vectors, const Unit *values, size_t columns, co
             some[j] = values + c + j;
             for (size_t v = 0; v < vectors; v++) sums[j][v] = zeros();
         }
-        add_products(vectors, some, columns, weights, steps, sums);
+        add_products(vectors, some, values_stride(columns), weights, steps, sums);
         for (size_t j = 0; j < PLACES; j++)
             for (size_t v = 0; v < vectors; v++) {
                 float *at = to + (c + j) * QUERY_ROWS + v * LANES;
@@ -207,7 +218,7 @@ static void load_tile(const TileRows *rows, size_t count, const Panels *p, const
         const bf16 *some[IN_UNIT];
         for (size_t k = 0; k < IN_UNIT; k++)
             some[k] = kept_row(positions->values, positions->value_stride, tile_row(rows, i + k), width, bits, room[k]);
-        units_across(some, width, p->values + step_of(i) * width);
+        units_across(some, width, p->values + step_of(i) * values_stride(width));
     }
 }
 
@@ -247,7 +258,8 @@ static void load_rows(const Positions *positions, const QueryRows *rows, const P
     for (size_t r = 0; r < QUERY_ROWS; r++) {
         const size_t row = r < rows->count ? r : rows->count - 1; /* those behind the last one are never looked at */
         const Unit *query = units_of(rows->queries[row], positions->key_columns, room);
-        for (size_t s = 0; s < steps; s++) p->queries[s * QUERY_ROWS + r] = query[s];
+        Unit *to = p->queries + r / SCORE_ROWS * steps * SCORE_ROWS + r % SCORE_ROWS;
+        for (size_t s = 0; s < steps; s++) to[unit_place(s, positions->key_columns) * SCORE_ROWS] = query[s];
         p->begin[r] = (float)rows->begin[row], p->end[r] = (float)rows->end[row];
     }
 }
