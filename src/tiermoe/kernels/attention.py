@@ -221,7 +221,7 @@ class Attended:
 
     def workspace(self, tokens: int, positions: int, threads: int) -> int:
         """Largest workspace of the kernel, in bytes, for so many tokens that attend to up to `positions` each."""
-        tiles = min(tokens, FEW_TOKENS) * (-(-positions // _TILE) + 1)
+        tiles = tokens * (-(-positions // _TILE) + 1) if tokens <= FEW_TOKENS else 0
         inputs = max(tokens, min(tokens, _OWN_TOKENS) * threads)
         known = inputs * (_PROJECTIONS * prepared_at_most(self.widest) + 2 * self.widest) + 64 * _PROJECTIONS * threads
         of_heads = _HEAD_TOKENS * (2 * max(self.latent, self.key) + prepared_at_most(self.latent)) if self.latent else 0
