@@ -355,7 +355,7 @@ def test_every_command_has_the_defaults_of_the_settings() -> None:
                 assert option.default == known[setting], (name, setting)
                 assert option.help
                 seen.setdefault(name, set()).add(setting)
-    engine = {"run", "chat", "serve", "plan", "eval", "bench", "compare", "trace", "calibrate", "pack"}
+    engine = {"run", "chat", "serve", "plan", "eval", "bench", "compare", "trace", "calibrate", "pack", "doctor"}
     assert {name for name, settings in seen.items() if "dense_bits" in settings} == engine
     assert seen["run"] == seen["chat"] == seen["serve"] == seen["plan"] | {"threads"} == seen["eval"] | {"context"}
     assert seen["run"] == known.keys() - {"batch", "warm"}

@@ -1,4 +1,5 @@
-"""`tiermoe doctor`: facts of the machine, and a line with what to do for each thing that is missing."""
+"""`tiermoe doctor`: facts of the machine, and a line with what to do for each thing that is missing; with --exact which
+ways have the same bits."""
 
 from __future__ import annotations
 
@@ -7,14 +8,19 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from commands import Command
 from tiermoe import native
+from tiermoe.config import settings
+from tiermoe.model.decoder import Decoder
 from tiermoe.platform.machine import most_memory, total_memory
 from tiermoe.version import VERSION
 
@@ -136,3 +142,82 @@ def test_a_user_without_a_home(tiermoe_: Command, monkeypatch: pytest.MonkeyPatc
     ended = tiermoe_("doctor")
     assert ended.code == 0
     assert "there is no folder for packed experts: HOME and XDG_CACHE_HOME are empty; set one" in said(ended.out)
+
+
+# --- --exact ---
+
+needs_kernels = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+
+
+@needs_kernels
+def test_every_way_has_the_same_bits(tiermoe_: Command, folder: Path) -> None:
+    ended = tiermoe_("doctor", "--exact")
+    assert ended.code == 0, ended.err
+    first, *ways, last = ended.out.splitlines()
+    assert first.startswith("stories-7m: experts at 4 bits, other layers at 4; ")
+    assert all(line.endswith("  equal") or "  left out: this machine runs " in line for line in ways)
+    assert sum(line.endswith("  equal") for line in ways) >= 15
+    assert ways[-1].split() == ["with", "64", "of", "256", "experts", "equal"]
+    assert last.startswith("all ")
+
+
+@needs_kernels
+def test_ways_with_other_bits_are_told(tiermoe_: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that computes a token of a prompt otherwise where it is alone, as the answer's tokens are."""
+    finish = Decoder.finish
+
+    def broken(self: Decoder, passing: Any, every: bool = False) -> torch.Tensor:
+        logits = finish(self, passing, every)
+        return logits + 1 if passing.batch.phase == "prefill" and len(logits) == 1 else logits
+
+    monkeypatch.setattr(Decoder, "finish", broken)
+    ended = tiermoe_("doctor", "--exact")
+    assert ended.code == 1, ended.err
+    lines = {" ".join(line.split()) for line in ended.out.splitlines()}
+    assert "in chunks of 1 96 of 104 tokens differ, first token 1" in lines
+    assert "after a prefix of 95 1 of 104 tokens differ, first token 96" in lines
+    assert "in chunks of 7 equal" in lines
+    assert ended.out.splitlines()[-1].startswith("2 of ")
+    told = json.loads(tiermoe_("doctor", "--exact", "--json").out)["differing"]
+    assert {name: found for name, found in told.items() if found} == {
+        "in chunks of 1": list(range(96)), "after a prefix of 95": [95]
+    }  # fmt: skip
+
+
+@needs_kernels
+def test_another_instruction_set_with_other_bits_is_told(
+    tiermoe_: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if len(native.instruction_sets()) < 2:
+        pytest.skip("this machine runs one instruction set")
+    used, finish = native.instruction_set(), Decoder.finish
+
+    def broken(self: Decoder, passing: Any, every: bool = False) -> torch.Tensor:
+        return finish(self, passing, every) * (1 if native.instruction_set() == used else 2)
+
+    monkeypatch.setattr(Decoder, "finish", broken)
+    ended = tiermoe_("doctor", "--exact", "--json")
+    found = {name for name, differing in json.loads(ended.out)["differing"].items() if differing}
+    assert found == {f"on {name}" for name in native.instruction_sets() if name != used}
+    assert (ended.code, native.instruction_set()) == (1, used)
+
+
+def test_what_torch_computes_is_compared_in_no_other_steps(
+    tiermoe_: Command, folder: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder of ours in float32, transformers' code, and a model with an encoder."""
+    for decoder in ("auto", "generic"):
+        monkeypatch.setattr("tiermoe.cli.doctor.settings", partial(settings, decoder=decoder))
+        ended = tiermoe_("doctor", "--exact", tiny_model("qwen3_moe", torch.float32))
+        assert ended.code == 0, ended.err
+        assert "in other steps left out: torch computes this model, or a part of it" in said(ended.out)
+        assert ended.out.splitlines()[-1].startswith("all 2 have the same bits")
+    encoder = tiny_model("switch_transformers", torch.float32)
+    assert "encodes its prompt" in tiermoe_("doctor", "--exact", encoder).cause
+
+
+def test_a_model_or_its_options_without_exact_are_refused(tiermoe_: Command, folder: Path) -> None:
+    assert (
+        "stories-7m, --bits, --store: doctor takes these with --exact alone"
+        in tiermoe_("doctor", "stories-7m", "--bits", 4, "--store", folder).cause
+    )

@@ -53,9 +53,9 @@ def copy_tree(to: Path) -> None:
     files = [Path(name) for name in listed.stdout.split("\0") if name]
     files += [path.relative_to(ROOT) for path in ROOT.glob(BUILT)]
     for file in files:
-        if file.parts[0] != LINKED and (ROOT / file).is_file():
+        if file.parts[0] != LINKED and ((ROOT / file).is_file() or (ROOT / file).is_symlink()):
             (to / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / file, to / file)
+            shutil.copy2(ROOT / file, to / file, follow_symlinks=False)  # the shipped model is a link
     (to / LINKED).symlink_to(ROOT / LINKED, target_is_directory=True)
 
 

@@ -1,4 +1,5 @@
-"""`tiermoe doctor`: what this machine has, what is missing, and what would make tiermoe faster."""
+"""`tiermoe doctor`: what this machine has, what is missing, and what would make tiermoe faster; whether a model has the
+same bits on it in every way."""
 
 from __future__ import annotations
 
@@ -6,16 +7,19 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import xxhash
 from rich.table import Table
 
-from tiermoe.cli.output import starting
+from tiermoe.cli import options as opt
+from tiermoe.cli.output import progress_bar, spinner, starting
 from tiermoe.cli.terminal import WIDE, Terminal
-from tiermoe.config import format_size
+from tiermoe.config import CacheSize, format_size, settings
 from tiermoe.errors import ConfigError
 from tiermoe.offload.computers import LINKS
 from tiermoe.platform.machine import (
@@ -28,14 +32,39 @@ from tiermoe.platform.machine import (
 )
 from tiermoe.version import VERSION
 
+if TYPE_CHECKING:
+    from tiermoe.engine.engine import Engine
+
 _SLOW_DRIVE = LINKS["nvme"].bandwidth / 2
+_GIVEN, _AFTER = 96, 8  # tokens of the prompt that --exact runs, and of what comes after them one by one
 
 
+@opt.engine_options(only=["memory", "bits", "dense_bits", "quantizer", "store"])
 def doctor(
+    options: dict[str, Any],
+    model: Annotated[
+        str | None,
+        typer.Argument(help="With --exact: a model, named as for run. Default: the shipped one.", show_default=False),
+    ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Run a prompt of MODEL in many ways (in chunks, after a prefix, beside others, on other threads and "
+            "instruction sets, in less memory) and compare the logits bit for bit. Exit status 1 if some differ.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
     """Show what this machine has, what is missing, and what would make tiermoe faster. An issue report needs the same.
-    The rates of drive, memory and processor are measured where plan has not measured them in the last 30 days."""
+    The rates of drive, memory and processor are measured where plan has not measured them in the last 30 days.
+    MODEL and the options of memory, precision and store are of --exact."""
+    if exact:
+        _exact(model or "stories-7m", options, as_json)
+        return
+    if model is not None or options:
+        named = ", ".join([*filter(None, [model]), *(f"--{name.replace('_', '-')}" for name in options)])
+        raise ConfigError(f"{named}: doctor takes these with --exact alone; add it, or leave them out")
     with starting("measuring this machine"):
         found = examine()
     if as_json:
@@ -45,6 +74,75 @@ def doctor(
     for label, text in _lines(found):
         lines.add_row(label, text)
     Terminal(piped=WIDE).print(lines)
+
+
+# --- bits ---
+
+
+def _exact(model: str, options: dict[str, Any], as_json: bool) -> None:
+    """Runs a prompt in every way and prints a line for each as it ends. Exits with 1 if some logits differ."""
+    with starting():
+        import torch
+
+        from tiermoe import native
+        from tiermoe.engine.expert_inputs import shipped_text
+        from tiermoe.engine.load import start
+        from tiermoe.engine.ways import Way, Ways
+        from tiermoe.model.hf.blueprint import inspect_model
+        from tiermoe.model.hf.hub import resolve_model
+        from tiermoe.model.tokenizer import load_tokenizer
+        from tiermoe.types import Use
+
+        directory, tokens = resolve_model(model), _GIVEN + _AFTER
+        asked = settings(device="cpu", batch=3, context=tokens, warm=False, **options)
+        if inspect_model(directory, model, asked.store).family.encoder_decoder:
+            raise ConfigError(f"--exact compares steps of a decoder, and {model} encodes its prompt; leave it out")
+        ids = load_tokenizer(directory).encode(shipped_text()[: 40 * tokens])[:tokens]
+
+    def load(cache: CacheSize | None, progress: Callable[[str, int, int], None] | None = None) -> Engine:
+        blueprint = inspect_model(directory, model, asked.store)
+        return start(blueprint, replace(asked, cache=cache), progress, Use(scored=2 * tokens))
+
+    def with_fewer_experts() -> torch.Tensor:
+        engine.close()  # two engines would be more than the budget
+        other = load(CacheSize(nbytes=fewer * plan.slot_bytes))
+        whole = Ways(other, ids, _GIVEN).whole()
+        other.close()
+        return whole
+
+    with progress_bar() as progress:
+        engine = load(None, progress)
+    ways, plan = Ways(engine, ids, _GIVEN), engine.plan
+    fewer = max(plan.slots // 4, plan.layer_slots)
+    fewest = "" if fewer < plan.slots else f"{plan.slots} are in memory, the fewest that run"
+    each = [*ways.all(), Way(f"with {fewer} of {plan.all_slots} experts", with_fewer_experts, left_out=fewest)]
+    width = max(len(way.name) for way in each)
+    if not as_json:
+        kernels = f"{native.instruction_set() or 'torch'}, {torch.get_num_threads()} threads"
+        print(f"{model}: {plan.precision}; {kernels}; {_GIVEN} tokens in one piece, {_AFTER} one by one, and the same")
+    with spinner("in one piece"):
+        whole = ways.whole()
+    found: dict[str, list[int]] = {}
+    for number, way in enumerate(each, 1):
+        line = f"left out: {way.left_out}"
+        if not way.left_out:
+            with spinner(f"{way.name}: {number} of {len(each)}"):
+                differ = found[way.name] = way.differing(whole)
+            line = f"{len(differ)} of {tokens} tokens differ, first token {differ[0] + 1}" if differ else "equal"
+        if not as_json:
+            print(f"  {way.name:<{width}}  {line}", flush=True)
+    engine.close()
+    others = sum(map(bool, found.values()))
+    if as_json:
+        left_out = {way.name: way.left_out for way in each if way.left_out}
+        print(json.dumps({"model": model, "tokens": tokens, "differing": found, "left_out": left_out}))
+    elif others:
+        print(f"{others} of {len(found)} have other bits; an issue needs these lines and those of 'tiermoe doctor'")
+    else:
+        checksum = xxhash.xxh3_64_hexdigest(whole.view(torch.uint8).numpy().tobytes())
+        print(f"all {len(found)} have the same bits; the logits' checksum, to compare machines: {checksum}")
+    if others:
+        raise typer.Exit(1)
 
 
 # --- facts ---

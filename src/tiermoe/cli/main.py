@@ -33,7 +33,7 @@ COMMANDS = {
     "plan": ("tiermoe.cli.plan:plan", "Show how a memory budget is divided, and the speed to expect.", _MODELS),
     "doctor": (
         "tiermoe.cli.doctor:doctor",
-        "Show what this machine has, what is missing, what would be faster.",
+        "Show what this machine has and lacks, and what would be faster; --exact compares bits.",
         _MODELS,
     ),
     "bench": ("tiermoe.lab.cli.bench:bench", "Measure speed beside llama.cpp, transformers and accelerate.", _MEASURE),
