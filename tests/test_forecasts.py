@@ -91,7 +91,7 @@ def test_later_routers_are_asked_about_all_parts_of_a_step(tmp_path: Path, monke
     engine = engine_of(directory, bits=16, dense_bits=16, preset="mixtral-offload", cache="50%")
     given, asked = inputs_of(engine, monkeypatch)
     cache = engine.new_cache(3)
-    engine.step(Batch(tuple(prompt(cache.open(), [5, 6, 7, 8][:count]) for count in (3, 1, 4)), ragged=True), cache)
+    engine.step(Batch(tuple(prompt(cache.open(), [5, 6, 7, 8][:count]) for count in (3, 1, 4))), cache)
     assert [len(its) for its in asked] == [8] * (len(engine.layers) - 1)  # nothing follows the last layer
     assert torch.equal(torch.cat(asked), torch.cat(given[:-3]))
     engine.close()

@@ -144,7 +144,7 @@ def test_a_ragged_batch_and_a_forked_prefix(written: Written) -> None:
     fork = cache.fork(slabs[0])
     engine.step(Batch((prompt(slabs[1], short[:-1]),)), cache)
     rows = (decode(slabs[0], 40, long[40]), decode(slabs[1], 5, short[5]), prompt(slabs[2], third), decode(fork, 40, 7))
-    found = engine.step(Batch(rows, ragged=True), cache)
+    found = engine.step(Batch(rows), cache)
     for logits, ids in zip(found, (long, short, third, [*long[:-1], 7]), strict=True):
         assert close(logits, eager(written.model, ids)[-1])
 

@@ -152,7 +152,7 @@ def test_other_sequences_run_between_the_layers_of_a_prompt(missing: Any) -> Non
     slab, other = cache.open(), cache.open()
     rows = tuple(prompt(slab, ids[at : min(at + 8, 23)], at) for at in (0, 8, 16))
     found, at = [], 5
-    for logits in missing.step_by_layers(Batch(rows, ragged=True), cache, 1):
+    for logits in missing.step_by_layers(Batch(rows), cache, 1):
         row = prompt(other, others[:5]) if at == 5 else decode(other, at - 1, others[at - 1])
         found.append(missing.step(Batch((row,)), cache))
         assert torch.equal(found[-1][0], theirs[at - 5])

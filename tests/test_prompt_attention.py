@@ -323,6 +323,6 @@ def test_a_turn_behind_many_tokens_has_its_bits_whatever_runs_beside_it(tmp_path
     assert torch.equal(steps(cache, *(decode(slab, BEFORE + at, token) for at, token in enumerate(turn))), whole)
     cache.crop(slab, BEFORE)
     rows = (decode(slab, BEFORE, turn[0]), prompt(others[0], turn, BEFORE), verify(others[1], BEFORE, turn[:4]))
-    found = engine.step(Batch(rows, ragged=True), cache, every=True)
+    found = engine.step(Batch(rows), cache, every=True)
     assert torch.equal(found, torch.cat((whole[:1], whole, whole[:4])))
     engine.close()

@@ -38,21 +38,17 @@ def test_chunks_keep_positions_and_leave_out_rows_that_are_through() -> None:
     assert all(row.kind is Kind.PROMPT for chunk in chunks for row in chunk.rows)
 
 
-def test_parts_are_each_prompt_and_what_lies_between() -> None:
-    rows = (decode(0, 9, 8), decode(1, 3, 1), prompt(2, range(5)), prompt(3, range(2)), verify(4, 3, [1]))
-    assert [part.rows for part in Batch(rows, ragged=True).parts()] == [rows[:2], rows[2:3], rows[3:4], rows[4:]]
-    assert [part.rows for part in Batch(rows, ragged=True).parts(7)] == [rows[:3], rows[3:]]
-    assert [part.rows for part in Batch(rows).parts()] == [rows]
-    assert [len(chunk.parts()) for chunk in Batch(rows[1:4], ragged=True).chunks(2)] == [3, 1, 1]
+def test_parts_are_all_rows_or_chunks_of_one_prompt() -> None:
+    rows = (decode(0, 9, 8), prompt(2, range(5)), verify(4, 3, [1, 2]))
+    assert Batch(rows).parts(invariant=True) == [Batch(rows)]
+    chunks = (prompt(0, range(4)), prompt(0, range(3), first=4))
+    assert Batch(chunks).parts(invariant=True) == [Batch((chunk,)) for chunk in chunks]
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_each_token_to_verify_is_a_part_where_no_two_run_together(ragged: bool) -> None:
-    rows = (verify(0, 3, [1, 2]), decode(1, 9, 8), verify(2, 5, [4]))
-    assert [part.rows for part in Batch(rows, ragged).parts()] == [
-        (verify(0, 3, [1]),), (verify(0, 4, [2]),), rows[1:2], rows[2:]
-    ]  # fmt: skip
-    assert [part.rows for part in Batch(rows, ragged).parts(4)] == [rows]
+def test_each_row_and_each_token_to_verify_is_a_part_where_bits_depend_on_others() -> None:
+    rows = (decode(0, 9, 8), prompt(2, range(5)), verify(4, 3, [1, 2]))
+    alone = (*rows[:2], verify(4, 3, [1]), verify(4, 4, [2]))
+    assert Batch(rows).parts(invariant=False) == [Batch((row,)) for row in alone]
 
 
 @pytest.mark.parametrize("rows", [(), (Row(0, 0, (), Kind.PROMPT),)])
@@ -179,7 +175,7 @@ def test_prompts_that_are_computed_apart_have_the_bits_of_each_alone(
     engine.observe(OnRoute(lambda routed, _: asked.append(len({expert for row in routed.experts for expert in row}))))
     before = engine.loader.counts.copy()
     rows = [prompt(slab, ids) for slab, ids in zip(slabs[1:], prompts, strict=True)]
-    found = engine.step(Batch((decode(slabs[0], 6, answered[6]), *rows), ragged=True), cache)
+    found = engine.step(Batch((decode(slabs[0], 6, answered[6]), *rows)), cache)
     done = engine.loader.counts.minus(before)
     assert torch.equal(found, torch.cat(want))
     assert done.hits + done.misses == sum(asked)

@@ -40,12 +40,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of sequences, of any positions, lengths and kinds; at least one, each with at least one token. A `ragged`
-    batch computes each of its `parts` separately, with the bits that the part has alone, and reads each expert once.
-    Rows of one sequence are chunks of its prompt, in their order, in a ragged batch."""
+    """Rows of sequences, of any positions, lengths and kinds; at least one, each with at least one token. Rows of one
+    sequence are chunks of its prompt, in their order."""
 
     rows: tuple[Row, ...]
-    ragged: bool = False
 
     def __post_init__(self) -> None:
         if not self.rows or not all(row.tokens for row in self.rows):
@@ -85,24 +83,14 @@ class Batch:
         """Whether it has several tokens of a sequence to verify."""
         return any(row.kind is Kind.VERIFY and len(row.tokens) > 1 for row in self.rows)
 
-    def parts(self, most: int = 0) -> list[Batch]:
-        """What is computed at once: all rows; of a ragged batch each prompt, and the rows between two prompts. most:
-        tokens that get the bits in one call that each has alone. Neighbours of so many in all are one part, chunks of
-        one prompt aside; if there are none, rows run by themselves, and each token to verify is a part."""
-        if self.verifies and not most:
-            return [Batch((each,)) for row in self.rows for each in row.one_by_one()]
-        if not self.ragged:
+    def parts(self, invariant: bool) -> list[Batch]:
+        """What goes through a layer at once; each expert is read once for all parts. invariant: a token's bits do not
+        depend on the others of a part: all rows, or each chunk of one prompt. Else each row is a part, and each token
+        to verify."""
+        if invariant and len(self.ends) == len(self.rows):
             return [self]
-        ends, parts = self.ends, list[list[Row]]()
-        for row in self.rows:
-            before = parts[-1] if parts else []
-            alike = bool(before) and Kind.PROMPT not in {each.kind for each in (*before, row)}
-            few = bool(before) and sum(len(each.tokens) for each in (*before, row)) <= most
-            if alike or (few and before[-1].slab != row.slab and row.end == ends[row.slab]):
-                before.append(row)
-            else:
-                parts.append([row])
-        return [Batch(tuple(rows)) for rows in parts]
+        each = [[row] if invariant else row.one_by_one() for row in self.rows]
+        return [Batch((row,)) for rows in each for row in rows]
 
     def chunks(self, tokens: int) -> Iterator[Batch]:
         """The batch in steps of at most `tokens` of each row. A row that is through is not in the later ones."""
@@ -113,7 +101,7 @@ class Batch:
                 for row in self.rows
                 if begin < len(row.tokens)
             ]
-            yield Batch(tuple(rows), self.ragged)
+            yield Batch(tuple(rows))
 
     @property
     def ends(self) -> dict[int, int]:

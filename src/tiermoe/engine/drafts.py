@@ -17,7 +17,6 @@ from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import plan_for
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.speculation import LEAST, MOST, CachedSequence, Chances, Drafter, DraftRequest, Speculation
-from tiermoe.engine.steps import verifies_drafts
 from tiermoe.errors import BudgetError, ConfigError, ModelError
 from tiermoe.model.cache.prefix import common_prefix
 from tiermoe.model.hf.blueprint import Blueprint
@@ -256,11 +255,10 @@ def require_verification(engine: Engine) -> None:
             f"--draft mtp does not apply to {', '.join(engine.lossy)}: guesses are verified where nothing changes "
             f"tokens; leave one of them out"
         )
-    if not verifies_drafts(engine.decoder, engine.settings.batch):
-        alone = ", or --batch 1" if engine.decoder.can_verify_draft else ""
+    if not engine.decoder.can_verify_draft:
         raise ConfigError(
-            f"--draft mtp needs kernels that give verified tokens the bits that each has alone: there are none for "
-            f"this machine, or for weights in this precision; use --draft none{alone}"
+            "--draft mtp needs kernels that give verified tokens the bits that each has alone: there are none for "
+            "this machine, or for weights in this precision; use --draft none"
         )
 
 

@@ -38,7 +38,7 @@ class MoELayer:
 
     renormalise: whether the model scales the chosen experts' weights to a fixed sum, so that those of fewer experts are
     scaled too. chooses: which experts run, instead of the router alone (routing=cached). `batch_invariant`: whether a
-    token's result does not depend on the others of a call of few tokens."""
+    token's result does not depend on the others of a call."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Request loop: schedule, run, postprocess (continuous batching). `run` and `chat` are this loop with one request, the
 server is this loop with many.
 
-A step is one call of the engine; `request_scheduler` says of what. No request's tokens depend on what else runs: a
-ragged batch computes each prompt separately, and tokens that are generated together have the bits that each has alone.
+A step is one call of the engine; `request_scheduler` says of what. No request's tokens depend on what else runs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from tiermoe.engine.request import Counts, Piece, Request, RequestState
 from tiermoe.engine.request_scheduler import LayeredPrompt, Limits, Prompt, RequestScheduler
 from tiermoe.engine.sampling import end_tokens
 from tiermoe.engine.speculation import MOST, CachedSequence, DraftRequest, Speculation
-from tiermoe.engine.steps import verifies_drafts
 from tiermoe.errors import LoadError, PromptError
 from tiermoe.metrics import PhaseMetrics
 from tiermoe.model.cache.kv import KVCache
@@ -82,7 +80,7 @@ class RequestLoop:
         missing = engine.plan.slots < engine.plan.all_slots
         self._timed = missing and times_decoding
         verified, together = FEW_TOKENS if engine.decoder.can_verify_draft else 1, engine.plan.prompt_chunks
-        if speculation is not None and (engine.composition.lossy or not verifies_drafts(engine.decoder, rows)):
+        if speculation is not None and (engine.composition.lossy or not engine.decoder.can_verify_draft):
             speculation = None
         self._speculation = speculation
         self._limits = Limits(
@@ -147,7 +145,7 @@ class RequestLoop:
         """Runs some layers of the chunks that go layer by layer. pieces: takes what their prompt adds."""
         row, chunks = layered.row, layered.chunks
         if layered.turns is None:
-            batch = Batch(tuple(chunks), ragged=True)
+            batch = Batch(tuple(chunks))
             layered.turns = self._engine.step_by_layers(batch, self._kv, layered.layers)
         self.scheduler.layered = None  # an interruption leaves none
         try:
@@ -180,7 +178,7 @@ class RequestLoop:
         guessed = sum(map(len, guesses))
         rows = (*map(RequestState.next_answer, answering, guesses), *(part for _, part in prompts))
         every = guessed > 0 or any(row.scored for row, _ in prompts)
-        batch = Batch(rows, ragged=len(rows) > 1)
+        batch = Batch(rows)
         before = self._engine.snapshot() if self._timed and batch.phase == "decode" else None
         try:
             logits: Tensor = self._engine.step(batch, self._cache, every)

@@ -40,9 +40,9 @@ class SequenceCache(Protocol):
 class AnyDecoder(Protocol):
     """Computes batches (`model.decoder.Decoder`, `model.hf.generic.GenericDecoder`).
 
-    rows_together: several rows in one step. batch_invariant: a token's bits do not depend on the others of a call of up
-    to FEW_TOKENS. can_verify_draft: tokens verified in one step get the bits that each gets alone. can_rollback: a
-    sequence's last step can be taken back."""
+    rows_together: several rows in one step. batch_invariant: a token's bits do not depend on the others of a call.
+    can_verify_draft: tokens verified in one step get the bits that each gets alone. can_rollback: a sequence's last
+    step can be taken back."""
 
     @property
     def rows_together(self) -> bool: ...
@@ -61,12 +61,6 @@ class AnyDecoder(Protocol):
     def require_finite(self) -> Callable[[], None]: ...
 
     def step(self, batch: Batch, cache: Any, every: bool = False) -> Tensor: ...
-
-
-def verifies_drafts(decoder: AnyDecoder, rows: int) -> bool:
-    """Whether a server of up to `rows` answers verifies draft tokens. A decoder that is not batch invariant verifies
-    them one by one: that gives the bits of decoding a single answer, not of decoding several in a batch."""
-    return decoder.can_verify_draft and (rows == 1 or decoder.batch_invariant)
 
 
 def passes_of(batch: Batch, decoder: AnyDecoder, chunk: int, together: int = 1) -> list[Batch]:
@@ -93,7 +87,7 @@ def passes_of(batch: Batch, decoder: AnyDecoder, chunk: int, together: int = 1) 
         return chunks
     in_order = [chunk.rows[0] for chunk in chunks]
     groups = [tuple(in_order[at : at + together]) for at in range(0, len(in_order), together)]
-    return [Batch(group, ragged=len(group) > 1) for group in groups]
+    return [Batch(group) for group in groups]
 
 
 def gathered(passes: Sequence[Batch], logits: Sequence[Tensor], batch: Batch, every: bool) -> Tensor:

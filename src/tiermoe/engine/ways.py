@@ -90,7 +90,7 @@ class Ways:
                 beside = [decode(other, cache.length(other), self.ids[1]) for other in others]
             else:
                 beside = [prompt(other, self.ids[at : at + 20]) for at, other in enumerate(others, 1)]
-            step = self.engine.step(Batch((row, *beside), ragged=True), cache, every=True)
+            step = self.engine.step(Batch((row, *beside)), cache, every=True)
             found.append(step[: len(row.tokens)])
         return torch.cat(found)
 

@@ -36,6 +36,7 @@ class Router:
     scoring: Scoring = Scoring.SOFTMAX
     bias: Tensor | None = None  # of the logits, bfloat16 (E)
     correction: Tensor | None = None  # float32 (E), added to the scores for choosing, not to the weights
+    corrects_logits: bool = False  # or to the logits
     groups: int = 1  # of consecutive experts
     kept: int = 1  # groups that a token's experts come from: the best
     judges: int = 1  # a group is as good as the sum of so many best scores: 1 or 2
@@ -52,7 +53,8 @@ class Router:
         return _native.pack(
             structs.Router(
                 weight=self.weight.data_ptr(), bias=address(self.bias), correction=address(self.correction),
-                experts=experts, columns=columns, k=self.k, groups=self.groups, kept=self.kept, judges=self.judges,
+                corrects_logits=self.corrects_logits, experts=experts, columns=columns, k=self.k, groups=self.groups,
+                kept=self.kept, judges=self.judges,
                 scoring=self.scoring, exact_logits=self.exact_logits, round_weights=self.dtype != torch.float32,
                 normalise=self.normalise, epsilon=self.epsilon, scale=self.scale,
             )

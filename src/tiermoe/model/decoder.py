@@ -25,7 +25,6 @@ from tiermoe.model.routers import Router
 from tiermoe.model.step import Step
 from tiermoe.model.streams import in_streams, streams_of
 from tiermoe.model.weights import Scope, ShapesOnly, Weights, text_part
-from tiermoe.types import FEW_TOKENS
 
 
 class NotFiniteError(Exception):
@@ -111,7 +110,7 @@ class Decoder:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's logits do not depend on the other tokens of a call of up to FEW_TOKENS."""
+        """Whether a token's logits do not depend on the other tokens of a call."""
         return self._head.batch_invariant and all(layer.batch_invariant for layer in self.layers)
 
     @property
@@ -179,16 +178,14 @@ class Decoder:
 
     def begin(self, batch: Batch, cache: KVCache) -> Passing:
         """Begins a step: the layers and `finish` follow. Steps of other sequences may run between two `advance`."""
-        parts = [batch]
-        if batch.ragged or batch.verifies:
-            parts = batch.parts(FEW_TOKENS if self.batch_invariant else 0)
+        parts = batch.parts(self.batch_invariant)
         for slab, end in batch.ends.items():
             cache.begin_write(slab, end)
         steps = [Step(part, cache, *self._rotaries) for part in parts]
         return Passing(batch, cache, parts, steps, [self._embedded(step) for step in steps])
 
     def advance(self, passing: Passing, end: int) -> None:
-        """Runs the layers of a ragged batch before layer `end` that have not run."""
+        """Runs the layers before layer `end` that have not run."""
         xs = passing.xs
         for index in range(passing.layer, end):
             xs = self.layers[index].forward_ragged(xs, index, passing.steps)

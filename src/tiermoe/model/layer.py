@@ -17,8 +17,8 @@ from tiermoe.model.step import Step
 
 class DecoderLayer(Protocol):
     """What a decoder asks of its layers. moe: the MoE block, None if there is none. sizes: of attention. by_kernel:
-    a native call computes few tokens up to the second norm, where the weights are such. batch_invariant: whether a
-    token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
+    a native call computes it up to the second norm, if the weights are such. batch_invariant: whether a token's values
+    do not depend on the other tokens of a call."""
 
     @property
     def moe(self) -> MoeBlock | None: ...
@@ -54,7 +54,7 @@ class Layer:
     norm_after: Norm | None
     feed_forward: FeedForward
     multiplier: float = 1.0  # of what is added to the residual (Granite)
-    fused_attention: FusedAttention | None = None  # up to the second norm in one native call, for few tokens
+    fused_attention: FusedAttention | None = None  # up to the second norm in one native call
     indexer: PositionIndexer | None = None  # chooses before what tokens attend to
     norm_attended: Norm | None = None  # of attention's output before it is added
 
@@ -88,7 +88,7 @@ class Layer:
         return norms and self.attention.by_kernel
 
     def with_kernel(self, rotary_columns: int) -> Layer:
-        """The layer with the native call for few tokens, if there is one for its weights. rotary_columns: of the angles
+        """The layer with the native call, if there is one for its weights. rotary_columns: of the angles
         by which queries and keys are rotated."""
         if not self.by_kernel or self.norm_before is None or self.norm_after is None:
             return self

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -18,19 +17,19 @@ from tiermoe.errors import ModelError
 from tiermoe.formats.outline import Outline
 from tiermoe.kernels.gates import Activation, Gate, gate_named, gelu_tanh, relu_squared
 from tiermoe.model.model_config import ModelConfig
-from tiermoe.model.parts import Linear, Norm, by_token
+from tiermoe.model.parts import Linear, Norm
 from tiermoe.model.routers import Router, RouterRule
 from tiermoe.model.weights import Scope
 from tiermoe.types import MoeLayer, Part
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
-    "gelu": partial(by_token, F.gelu),
-    "gelu_pytorch_tanh": partial(by_token, gelu_tanh),
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": gelu_tanh,
     "relu": F.relu,
     "relu2": relu_squared,
 }
-"""By the name that configs use. torch rounds a few inputs of GELU differently at the end of a long row."""
+"""By the name that configs use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ def named_gates(outline: Outline) -> list[ExpertGate]:
 
 class Experts(Protocol):
     """Experts of a MoE layer, resident or not. batch_invariant: a token's result does not depend on the other tokens of
-    a call of up to FEW_TOKENS."""
+    a call."""
 
     @property
     def batch_invariant(self) -> bool: ...
@@ -189,7 +188,8 @@ class MoeBlock:
     @property
     def batch_invariant(self) -> bool:
         always = [part for part in (self.shared, self.shared_gate, *(self.latent or ())) if part is not None]
-        return self.experts.batch_invariant and all(part.batch_invariant for part in always)
+        routed = self.experts.batch_invariant and self.router.batch_invariant
+        return routed and all(part.batch_invariant for part in always)
 
     def watched(self, wrap: Callable[[Any], Any]) -> MoeBlock:
         """The block with its shared expert watched, and the projections around its experts."""

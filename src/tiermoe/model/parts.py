@@ -1,10 +1,9 @@
 """Parts of layers: linear layers on packed weights and on the checkpoint's own, norms with their descriptors for the
-native kernels, and functions that are computed token by token."""
+native kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,27 +22,6 @@ from tiermoe.kernels.linear import (
     product,
 )
 from tiermoe.kernels.norm import Norm as NativeNorm
-from tiermoe.types import FEW_TOKENS
-
-Computed = TypeVar("Computed", Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor])
-
-
-def by_token(compute: Callable[..., Computed], *xs: Tensor) -> Computed:
-    """compute(*xs), xs (T, ...). Up to FEW_TOKENS are computed one by one, so that a token has the bits that it has
-    alone."""
-    if not 1 < len(xs[0]) <= FEW_TOKENS:
-        return compute(*xs)
-    return joined([compute(*each) for each in zip(*(torch.split(x, 1) for x in xs), strict=True)])
-
-
-def joined(parts: Sequence[Computed]) -> Computed:
-    """The results of parts of the tokens, (T, ...) each, as one result."""
-    if len(parts) == 1:
-        return parts[0]
-    each: list[Any] = list(parts)
-    whole: Any = torch.cat(each) if isinstance(each[0], Tensor) else tuple(map(torch.cat, zip(*each, strict=True)))
-    found: Computed = whole
-    return found
 
 
 class Norm(Protocol):
@@ -100,7 +78,7 @@ class LayerNorm:
 
 class Linear(Protocol):
     """x (T, in) → (T, out), with the bias if there is one. batch_invariant: a token's result does not depend on the
-    other tokens of a call of up to FEW_TOKENS. packed: the weight for the attention kernels."""
+    other tokens of a call. packed: the weight for the attention kernels."""
 
     @property
     def batch_invariant(self) -> bool: ...

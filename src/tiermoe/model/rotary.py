@@ -22,35 +22,37 @@ class Rotary:
     """cos and sin of every position, in the model's dtype, as transformers' rotary embeddings compute them. Each angle
     stands twice, for both halves of a head.
 
-    frequencies: float32 (columns / 2). scale: length of a sequence → the factor of its cos and sin. temperature: what
-    queries are multiplied by; None: 1."""
+    frequencies: float32 (columns / 2). factor: of cos and sin; beyond: positions from some one on, and their factor, if
+    it is another. temperature: what queries are multiplied by; None: 1."""
 
-    def __init__(self, frequencies: Tensor, scale: Callable[[int], float], dtype: torch.dtype) -> None:
+    def __init__(
+        self, frequencies: Tensor, factor: float, dtype: torch.dtype, beyond: tuple[int, float] | None = None
+    ) -> None:
         self._frequencies = frequencies.float()
-        self.scale = scale
+        self._factor, self._beyond = factor, beyond
         self.temperature: Temperature | None = None
         self._dtype = dtype
         self.columns = 2 * frequencies.numel()
-        self._tables: dict[float, tuple[Tensor, Tensor]] = {}
+        self._table = self._block(0, 0)
 
     def at(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """positions: int64 (T) below `end`, the length of the longest sequence with this step → cos and sin
         (T, columns)."""
-        factor = self.scale(end)
-        table = self._tables.get(factor)
-        if table is None:
-            table = self._tables[factor] = self._table(factor, 0, end)
-        elif len(table[0]) < end:  # what is there stays: a long prompt comes in many chunks
-            more = self._table(factor, len(table[0]), end)
-            table = self._tables[factor] = (torch.cat((table[0], more[0])), torch.cat((table[1], more[1])))
-        return table[0][positions], table[1][positions]
+        cos, sin = self._table
+        if len(cos) < end:  # what is there stays: a long prompt comes in many chunks
+            more = self._block(len(cos), end)
+            cos, sin = self._table = torch.cat((cos, more[0])), torch.cat((sin, more[1]))
+        return cos[positions], sin[positions]
 
-    def _table(self, factor: float, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    def _block(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """cos and sin of positions from `begin` on, in whole blocks."""
         positions = torch.arange(begin, -(-end // _BLOCK) * _BLOCK, dtype=torch.float32)
         angles = positions[:, None] * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
+        factors = torch.full((len(positions), 1), self._factor)
+        if self._beyond is not None:
+            factors[positions >= self._beyond[0]] = self._beyond[1]
+        return (angles.cos() * factors).to(self._dtype), (angles.sin() * factors).to(self._dtype)
 
 
 def table_bytes(positions: int, columns: int, itemsize: int) -> int:
@@ -81,7 +83,7 @@ def rotary_at(config: Any, index: int) -> int:
 
 def unrotated(columns: int, dtype: torch.dtype) -> Rotary:
     """A rotary embedding by angles of 0, for layers whose queries and keys have no position."""
-    return Rotary(torch.zeros(columns // 2), lambda _: 1.0, dtype)
+    return Rotary(torch.zeros(columns // 2), 1.0, dtype)
 
 
 def knows_rotary(config: Any) -> bool:
@@ -113,20 +115,16 @@ def rotary_of(config: Any, columns: int, dtype: torch.dtype, layers: str | None 
     if _is_default(config, layers):
         steps = torch.arange(0, columns, 2, dtype=torch.float) / columns
         stretch = (parameters.get("alpha") or 1.0) ** (columns / (columns - 2))
-        return Rotary(1.0 / ((parameters["rope_theta"] * stretch) ** steps), lambda _: 1.0, dtype)
+        return Rotary(1.0 / ((parameters["rope_theta"] * stretch) ** steps), 1.0, dtype)
     if (layers or "") not in config.rope_frequencies:
         return None
     frequencies, factor = config.rope_frequencies[layers or ""]
-    return Rotary(torch.tensor(frequencies), _scale_of(parameters, factor), dtype)
-
-
-def _scale_of(parameters: Any, factor: float) -> Callable[[int], float]:
-    """Phi-MoE names two factors, for sequences within the length it was first trained for and for longer ones."""
     short, long = parameters.get("short_mscale"), parameters.get("long_mscale")
     if short is None or long is None:
-        return lambda _: factor
-    trained = parameters["original_max_position_embeddings"]
-    return lambda end: long if end > trained else short
+        return Rotary(torch.tensor(frequencies), factor, dtype)
+    # Phi-MoE names two factors, for positions within the length that it was first trained for and for later ones
+    beyond = parameters["original_max_position_embeddings"], long
+    return Rotary(torch.tensor(frequencies), short, dtype, beyond)
 
 
 def rope_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

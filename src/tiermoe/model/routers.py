@@ -11,8 +11,6 @@ from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.kernels import router as native
-from tiermoe.model.parts import by_token
-from tiermoe.types import FEW_TOKENS
 
 Routing = tuple[Tensor, Tensor, Tensor]
 """logits (T, E), weights (T, K) and experts (T, K) of T tokens."""
@@ -61,8 +59,8 @@ def _check_groups(rule: RouterRule, experts: int) -> None:
 
 
 class Router:
-    """A matrix and a rule. What a token gets in bfloat16 does not depend on the other tokens of a call where the native
-    kernels take the router, else of one of up to FEW_TOKENS.
+    """A matrix and a rule. batch_invariant: what a token gets does not depend on the other tokens of a call: its logits
+    are the native kernels'.
 
     weight (E, H), bias (E) of the logits, correction (E) of the scores by which experts are chosen; None: without.
     prepared: hidden states → the router's input; expert_scale (E): of the weights of each expert (Gemma 4).
@@ -83,6 +81,8 @@ class Router:
         self._prepared, self._expert_scale = prepared, expert_scale
         self._form = self._native_form()
         self.native = self._form if prepared is None and expert_scale is None else None
+        self._by_kernel = native.takes(weight) and bias is None and not rule.wide  # logits alone
+        self.batch_invariant = self._form is not None or (self._by_kernel and rule.scores == "sparsemixer")
 
     @property
     def top_k(self) -> int:
@@ -94,10 +94,6 @@ class Router:
         if self._form is not None and hidden.dtype == torch.bfloat16:
             weights, experts = native.route(self._form, hidden.contiguous())
             return self._scaled(weights, experts), experts
-        return by_token(self._by_torch, hidden) if self._few(hidden) else self._by_torch(hidden)
-
-    def _by_torch(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """`route` of the router's input."""
         weights, experts = self._choose(self._logits(hidden))
         if self.rule.scale != 1:
             weights = weights * self.rule.scale
@@ -105,7 +101,7 @@ class Router:
 
     def __call__(self, hidden: Tensor) -> Routing:
         """logits, weights and experts, as transformers' routers give them."""
-        return self._all_logits(self._input(hidden)), *self.route(hidden)
+        return self._logits(self._input(hidden)), *self.route(hidden)
 
     @property
     def ranks(self) -> bool:
@@ -115,7 +111,7 @@ class Router:
     def scores(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (T, H) → the scores by which experts are ranked, minus infinity for experts that cannot be chosen, and
         their gate weights before they are scaled to a sum: float32 (T, E) each."""
-        logits = self._all_logits(self._input(hidden))
+        logits = self._logits(self._input(hidden))
         shares = self._shares(logits)
         ranked = self._corrected(logits, shares)
         if self.rule.groups > 1:
@@ -133,9 +129,6 @@ class Router:
 
     def weigh(self, hidden: Tensor, experts: Tensor) -> Tensor:
         """The weights (T, K) of experts (T, K) for hidden (T, H), whoever has chosen them."""
-        return by_token(self._weigh, hidden, experts)
-
-    def _weigh(self, hidden: Tensor, experts: Tensor) -> Tensor:
         weights = self.weights_of(self.scores(hidden)[1], experts)
         return weights.to(hidden.dtype) if self.rule.rounded else weights
 
@@ -145,16 +138,9 @@ class Router:
     def _scaled(self, weights: Tensor, experts: Tensor) -> Tensor:
         return weights if self._expert_scale is None else weights * self._expert_scale[experts]
 
-    def _all_logits(self, hidden: Tensor) -> Tensor:
-        plain = self._form is not None and self.bias is None and not self.rule.wide and self._few(hidden)
-        return native.logits_of(self.weight, hidden.contiguous()) if plain else self._logits(hidden)
-
-    def _few(self, hidden: Tensor) -> bool:
-        return hidden.shape[0] <= FEW_TOKENS and hidden.dtype == torch.bfloat16
-
     def _native_form(self) -> native.Router | None:
         rule = self.rule
-        if rule.scores not in _SCORINGS or rule.corrects_logits:
+        if rule.scores not in _SCORINGS:
             return None
         form = native.Router(
             self.weight,
@@ -162,6 +148,7 @@ class Router:
             _SCORINGS[rule.scores],
             bias=self.bias,
             correction=None if self.correction is None else self.correction.float(),
+            corrects_logits=rule.corrects_logits,
             groups=rule.groups,
             kept=rule.kept_groups,
             judges=1 if rule.best_of_group else 2,
@@ -174,6 +161,8 @@ class Router:
         return form if form.suits() else None
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        if self._by_kernel and hidden.dtype == torch.bfloat16:
+            return native.logits_of(self.weight, hidden.contiguous())
         if self.rule.wide:
             return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         return F.linear(hidden, self.weight, self.bias)

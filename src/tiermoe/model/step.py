@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,6 @@ from tiermoe.batch import Batch, Row
 from tiermoe.kernels.attention import Step as NativeStep
 from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.cache.recurrent import StateRows
-from tiermoe.model.parts import Computed, joined
 from tiermoe.model.rotary import Rotary
 from tiermoe.native import available
 
@@ -29,13 +27,13 @@ class Span:
 class Step:
     """A batch's tensors, for T tokens and a cache.
 
-    spans: the tokens of each row. apart: `spans`, with one for each token that is verified: it is computed as if it ran
-    alone. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with the step's. rotaries: the
-    rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's dtype; cos, sin: the first
-    ones. temperatures: of each rotary embedding the factors of queries, float32 (T), or None. states: of each row the
-    places of its recurrent states; None in a cache without them, or for a layer without (with_states). chosen:
-    positions that an indexer chose (`choose`). native: of each rotary embedding the step for the attention kernel;
-    empty if no kernel runs, or groups of heads attend to positions of their own."""
+    spans: the tokens of each row. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence,
+    with the step's. rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the
+    model's dtype; cos, sin: the first ones. temperatures: of each rotary embedding the factors of queries, float32
+    (T), or None. states: of each row the places of its recurrent states; None in a cache without them, or for a
+    layer without (with_states). chosen: positions that an indexer chose (`choose`). native: of each rotary
+    embedding the step for the attention kernel; empty if no kernel runs, or groups of heads attend to positions of
+    their own."""
 
     def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary, with_states: bool = True) -> None:
         self.cache = cache
@@ -43,19 +41,12 @@ class Step:
         for row in batch.rows:
             begin = self.spans[-1].end if self.spans else 0
             self.spans.append(Span(row, begin, begin + len(row.tokens)))
-        self.apart = self.spans
-        if batch.verifies:
-            self.apart = [
-                Span(row, at, at + len(row.tokens))
-                for span in self.spans
-                for at, row in enumerate(span.row.one_by_one(), span.begin)
-            ]
         self.tokens = torch.tensor(batch.tokens)
         self.positions = torch.tensor(batch.positions)
         self.slabs = torch.tensor(batch.slabs)
         self.longest = max(row.end for row in batch.rows)
         self.rotaries = rotaries
-        self.angles = [self._angles_of(rotary) for rotary in rotaries]
+        self.angles = [rotary.at(self.positions, self.longest) for rotary in rotaries]
         self.cos, self.sin = self.angles[0]
         self.temperatures = [
             None if rotary.temperature is None else rotary.temperature(self.positions) for rotary in rotaries
@@ -82,14 +73,3 @@ class Step:
             self._native = [each.choosing(chosen) for each in self._native]
         self.chosen = chosen
         self.native = self._native if chosen is None or chosen.dim() == 2 else []
-
-    def compute_apart(self, compute: Callable[[Tensor], Computed], x: Tensor) -> Computed:
-        """compute(x), x (T, ...), each of `apart` by itself."""
-        return joined([compute(x[span.begin : span.end]) for span in self.apart])
-
-    def _angles_of(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """cos and sin of a rotary embedding. A span's angles depend on the length of its own sequence alone."""
-        if len(self.apart) == 1 or len({rotary.scale(span.row.end) for span in self.apart}) == 1:
-            return rotary.at(self.positions, self.longest)
-        each = [rotary.at(self.positions[span.begin : span.end], span.row.end) for span in self.apart]
-        return torch.cat([cos for cos, _ in each]), torch.cat([sin for _, sin in each])

@@ -13,7 +13,7 @@ from torch import Tensor
 from tiermoe.model.attention.base import Attention, AttentionSizes, PositionIndexer
 from tiermoe.model.attention.ngrams import NgramFeatures
 from tiermoe.model.moe import DenseBlock, MoeBlock
-from tiermoe.model.parts import Linear, Norm, by_token
+from tiermoe.model.parts import Linear, Norm
 from tiermoe.model.step import Step
 from tiermoe.model.weights import Scope
 
@@ -81,9 +81,6 @@ class BalancedMixer:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, streams, H) → (T, H)."""
-        return by_token(self._mixed, x)
-
-    def _mixed(self, x: Tensor) -> Tensor:
         logits = F.linear(_normed(x, self.epsilon), self.weight.float())
         return self.norm(_summed(x, logits * self.scale + self.bias, self.floor))
 
@@ -116,7 +113,7 @@ class BalancedConnection:
     norm: Norm  # of the sum
 
     batch_invariant: ClassVar[bool] = False
-    """Its weights are float32, of which no kernel of few tokens takes products."""
+    """Its weights are float32, of which no kernel takes products."""
 
     def __call__(self, x: Tensor) -> Connected:
         """Streams (T, streams, H) → a part's input, the streams' shares of its output, and their mixtures."""
@@ -200,12 +197,6 @@ def injected(x: Tensor, output: Tensor, shares: Tensor) -> Tensor:
     return (x + output[:, None] * shares[..., None]).to(x.dtype)
 
 
-def _connected(connection: Connection | BalancedConnection, x: Tensor, step: Step) -> Connected:
-    """What a connection makes of streams (T, streams, H), so that no token's depends on the others that are verified
-    with it."""
-    return connection(x) if connection.batch_invariant else step.compute_apart(connection, x)
-
-
 @dataclass(frozen=True, slots=True)
 class StreamLayer:
     """A layer of residual streams: n-gram features, attention and a feed-forward part, each added to all streams."""
@@ -225,7 +216,8 @@ class StreamLayer:
 
     @property
     def batch_invariant(self) -> bool:
-        parts = (self.attention, self.feed_forward, self.indexer, self.ngrams)
+        connections = self.before_attention, self.before_feed_forward
+        parts = (*connections, self.attention, self.feed_forward, self.indexer, self.ngrams)
         return all(part is None or part.batch_invariant for part in parts)
 
     @property
@@ -247,11 +239,11 @@ class StreamLayer:
         """What the feed-forward part's connection makes of streams (T, streams, H) with attention's output."""
         if self.ngrams is not None:
             x = x + self.ngrams(x, index, step)
-        mixed, shares, x = _connected(self.before_attention, x, step)
+        mixed, shares, x = self.before_attention(x)
         if self.indexer is not None:
             self.indexer(mixed, index, step)
         x = injected(x, self.attention(mixed, index, step), shares)
-        return _connected(self.before_feed_forward, x, step)
+        return self.before_feed_forward(x)
 
     def watched(self, wrap: Callable[[Any], Any]) -> StreamLayer:
         """The layer with wrap(part) in the place of its dense parts."""

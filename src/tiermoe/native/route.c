@@ -66,9 +66,10 @@ void route_choose(const Router *router, float *logits, int64_t *chosen, float *w
     uint8_t out[experts]; /* chosen, or of a group that is not kept */
     memset(out, 0, experts);
     for (size_t e = 0; e < experts; e++) {
+        const float logit = logits[e];
         if (scores_alone(router) && !in_order) logits[e] = score_alone(router, logits[e]);
         if (router->scoring == SOFTMAX && !in_order) logits[e] = expf(logits[e] - most) / sum;
-        scores[e] = logits[e] + (router->correction ? router->correction[e] : 0);
+        scores[e] = (router->corrects_logits ? logit : logits[e]) + (router->correction ? router->correction[e] : 0);
     }
     if (router->groups > 1) keep_groups(router, scores, out);
     for (size_t i = 0; i < k; i++) {

@@ -16,6 +16,7 @@ typedef struct {
     const bf16 *weight;      /* (experts, columns); columns a multiple of 32 */
     const bf16 *bias;        /* (experts), of the logits; NULL: none */
     const float *correction; /* (experts), added to the scores for choosing, not to the weights; NULL: none */
+    int corrects_logits;     /* it is added to the logits, and what is chosen by is that (Kolibri) */
     size_t experts, columns, k;
     size_t groups, kept;     /* consecutive experts in `groups` groups, the best `kept` of which are chosen from */
     size_t judges;           /* a group is as good as the sum of so many of its best scores: 1 or 2 */

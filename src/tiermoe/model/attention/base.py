@@ -25,14 +25,10 @@ SCORES_AT_ONCE = 1 << 22
 SINK_SCORE_BYTES = 20
 """Of each score if there are sinks: in the model's dtype four times, as float32 twice, and masks; measured."""
 
-SPARSE_TOKENS = 8
-"""Tokens of a prompt that attend to chosen positions at a time."""
-
 
 class PositionIndexer(Protocol):
     """Chooses what tokens attend to in a layer (`Step.choose`), of its normed hidden states x (T, H), before attention
-    is called. batch_invariant: what it chooses for a token does not depend on the other tokens of a call of up to
-    FEW_TOKENS."""
+    is called. batch_invariant: what it chooses for a token does not depend on the other tokens of a call."""
 
     @property
     def batch_invariant(self) -> bool: ...
@@ -55,14 +51,12 @@ class Attention(ABC):
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS, where no
-        `fused` computes them."""
+        """Whether a token's values do not depend on the other tokens of a call, where no `fused` computes them."""
         return False
 
     def fused(self, before: Norm, after: Norm, rotary_columns: int, multiplier: float) -> FusedAttention | None:
-        """The kernel of norm `before`, attention, residual and norm `after` for up to FEW_TOKENS in one call; None
-        if no kernel computes them. rotary_columns: of the angles by which it rotates. multiplier: of what is
-        added."""
+        """The kernel of norm `before`, attention, residual and norm `after` in one call; None if there is none.
+        rotary_columns: of the angles by which it rotates. multiplier: of what is added."""
         return None
 
 
@@ -104,7 +98,7 @@ class AttentionSizes(ABC):
         """Workspace of one sequence's prompt, beside `token_columns`."""
 
     def fused_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
-        """Workspace of the native kernel for up to FEW_TOKENS that attend to up to `positions` each."""
+        """Workspace of the native kernel for tokens that attend to up to `positions` each."""
         return 0
 
 

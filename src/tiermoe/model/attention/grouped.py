@@ -22,7 +22,6 @@ from tiermoe.kernels.attention import (
 )
 from tiermoe.model.attention.base import (
     SINK_SCORE_BYTES,
-    SPARSE_TOKENS,
     Attention,
     AttentionSizes,
     attend,
@@ -33,7 +32,7 @@ from tiermoe.model.attention.indexers import BlockIndexer, BlockIndexerSizes, Gr
 from tiermoe.model.cache.kv import KVCache, LayerShape
 from tiermoe.model.parts import Linear, Norm
 from tiermoe.model.rotary import ApplyRope, rope_complex, rope_halves, rotary_at
-from tiermoe.model.step import Span, Step
+from tiermoe.model.step import Step
 from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
@@ -81,7 +80,7 @@ class GroupedSizes(AttentionSizes):
         attending sparsely takes too."""
         if self.indexer is not None and load.context > self.indexer.most:
             kept = self.kv_heads * self.columns * (2 * load.itemsize + _FLOAT_BYTES * (load.kv_bits == 8))
-            chosen = SPARSE_TOKENS * self.indexer.most * (2 * kept + self.heads * 3 * _FLOAT_BYTES)
+            chosen = self.indexer.most * (2 * kept + self.heads * 3 * _FLOAT_BYTES)
             return self.indexer.nbytes(load) + chosen + replace(self, indexer=None).prompt_bytes(load, dtype)
         if takes_prompts(dtype, self.columns, self.value_columns):
             return prompt_workspace(load.threads, self.columns, self.value_columns)
@@ -221,14 +220,17 @@ class GroupedAttention(Attention):
         key = self._heads(keys, sizes.kv_heads, self.key_norm, step)
         query = tempered(query, step.temperatures[sizes.rotary])
         attended = query.new_empty((len(query), sizes.heads, sizes.value_columns))
-        by_kernel = step.chosen is None and takes_prompts(query.dtype, sizes.columns, sizes.value_columns)
-        for span in step.spans if by_kernel else step.apart:
+        for span in step.spans:
             tokens = slice(span.begin, span.end)
             step.cache.write(layer, span.row, key[tokens], value[tokens])
-            if step.chosen is None or self.sizes.indexer is None or span.row.end <= self.sizes.indexer.most:
-                attended[tokens] = self._attended(query[tokens], layer, span, step.cache)
-            else:
-                attended[tokens] = self._sparsely(query[tokens], layer, span, step.cache, step.chosen[tokens])
+            whole = span.end
+            if step.chosen is not None and sizes.indexer is not None:  # the first tokens attend to all
+                whole = min(max(span.begin + sizes.indexer.most - span.row.first, span.begin), span.end)
+                some = slice(whole, span.end)
+                attended[some] = self._sparsely(query[some], layer, span.row.slab, step.cache, step.chosen[some])
+            if whole > span.begin:
+                row = replace(span.row, tokens=span.row.tokens[: whole - span.begin])
+                attended[span.begin : whole] = self._attended(query[span.begin : whole], layer, row, step.cache)
         attended = attended.flatten(1) if self.value_scale == 1 else attended.flatten(1) * self.value_scale
         return self.output(attended if gates is None else attended * torch.sigmoid(gates))
 
@@ -236,9 +238,7 @@ class GroupedAttention(Attention):
     def batch_invariant(self) -> bool:
         matrices = (self.query, self.key, self.value, self.output, self.gate)
         by_kernel = takes_prompts(torch.bfloat16, self.sizes.columns, self.sizes.value_columns)
-        return (
-            by_kernel and self.sizes.indexer is None and all(each is None or each.batch_invariant for each in matrices)
-        )
+        return by_kernel and all(each is None or each.batch_invariant for each in matrices)
 
     def fused(self, before: Norm, after: Norm, rotary_columns: int, multiplier: float) -> FusedAttention | None:
         if self.clip is not None or self.value is None or self.value_norm is not None or self.gate is not None:
@@ -276,9 +276,9 @@ class GroupedAttention(Attention):
         query, gates = projected.view(-1, self.sizes.heads, 2 * self.sizes.columns).chunk(2, dim=-1)
         return query.flatten(1), gates.flatten(1)
 
-    def _attended(self, query: Tensor, layer: int, span: Span, cache: KVCache) -> Tensor:
-        """A sequence's queries over its cache, by the native kernel if there is one."""
-        sizes, row = self.sizes, span.row
+    def _attended(self, query: Tensor, layer: int, row: Row, cache: KVCache) -> Tensor:
+        """A row's queries over its sequence's cache, by the native kernel if there is one."""
+        sizes = self.sizes
         if takes_prompts(query.dtype, sizes.columns, sizes.value_columns):
             return prompt_attention(
                 query, cache.native[layer], row.slab, row.first, self.scale, sizes.window, self.sinks,
@@ -289,14 +289,14 @@ class GroupedAttention(Attention):
         keys, values = cache.read(layer, row, sizes.window)
         return attend(query, keys, values, self.scale, sizes.window, self.sinks)
 
-    def _sparsely(self, query: Tensor, layer: int, span: Span, cache: KVCache, chosen: Tensor) -> Tensor:
+    def _sparsely(self, query: Tensor, layer: int, slab: int, cache: KVCache, chosen: Tensor) -> Tensor:
         """A sequence's queries (T, heads, columns) over the positions that are chosen (T, most), or (T, groups, most),
-        for each token, -1: none."""
+        for each token, -1: none. One by one, so that no token depends on another."""
         result = torch.empty_like(query)
         groups = chosen if chosen.dim() == 3 else chosen[:, None]
-        for begin in range(0, len(query), SPARSE_TOKENS):
-            some = slice(begin, begin + SPARSE_TOKENS)
-            keys, values = cache.read_chosen(layer, span.row.slab, groups[some].clamp_min(0))
+        for token in range(len(query)):
+            some = slice(token, token + 1)
+            keys, values = cache.read_chosen(layer, slab, groups[some].clamp_min(0))
             mask = (groups[some] >= 0)[:, :, None]
             attended = F.scaled_dot_product_attention(
                 query[some, :, None],

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,14 +203,14 @@ class BlockIndexer:
         attend to in this layer."""
         sizes, kept = self.sizes, step.cache.index_keys[layer]
         projected = self.project(x).view(len(x), sizes.heads + 1, sizes.columns)
-        for span in step.apart:
+        for span in step.spans:
             write_rows(kept, span.row, projected[span.begin : span.end, sizes.heads :])
             self._end_blocks(kept[span.row.slab, 0], span, step)
         if step.longest <= sizes.most:
             return step.choose(None)
         queries = rope_halves(self.query_norm(projected[:, : sizes.heads].contiguous()), step.cos, step.sin).float()
         chosen = torch.full((len(x), sizes.most), -1, dtype=torch.int32)
-        for span in step.apart:
+        for span in step.spans:
             if span.row.end > sizes.most:
                 self._search(queries, kept[span.row.slab, 0], span, chosen)
         return step.choose(chosen)
@@ -245,9 +245,6 @@ def block_positions(best: Tensor, block: int, positions: int) -> Tensor:
     return torch.cat(((best[:, None] * block + torch.arange(block)).flatten(), rest))
 
 
-_SCORES_AT_ONCE = 1 << 22
-
-
 @dataclass(frozen=True, slots=True)
 class GroupIndexerSizes:
     """The description of a `GroupIndexer`."""
@@ -267,7 +264,7 @@ class GroupIndexerSizes:
         """Workspace of one sequence: its keys and the scores at once as float32, the positions found for all tokens of
         a step, and the tokens' queries."""
         keys = load.context * self.columns * (load.itemsize + _FLOAT_BYTES)
-        scores = 3 * _FLOAT_BYTES * max(_SCORES_AT_ONCE, self.groups * load.context)
+        scores = 3 * _FLOAT_BYTES * self.groups * load.context
         tokens = load.tokens * (self.groups + 1) * self.columns * (3 * load.itemsize + _FLOAT_BYTES)
         return keys + scores + tokens + load.tokens * self.groups * self.most * _FLOAT_BYTES
 
@@ -295,8 +292,9 @@ class GroupIndexer:
     query_norm: Norm
     key_norm: Norm
 
-    batch_invariant: ClassVar[bool] = False
-    """Scores of several tokens are one product."""
+    @property
+    def batch_invariant(self) -> bool:
+        return self.query.batch_invariant and self.key.batch_invariant
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> None:
         """x (T, H), normed: writes the tokens' keys into the step's cache, and sets the positions that each group
@@ -313,32 +311,28 @@ class GroupIndexer:
         chosen = torch.full((len(x), sizes.groups, sizes.most), -1, dtype=torch.int32)
         for span in step.spans:
             if span.row.end > sizes.most:
-                self._search(queries, read_rows(kept, span.row, None)[0].float(), span, step, chosen)
+                self._search(queries, read_rows(kept, span.row, None)[0].float(), span, chosen)
         return step.choose(chosen)
 
-    def _search(self, queries: Tensor, keys: Tensor, span: Span, step: Step, chosen: Tensor) -> None:
-        """Writes the positions of a sequence's tokens into `chosen`, ascending; keys (n, columns) of its positions."""
-        at_once = max(1, _SCORES_AT_ONCE // (self.sizes.groups * len(keys)))
-        for begin in range(span.begin, span.end, at_once):
-            some = slice(begin, min(begin + at_once, span.end))
-            chosen[some] = self._positions(self._best(queries[some], keys, step.positions[some]), step.positions[some])
+    def _search(self, queries: Tensor, keys: Tensor, span: Span, chosen: Tensor) -> None:
+        """Writes the positions of a sequence's tokens into `chosen`, ascending; keys (n, columns) of its positions.
+        Each token's are searched for by themselves over its own positions alone, so that it depends on no other."""
+        for token in range(span.begin, span.end):
+            positions = span.row.first + token - span.begin + 1
+            if positions > self.sizes.most:
+                chosen[token] = self._positions(self._best(queries[token], keys[:positions]), positions)
 
-    def _best(self, queries: Tensor, keys: Tensor, own: Tensor) -> Tensor:
-        """The blocks (T, groups, blocks) of the largest scores for tokens at positions own (T), ascending; after them
-        the number of all blocks if there are fewer."""
-        sizes, tokens = self.sizes, len(queries)
-        count = -(-len(keys) // sizes.block)
-        scores = queries.new_full((tokens, sizes.groups, count * sizes.block), float("-inf"))
-        torch.matmul(queries, keys.T, out=scores[..., : len(keys)])
-        scores[..., : len(keys)].masked_fill_((torch.arange(len(keys)) > own[:, None])[:, None], float("-inf"))
-        by_block = scores.view(tokens, sizes.groups, count, sizes.block).amax(-1)
-        local = (own[:, None] // sizes.block - torch.arange(sizes.local)).clamp_min(0)
-        by_block.scatter_(-1, local[:, None].expand(-1, sizes.groups, -1), float("inf"))
-        best = by_block.topk(min(sizes.blocks, count))
-        return best.indices.masked_fill(best.values.isneginf(), count).sort().values
+    def _best(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """The blocks (groups, blocks) of the largest scores of queries (groups, columns), ascending; the last ones of
+        keys (n, columns) are among them."""
+        sizes, count = self.sizes, -(-len(keys) // self.sizes.block)
+        scores = queries.new_full((sizes.groups, count * sizes.block), float("-inf"))
+        torch.matmul(queries, keys.T, out=scores[:, : len(keys)])
+        by_block = scores.view(sizes.groups, count, sizes.block).amax(-1)
+        by_block[:, max(0, count - sizes.local) :] = float("inf")
+        return by_block.topk(sizes.blocks).indices.sort().values
 
-    def _positions(self, best: Tensor, own: Tensor) -> Tensor:
-        """Of blocks (T, groups, blocks) the positions up to own (T), int32 (T, groups, most); -1: none."""
-        positions = best[..., None] * self.sizes.block + torch.arange(self.sizes.block)
-        positions = positions.flatten(2).masked_fill(positions.flatten(2) > own[:, None, None], -1)
-        return torch.nn.functional.pad(positions, (0, self.sizes.most - positions.shape[2]), value=-1).int()
+    def _positions(self, best: Tensor, positions: int) -> Tensor:
+        """Of blocks (groups, blocks) those of so many positions, int32 (groups, most); -1: none."""
+        found = (best[..., None] * self.sizes.block + torch.arange(self.sizes.block)).flatten(1)
+        return found.masked_fill(found >= positions, -1).int()

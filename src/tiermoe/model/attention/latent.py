@@ -176,7 +176,7 @@ class LatentAttention(Attention):
         query = tempered(query, step.temperatures[0])
         kept, new = step.cache.keys[layer], torch.cat((latent, rotary_key), dim=-1)
         attended = x.new_empty((x.shape[0], sizes.heads, sizes.value_columns))
-        for span in step.apart:
+        for span in step.spans:
             tokens = slice(span.begin, span.end)
             write_rows(kept, span.row, new[tokens])
             rows = read_rows(kept, span.row, None)[0]

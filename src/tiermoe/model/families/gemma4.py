@@ -174,7 +174,7 @@ class SideBySide:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's values do not depend on the other tokens of a call of up to FEW_TOKENS."""
+        """Whether a token's values do not depend on the other tokens of a call."""
         return self.dense.batch_invariant and self.moe.batch_invariant
 
     def watched(self, wrap: Callable[[Any], Any]) -> SideBySide:
