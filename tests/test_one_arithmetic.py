@@ -21,12 +21,19 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native
 
 GIVEN, AFTER = 150, 8  # tokens of the prompt, and of what comes after them one by one
 SHIPPED = Path(__file__).parent.parent / "models" / "stories-7m"
+LATENT = {
+    "kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 64,
+    "num_key_value_heads": 4, "index_head_dim": 64,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {}, "gpt_oss": {"sliding_window": 12}, "glm4_moe": {}, "llama4_text": {}, "ernie4_5_moe": {},
-    "qwen3_next": {}, "lfm2_moe": {}, "kimi_linear": {"linear_head_dim": 32},
+    "qwen3_next": {}, "lfm2_moe": {}, "kimi_linear": {**LATENT, "linear_head_dim": 32}, "deepseek_v3": LATENT,
+    "deepseek_v32": {**LATENT, "index_topk": 64}, "mistral4": LATENT, "minimax_m3_vl_text": {"index_topk_blocks": 4},
+    "kolibri1": {}, "phimoe": {}, "gemma4_text": {"intermediate_size": 192},
 }  # fmt: skip
 """Norms of heads; sinks and windows; a dense layer and a shared expert; chunks and rotation in float32; a router in
-float32; linear attention of two kinds and short convolutions."""
+float32; linear attention of two kinds and short convolutions; latents, of positions that an indexer chooses too;
+temperatures; blocks of positions; routers with rules of their own; GELU."""
 FILES: dict[str, Kinds] = {
     "a file of Q4_K and Q6_K": kinds("q4_k", "q6_k", "q5_k"),
     "a file of IQ2_S and IQ3_S": kinds("iq2_s", "iq3_s", "iq4_xs"),

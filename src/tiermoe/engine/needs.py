@@ -3,6 +3,7 @@ runs. Each part's bytes come from its owner; the sums are checked against measur
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -225,12 +226,15 @@ def longest_request(blueprint: Blueprint, settings: Settings, context: int, devi
 
 def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> list[Need]:
     """Needs of dense weights that a decoder derives from others and keeps: taps of convolutions, and for the native
-    kernels latent attention's matrices."""
+    kernels latent attention's matrices and parts of routers in float32."""
     layers = layers_of(blueprint, settings, device) or []
     by_kernels = blueprint.dtype == torch.bfloat16 and native.available()
     latents = sum(each.sizes.expanding_bytes for each in layers if by_kernels and each.by_kernel)
+    in_float32 = {tuple(each.shape) for each in blueprint.outline.tensors.values() if each.dtype == torch.float32}
+    routers = [tuple(each.moe.router.weight.shape) for each in layers if each.moe is not None]
+    parts = sum(3 * 2 * math.prod(shape) for shape in routers if by_kernels and shape in in_float32)
     taps = sum(each.sizes.taps_bytes for each in layers if by_kernels or not isinstance(each.sizes, LinearSizes))
-    derived = (("matrices that expand latents", latents), ("convolutions' taps", taps))
+    derived = ("matrices that expand latents", latents), ("convolutions' taps", taps), ("parts of routers", parts)
     return [Need("dense", nbytes, Phase.RUNNING, what) for what, nbytes in derived if nbytes]
 
 

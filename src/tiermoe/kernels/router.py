@@ -31,7 +31,7 @@ class Scoring(IntEnum):
 class Router:
     """A layer's router; tensors are contiguous."""
 
-    weight: Tensor  # bfloat16 (E, H)
+    weight: Tensor  # bfloat16 (E, H), or (3, E, H), whose sum it is (`in_parts`)
     k: int  # experts of a token
     scoring: Scoring = Scoring.SOFTMAX
     bias: Tensor | None = None  # of the logits, bfloat16 (E)
@@ -49,10 +49,11 @@ class Router:
     def pack(self) -> bytes:
         """A `structs.Router`; valid as long as the tensors live. ValueError where the groups do not divide the experts,
         or the kept ones have fewer than k."""
-        experts, columns = self.weight.shape
+        experts, columns = self.weight.shape[-2:]
         return _native.pack(
             structs.Router(
-                weight=self.weight.data_ptr(), bias=address(self.bias), correction=address(self.correction),
+                weight=self.weight.data_ptr(), parts=self.weight[..., 0, 0].numel(), bias=address(self.bias),
+                correction=address(self.correction),
                 corrects_logits=self.corrects_logits, experts=experts, columns=columns, k=self.k, groups=self.groups,
                 kept=self.kept, judges=self.judges,
                 scoring=self.scoring, exact_logits=self.exact_logits, round_weights=self.dtype != torch.float32,
@@ -76,7 +77,7 @@ def router_of(experts: int, columns: int, k: int) -> bytes:
 def route(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
     """x (..., H) in bfloat16, contiguous, T tokens → weights (T, k) and experts int64 (T, k), of each token the best
     first, of equal ones the first first."""
-    tokens = x.numel() // router.weight.shape[1]
+    tokens = x.numel() // router.weight.shape[-1]
     weights = torch.empty((tokens, router.k), dtype=torch.float32)
     experts = torch.empty((tokens, router.k), dtype=torch.int64)
     _native.route(router.pack(), x.data_ptr(), tokens, experts.data_ptr(), weights.data_ptr(), torch.get_num_threads())
@@ -84,8 +85,17 @@ def route(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def takes(weight: Tensor) -> bool:
-    """Whether the kernels take a router's matrix (E, H)."""
-    return plain(weight) and weight.ndim == 2 and weight.shape[1] % COLUMNS == 0 and available()
+    """Whether the kernels take a router's matrix (E, H), or its parts."""
+    return plain(weight) and weight.shape[-1] % COLUMNS == 0 and available()
+
+
+def in_parts(weight: Tensor) -> Tensor:
+    """weight float32 (E, H) as the sum of three matrices in bfloat16 (3, E, H): each has 8 of its 24 bits."""
+    parts, rest = [], weight
+    for _ in range(3):
+        parts.append(rest.to(torch.bfloat16))
+        rest = rest - parts[-1].float()
+    return torch.stack(parts)
 
 
 def logits_of(weight: Tensor, x: Tensor) -> Tensor:

@@ -142,8 +142,9 @@ class Router:
         rule = self.rule
         if rule.scores not in _SCORINGS:
             return None
+        wide = self.weight.dtype == torch.float32 and rule.wide and self.weight.device.type == "cpu"
         form = native.Router(
-            self.weight,
+            native.in_parts(self.weight) if wide else self.weight,
             rule.top_k,
             _SCORINGS[rule.scores],
             bias=self.bias,
@@ -156,7 +157,7 @@ class Router:
             normalise=rule.normalise,
             epsilon=rule.epsilon,
             scale=rule.scale,
-            dtype=self.weight.dtype if rule.rounded else torch.float32,
+            dtype=torch.bfloat16 if rule.rounded else torch.float32,
         )
         return form if form.suits() else None
 

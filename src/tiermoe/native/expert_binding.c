@@ -119,7 +119,7 @@ static PyObject *logits(PyObject *self, PyObject *args) {
     Py_ssize_t experts, columns, tokens;
     (void)self;
     if (!PyArg_ParseTuple(args, "KKnnnK", &weight, &x, &tokens, &experts, &columns, &out)) return NULL;
-    const Router plain = {.weight = at(weight), .experts = (size_t)experts, .columns = (size_t)columns};
+    const Router plain = {.weight = at(weight), .parts = 1, .experts = (size_t)experts, .columns = (size_t)columns};
     Py_BEGIN_ALLOW_THREADS
     float exact[experts];
     for (Py_ssize_t t = 0; t < tokens; t++) {

@@ -6,7 +6,13 @@
 #include "team.h"
 
 void route_logits(const Router *router, const bf16 *x, size_t tokens, float *logits) {
+    const size_t count = tokens * router->experts;
     kernels->logits(router->weight, x, tokens, router->experts, router->columns, logits);
+    for (size_t part = 1; part < router->parts; part++) {
+        float more[count];
+        kernels->logits(router->weight + part * router->experts * router->columns, x, tokens, router->experts, router->columns, more);
+        for (size_t i = 0; i < count; i++) logits[i] += more[i];
+    }
     for (size_t i = 0; i < tokens * router->experts; i++) {
         if (router->bias) logits[i] += from_bf16(router->bias[i % router->experts]);
         if (!router->exact_logits) logits[i] = from_bf16(to_bf16(logits[i]));

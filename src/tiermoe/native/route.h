@@ -13,7 +13,8 @@ typedef enum {
 } Scoring;
 
 typedef struct {
-    const bf16 *weight;      /* (experts, columns); columns a multiple of 32 */
+    const bf16 *weight;      /* (parts, experts, columns), whose sum it is; columns a multiple of 32 */
+    size_t parts;            /* 3 of float32 */
     const bf16 *bias;        /* (experts), of the logits; NULL: none */
     const float *correction; /* (experts), added to the scores for choosing, not to the weights; NULL: none */
     int corrects_logits;     /* it is added to the logits, and what is chosen by is that (Kolibri) */

@@ -46,9 +46,9 @@ class Router(Struct):
 
     __slots__ = ()
     _fields_ = in_order(
-        weight=c_void_p, bias=c_void_p, correction=c_void_p, corrects_logits=c_int, experts=c_size_t, columns=c_size_t,
-        k=c_size_t, groups=c_size_t, kept=c_size_t, judges=c_size_t, scoring=c_int, exact_logits=c_int,
-        round_weights=c_int, normalise=c_int, epsilon=c_float, scale=c_float,
+        weight=c_void_p, parts=c_size_t, bias=c_void_p, correction=c_void_p, corrects_logits=c_int, experts=c_size_t,
+        columns=c_size_t, k=c_size_t, groups=c_size_t, kept=c_size_t, judges=c_size_t, scoring=c_int,
+        exact_logits=c_int, round_weights=c_int, normalise=c_int, epsilon=c_float, scale=c_float,
     )  # fmt: skip
 
 
