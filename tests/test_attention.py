@@ -103,17 +103,16 @@ def test_chunks_and_tokens_alone_agree_with_transformers(model: Model) -> None:
     assert model.agrees(mine, ids)
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_sequences_side_by_side_are_what_each_is_alone(model: Model, ragged: bool) -> None:
+def test_sequences_side_by_side_are_what_each_is_alone(model: Model) -> None:
     """A long one, a fork of it, and a short one whose prompt runs beside their tokens."""
     long, short, cache = text(6), tokens(9, seed=7), model.engine.new_cache(3)
     one = cache.open()
     model.step(Batch((prompt(one, long[:36]),)), cache)
     two, three = cache.fork(one), cache.open()
     rows = (decode(one, 36, long[36]), decode(two, 36, 5), prompt(three, short[:5]))
-    first = model.step(Batch(rows, ragged), cache)
+    first = model.step(Batch(rows), cache)
     rows = (decode(one, 37, long[37]), decode(two, 37, 6), prompt(three, short[5:], 5))
-    then = model.step(Batch(rows, ragged), cache)
+    then = model.step(Batch(rows), cache)
     for at, (ids, before) in enumerate(((long[:38], 37), ([*long[:36], 5, 6], 37), (short, 5))):
         assert model.agrees(torch.stack((first[at], then[at])), ids, [before - 1, -1])
 

@@ -136,14 +136,16 @@ def test_a_sequence_of_another_model_is_refused(tmp_path: Path) -> None:
         small.load(tmp_path / "sequence")
 
 
-def test_a_row_s_angles_follow_its_own_length() -> None:
-    """Phi's scale depends on a sequence's length: that of a longer neighbour changes nothing."""
-    rotary = Rotary(torch.tensor([1.0, 0.5]), lambda end: 1.0 if end <= 8 else 1.5, torch.float32)
+def test_a_token_s_angles_follow_its_own_position() -> None:
+    """Phi's factor is another one beyond the length that it was trained for: a neighbour there changes nothing."""
+    rotary = Rotary(torch.tensor([1.0, 0.5]), 1.0, torch.float32, beyond=(8, 1.5))
     cache = KVCache([WHOLE], 2, 16, 4, torch.float32)
     rows = [decode(cache.open(), 3, 7), decode(cache.open(), 12, 9)]
     together, *alone = (Step(Batch(tuple(each)), cache, rotary) for each in (rows, rows[:1], rows[1:]))
     assert torch.equal(together.cos, torch.cat([each.cos for each in alone]))
     assert torch.equal(together.sin, torch.cat([each.sin for each in alone]))
+    squares = together.cos.square() + together.sin.square()
+    assert torch.allclose(squares, torch.tensor([[1.0], [2.25]]).expand_as(squares))
 
 
 # memory by pages

@@ -42,7 +42,7 @@ SIZES = {
 }
 LENGTH = 150  # of a prompt: more than two chunks of either way
 LAYER = "model.layers.0"
-ROTARY = Rotary(torch.ones(1), lambda _: 1.0, torch.float32)
+ROTARY = Rotary(torch.ones(1), 1.0, torch.float32)
 
 
 class Case:

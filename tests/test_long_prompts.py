@@ -282,7 +282,7 @@ def test_turns_of_layers_are_reported(missing: Any) -> None:
 
 def test_angles_that_come_chunk_by_chunk_are_those_of_the_whole() -> None:
     def rotary() -> Rotary:
-        return Rotary(1.0 / 1e4 ** (torch.arange(0, 32, 2) / 32), lambda _: 1.0, torch.bfloat16)
+        return Rotary(1.0 / 1e4 ** (torch.arange(0, 32, 2) / 32), 1.0, torch.bfloat16)
 
     positions = torch.arange(1500)
     whole, growing = rotary().at(positions, 1500), rotary()

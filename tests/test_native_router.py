@@ -19,7 +19,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeTopKRouter
 
 from tiermoe import native
-from tiermoe.kernels.router import Router, Scoring, choose, logits_of, route
+from tiermoe.kernels.router import Router, Scoring, choose, in_parts, logits_of, route
 
 pytestmark = [
     pytest.mark.skipif(not native.available(), reason="needs the native kernels"),
@@ -170,3 +170,16 @@ def test_logits_are_the_product_rounded_and_a_tokens_own() -> None:
         alone = [torch.cat(each) for each in zip(*(choose(row[None], 4, normalise) for row in logits), strict=True)]
         assert torch.equal(alone[0], weights)
         assert torch.equal(alone[1], experts)
+
+
+def test_a_matrix_in_float32_keeps_all_of_its_bits() -> None:
+    """It is the sum of its parts, and what it chooses and weighs is what float64 gives."""
+    generator = torch.Generator().manual_seed(3)
+    weight, x = (torch.randn(rows, HIDDEN, generator=generator) for rows in (EXPERTS, TOKENS))
+    parts, x = in_parts(weight), x.bfloat16()
+    assert torch.equal(parts.double().sum(0).float(), weight)
+    weights, experts = route(Router(parts, 4, Scoring.SIGMOID, exact_logits=True), x)
+    scores = (x.double() @ weight.double().t()).sigmoid()
+    best = scores.topk(4)
+    assert torch.equal(experts, best.indices)
+    assert (weights - best.values).abs().max() < 1e-6

@@ -97,6 +97,8 @@ CASES = {
     "chunks": Case(window=70, chunked=True),
     "window of an odd length, sinks": Case(window=37, sinks=True),
     "sinks": Case(sinks=True),
+    "wide heads": Case(keys=512, values=512),
+    "wide heads, 4 bits": Case(keys=512, values=512, bits=4),
     "8 bits": Case(bits=8),
     "8 bits, window, sinks": Case(keys=96, values=160, window=130, sinks=True, bits=8),
     "4 bits": Case(bits=4),
@@ -174,7 +176,7 @@ def test_what_it_takes_is_what_is_said() -> None:
         assert _native.prompt_workspace(slabs.packed, 3) == prompt_workspace(3, keys, values)
 
 
-def test_it_takes_bfloat16_heads_of_up_to_256_columns() -> None:
+def test_it_takes_bfloat16_heads_of_up_to_512_columns() -> None:
     assert takes_prompts(torch.bfloat16, 192, 128)
     assert not takes_prompts(torch.float32, 192, 128)
     assert not takes_prompts(torch.bfloat16, 576, 512)

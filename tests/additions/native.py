@@ -61,8 +61,8 @@ ROUTER_FIELD: Changes = {
             "        self.native = self._form if prepared is None else None\n",
         ),
         (
-            "            return self._scaled(weights, experts), experts\n        return by_token",
-            "            return weights, experts\n        return by_token",
+            "            return self._scaled(weights, experts), experts\n        weights, experts",
+            "            return weights, experts\n        weights, experts",
         ),
         (
             "            scale=rule.scale,\n",

@@ -115,7 +115,7 @@ class MoELayer:
         context, observer = self._context, self._context.observer
         if self._expect is not None and len(parts) > 1:
             return [self(*part) for part in parts]
-        routed_parts = [(hidden, *self._little(index, weights)) for hidden, index, weights in parts]
+        routed_parts = self._little(parts)
         hidden, index, weights = routed_parts[0]
         if self._expect is not None:
             self._expect(self._index, hidden)
@@ -178,11 +178,15 @@ class MoELayer:
         needed = native.begin(self._router[1], hidden.data_ptr(), hidden.shape[0], torch.get_num_threads())
         return scratch.address("block", needed)
 
-    def _little(self, index: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts that run: all, or few in a little pass."""
+    def _little(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """The experts that run: all, or few in a little pass, which is of all parts' tokens."""
         if self._context.unsure is None:
-            return index, weights
-        return self._context.route(self._index, index, weights, self._experts, self._renormalise)
+            return parts
+        index, weights = (torch.cat([part[which] for part in parts]) for which in (1, 2))
+        found = self._context.route(self._index, index, weights, self._experts, self._renormalise)
+        sizes = [len(hidden) for hidden, _, _ in parts]
+        split = zip(*(torch.split(each, sizes) for each in found), strict=True)
+        return [(hidden, *of_part) for (hidden, _, _), of_part in zip(parts, split, strict=True)]
 
     def _few(
         self, native: _native.MoeBlock, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor

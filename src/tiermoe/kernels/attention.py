@@ -22,7 +22,7 @@ from tiermoe.native import ROWS, _native, structs
 from tiermoe.types import FEW_TOKENS
 
 HEAD_COLUMNS = 32  # a head has a multiple of them
-LARGEST_HEAD, LARGEST_KEY = 256, 1024  # columns; a key: a latent with its rotary key
+LARGEST_HEAD, LARGEST_KEY = 512, 1024  # columns; a key: a latent with its rotary key
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -108,7 +109,7 @@ class Decoder:
         self._softcap = softcap
         self.mtp = mtp
 
-    @property
+    @cached_property
     def batch_invariant(self) -> bool:
         """Whether a token's logits do not depend on the other tokens of a call."""
         return self._head.batch_invariant and all(layer.batch_invariant for layer in self.layers)
@@ -157,6 +158,7 @@ class Decoder:
         head = None if self.mtp is None else self.mtp.layer.moe
         for block, own in zip([*self._moe_blocks(), *filter(None, [head])], experts, strict=True):
             block.experts = own
+        self.__dict__.pop("batch_invariant", None)
 
     def new_cache(self, slabs: int, context: int, step: int) -> KVCache:
         """A cache for `slabs` sequences of up to `context` tokens, of which `step` run at once."""
@@ -178,7 +180,8 @@ class Decoder:
 
     def begin(self, batch: Batch, cache: KVCache) -> Passing:
         """Begins a step: the layers and `finish` follow. Steps of other sequences may run between two `advance`."""
-        parts = batch.parts(self.batch_invariant)
+        one = len(batch.rows) == 1 and not batch.verifies
+        parts = [batch] if one else batch.parts(self.batch_invariant)
         for slab, end in batch.ends.items():
             cache.begin_write(slab, end)
         steps = [Step(part, cache, *self._rotaries) for part in parts]

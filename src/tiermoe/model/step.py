@@ -27,13 +27,13 @@ class Span:
 class Step:
     """A batch's tensors, for T tokens and a cache.
 
-    spans: the tokens of each row. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence,
-    with the step's. rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the
-    model's dtype; cos, sin: the first ones. temperatures: of each rotary embedding the factors of queries, float32
-    (T), or None. states: of each row the places of its recurrent states; None in a cache without them, or for a
-    layer without (with_states). chosen: positions that an indexer chose (`choose`). native: of each rotary
-    embedding the step for the attention kernel; empty if no kernel runs, or groups of heads attend to positions of
-    their own."""
+    spans: the tokens of each row. apart: `spans`, with one for each token that is verified: what torch computes of
+    it is what it is alone. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with the
+    step's. rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's dtype;
+    cos, sin: the first ones. temperatures: of each rotary embedding the factors of queries, float32 (T), or None.
+    states: of each row the places of its recurrent states; None in a cache without them, or for a layer without
+    (with_states). chosen: positions that an indexer chose (`choose`). native: of each rotary embedding the step for
+    the attention kernel; empty if no kernel runs, or groups of heads attend to positions of their own."""
 
     def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary, with_states: bool = True) -> None:
         self.cache = cache
@@ -41,6 +41,13 @@ class Step:
         for row in batch.rows:
             begin = self.spans[-1].end if self.spans else 0
             self.spans.append(Span(row, begin, begin + len(row.tokens)))
+        self.apart = self.spans
+        if batch.verifies:
+            self.apart = [
+                Span(row, at, at + len(row.tokens))
+                for span in self.spans
+                for at, row in enumerate(span.row.one_by_one(), span.begin)
+            ]
         self.tokens = torch.tensor(batch.tokens)
         self.positions = torch.tensor(batch.positions)
         self.slabs = torch.tensor(batch.slabs)

@@ -80,7 +80,10 @@ class BalancedMixer:
     norm: Norm  # of the sum
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(T, streams, H) → (T, H)."""
+        """(T, streams, H) → (T, H), token by token, so that no token's depends on another."""
+        return torch.cat([self._mixed(each) for each in torch.split(x, 1)])
+
+    def _mixed(self, x: Tensor) -> Tensor:
         logits = F.linear(_normed(x, self.epsilon), self.weight.float())
         return self.norm(_summed(x, logits * self.scale + self.bias, self.floor))
 
@@ -197,6 +200,15 @@ def injected(x: Tensor, output: Tensor, shares: Tensor) -> Tensor:
     return (x + output[:, None] * shares[..., None]).to(x.dtype)
 
 
+def _connected(connection: Connection | BalancedConnection, x: Tensor, step: Step) -> Connected:
+    """What a connection makes of streams (T, streams, H), so that no token's depends on other rows, or on others that
+    are verified with it."""
+    if connection.batch_invariant or len(step.apart) == 1:
+        return connection(x)
+    taken, shares, mixed = zip(*(connection(x[span.begin : span.end]) for span in step.apart), strict=True)
+    return torch.cat(taken), torch.cat(shares), torch.cat(mixed)
+
+
 @dataclass(frozen=True, slots=True)
 class StreamLayer:
     """A layer of residual streams: n-gram features, attention and a feed-forward part, each added to all streams."""
@@ -216,8 +228,7 @@ class StreamLayer:
 
     @property
     def batch_invariant(self) -> bool:
-        connections = self.before_attention, self.before_feed_forward
-        parts = (*connections, self.attention, self.feed_forward, self.indexer, self.ngrams)
+        parts = (self.attention, self.feed_forward, self.indexer, self.ngrams)
         return all(part is None or part.batch_invariant for part in parts)
 
     @property
@@ -239,11 +250,11 @@ class StreamLayer:
         """What the feed-forward part's connection makes of streams (T, streams, H) with attention's output."""
         if self.ngrams is not None:
             x = x + self.ngrams(x, index, step)
-        mixed, shares, x = self.before_attention(x)
+        mixed, shares, x = _connected(self.before_attention, x, step)
         if self.indexer is not None:
             self.indexer(mixed, index, step)
         x = injected(x, self.attention(mixed, index, step), shares)
-        return self.before_feed_forward(x)
+        return _connected(self.before_feed_forward, x, step)
 
     def watched(self, wrap: Callable[[Any], Any]) -> StreamLayer:
         """The layer with wrap(part) in the place of its dense parts."""

@@ -33,7 +33,7 @@ static inline size_t window_begin(size_t position, size_t window, int chunked) {
     return chunked ? position - position % window : position + 1 - window;
 }
 
-enum { MOST_CODED = 256, MOST_KEY_COLUMNS = 1024 }; /* columns of a row of codes, and of any key */
+enum { MOST_CODED = 512, MOST_KEY_COLUMNS = 1024 }; /* columns of a row of codes, and of any key */
 
 /* -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113, as IQ4_NL of GGUF files has: nearer to each other in the middle,
  * where most numbers of a row are. */

@@ -19,7 +19,7 @@ const char *prompt_misfit(const Prompt *prompt, const Slabs *slabs) {
     const size_t end = prompt->first + prompt->tokens, columns[] = {slabs->key_columns, slabs->value_columns};
     for (int i = 0; i < 2; i++)
         if (!columns[i] || columns[i] % 32 || columns[i] > MOST_HEAD_COLUMNS)
-            return "heads of columns that are no multiple of 32, or more than 256";
+            return "heads of columns that are no multiple of 32, or more than 512";
     if (!prompt->heads || prompt->heads % slabs->kv_heads) return "heads that are no multiple of the key/value heads";
     if (prompt->slab >= slabs->slabs) return "a slab that is not there";
     if (!slabs->ring) return end > slabs->room ? "positions beyond the slab's room" : NULL;

@@ -5,8 +5,7 @@
 
 #include "attention_tiles.h"
 
-enum { MOST_HEAD_COLUMNS = 256 };
-/* Of a latent with its rotary key: MOST_KEY_COLUMNS (attention_tiles.h). */
+enum { MOST_HEAD_COLUMNS = 512 }; /* of a latent with its rotary key: MOST_KEY_COLUMNS (attention_tiles.h) */
 
 /* Keys (slabs, kv_heads, room, key_columns), values (slabs, kv_heads, room, value_columns);
  * of latent attention keys (slabs, 1, room, latent_columns + rotary_columns) and no values. Position p lies in row p, or in

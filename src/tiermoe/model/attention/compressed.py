@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,13 +79,17 @@ class Compressor:
     norm: Norm | None = None  # of an entry
     value_norm: Norm | None = None
 
+    @property
+    def batch_invariant(self) -> bool:
+        return self.value.batch_invariant and self.gate.batch_invariant
+
     def __call__(self, x: Tensor, places: range, step: Step, rotary: Rotary) -> None:
         """x (T, H), normed: writes what the cache keeps of the step's tokens, and the entries that end with them.
         places: of `sizes.shapes` in the cache."""
         values = self.value(x) if self.value_norm is None else self.value_norm(self.value(x))
         new = torch.cat((values, self.gate(x)), dim=-1)[:, None]
         kept, entries = (step.cache.keys[place] for place in places)
-        for span in step.spans:
+        for span in step.apart:
             write_rows(kept, span.row, new[span.begin : span.end])
             begin, end = span.row.first // self.sizes.rate, span.row.end // self.sizes.rate
             if begin < end:
@@ -145,6 +149,10 @@ class EntryIndexer:
     keys: Compressor
     query: Linear  # narrow query → heads * columns
     weigh: Linear  # hidden → the heads' weights
+
+    @property
+    def batch_invariant(self) -> bool:
+        return all(each.batch_invariant for each in (self.keys, self.query, self.weigh))
 
     def queries(self, x: Tensor, narrow: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """x (T, H), normed, and narrow queries → queries (T, heads, columns) and weights (T, heads), float32."""
@@ -223,8 +231,9 @@ class PoolIndexer:
     narrow_norm: Norm
     pools: EntryIndexer
 
-    batch_invariant: ClassVar[bool] = False
-    """torch computes the keys of the pools that end with a row's tokens at once."""
+    @property
+    def batch_invariant(self) -> bool:
+        return self.narrow.batch_invariant and self.pools.batch_invariant
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> None:
         """x (T, H), normed: writes the keys of the pools that end with the tokens into the step's cache, and sets the
@@ -356,6 +365,11 @@ class CompressedAttention(Attention):
     compressor: Compressor | None
     indexer: EntryIndexer | None
 
+    @property
+    def batch_invariant(self) -> bool:
+        parts = (self.narrow_query, self.query, self.key, *self.groups, self.output, self.compressor, self.indexer)
+        return all(each.batch_invariant for each in parts if each is not None)
+
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         sizes, tokens = self.sizes, len(x)
         (cos, sin), rotary = step.angles[sizes.rotary], step.rotaries[sizes.rotary]
@@ -371,7 +385,7 @@ class CompressedAttention(Attention):
             if step.longest // sizes.compressor.rate > self.indexer.sizes.most:
                 asked = self.indexer.queries(x, narrow, cos, sin)
         attended = torch.empty_like(query)
-        for span in step.spans:
+        for span in step.apart:
             own = slice(span.begin, span.end)
             write_rows(step.cache.keys[layer], span.row, key[own])
             keys = read_rows(step.cache.keys[layer], span.row, sizes.window)
