@@ -98,7 +98,7 @@ CASES = {
     "window of an odd length, sinks": Case(window=37, sinks=True),
     "sinks": Case(sinks=True),
     "wide heads": Case(keys=512, values=512),
-    "wide heads, 4 bits": Case(keys=512, values=512, bits=4),
+    "wide heads, 8 bits": Case(keys=512, values=512, bits=8),
     "8 bits": Case(bits=8),
     "8 bits, window, sinks": Case(keys=96, values=160, window=130, sinks=True, bits=8),
     "4 bits": Case(bits=4),

@@ -40,7 +40,7 @@ class SequenceCache(Protocol):
 class AnyDecoder(Protocol):
     """Computes batches (`model.decoder.Decoder`, `model.hf.generic.GenericDecoder`).
 
-    rows_together: several rows in one step. batch_invariant: a token's bits do not depend on the others of a call.
+    rows_together: several rows in one step. chunk_invariant: a token's bits depend on its sequence alone.
     can_verify_draft: tokens verified in one step get the bits that each gets alone. can_rollback: a sequence's last
     step can be taken back."""
 
@@ -48,7 +48,7 @@ class AnyDecoder(Protocol):
     def rows_together(self) -> bool: ...
 
     @property
-    def batch_invariant(self) -> bool: ...
+    def chunk_invariant(self) -> bool: ...
 
     @property
     def can_verify_draft(self) -> bool: ...

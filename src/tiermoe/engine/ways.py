@@ -44,7 +44,7 @@ class Ways:
     def all(self) -> list[Way]:
         """Every way but `whole`, which they are compared with."""
         again, given = Way("once more", self.whole), self.given
-        if not self.engine.decoder.batch_invariant:
+        if not self.engine.decoder.chunk_invariant:
             return [again, Way("in other steps", self.whole, left_out="torch computes this model, or a part of it")]
         threads, used, sets = torch.get_num_threads(), native.instruction_set(), native.instruction_sets()
         alone = [Way("on another instruction set", self.whole, left_out=f"this machine runs {used} alone")]

@@ -109,9 +109,14 @@ class Decoder:
         self._softcap = softcap
         self.mtp = mtp
 
+    @property
+    def chunk_invariant(self) -> bool:
+        """Whether a token's logits depend on its sequence alone: on how its prompt is cut neither."""
+        return self.batch_invariant and all(layer.chunk_invariant for layer in self.layers)
+
     @cached_property
     def batch_invariant(self) -> bool:
-        """Whether a token's logits do not depend on the other tokens of a call."""
+        """Whether a token's logits do not depend on other sequences, nor on tokens that are verified with it."""
         return self._head.batch_invariant and all(layer.batch_invariant for layer in self.layers)
 
     @property

@@ -18,7 +18,7 @@ from tiermoe.model.step import Step
 class DecoderLayer(Protocol):
     """What a decoder asks of its layers. moe: the MoE block, None if there is none. sizes: of attention. by_kernel:
     a native call computes it up to the second norm, if the weights are such. batch_invariant: whether a token's values
-    do not depend on the other tokens of a call."""
+    do not depend on other sequences, nor on tokens that are verified with it. chunk_invariant: nor on chunks."""
 
     @property
     def moe(self) -> MoeBlock | None: ...
@@ -31,6 +31,9 @@ class DecoderLayer(Protocol):
 
     @property
     def batch_invariant(self) -> bool: ...
+
+    @property
+    def chunk_invariant(self) -> bool: ...
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         """x, the hidden states or streams of a step's tokens, after layer `index`."""
@@ -114,6 +117,10 @@ class Layer:
         indexes = self.indexer is None or self.indexer.batch_invariant
         return attends and self.feed_forward.batch_invariant and indexes
 
+    @property
+    def chunk_invariant(self) -> bool:
+        return self.fused_attention is not None or self.attention.chunk_invariant
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
@@ -132,6 +139,10 @@ class AttentionLayer:
     @property
     def batch_invariant(self) -> bool:
         return self.attention.batch_invariant
+
+    @property
+    def chunk_invariant(self) -> bool:
+        return self.attention.chunk_invariant
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         return x + self.attention(self.norm(x), index, step)
@@ -152,6 +163,7 @@ class FeedForwardLayer:
 
     sizes: ClassVar[AttentionSizes] = NoAttention()
     by_kernel: ClassVar[bool] = False
+    chunk_invariant: ClassVar[bool] = True
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
         return self.feed_forward.add(self.norm(x), x, 1.0)

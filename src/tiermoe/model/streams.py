@@ -232,6 +232,11 @@ class StreamLayer:
         return all(part is None or part.batch_invariant for part in parts)
 
     @property
+    def chunk_invariant(self) -> bool:
+        connected = self.before_attention.batch_invariant and self.before_feed_forward.batch_invariant
+        return connected and self.attention.chunk_invariant
+
+    @property
     def moe(self) -> MoeBlock | None:
         return self.feed_forward.moe
 

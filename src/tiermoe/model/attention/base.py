@@ -51,7 +51,13 @@ class Attention(ABC):
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's values do not depend on the other tokens of a call, where no `fused` computes them."""
+        """Whether a token's values do not depend on other sequences, nor on tokens that are verified with it, if no
+        `fused` computes them."""
+        return False
+
+    @property
+    def chunk_invariant(self) -> bool:
+        """Whether they do not depend on how a prompt is cut into chunks either."""
         return False
 
     def fused(self, before: Norm, after: Norm, rotary_columns: int, multiplier: float) -> FusedAttention | None:

@@ -128,5 +128,9 @@ class ShortConvolution(Attention):
     def batch_invariant(self) -> bool:
         return self._input.batch_invariant and self._output.batch_invariant
 
+    @property
+    def chunk_invariant(self) -> bool:
+        return True
+
     def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
         self._convolution(kept, layer, rows)

@@ -220,7 +220,8 @@ class GroupedAttention(Attention):
         key = self._heads(keys, sizes.kv_heads, self.key_norm, step)
         query = tempered(query, step.temperatures[sizes.rotary])
         attended = query.new_empty((len(query), sizes.heads, sizes.value_columns))
-        for span in step.spans:
+        by_kernel = takes_prompts(query.dtype, sizes.columns, sizes.value_columns)
+        for span in step.spans if by_kernel else step.apart:
             tokens = slice(span.begin, span.end)
             step.cache.write(layer, span.row, key[tokens], value[tokens])
             whole = span.end
@@ -237,8 +238,11 @@ class GroupedAttention(Attention):
     @property
     def batch_invariant(self) -> bool:
         matrices = (self.query, self.key, self.value, self.output, self.gate)
-        by_kernel = takes_prompts(torch.bfloat16, self.sizes.columns, self.sizes.value_columns)
-        return by_kernel and all(each is None or each.batch_invariant for each in matrices)
+        return all(each is None or each.batch_invariant for each in matrices)
+
+    @property
+    def chunk_invariant(self) -> bool:
+        return takes_prompts(torch.bfloat16, self.sizes.columns, self.sizes.value_columns)
 
     def fused(self, before: Norm, after: Norm, rotary_columns: int, multiplier: float) -> FusedAttention | None:
         if self.clip is not None or self.value is None or self.value_norm is not None or self.gate is not None:

@@ -176,7 +176,7 @@ class LatentAttention(Attention):
         query = tempered(query, step.temperatures[0])
         kept, new = step.cache.keys[layer], torch.cat((latent, rotary_key), dim=-1)
         attended = x.new_empty((x.shape[0], sizes.heads, sizes.value_columns))
-        for span in step.spans:
+        for span in step.apart:
             tokens = slice(span.begin, span.end)
             write_rows(kept, span.row, new[tokens])
             rows = read_rows(kept, span.row, None)[0]
@@ -184,6 +184,11 @@ class LatentAttention(Attention):
         if self.gate is not None:
             attended = attended * torch.sigmoid(self.gate(x).float()).to(x.dtype).view(len(x), sizes.heads, -1)
         return self.output(attended.flatten(1))
+
+    @property
+    def batch_invariant(self) -> bool:
+        matrices = (self.query, self.compress, self.output, self.narrow_query, self.gate)
+        return all(matrix is None or matrix.batch_invariant for matrix in matrices)
 
     def fused(self, before: Norm, after: Norm, rotary_columns: int, multiplier: float) -> FusedAttention | None:
         if self.expand.packed.bias is not None:

@@ -254,6 +254,10 @@ class GatedDelta(Attention):
         parts = (self._projection, self._output)
         return self._kernel is not None and all(part.batch_invariant for part in parts)
 
+    @property
+    def chunk_invariant(self) -> bool:
+        return self._kernel is not None
+
     def _by_kernel(self, projected: Projected, layer: int, rows: StateRows) -> Tensor:
         assert self._kernel is not None
         return self._kernel(projected, rows.pieces, rows.recurrent.inputs[layer], rows.recurrent.states[layer])

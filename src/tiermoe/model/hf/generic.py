@@ -129,7 +129,7 @@ class GenericDecoder:
     count from what it read last."""
 
     rows_together = False
-    batch_invariant = False
+    chunk_invariant = False
     can_verify_draft = False
 
     def __init__(self, model: Any, forward: Callable[..., Any], continues: bool = True, numbered: bool = False) -> None:
