@@ -102,8 +102,8 @@ def watched(ways: Ways) -> Iterator[Ways]:
 
 
 def decoded(**options: Any) -> Ways:
-    """The ways of `TOKENS` tokens that the shipped model decodes greedily. options: of `tiermoe.load`. Reads are four at
-    once: to learn how many takes a few calls more, every 32 reads, as the drive is."""
+    """The ways of `TOKENS` tokens that the shipped model decodes greedily. options: of `tiermoe.load`. Four reads at
+    once: to learn how many takes a few calls more every 32 reads, more or fewer as the drive is."""
     loaded, tokenizer = tiermoe.load(SHIPPED, memory="4GiB", context=1024, warm=False, device="cpu", lanes=4, **options)
     engine = loaded.tiermoe
     cache = engine.new_cache(1, 1024)
