@@ -102,8 +102,9 @@ def watched(ways: Ways) -> Iterator[Ways]:
 
 
 def decoded(**options: Any) -> Ways:
-    """The ways of `TOKENS` tokens that the shipped model decodes greedily. options: of `tiermoe.load`."""
-    loaded, tokenizer = tiermoe.load(SHIPPED, memory="4GiB", context=1024, warm=False, device="cpu", **options)
+    """The ways of `TOKENS` tokens that the shipped model decodes greedily. options: of `tiermoe.load`. Four reads at
+    once: to learn how many takes a few calls more every 32 reads, more or fewer as the drive is."""
+    loaded, tokenizer = tiermoe.load(SHIPPED, memory="4GiB", context=1024, warm=False, device="cpu", lanes=4, **options)
     engine = loaded.tiermoe
     cache = engine.new_cache(1, 1024)
     row = prompt(cache.open(), tokenizer(PROMPT).input_ids)

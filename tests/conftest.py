@@ -41,8 +41,7 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _short_looks_at_the_drive() -> None:
-    """Every load probes the drive; what it finds is of no interest here. Nor is how fast this machine
-    is."""
+    """How fast this machine and its drive are is of no interest here."""
     probe.SECONDS = 0.002
     machine_rates.ALONE_SHARE = 0
 

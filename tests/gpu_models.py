@@ -49,7 +49,7 @@ def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Itera
             plan = plan_memory(*arguments)
             return replace(plan, host_pools=tuple(replace(pool, slots=host_slots) for pool in plan.pools))
 
-        def on_the_gpu(sizes, filler, lanes, bytes_of, device, pinned):
+        def on_the_gpu(sizes, filler, lanes, bytes_of, device, pinned, learned):
             return tiers_of(sizes, filler, lanes, bytes_of, "cuda", pinned)
 
         monkeypatch.setattr(load, "plan_memory", planned)

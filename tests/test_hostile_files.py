@@ -400,7 +400,7 @@ def test_deep_files_of_the_cache_are_made_anew(
     model: Path, tmp_path: Path, tiermoe_: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERMOE_CACHE", str(tmp_path))
-    for name in ("machine.json", "store/outline.json", "store/drive.json"):
+    for name in ("machine.json", "store/outline.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(DEEP)
     assert tiermoe_("run", model, "hi", *RUN, "--store", tmp_path / "store").code == 0

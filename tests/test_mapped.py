@@ -179,11 +179,11 @@ def is_mapped(
     root: Path, changes: dict[str, Any] | None = None, device: str = "cpu", slots: int = EXPERTS, **packed: Any
 ) -> bool:
     resolved = Resolved(Settings(lanes=1), compose("lru", {"store": "disk", **(changes or {})}), Tables(), (4,))
-    found = replace(Packed(root, write_experts(root / "experts", 4096), [FORM], own=True), **packed)
+    found = replace(Packed(write_experts(root / "experts", 4096), [FORM], own=True), **packed)
     chosen = reading_for(plan_of(slots), found, resolved, device)
     if chosen.files is not None:
         chosen.files.close()
-    assert chosen.files is None or chosen.drive.keep
+    assert chosen.files is None or chosen.keep
     return chosen.files is not None
 
 
@@ -221,7 +221,6 @@ def test_a_file_system_that_maps_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError("no such device")
 
     monkeypatch.setattr(mmap, "mmap", refused)
-    monkeypatch.setattr(reading, "through_page_cache", lambda *_: reading.DriveProbe(False, 1, 1.0, keep=True))
     assert not is_mapped(tmp_path)
 
 

@@ -19,12 +19,14 @@ from tiermoe.errors import LoadError
 from tiermoe.formats.expert_format import PAGE
 from tiermoe.native import _native, available
 from tiermoe.offload.disk import NativeDiskLink
+from tiermoe.offload.lanes import Lanes
 from tiermoe.offload.reader import ExtentReader
 from tiermoe.offload.slots import HostSlots
 from tiermoe.types import ExpertKey, Extent, Load, Segment
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs the native kernels")
 Linked = Callable[..., NativeDiskLink]
+SLOW = 8 << 20  # bytes
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def linked() -> Iterator[Linked]:
     """Makes a link over extents, by expert, into slots of so many bytes."""
     made: list[NativeDiskLink] = []
 
-    def link(extents: list[Extent], threads: int = 2, direct: bool = True, room: int = SIZE) -> NativeDiskLink:
+    def link(extents: list[Extent], threads: int | Lanes = 2, direct: bool = True, room: int = SIZE) -> NativeDiskLink:
         slots = HostSlots(len(extents), room)
         made.append(
             NativeDiskLink(ExtentReader(direct), slots, lambda key: extents[key.expert], lambda key: FORM, threads)
@@ -183,6 +185,73 @@ def test_waiting_is_counted(tmp_path: Path, linked: Linked) -> None:
     within(link.wait)
     assert 0 < link.counters().wait_s <= time.perf_counter() - began
     assert link.counters().busy_s > 0
+
+
+def slow_and_quick(tmp_path: Path) -> list[Extent]:
+    """The first extent takes some ten milliseconds, the others next to nothing."""
+    if not Path("/dev/urandom").exists():
+        pytest.skip("needs a file that is read slowly")
+    return [Extent((Segment("/dev/urandom", 0, SLOW, 0),), ""), *write_experts(tmp_path / "experts")[1:]]
+
+
+def test_no_more_are_read_at_once_than_are_allowed(tmp_path: Path, linked: Linked) -> None:
+    link = linked(slow_and_quick(tmp_path), threads=4, room=SLOW)
+    link._threads.allow(1, 4)
+    for expert in range(5):
+        link.submit(load(expert))
+    assert [within(link.wait).load.key.expert for _ in range(5)] == list(range(5))
+    with pytest.raises(ValueError, match="1 to 4 reads at once, not 5"):
+        link._threads.allow(5, 4)
+
+
+def test_reads_count_while_more_are_asked_for_than_the_floor(tmp_path: Path, linked: Linked) -> None:
+    """Of five loads those that end while three are asked for; of the one that is under way at first, half."""
+    link = linked(slow_and_quick(tmp_path), threads=4, room=SLOW)
+    for _ in range(100):  # until all are asked for while the first is read
+        link._threads.allow(1, 2)
+        for expert in range(5):
+            link.submit(load(expert))
+        for _ in range(5):
+            within(link.wait)
+        nbytes, seconds, reads = link._threads.crowded()
+        if (nbytes, reads) == (SLOW // 2 + 2 * SIZE, 3):
+            break
+    assert (nbytes, reads) == (SLOW // 2 + 2 * SIZE, 3)
+    assert seconds > 0
+    for take_back in (link.roll_back, link.recall, lambda: [link.withdraw(key(expert)) for expert in range(5)]):
+        link._threads.allow(1, 2)
+        for expert in range(5):
+            link.submit(load(expert, urgent=False, background=take_back not in (link.roll_back, link.recall)))
+        take_back()
+        left = len(link._loads)
+        for _ in range(left):
+            within(link.wait)
+        link._threads.allow(1, 2)
+        link.submit(load(1))
+        within(link.wait)
+        assert link._threads.crowded() == (0, 0.0, 0)
+
+
+def test_a_link_learns_how_many_are_read_at_once(tmp_path: Path, linked: Linked) -> None:
+    windows: list[tuple[int, float, float]] = []
+
+    class Told(Lanes):
+        def record(self, nbytes: float, seconds: float) -> None:
+            windows.append((self.limit, nbytes, seconds))
+            super().record(nbytes, seconds)
+
+    learned = Told(8)
+    link = linked(write_experts(tmp_path / "experts"), threads=learned)
+    for _ in range(10_000):  # whoever is quick enough leaves none to be crowded
+        for expert in range(EXPERTS):
+            link.submit(load(expert))
+        for _ in range(EXPERTS):
+            assert within(link.wait).error is None
+        assert link.lanes == learned.limit
+        if {limit for limit, _, _ in windows} == {4, 8}:
+            break
+    assert {limit for limit, _, _ in windows} >= {4, 8}
+    assert all(nbytes > 0 and seconds > 0 for _, nbytes, seconds in windows)
 
 
 def test_closed_threads_refuse() -> None:

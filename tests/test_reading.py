@@ -1,8 +1,8 @@
-"""How experts are read: past the page cache or through it, and what of the drive's probe is kept."""
+"""How experts are read: past the page cache or through it, and by how many threads."""
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,11 @@ from tiermoe.config import Settings
 from tiermoe.engine import reading
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.reading import Packed, Reading
-from tiermoe.offload import probe
 from tiermoe.offload.presets import Resolved, compose
-from tiermoe.offload.probe import DriveProbe, known_drive
 from tiermoe.offload.profiles import Tables
 from tiermoe.offload.reader import ExtentReader, aligned_memory
 from tiermoe.platform.machine import most_memory, page_cache_room, total_memory
-from tiermoe.types import ExpertKey, Extent, Need, Phase
+from tiermoe.types import ExpertKey, Need, Phase
 
 GIB = 1 << 30
 
@@ -69,7 +67,7 @@ def chosen(tmp_path: Path, plan: MemoryPlan, changes: dict[str, Any] | None = No
     """How an engine of `plan` would read experts in one file; `packed`: what is different about them."""
     composition = compose("lru", {"store": "disk", **(changes or {})})
     resolved = Resolved(Settings(lanes=2), composition, Tables(), (4,))
-    found = Packed(tmp_path, write_experts(tmp_path / "experts"), [FORM], own=True)
+    found = Packed(write_experts(tmp_path / "experts"), [FORM], own=True)
     return reading.reading_for(plan, replace(found, **packed), resolved, "cpu")
 
 
@@ -89,9 +87,7 @@ def test_the_page_cache_is_used_where_it_has_room_for_all(
 ) -> None:
     monkeypatch.setattr(reading, "page_cache_room", lambda: room)
     found = chosen(tmp_path, plan, changes, own=False)
-    assert (found.drive.keep, found.drive.lanes, found.files) == (kept, 2, None)
-    assert found.drive.bandwidth > 0
-    assert not (found.drive.keep and found.drive.direct)
+    assert (found.keep, found.files) == (kept, None)
 
 
 @pytest.mark.parametrize(("direct", "keep", "dropped"), [(True, True, 0), (False, True, 0), (False, False, EXPERTS)])
@@ -99,70 +95,9 @@ def test_pages_are_dropped_or_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, keep: bool, dropped: int
 ) -> None:
     extents, drops = write_experts(tmp_path / "experts"), []
-    monkeypatch.setattr(probe.os, "posix_fadvise", lambda *arguments: drops.append(arguments))
+    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: drops.append(arguments))
     reader, memory = ExtentReader(direct, keep), aligned_memory(SIZE)
     for extent in extents:
         reader.read(extent, memory, ExpertKey(0, 0, 4))
     assert (len(drops), reader.direct) == (dropped, False)
     reader.close()
-
-
-# what is kept of the probe
-
-
-@pytest.fixture
-def probed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often the drive was probed at length: two lanes read 3 bytes a second, one lane 1, and more no more."""
-    calls: list[int] = []
-
-    def read_rate(reader: ExtentReader, samples: object, lanes: int, seconds: float) -> float:
-        if seconds == probe.SECONDS and not reader.direct:  # what is tried last
-            calls.append(1)
-        return 1.0 if lanes == 1 else 3.0
-
-    monkeypatch.setattr(probe, "read_rate", read_rate)
-    return calls
-
-
-def test_a_drive_is_probed_once_a_day_for_each_size_and_number_of_lanes(tmp_path: Path, probed: list[int]) -> None:
-    extents, path = write_experts(tmp_path / "experts"), tmp_path / "drive.json"
-    first = known_drive(extents, None, path)
-    assert known_drive(extents, None, path) == first == DriveProbe(True, 2, 3.0)
-    assert len(probed) == 1
-    assert known_drive(extents, 3, path).lanes == 3
-    assert known_drive(extents, None, path) == first
-    assert len(probed) == 2
-    longer = Extent((*extents[0].segments, *extents[1].segments), "")
-    known_drive([longer], None, path)
-    assert len(probed) == 3
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps(document | {"day": document["day"] - 1}))
-    known_drive(extents, None, path)
-    assert len(probed) == 4
-
-
-@pytest.mark.parametrize(("before", "again"), [(15.0, 1), (6.0, 0), (1.5, 0), (0.6, 1)])
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_drive_that_is_much_slower_or_faster_than_before_is_probed_again(
-    tmp_path: Path, probed: list[int], before: float, again: int, direct: bool
-) -> None:
-    extents, path = write_experts(tmp_path / "experts"), tmp_path / "drive.json"
-    known_drive(extents, None, path)
-    document = json.loads(path.read_text())
-    for entry in document["drives"].values():
-        entry |= {"bandwidth": before, "direct": direct}
-    path.write_text(json.dumps(document))
-    assert known_drive(extents, None, path).bandwidth == (3.0 if again else before)
-    assert len(probed) == 1 + again
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"day": 1}', '{"day": DAY, "drives": {"CASE": {"lanes": 900}}}'])
-def test_a_torn_or_foreign_file_is_passed_over(tmp_path: Path, probed: list[int], content: str) -> None:
-    extents, path = write_experts(tmp_path / "experts"), tmp_path / "drive.json"
-    known_drive(extents, None, path)
-    document = json.loads(path.read_text())
-    path.write_text(content.replace("DAY", str(document["day"])).replace("CASE", next(iter(document["drives"]))))
-    assert known_drive(extents, None, path).lanes == 2
-    assert len(probed) == 2
-    known_drive(extents, None, tmp_path / "missing" / "drive.json")  # cannot be written
-    assert len(probed) == 3

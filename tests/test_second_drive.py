@@ -3,6 +3,7 @@ changes. No time is asserted."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import shutil
@@ -30,7 +31,6 @@ from tiermoe.native import available
 from tiermoe.offload import second_drive
 from tiermoe.offload.computers import Rates
 from tiermoe.offload.disk import DiskLink, NativeDiskLink, SlotFiller
-from tiermoe.offload.probe import DriveProbe
 from tiermoe.offload.reader import ExtentReader
 from tiermoe.offload.second_drive import SecondDrive, TwoDrives, open_copy
 from tiermoe.offload.slots import HostSlots
@@ -68,9 +68,8 @@ class Copied:
     def second(self, ratio: float) -> SecondDrive:
         return SecondDrive({str(self.file): str(self.copy)}, ratio)
 
-    def open(self, *extents: Extent) -> tuple[SecondDrive, DriveProbe]:
-        first = DriveProbe(True, 1, 1e9)
-        return open_copy(self.copy.parent, [*self.extents, *extents], first, 2, self.folder / "drive.json")
+    def open(self, *extents: Extent) -> SecondDrive:
+        return open_copy(self.copy.parent, [*self.extents, *extents])
 
 
 @pytest.fixture
@@ -79,13 +78,13 @@ def copied(tmp_path: Path) -> Copied:
 
 
 def python_link(copied: Copied, second: SecondDrive, threads: int = 1) -> DiskLink:
-    reader = TwoDrives(True, False, second)
+    reader = TwoDrives(second)
     filler = SlotFiller(reader, lambda key: copied.extents[key.expert], lambda _: FORM)
     return DiskLink(filler, HostSlots(EXPERTS, SIZE), threads)
 
 
 def native_link(copied: Copied, second: SecondDrive, threads: int = 1) -> NativeDiskLink:
-    reader, slots = TwoDrives(True, False, second), HostSlots(EXPERTS, SIZE)
+    reader, slots = TwoDrives(second), HostSlots(EXPERTS, SIZE)
     return NativeDiskLink(reader, slots, lambda key: copied.extents[key.expert], lambda _: FORM, threads)
 
 
@@ -123,7 +122,7 @@ class GatedDrives(TwoDrives):
     """Both drives' reads end when the test says so."""
 
     def __init__(self, second: SecondDrive) -> None:
-        super().__init__(True, False, second)
+        super().__init__(second)
         self.gate = Gate()
 
     def read_part(self, part: Segment, target: memoryview, key: ExpertKey) -> None:
@@ -202,7 +201,7 @@ def test_native_threads_turn_to_the_slower_drive_while_the_faster_one_reads(copi
     copied.extents[0] = Extent((Segment("/dev/urandom", 0, long, 0),), "")
     second = copied.second(0.5)
     slots = HostSlots(EXPERTS, long)
-    reader = TwoDrives(True, False, second)
+    reader = TwoDrives(second)
     link = NativeDiskLink(reader, slots, lambda key: copied.extents[key.expert], lambda _: FORM, 2)
     for _ in range(100):  # until a thread was quick enough: at 0.5 none of these reads would go there otherwise
         for expert in (0, 1, 2):
@@ -265,21 +264,21 @@ def test_what_the_copy_fails_to_give_the_first_drive_gives(copied: Copied, linke
 # opening a copy
 
 
-def test_a_copy_is_opened_and_both_drives_are_counted(copied: Copied) -> None:
-    second, both = copied.open()
+def test_a_copy_is_opened_and_both_drives_are_measured(copied: Copied, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {str(copied.file): 2e9, str(copied.copy): 3e9}
+    monkeypatch.setattr(second_drive, "drive_rate", lambda extents: rates[extents[0].segments[0].file])
+    second = copied.open()
     assert second.files == {str(copied.file): str(copied.copy)}
-    assert both.lanes == 1 + 2
-    assert both.bandwidth == pytest.approx(1e9 * (1 + second.ratio))
+    assert second.ratio == 1.5
     assert "file system" in " ".join(second.notes)
     second.reader.close()
 
 
 def test_a_copy_of_some_files_names_the_first_that_it_lacks(copied: Copied) -> None:
     more = Extent((Segment(str(copied.folder / "more"), 0, SIZE, 0),), "")
-    second, both = copied.open(*[more] * EXPERTS)  # as many experts as the file has that is copied
+    second = copied.open(*[more] * EXPERTS)  # as many experts as the file has that is copied
     assert "has 1 of 2 files of experts; it lacks more first" in second.notes[0]
     assert second.copy_of(more, load(0).key) is None
-    assert both.bandwidth == pytest.approx(1e9 / (0.5 + 0.5 / (1 + second.ratio)))
     second.reader.close()
 
 
@@ -329,7 +328,7 @@ def test_large_files_are_compared_from_end_to_end(tmp_path: Path, monkeypatch: p
                 handle.truncate(size)
         flip(files[1], at)
         with pytest.raises(ConfigError, match=rf"at byte {at:,}"):
-            open_copy(tmp_path / "also", [extent], DriveProbe(True, 1, 1e9), 1, tmp_path / "drive.json")
+            open_copy(tmp_path / "also", [extent])
 
 
 # engines
@@ -337,11 +336,11 @@ def test_large_files_are_compared_from_end_to_end(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture
 def bandwidth(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets what the probe finds of the second drive."""
+    """Sets what is found of the second drive, beside 1 GB/s of the first."""
 
     def set_to(bytes_per_second: float) -> None:
-        probe = DriveProbe(True, 2, bytes_per_second)
-        monkeypatch.setattr(second_drive, "known_drive", lambda *_: probe)
+        rates = itertools.cycle((bytes_per_second, 1e9))
+        monkeypatch.setattr(second_drive, "drive_rate", lambda _: next(rates))
 
     return set_to
 

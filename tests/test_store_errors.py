@@ -19,7 +19,7 @@ import tiermoe
 from commands import Command
 from tiermoe.formats import store_files
 from tiermoe.formats.store import open_store
-from tiermoe.offload.probe import probe_drive
+from tiermoe.offload.probe import drive_rate
 from tiny import write
 
 RUN = ("--memory", "4GiB", "--max-tokens", "4", "--lanes", "1")
@@ -226,8 +226,8 @@ def test_a_store_is_not_a_model(tiermoe_: Command, store: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_look_at_the_drive_leaves_damage_to_who_needs_the_expert(store: Path) -> None:
+def test_the_look_at_the_drive_leaves_what_it_cannot_read_to_who_needs_the_expert(store: Path) -> None:
     extents = [extent for layer in open_store(store).precisions["4-hqq"].layers for extent in layer.extents]
-    for extent in extents:
-        flip(Path(extent.segments[0].file), extent.segments[0].offset)
-    assert probe_drive(extents, lanes=2).bandwidth > 0
+    for file in {extent.segments[0].file for extent in extents}:
+        os.truncate(file, 1)
+    assert drive_rate(extents) == 0

@@ -113,7 +113,7 @@ class Settings:
     batch: int = 1
     """Sequences that run at once."""
     lanes: int | None = None
-    """Threads that read experts, for each drive; None: the best of a short probe."""
+    """Reads of experts at once, from each drive; None: learned while they are read."""
     threads: int | None = None
     """Compute threads; None: torch's setting."""
     device: str = "auto"

@@ -111,7 +111,8 @@ ENGINE: dict[str, Any] = {
     "lanes": Annotated[
         int | None,
         typer.Option(
-            help="Threads that read experts, for each drive. Default: the best of a short probe.", show_default=False
+            help="Experts that are read at once, from each drive. Default: learned while they are read, 1 to 16.",
+            show_default=False,
         ),
     ],
     "threads": Annotated[int | None, typer.Option(help="Compute threads. Default: one per core.", show_default=False)],

@@ -34,7 +34,7 @@ from tiermoe.model.stored_weights import embedding_bytes
 from tiermoe.offload.assembly import ModelShape, cache_bytes
 from tiermoe.offload.composition import require_device
 from tiermoe.offload.cuda import free_memory, resolve_device
-from tiermoe.offload.disk import most_lanes
+from tiermoe.offload.disk import few_lanes
 from tiermoe.offload.policies.prediction import PREDICTIONS
 from tiermoe.offload.presets import Resolved
 from tiermoe.platform.machine import available_memory
@@ -283,7 +283,7 @@ def divided_with_gpu(
     plan = replace(empty, slots=sum(pool.slots for pool in pools), pools=pools)
     holds_all = pools == planned_slots(_EVERYTHING, resolved, sizes, base.all_slots, whole_slots=True)
     host_room = 0 if holds_all else plan.budget - plan.fixed  # a thread reads into a pinned slot in any case
-    lanes = most_lanes(resolved.settings)
+    lanes = few_lanes(resolved.settings)
     plan = replace(plan, host_pools=planned_slots(host_room, resolved, sizes, base.all_slots, True, lanes))
     if plan.total > plan.budget:
         raise BudgetError(

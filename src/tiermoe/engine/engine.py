@@ -60,7 +60,7 @@ class Engine:
     def __init__(self, service: ExpertService, model: Model) -> None:
         resolved = service.resolved
         self.service = service
-        self.store, self.plan, self.drive, self.link = service.store, service.plan, service.drive, service.link
+        self.store, self.plan, self.link = service.store, service.plan, service.link
         self.scheduler, self.loader = service.scheduler, service.scheduler.loader
         self.settings, self.composition, self.precisions = resolved.settings, resolved.composition, resolved.precisions
         self._blueprint = model.blueprint
@@ -148,9 +148,9 @@ class Engine:
             "cache_slots": self.plan.slots,
             "slot_bytes": self.plan.slot_bytes,
             "all_experts": self.plan.all_slots,
-            "link_bandwidth": self.drive.bandwidth,
-            "lanes": self.drive.lanes,
-            "direct_io": self.drive.direct,
+            "link_bandwidth": run.bandwidth,
+            "lanes": self.link.lanes,
+            "direct_io": not self.service.keep,
             "mapped": self.service.mapped,
             "memory_bytes": resident_bytes(),
             "peak_memory_bytes": run.peak_memory_bytes,

@@ -196,7 +196,7 @@ def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: 
     bits = resolved.settings.dense_bits_used
     dense = recipe_key(blueprint, bits, machine_layout("cpu")) if bits < 16 else None
     on_disk = rows_stay_on_disk(blueprint, plan, reading)
-    weights = StoredWeights(blueprint, store, dense, on_disk, reading.files, reading.drive.keep)
+    weights = StoredWeights(blueprint, store, dense, on_disk, reading.files, reading.keep)
     decoder = decoder_for(blueprint.config, weights, blueprint.dtype, resolved.settings.kv_bits)
     assert decoder is not None
     gates = named_gates(blueprint.outline)

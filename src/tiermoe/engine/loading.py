@@ -128,7 +128,7 @@ def load_dense(
     blueprint.checkpoint.close()
     _take_from_directory(model, blueprint)
     if packed:
-        with contextlib.closing(ExtentReader(keep=reading.drive.keep)) as reader:
+        with contextlib.closing(ExtentReader(keep=reading.keep)) as reader:
             attach_dense(model, store, key, reader, device, reading.files)
     if own:
         attach_own(model, blueprint, device)

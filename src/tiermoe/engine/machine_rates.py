@@ -21,7 +21,7 @@ from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.plain import Plain
 from tiermoe.kernels.linear import linear_for, multiplies_bfloat16
 from tiermoe.offload.computers import Rates
-from tiermoe.offload.probe import probe_drive
+from tiermoe.offload.probe import drive_rate
 from tiermoe.platform import bandwidth
 from tiermoe.platform.json_files import read_json, replace_unlocked
 from tiermoe.platform.threads import torch_threads
@@ -125,7 +125,7 @@ def _drive_rate(folder: Path, pattern: str) -> float:
     with _sample(folder, pattern) as file:
         size = file.stat().st_size // _READ
         extents = [Extent((Segment(str(file), index * _READ, _READ, 0),), "") for index in range(size)]
-        return probe_drive(extents).bandwidth
+        return drive_rate(extents)
 
 
 @contextlib.contextmanager

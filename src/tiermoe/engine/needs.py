@@ -26,7 +26,7 @@ from tiermoe.model.prepare_store import packing_needs
 from tiermoe.model.rotary import table_bytes
 from tiermoe.model.stored_weights import loading_needs, table_keys
 from tiermoe.model.streams import streams_of
-from tiermoe.offload.disk import most_lanes, staging_bytes
+from tiermoe.offload.disk import few_lanes, most_lanes, staging_bytes
 from tiermoe.offload.presets import Resolved
 from tiermoe.types import Need, Phase, Use, Workload
 
@@ -81,6 +81,7 @@ def while_running(model: PlanInputs) -> list[Need]:
     if model.resolved.composition.store == "memory":
         in_memory = sum(form.stored.nbytes * form.layer.experts for form in formats)
     dense = dense_bytes(blueprint, settings.dense_bits_used, machine_layout(model.device))
+    lanes = most_lanes(settings, formats) if model.device == "cpu" else few_lanes(settings)
     return [
         Need("interpreter", model.process, Phase.RUNNING, "measured in this process"),
         Need("interpreter", _FIRST_USE, Phase.RUNNING, "what the first step brings in"),
@@ -88,7 +89,7 @@ def while_running(model: PlanInputs) -> list[Need]:
         *expanding_needs(blueprint, settings, model.device),
         *decoder_needs(blueprint, formats, settings, load, model.device),
         *_between_turns(model),
-        Need("staging", staging_bytes(formats, most_lanes(settings)), Phase.RUNNING, "reading lanes"),
+        Need("staging", staging_bytes(formats, lanes), Phase.RUNNING, "reading lanes"),
         Need("staging", in_memory, Phase.RUNNING, "the store in memory"),
         *([Need("requests", model.use.requests, Phase.RUNNING, "those in flight")] if model.use.requests else []),
     ]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tiermoe.engine.budget import holds_everything
 from tiermoe.engine.memory_plan import MemoryPlan
@@ -18,7 +17,6 @@ from tiermoe.model.packing import recipe_key
 from tiermoe.model.stored_weights import embedding_bytes
 from tiermoe.offload.mapped import MappedFiles
 from tiermoe.offload.presets import Resolved
-from tiermoe.offload.probe import DriveProbe, known_drive, through_page_cache
 from tiermoe.offload.second_drive import SecondDrive, open_copy
 from tiermoe.platform.machine import page_cache_room
 from tiermoe.platform.process_memory import resident_bytes
@@ -29,10 +27,10 @@ _ROOM_USED = 0.9  # of the room at most: others need some too
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How a store is read. `files`: its files, mapped, if slots are their extents; None: slots hold copies. `drive`:
-    of both drives if `second`, the second drive, has files."""
+    """How a store is read. `keep`: through the page cache, for the next process. `files`: its files, mapped, if slots
+    are their extents; None: slots hold copies. `second`: a second drive, if it has files."""
 
-    drive: DriveProbe
+    keep: bool = False
     files: MappedFiles | None = None
     second: SecondDrive = field(default_factory=SecondDrive)
 
@@ -49,10 +47,9 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What is read of the store at `root`: the extents of all experts in all precisions, with the format of each layer,
-    and the files of the packed dense layers (`dense`). `own`: all lies in the store's own files."""
+    """What is read of a store: the extents of all experts in all precisions, with the format of each layer, and the
+    files of the packed dense layers (`dense`). `own`: all lies in the store's own files."""
 
-    root: Path
     extents: Sequence[Extent]
     formats: Sequence[ExpertFormat]
     own: bool
@@ -71,21 +68,17 @@ def open_reading(plan: MemoryPlan, store: Store, resolved: Resolved, blueprint: 
 
 def reading_for(plan: MemoryPlan, packed: Packed, resolved: Resolved, device: str) -> Reading:
     """Where each expert is read once: mapped, or through the page cache where a second copy of all of them can stay
-    there, so that the next process finds them; else, and with a copy on a second drive, as the drive is fastest."""
-    lanes, also, kept = resolved.settings.lanes, resolved.settings.also, packed.root / "drive.json"
+    there, so that the next process finds them; else, and with a copy on a second drive, past it."""
+    also = resolved.settings.also
     if also is None and holds_everything(plan, resolved):
         if device == "cpu" and _can_be_slots(packed, resolved) and _has_room(plan, 0):
             files = MappedFiles()
             with contextlib.suppress(OSError):  # a file system that maps no files: copies do as well
                 files.add(_files(packed))
-                return Reading(through_page_cache(packed.extents, lanes), files)
+                return Reading(True, files)
         if _has_room(plan, sum(extent.nbytes for extent in packed.extents)):
-            return Reading(through_page_cache(packed.extents, lanes))
-    drive = known_drive(packed.extents, lanes, kept)
-    if also is None:
-        return Reading(drive)
-    second, both = open_copy(also, packed.extents, drive, lanes, kept)
-    return Reading(both, second=second)
+            return Reading(True)
+    return Reading() if also is None else Reading(second=open_copy(also, packed.extents))
 
 
 def rows_stay_on_disk(blueprint: Blueprint, plan: MemoryPlan, reading: Reading) -> bool:
@@ -101,7 +94,6 @@ def _packed(store: Store, resolved: Resolved, blueprint: Blueprint, device: str)
     keys = [precision_key(bits, quantizer, layout, unit) for bits in resolved.precisions]
     precisions = [store.precisions[key] for key in keys]
     return Packed(
-        store.root,
         [extent for precision in precisions for layer in precision.layers for extent in layer.extents],
         [store.expert_format(key, layer) for key in keys for layer in range(len(store.layers))],
         not any(precision.in_place for precision in precisions),

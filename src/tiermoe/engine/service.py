@@ -25,14 +25,14 @@ from tiermoe.model.moe import ExpertGate
 from tiermoe.native import available
 from tiermoe.offload.assembly import PrecisionSlots, assemble
 from tiermoe.offload.cuda import CudaCopier, peak_memory, resolve_device
-from tiermoe.offload.disk import DiskLink, NativeDiskLink, SlotFiller
+from tiermoe.offload.disk import DiskLink, NativeDiskLink, SlotFiller, few_lanes, most_lanes
 from tiermoe.offload.gpu import GpuLink
+from tiermoe.offload.lanes import Lanes
 from tiermoe.offload.link import MeteredLink
 from tiermoe.offload.mapped import MappedFiles, MappedReader, MappedSlots
 from tiermoe.offload.policies.prediction import HashTable
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial, promising
 from tiermoe.offload.presets import Resolved
-from tiermoe.offload.probe import DriveProbe
 from tiermoe.offload.reader import ExtentReader, HeldReader
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.offload.second_drive import TwoDrives
@@ -43,7 +43,6 @@ from tiermoe.platform.process_memory import free_pages
 from tiermoe.types import ExpertKey, Extent
 
 _CASES = 16  # circumstances of which it is kept whether prefetching paid, the newest
-_LONG_ENOUGH = 0.25  # seconds of reading that say more than the probe
 
 
 class ExpertService:
@@ -63,8 +62,7 @@ class ExpertService:
         self.device = resolve_device(resolved.settings.device)
         known: dict[Layout, Layout] = {}
         self.packed = {bits: PackedExperts(store, self._key_of(bits), known) for bits in resolved.precisions}
-        self.drive: DriveProbe = reading.drive
-        self._files, self.second = reading.files, reading.second
+        self.keep, self._files, self.second = reading.keep, reading.files, reading.second
         self.unit = unit_of(resolved.composition, torch.device(self.device).type)
         tiers = self._tiers(reading.files)
         self._slots, self.link, self.tier_stats = tiers.slots, tiers.link, tiers.stats
@@ -78,9 +76,8 @@ class ExpertService:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of the link: the probe's at loading, or more where reading has been faster since."""
-        found = self.link.counters()
-        return max(self.drive.bandwidth, found.bytes_read / found.busy_s if found.busy_s > _LONG_ENOUGH else 0.0)
+        """Bytes per second of the link while it was reading; 0 before it has read."""
+        return _bandwidth(self.link)
 
     @property
     def wait_s(self) -> float:
@@ -128,15 +125,18 @@ class ExpertService:
             self._held = None
 
     def _tiers(self, files: MappedFiles | None) -> Tiers:
+        settings = self.resolved.settings
         if files is not None:
-            return mapped_tiers(files, self.plan.slots, self._extent_of, self._format_of, self.drive.lanes)
+            return mapped_tiers(files, self.plan.slots, self._extent_of, self._format_of, few_lanes(settings))
+        formats = [form for packed in self.packed.values() for form in packed.formats]
         return tiers_of(
             [(pool.addresses, pool.slot_bytes, bool(pool.sizes)) for pool in self.plan.pools],
             self._filler(),
-            self.drive.lanes,
+            few_lanes(settings),
             lambda key: self._format_of(key).slot.nbytes,
             self.device,
             [(pool.bits, pool.slots, pool.slot_bytes) for pool in self.plan.host_pools],
+            Lanes(most_lanes(settings, formats)) if settings.lanes is None and not self.keep else None,
         )
 
     def _filler(self) -> SlotFiller:
@@ -151,8 +151,8 @@ class ExpertService:
 
     def _reader(self) -> ExtentReader | HeldReader:
         if self.second.files:
-            return TwoDrives(self.drive.direct, self.drive.keep, self.second)
-        reader = ExtentReader(self.drive.direct, self.drive.keep)
+            return TwoDrives(self.second)
+        reader = ExtentReader(keep=self.keep)
         if self.resolved.composition.store == "disk":
             return reader
         places = (
@@ -189,11 +189,12 @@ class ExpertService:
         return History(self.store, self._key_of(self.resolved.precisions[0]), circumstances)
 
     def _trial(self, history: History | None) -> PrefetchTrial:
-        load_s = self.plan.slot_bytes / self.drive.bandwidth if self.drive.bandwidth else math.inf
+        link, slot_bytes = self.link, self.plan.slot_bytes  # not the service: the history's end waits for it
         spare = processors() > torch.get_num_threads()
 
         def promises(layer_s: float) -> bool:
-            return promising(layer_s, load_s, spare)
+            bandwidth = _bandwidth(link)
+            return promising(layer_s, slot_bytes / bandwidth if bandwidth else math.inf, spare)
 
         return history.trial(promises) if history is not None else PrefetchTrial(None, promises)
 
@@ -218,6 +219,11 @@ class PackedExperts:
         self.layouts = [[known.setdefault(form.slot, form.slot) for form in forms] for forms in self.of]
 
 
+def _bandwidth(link: MeteredLink) -> float:
+    found = link.counters()
+    return found.bytes_read / found.busy_s if found.busy_s else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Tiers:
     """The slots that kernels compute from, and the link that fills them. `stats`: a GPU's own counters."""
@@ -234,24 +240,27 @@ def tiers_of(
     bytes_of: Callable[[ExpertKey], int],
     device: str = "cpu",
     pinned: Sequence[tuple[Sequence[int], int, int]] = (),
+    learned: Lanes | None = None,
 ) -> Tiers:
-    """Disk → slots in main memory, filled by `lanes` threads. sizes: (count, bytes, whether they share fewer bytes) of
-    each run of equal slots, numbered one run after the other. bytes_of: bytes of an expert in its slot. For a GPU: disk
-    → pinned slots → slots on the GPU; pinned: (the bits of the experts that lie there, count, bytes) of each run.
-    BudgetError if memory is refused."""
+    """Disk → slots in main memory, filled by `lanes` threads, or by as many native ones as `learned` finds. sizes:
+    (count, bytes, whether they share fewer bytes) of each run of equal slots, numbered one run after the other.
+    bytes_of: bytes of an expert in its slot. For a GPU: disk → pinned slots → slots on the GPU; pinned: (the bits of
+    the experts that lie there, count, bytes) of each run. BudgetError if memory is refused."""
     if device == "cpu":
         slots = SlotRuns([HostSlots(count, nbytes, shared=shared) for count, nbytes, shared in sizes if count])
-        return Tiers(slots, _disk_link(filler, slots, lanes))
+        return Tiers(slots, _disk_link(filler, slots, lanes, learned))
     on_device = SlotRuns([DeviceSlots(count, nbytes, device) for count, nbytes, _ in sizes if count])
     link = GpuLink(filler, _pinned(pinned), on_device, bytes_of, CudaCopier(device), lanes)
     return Tiers(on_device, link, lambda: _gpu_stats(device, link))
 
 
-def _disk_link(filler: SlotFiller, slots: FilledSlots, threads: int) -> DiskLink | NativeDiskLink:
+def _disk_link(
+    filler: SlotFiller, slots: FilledSlots, threads: int, learned: Lanes | None
+) -> DiskLink | NativeDiskLink:
     """Native threads where there are kernels and the filler reads whole experts as they are stored."""
     reader = filler.reader
     if filler.reads_as_stored and available() and isinstance(reader, ExtentReader):
-        return NativeDiskLink(reader, slots, filler.extent_of, filler.format_of, threads)
+        return NativeDiskLink(reader, slots, filler.extent_of, filler.format_of, learned or threads)
     return DiskLink(filler, slots, threads)
 
 

@@ -80,7 +80,10 @@ typedef struct {
     Queue queues[KINDS], finished;
     pthread_t threads[MOST_THREADS];
     int count, closed, open;
+    int limit; /* reads at once */
     int reading, sleeping, in_background;
+    int asked_for, floor; /* loads that have not ended; the link is crowded while they are more than `floor` */
+    int64_t crowded, crowded_since, moved, moved_before, ended_crowded; /* ns; bytes; loads */
     Buffer own; /* of who waits and reads meanwhile */
     int64_t bytes_read, busy, busy_since, waited;
     int64_t under_way[DRIVES]; /* bytes */
@@ -242,6 +245,25 @@ static void count_reading(IOThreads *io, int change) {
     if (change < 0 && !io->reading) io->busy += now() - io->busy_since;
 }
 
+/* Bytes that reads have moved: of those under way half is there, on average. */
+static int64_t moved(const IOThreads *io) {
+    return io->bytes_read + (io->under_way[0] + io->under_way[1]) / 2;
+}
+
+/* The link may have become crowded, or no longer is; under the lock. */
+static void count_crowd(IOThreads *io, int was_crowded) {
+    const int crowded = io->asked_for > io->floor;
+    if (crowded && !was_crowded) io->crowded_since = now(), io->moved_before = moved(io);
+    if (!crowded && was_crowded) io->crowded += now() - io->crowded_since, io->moved += moved(io) - io->moved_before;
+}
+
+/* A load is asked for, has ended or was taken back; under the lock. */
+static void count_asked(IOThreads *io, int change) {
+    const int was_crowded = io->asked_for > io->floor;
+    io->asked_for += change;
+    count_crowd(io, was_crowded);
+}
+
 /* Runs a load that was taken from its queue: gives the lock up meanwhile. What the second drive fails to give is read
  * from the first. */
 static void work(IOThreads *io, Load *load, Buffer *buffer) {
@@ -259,16 +281,18 @@ static void work(IOThreads *io, Load *load, Buffer *buffer) {
     count_reading(io, -1);
     io->under_way[drive] -= nbytes;
     if (load->drive || load->result.outcome == DONE || load->result.outcome == DAMAGED) io->bytes_read += nbytes;
+    io->ended_crowded += io->asked_for > io->floor;
+    count_asked(io, -1);
     append(&io->finished, load);
 }
 
-/* No more are read at once than there are threads, whoever waits among them. Of several threads one is kept free of
- * background loads, so that an urgent one never waits for these. */
+/* No more than `limit` are read at once, whoever waits among them. Of several reads one is never in the background, so
+ * that an urgent one never waits for these. */
 static Load *next_load(IOThreads *io) {
-    if (io->reading >= io->count) return NULL;
+    if (io->reading >= io->limit) return NULL;
     Load *load = pop(&io->queues[URGENT]);
     if (!load) load = pop(&io->queues[SPECULATIVE]);
-    if (!load && io->in_background < (io->count > 1 ? io->count - 1 : 1) && (load = pop(&io->queues[BACKGROUND])))
+    if (!load && io->in_background < (io->limit > 1 ? io->limit - 1 : 1) && (load = pop(&io->queues[BACKGROUND])))
         io->in_background++;
     return load;
 }
@@ -306,14 +330,16 @@ static void let_go(Load *load) {
     free(load);
 }
 
-static void clear(Queue *queue) {
-    for (Load *load; (load = pop(queue));) let_go(load);
+static int clear(Queue *queue) {
+    int count = 0;
+    for (Load *load; (load = pop(queue)); count++) let_go(load);
+    return count;
 }
 
 /* Drops what is queued, and returns when what has begun has ended. */
 static void quiet(IOThreads *io) {
     pthread_mutex_lock(&io->lock);
-    for (int kind = 0; kind < KINDS; kind++) clear(&io->queues[kind]);
+    for (int kind = 0; kind < KINDS; kind++) count_asked(io, -clear(&io->queues[kind]));
     pthread_mutex_unlock(&io->lock);
     Py_BEGIN_ALLOW_THREADS /* never waited for under the lock: who has the interpreter may wait for the lock */
     pthread_mutex_lock(&io->lock);
@@ -388,6 +414,7 @@ static PyObject *io_submit(PyObject *self, PyObject *const *args, Py_ssize_t cou
     pthread_mutex_lock(&io->lock);
     const int alone = kind == URGENT && is_small(load) && !io->queues[URGENT].first;
     append(&io->queues[kind], load);
+    count_asked(io, 1);
     const int wakes = io->sleeping && !alone;
     pthread_mutex_unlock(&io->lock);
     if (wakes) pthread_cond_signal(&io->asked); /* without the lock, for which the thread would have to wait */
@@ -398,7 +425,7 @@ static PyObject *io_submit(PyObject *self, PyObject *const *args, Py_ssize_t cou
  * lock. */
 static void await(IOThreads *io) {
     if (io->finished.first) return;
-    if (io->reading < io->count && io->queues[URGENT].first && own(io->queues[URGENT].first)) {
+    if (io->reading < io->limit && io->queues[URGENT].first && own(io->queues[URGENT].first)) {
         Load *load = pop(&io->queues[URGENT]);
         work(io, load, &io->own);
         if (io->sleeping && (io->queues[URGENT].first || io->queues[SPECULATIVE].first || io->queues[BACKGROUND].first))
@@ -450,6 +477,7 @@ static PyObject *io_recall(PyObject *self, PyObject *none) {
     pthread_mutex_lock(&io->lock);
     for (Load *load; numbers && (load = pop(&io->queues[SPECULATIVE]));) {
         PyObject *number = PyLong_FromUnsignedLongLong(load->number);
+        count_asked(io, -1);
         if (!number || PyList_Append(numbers, number)) Py_CLEAR(numbers);
         Py_XDECREF(number);
         let_go(load);
@@ -466,6 +494,7 @@ static PyObject *io_withdraw(PyObject *self, PyObject *argument) {
     Load **place = &io->queues[BACKGROUND].first, *load;
     while (*place && (*place)->number != number) place = &(*place)->next;
     if ((load = *place) && !(*place = load->next)) io->queues[BACKGROUND].end = place;
+    if (load) count_asked(io, -1);
     pthread_mutex_unlock(&io->lock);
     if (load) let_go(load);
     return PyBool_FromLong(load != NULL);
@@ -494,6 +523,31 @@ static PyObject *io_counters(PyObject *self, PyObject *none) {
     return result;
 }
 
+static PyObject *io_allow(PyObject *self, PyObject *args) {
+    IOThreads *io = (IOThreads *)self;
+    int limit, floor;
+    if (!PyArg_ParseTuple(args, "ii", &limit, &floor)) return NULL;
+    if (limit < 1 || limit > io->count) return PyErr_Format(PyExc_ValueError, "1 to %d reads at once, not %d", io->count, limit);
+    pthread_mutex_lock(&io->lock);
+    io->limit = limit, io->floor = floor;
+    io->crowded = io->moved = io->ended_crowded = 0;
+    count_crowd(io, 0);
+    pthread_cond_broadcast(&io->asked);
+    pthread_mutex_unlock(&io->lock);
+    Py_RETURN_NONE;
+}
+
+static PyObject *io_crowded(PyObject *self, PyObject *none) {
+    IOThreads *io = (IOThreads *)self;
+    (void)none;
+    pthread_mutex_lock(&io->lock);
+    const int crowded = io->asked_for > io->floor;
+    const int64_t took = io->crowded + (crowded ? now() - io->crowded_since : 0);
+    const int64_t bytes = io->moved + (crowded ? moved(io) - io->moved_before : 0), ended = io->ended_crowded;
+    pthread_mutex_unlock(&io->lock);
+    return Py_BuildValue("(LdL)", (long long)bytes, took * 1e-9, (long long)ended);
+}
+
 static PyObject *io_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     int count;
     double ratio = 0;
@@ -503,6 +557,7 @@ static PyObject *io_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     IOThreads *io = (IOThreads *)PyType_GenericAlloc(type, 0);
     if (!io) return NULL;
     io->ratio = ratio;
+    io->limit = io->floor = count;
     pthread_mutex_init(&io->lock, NULL);
     pthread_cond_init(&io->asked, NULL);
     pthread_cond_init(&io->ended, NULL);
@@ -538,6 +593,8 @@ static PyMethodDef methods[] = {
     {"close", io_close, METH_NOARGS, "close(): drop, and the threads end"},
     {"counters", io_counters, METH_NOARGS,
      "counters() -> bytes read, and in seconds: busy; waited"},
+    {"allow", io_allow, METH_VARARGS, "allow(reads at once, loads beyond which the link is crowded)"},
+    {"crowded", io_crowded, METH_NOARGS, "crowded() -> while it was crowded since `allow`: bytes moved, seconds, loads that ended"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -19,30 +19,47 @@ from typing import Protocol
 
 import torch
 
-from tiermoe.config import Settings
+from tiermoe.config import MIB, Settings
 from tiermoe.errors import LoadError
 from tiermoe.formats.expert_format import PAGE, ExpertFormat, align
 from tiermoe.native import _native
 from tiermoe.offload.io_threads import IOThreads
+from tiermoe.offload.lanes import MOST, Lanes
 from tiermoe.offload.link import Finished, LinkCounters
 from tiermoe.offload.reader import ExtentReader, aligned_memory, damaged, unreadable, verify
 from tiermoe.offload.second_drive import TwoDrives
 from tiermoe.offload.slots import FilledSlots
 from tiermoe.types import ExpertKey, Extent, Load, Segment
 
-LANES = 4  # threads, the most that a drive's probe chooses
+LANES = 4  # threads where nothing is learned: 1 to 4 were equally fast from the page cache
+_MOST_THREADS = 64  # io.c
+_STAGED = 48 * MIB  # that the buffers of more threads than these take at the most
 
 
-def most_lanes(settings: Settings) -> int:
+def few_lanes(settings: Settings) -> int:
+    """Threads that read experts where their number is not learned."""
+    return min((settings.lanes or LANES) * (1 if settings.also is None else 2), _MOST_THREADS)
+
+
+def most_lanes(settings: Settings, formats: Sequence[ExpertFormat]) -> int:
     """Threads that read experts with these settings, at the most."""
-    return (settings.lanes or LANES) * (1 if settings.also is None else 2)
+    if settings.lanes:
+        return few_lanes(settings)
+    buffers = _buffers(formats)
+    most = max(LANES, min(MOST, _STAGED // buffers)) if buffers else MOST
+    return most * (1 if settings.also is None else 2)
 
 
 def staging_bytes(formats: Sequence[ExpertFormat], lanes: int) -> int:
-    """What I/O threads have besides the slots: a bounce buffer for experts served from the checkpoint in place, whose
-    offsets are not aligned, and the stored bytes of codes that are rearranged in the slot."""
+    """What I/O threads have besides the slots."""
+    return lanes * _buffers(formats)
+
+
+def _buffers(formats: Sequence[ExpertFormat]) -> int:
+    """Bytes that a thread has besides the slots: a bounce buffer for experts served from the checkpoint in place, if
+    their offsets are not aligned, and the stored bytes of codes that are rearranged in the slot."""
     buffers = any(form.bits == 16 for form in formats) + any(form.widened for form in formats)
-    return buffers * lanes * (align(max(form.stored.nbytes for form in formats), PAGE) + PAGE)
+    return buffers * (align(max(form.stored.nbytes for form in formats), PAGE) + PAGE)
 
 
 class Reader(Protocol):
@@ -142,6 +159,7 @@ class DiskLink:
     now = staticmethod(time.perf_counter)
 
     def __init__(self, filler: SlotFiller, slots: FilledSlots, threads: int) -> None:
+        self.lanes = threads
         self._wait_s = 0.0
         self._filler = filler
         self._slots = slots
@@ -198,14 +216,16 @@ _SHORT = 240  # bytes: the native checksum takes more
 _REQUEST = struct.Struct("=Qii")
 _PIECE = struct.Struct("=qqqiiii")
 _NO_COPY = -1, _CACHED
+_AT_LEAST = 32  # loads between two looks at a window that goes on
 
 
 class NativeDiskLink:
     """Fills `slots` by `threads` native threads (`native/io.c`; `offload.link.MeteredLink`). A thread that waits reads
     an urgent load that has not begun by itself.
 
-    reader: opens the files. extent_of: where an expert lies. format_of: its encodings, none of them `widened`. mapped:
-    slots are parts of mapped files, whose pages are brought in."""
+    reader: opens the files. extent_of: where an expert lies. format_of: its encodings, none of them `widened`. threads:
+    a number, or what learns how many of them read at once. mapped: slots are parts of mapped files, whose pages are
+    brought in."""
 
     now = staticmethod(time.perf_counter)
 
@@ -215,7 +235,7 @@ class NativeDiskLink:
         slots: FilledSlots,
         extent_of: Callable[[ExpertKey], Extent],
         format_of: Callable[[ExpertKey], ExpertFormat],
-        threads: int,
+        threads: int | Lanes,
         mapped: bool = False,
     ) -> None:
         self._reader = reader
@@ -224,13 +244,23 @@ class NativeDiskLink:
         self._format_of = format_of
         self._mapped = mapped
         self._second = reader.second if isinstance(reader, TwoDrives) else None
-        self._threads = _native.IOThreads(threads, self._second.ratio if self._second is not None else 0.0)
+        learned = self._learned = threads if isinstance(threads, Lanes) else None
+        self._most = threads.most if isinstance(threads, Lanes) else threads
+        self._threads = _native.IOThreads(self._most, self._second.ratio if self._second is not None else 0.0)
+        self._until_window = -1  # loads that end before the window of reads is looked at
+        if learned is not None:
+            self._until_window = learned.reads
+            self._threads.allow(learned.limit, learned.floor)
         self._next = 0
         self._loads: dict[int, Load] = {}  # by number: submitted, and neither taken nor recalled
         self._background: dict[ExpertKey, int] = {}  # numbers
         self._requests: dict[ExpertKey, bytes] = {}
         self._completed: set[ExpertKey] = set()  # by this thread, once they are read: see `_completion`
         self._failed: deque[Finished] = deque()  # whose files cannot be opened
+
+    @property
+    def lanes(self) -> int:
+        return self._most if self._learned is None else self._learned.limit
 
     def counters(self) -> LinkCounters:
         return LinkCounters(*self._threads.counters())
@@ -306,6 +336,9 @@ class NativeDiskLink:
         return file, _MAPPED if self._mapped else _DIRECT if direct else _CACHED if reader.keep else _DROPPED
 
     def _handed_out(self, ended: int | tuple[int, int, int, int, int]) -> Finished:
+        self._until_window -= 1
+        if self._until_window == 0:
+            self._end_window()
         error = None
         if isinstance(ended, tuple):
             ended, outcome, piece, detail, drive = ended
@@ -325,6 +358,17 @@ class NativeDiskLink:
         if error is None and load.key in self._completed:
             error = self._completion(load)
         return Finished(load, error)
+
+    def _end_window(self) -> None:
+        """Tells what the threads have read at once, if that is enough, and how many are to do so next."""
+        learned = self._learned
+        assert learned is not None
+        nbytes, seconds, reads = self._threads.crowded()
+        if reads >= learned.reads:
+            learned.record(nbytes, seconds)
+            self._threads.allow(learned.limit, learned.floor)
+            reads = 0
+        self._until_window = max(learned.reads - reads, _AT_LEAST)
 
     def _completion(self, load: Load) -> LoadError | None:
         """Does what the native threads leave: the checksum of a short extent, rounding biases. Returns what fails."""

@@ -237,7 +237,7 @@ class GpuLink:
         self._ended: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._arrivals: deque[_Arrival] = deque()  # taken from there, and not handed out
         self._threads = IOThreads(threads, self._work)
-        self._thread_count = threads
+        self.lanes = threads
 
     @property
     def seconds_per_load(self) -> float | None:
@@ -247,7 +247,7 @@ class GpuLink:
             return None
         host = self.host
         read = host.misses / max(1, host.hits + host.misses)
-        return self._copies.seconds + read * host.read_s / self._thread_count
+        return self._copies.seconds + read * host.read_s / self.lanes
 
     def counters(self) -> LinkCounters:
         return LinkCounters(self._filler.bytes_read, self._filler.busy_s, self._wait_s)

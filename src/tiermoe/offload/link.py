@@ -48,6 +48,10 @@ class LinkCounters(NamedTuple):
 class MeteredLink(Link, Protocol):
     """A link that counts what it does."""
 
+    @property
+    def lanes(self) -> int:
+        """Reads at once, by now."""
+
     def counters(self) -> LinkCounters: ...
 
     def roll_back(self) -> None:

@@ -16,14 +16,13 @@ from types import MappingProxyType
 
 from tiermoe.config import KIB, MIB
 from tiermoe.errors import ConfigError, LoadError
-from tiermoe.offload.probe import DriveProbe, known_drive
+from tiermoe.offload.probe import drive_rate
 from tiermoe.offload.reader import ExtentReader
 from tiermoe.platform.file_io import read_bytes_at
 from tiermoe.types import ExpertKey, Extent
 
 _COMPARED, _PIECE = 32 * MIB, 256 * KIB
 """Bytes that are compared when a copy is opened, of all files together, and at one place."""
-_MOST_LANES = 64  # of `--lanes`, and native threads
 _AGAIN = "copy it again, or remove the copy"
 
 
@@ -78,10 +77,10 @@ class SecondDrive:
 
 class TwoDrives(ExtentReader):
     """Reads experts from the first drive or the second, whichever ends the read sooner; parts of experts from the
-    first. direct, keep: how the first drive is read."""
+    first."""
 
-    def __init__(self, direct: bool, keep: bool, second: SecondDrive) -> None:
-        super().__init__(direct, keep)
+    def __init__(self, second: SecondDrive) -> None:
+        super().__init__()
         self.second = second
         self._under_way = [0, 0]  # bytes, by drive
 
@@ -116,13 +115,10 @@ class TwoDrives(ExtentReader):
         return True
 
 
-def open_copy(
-    folder: Path, extents: Sequence[Extent], first: DriveProbe, lanes: int | None, kept: Path
-) -> tuple[SecondDrive, DriveProbe]:
-    """(the copy in `folder`, how experts are read from both drives). The copy may lack files, but not all. extents: of
-    all experts. first: how these are read. lanes, kept: as `known_drive`. ConfigError if the folder has no file of
-    experts, and if a file is not as the model's: names the first difference. Files are compared whole if they are
-    small, else at places spread over them."""
+def open_copy(folder: Path, extents: Sequence[Extent]) -> SecondDrive:
+    """The copy in `folder` of files with experts, of which it may lack some, but not all. extents: of all experts.
+    ConfigError if the folder has no file of experts, and if a file is not as the model's: names the first difference.
+    Files are compared whole if they are small, else at places spread over them."""
     sources = list(dict.fromkeys(segment.file for extent in extents for segment in extent.segments))
     found = {source: folder / Path(source).name for source in sources}
     files = {source: str(copy) for source, copy in found.items() if copy.exists()}
@@ -135,16 +131,12 @@ def open_copy(
         )
     for source, name in files.items():
         _compare(source, name, _COMPARED // len(files))
-    probe = known_drive(copies, lanes, kept)
-    share, alone = len(copies) / len(extents), max(first.bandwidth, 1.0)
-    bandwidth = 1 / (share / (alone + probe.bandwidth) + (1 - share) / alone)  # a file is a layer, which others follow
     notes = []
     if lacking:
         notes.append(f"--also {folder} has {len(files)} of {len(sources)} files of experts; it lacks {lacking} first")
     if os.stat(sources[0]).st_dev == os.stat(folder).st_dev:
         notes.append(f"--also {folder} lies in the experts' own file system: a copy helps on another drive alone")
-    second = SecondDrive(files, probe.bandwidth / alone, probe.direct, notes)
-    return second, replace(first, lanes=min(first.lanes + probe.lanes, _MOST_LANES), bandwidth=bandwidth)
+    return SecondDrive(files, drive_rate(copies) / max(drive_rate(extents), 1.0), notes=notes)
 
 
 def _copy_of(extent: Extent, files: Mapping[str, str]) -> Extent | None:
