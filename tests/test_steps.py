@@ -74,7 +74,7 @@ ENGINES: dict[str, tuple[str, torch.dtype, dict[str, Any], dict[str, Any]]] = {
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     family, dtype, sizes, options = ENGINES[request.param]
     made = engine_of(write(tmp_path_factory.mktemp(family), family, dtype, **sizes), **options)
-    if dtype is torch.bfloat16 and not made.decoder.batch_invariant:
+    if dtype is torch.bfloat16 and not made.decoder.chunk_invariant:
         made.close()
         pytest.skip("this machine has no native kernels")
     yield made
@@ -92,7 +92,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 def check(engine: Any, mine: torch.Tensor, theirs: torch.Tensor) -> None:
     """Equal, but for the rounding of torch's products."""
-    if engine.decoder.batch_invariant:
+    if engine.decoder.chunk_invariant:
         assert torch.equal(mine, theirs)
     assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
@@ -134,7 +134,7 @@ def test_five_tokens_verified_at_once_have_the_bits_of_each_alone(engine: Any) -
 @pytest.mark.parametrize(("read", "beside"), [(7, 0), (0, 80)], ids=["long", "beside a prompt"])
 def test_tokens_among_too_many_for_one_call_are_verified_in_several(native: Any, read: int, beside: int) -> None:
     """More than are computed as few; or few, but with a prompt's."""
-    if not native.decoder.batch_invariant:
+    if not native.decoder.chunk_invariant:
         pytest.skip("this machine has no native kernels")
     ids = tokens(77)
     first, count = (read, 70) if read else (70, 7)
