@@ -51,8 +51,8 @@ class GroupedAttention:
     key: PackedMatrix  # (kv heads * head_columns, H)
     value: PackedMatrix  # (kv heads * value_columns, H)
     output: PackedMatrix  # (H, heads * value_columns)
-    norm_before: Norm
-    norm_after: Norm
+    norm_before: Norm | None  # None, as norm_after: attention alone, of what is normed
+    norm_after: Norm | None
     head_columns: int
     rotary_columns: int  # the first ones of a head: columns i and rotary_columns / 2 + i rotate together
     scale: float  # of scores
@@ -80,8 +80,8 @@ class LatentAttention:
     key_up: PackedMatrix  # (heads * latent_columns, head_columns): the transpose of what makes a head's keys of latents
     value_up: PackedMatrix  # (heads * value_columns, latent_columns)
     output: PackedMatrix  # (H, heads * value_columns)
-    norm_before: Norm
-    norm_after: Norm
+    norm_before: Norm | None  # None, as norm_after: attention alone, of what is normed
+    norm_after: Norm | None
     norm_latent: Norm
     head_columns: int  # of a query without a position
     value_columns: int
@@ -342,7 +342,8 @@ class FusedAttention:
 
     def __call__(self, x: Tensor, step: Step, slabs: Slabs) -> tuple[Tensor, Tensor]:
         """x (T, H), bfloat16 and contiguous → (x + the attention's output, the norm of that), each (T, H) and valid
-        until the step's next layer. Keys and values of all tokens are written to their slabs before a token attends.
+        until the step's next layer; without norms the output first, and nothing. Keys and values of all tokens are
+        written to their slabs before a token attends.
 
         ValueError: an x of another dtype, shape or layout; a step or slabs that do not fit the layer; a position
         beyond the slab's room. The interpreter's lock is released meanwhile."""

@@ -27,8 +27,10 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _gelus() -> Tensor:
-    """Of each bfloat16 number, by its bits; negative ones count from the end."""
-    return _gelu_tanh(torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16))
+    """Of each bfloat16 number, by its bits; negative ones count from the end. A block has no end of a row, and is too
+    small for several threads."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return torch.cat([_gelu_tanh(block) for block in torch.split(numbers, 1 << 12)])
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from tiermoe.model.parts import Linear
 from tiermoe.model.rotary import Rotary
 from tiermoe.model.routers import Router
 from tiermoe.model.step import Step
-from tiermoe.model.streams import in_streams, streams_of
+from tiermoe.model.streams import StreamLayer, in_streams, streams_of
 from tiermoe.model.weights import Scope, ShapesOnly, Weights, text_part
 
 
@@ -262,7 +262,7 @@ def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int 
     for index in range(config.num_hidden_layers):
         layer = family.layer(w.at(f"model.layers.{index}"), config, index)
         columns = rotaries[layer.sizes.rotary].columns
-        layers.append(layer.with_kernel(columns) if isinstance(layer, Layer) else layer)
+        layers.append(layer.with_kernel(columns) if isinstance(layer, Layer | StreamLayer) else layer)
     shapes = [layer.sizes.shape for layer in layers]
     last = layers.pop() if reads_mtp_head(config) else None
     table = w.embedding(family.embedding)

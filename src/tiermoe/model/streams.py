@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tiermoe.kernels.attention import FusedAttention
 from tiermoe.model.attention.base import Attention, AttentionSizes, PositionIndexer
 from tiermoe.model.attention.ngrams import NgramFeatures
 from tiermoe.model.moe import DenseBlock, MoeBlock
@@ -219,8 +220,15 @@ class StreamLayer:
     feed_forward: MoeBlock | DenseBlock
     indexer: PositionIndexer | None = None  # chooses before what tokens attend to
     ngrams: NgramFeatures | None = None
+    fused_attention: FusedAttention | None = None  # attention in one native call
 
-    by_kernel: ClassVar[bool] = False
+    @property
+    def by_kernel(self) -> bool:
+        return self.attention.by_kernel
+
+    def with_kernel(self, rotary_columns: int) -> StreamLayer:
+        """The layer with the native call, if there is one for its weights. rotary_columns: as of a `Layer`."""
+        return replace(self, fused_attention=self.attention.fused(None, None, rotary_columns, 1.0))
 
     @property
     def sizes(self) -> AttentionSizes:
@@ -228,13 +236,14 @@ class StreamLayer:
 
     @property
     def batch_invariant(self) -> bool:
-        parts = (self.attention, self.feed_forward, self.indexer, self.ngrams)
-        return all(part is None or part.batch_invariant for part in parts)
+        attends = self.fused_attention is not None or self.attention.batch_invariant
+        parts = (self.feed_forward, self.indexer, self.ngrams)
+        return attends and all(part is None or part.batch_invariant for part in parts)
 
     @property
     def chunk_invariant(self) -> bool:
         connected = self.before_attention.batch_invariant and self.before_feed_forward.batch_invariant
-        return connected and self.attention.chunk_invariant
+        return connected and (self.fused_attention is not None or self.attention.chunk_invariant)
 
     @property
     def moe(self) -> MoeBlock | None:
@@ -258,7 +267,12 @@ class StreamLayer:
         mixed, shares, x = _connected(self.before_attention, x, step)
         if self.indexer is not None:
             self.indexer(mixed, index, step)
-        x = injected(x, self.attention(mixed, index, step), shares)
+        if self.fused_attention is not None and step.native:
+            native = step.native[self.attention.sizes.rotary]
+            attended, _ = self.fused_attention(mixed.contiguous(), native, step.cache.native[index])
+        else:
+            attended = self.attention(mixed, index, step)
+        x = injected(x, attended, shares)
         return _connected(self.before_feed_forward, x, step)
 
     def watched(self, wrap: Callable[[Any], Any]) -> StreamLayer:
@@ -267,6 +281,7 @@ class StreamLayer:
             self,
             before_attention=wrap(self.before_attention),
             attention=wrap(self.attention),
+            fused_attention=None if self.fused_attention is None else wrap(self.fused_attention),
             before_feed_forward=wrap(self.before_feed_forward),
             feed_forward=self.feed_forward.watched(wrap),
             indexer=None if self.indexer is None else wrap(self.indexer),

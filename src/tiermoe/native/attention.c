@@ -81,7 +81,15 @@ static size_t hidden(const Attention *layer) { return layer->output.matrix.rows;
 /* The last of the positions that a token attends to, counted among the chosen ones where there are such. */
 static size_t last_of(const Step *step, size_t token) {
     const size_t position = (size_t)step->positions[token];
-    return step->chosen && position >= step->most ? step->most - 1 : position;
+    if (!step->chosen) return position;
+    const int32_t *chosen = step->chosen + token * step->most;
+    size_t some = 0, none = step->most; /* so many are there, and from `none` on there is none */
+    while (some < none) {
+        const size_t middle = (some + none) / 2;
+        if (chosen[middle] < 0) none = middle;
+        else some = middle + 1;
+    }
+    return some && some - 1 < position ? some - 1 : position;
 }
 
 /* The first position that a token attends to. */
@@ -131,7 +139,7 @@ void step_measure(Step *step) {
 static const char *chosen_misfit(const Attention *layer, const Step *step) {
     if (layer->window || step->first || !step->most) return "chosen positions beside a window or padding, or none";
     for (size_t t = 0; t < step->tokens; t++)
-        for (size_t i = 0; i <= last_of(step, t); i++) {
+        for (size_t i = 0; i <= (step->chosen[t * step->most] < 0 ? 0 : last_of(step, t)); i++) {
             const int32_t chosen = step->chosen[t * step->most + i];
             if (chosen < 0 || chosen > step->positions[t]) return "a chosen position that is negative or beyond the token's own";
         }
@@ -506,7 +514,7 @@ static Inputs of_states(const Job *job, bf16 *out[PROJECTIONS]) {
         .projections = {two_steps ? &layer->query_first : &layer->query, &layer->key, latent ? &layer->gate : &layer->value},
         .count = latent && !layer->gate.matrix.rows ? 2 : 3,
         .x = job->x,
-        .norm = &layer->before,
+        .norm = layer->before.weight ? &layer->before : NULL,
     };
 }
 
@@ -607,7 +615,7 @@ static void add_output(void *data, size_t thread, size_t block) {
     const size_t width = hidden(layer);
     const Inputs inputs = of_attended(job);
     multiply_inputs(job, &inputs, 0, block, thread, job->out);
-    for (size_t t = 0; t < job->step->tokens; t++) {
+    for (size_t t = 0; layer->after.weight && t < job->step->tokens; t++) {
         const size_t at = t * width + block * BLOCK;
         kernels->add(job->out + at, layer->residual_multiplier, job->x + at, BLOCK);
     }
@@ -644,7 +652,7 @@ void attention_run(const Attention *layer, const Step *step, const Slabs *slabs,
          latent ? layer->heads * head_tasks(&job) : job.works || layer->gated ? tokens * layer->heads : 0},
         {NULL, prepare_attended, some},
         {begin_attended, add_output, blocks(&layer->output)},
-        {NULL, norm_output, tokens},
+        {NULL, norm_output, layer->after.weight ? tokens : 0},
     };
     team_run(phases, sizeof phases / sizeof *phases, &job, threads, job.own ? OWN : TORCHS);
 }

@@ -25,7 +25,7 @@ typedef struct {
  * states, gives each head a gate, or one for each of its columns, by whose sigmoid the values are multiplied. */
 typedef struct {
     Projection query, key, value, output, query_first, key_up, gate;
-    Norm before, after;
+    Norm before, after;         /* without a weight: x is normed, and what attention gives is all: no residual, no norm */
     Norm query_norm, key_norm;  /* grouped: as wide as a head, or as all of them; latent: of query_first's, of latents */
     const float *sinks;         /* (heads): a score without a value that joins a head's softmax; NULL: none */
     size_t heads, kv_heads;     /* latent: one kv head */
@@ -50,8 +50,8 @@ typedef struct {
     const float *temperatures;        /* (tokens): what a token's queries are multiplied by; NULL: 1 */
     size_t rotary_columns;
     size_t spread; /* the most positions between two tokens of one sequence */
-    const int32_t *chosen; /* (tokens, most): what a token attends to instead of all up to its own position, ascending: the
-                            * first `most` of its row, of a token with fewer positions as many as it has; NULL: all */
+    const int32_t *chosen; /* (tokens, most): what a token attends to instead of all up to its own position, ascending; a
+                            * token with fewer has them at its row's beginning, and then -1 or what is not looked at; NULL: all */
     size_t most;
 } Step;
 

@@ -60,8 +60,11 @@ class Attention(ABC):
         """Whether they do not depend on how a prompt is cut into chunks either."""
         return False
 
-    def fused(self, before: Norm, after: Norm, rotary_columns: int, multiplier: float) -> FusedAttention | None:
-        """The kernel of norm `before`, attention, residual and norm `after` in one call; None if there is none.
+    def fused(
+        self, before: Norm | None, after: Norm | None, rotary_columns: int, multiplier: float
+    ) -> FusedAttention | None:
+        """The kernel of norm `before`, attention, residual and norm `after` in one call, or without norms of attention
+        alone; None if there is none.
         rotary_columns: of the angles by which it rotates. multiplier: of what is added."""
         return None
 

@@ -244,7 +244,9 @@ class GroupedAttention(Attention):
     def chunk_invariant(self) -> bool:
         return takes_prompts(torch.bfloat16, self.sizes.columns, self.sizes.value_columns)
 
-    def fused(self, before: Norm, after: Norm, rotary_columns: int, multiplier: float) -> FusedAttention | None:
+    def fused(
+        self, before: Norm | None, after: Norm | None, rotary_columns: int, multiplier: float
+    ) -> FusedAttention | None:
         if self.clip is not None or self.value is None or self.value_norm is not None or self.gate is not None:
             return None
         return fused_attention(
@@ -253,8 +255,8 @@ class GroupedAttention(Attention):
                 key=self.key.packed,
                 value=self.value.packed,
                 output=self.output.packed,
-                norm_before=before.native,
-                norm_after=after.native,
+                norm_before=None if before is None else before.native,
+                norm_after=None if after is None else after.native,
                 head_columns=self.sizes.columns,
                 value_columns=self.sizes.value_columns,
                 rotary_columns=rotary_columns,

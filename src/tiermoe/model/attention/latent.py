@@ -190,7 +190,9 @@ class LatentAttention(Attention):
         matrices = (self.query, self.compress, self.output, self.narrow_query, self.gate)
         return all(matrix is None or matrix.batch_invariant for matrix in matrices)
 
-    def fused(self, before: Norm, after: Norm, rotary_columns: int, multiplier: float) -> FusedAttention | None:
+    def fused(
+        self, before: Norm | None, after: Norm | None, rotary_columns: int, multiplier: float
+    ) -> FusedAttention | None:
         if self.expand.packed.bias is not None:
             return None
         key_up, value_up = self._expanding()
@@ -201,8 +203,8 @@ class LatentAttention(Attention):
                 key_up=key_up,
                 value_up=value_up,
                 output=self.output.packed,
-                norm_before=before.native,
-                norm_after=after.native,
+                norm_before=None if before is None else before.native,
+                norm_after=None if after is None else after.native,
                 norm_latent=self.latent_norm.native,
                 head_columns=self.sizes.plain_columns,
                 value_columns=self.sizes.value_columns,
