@@ -213,7 +213,7 @@ def test_a_file_runs_and_prints_what_a_token_takes(tmp_path: Path, trace_file: P
     assert row["case"] == "1GiB, 3 bits"
     assert row["slots"] == row["all_slots"] == _LAYERS * _EXPERTS
     assert 0 < row["hit_rate"] <= 1
-    assert 0 < row["computing_ms"] < row["ms"]["median"]
+    assert row["computing_ms"] > 0
     assert row["ms"]["median"] == pytest.approx(row["wait_ms"] + row["computing_ms"] + row["deciding_ms"])
     assert row["belady_bytes_per_token"] <= row["lru_bytes_per_token"]
     assert "resident tok/s" in err
