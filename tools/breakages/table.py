@@ -1560,7 +1560,7 @@ BREAKAGES = (
         "Batch.parts",
         "row.one_by_one()",
         "[row]",
-        ("tests/test_speculation.py",),
+        ("tests/test_steps.py",),
     ),
     Breakage(
         "a chunk goes on from the state of the chunk before the last one",
