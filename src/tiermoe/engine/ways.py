@@ -27,15 +27,15 @@ class Way(NamedTuple):
     left_out: str = ""  # why nobody promises these bits here; empty: they are promised
 
     def differing(self, whole: Tensor) -> list[int]:
-        """Positions whose logits have other bits than those of the sequence in one piece (tokens, vocabulary)."""
+        """Positions whose logits differ in any bit from `whole` (tokens, vocabulary)."""
         bits, expected = (each.contiguous().view(torch.uint8) for each in (self.logits(), whole[self.first :]))
         return [self.first + at for at in (bits != expected).any(1).nonzero().flatten().tolist()]
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """A sequence: `ids`, of which the first `given`, more than 40, are its prompt and the others its answer. An engine
-    whose caches have room for three of them."""
+    """The ways of one sequence: `ids`, a prompt of `given` tokens (more than 40) and its answer. engine: with a cache
+    of at least three slabs."""
 
     engine: Engine
     ids: Sequence[int]

@@ -220,7 +220,7 @@ class Attended:
     latent: int = 0
 
     def workspace(self, tokens: int, positions: int, threads: int) -> int:
-        """Largest workspace of the kernel, in bytes, for so many tokens that attend to up to `positions` each."""
+        """Upper bound of the kernel's workspace in bytes, for a step whose tokens attend to at most `positions`."""
         tiles = tokens * (-(-positions // _TILE) + 1) if tokens <= FEW_TOKENS else 0
         inputs = max(tokens, min(tokens, _OWN_TOKENS) * threads)
         known = inputs * (_PROJECTIONS * prepared_at_most(self.widest) + 2 * self.widest) + 64 * _PROJECTIONS * threads
@@ -378,7 +378,7 @@ def takes_prompts(dtype: torch.dtype, key_columns: int, value_columns: int) -> b
 
 
 def takes_latents(dtype: torch.dtype, head: int, value: int, latent: int, rotary: int) -> bool:
-    """Whether `FusedAttention` runs on this machine for latent attention of so many columns."""
+    """Whether `FusedAttention` takes latent attention of these sizes on this machine."""
     fits = not (latent % 64 or value % 64 or rotary % HEAD_COLUMNS) and latent + rotary <= LARGEST_KEY
     return fits and takes_prompts(dtype, head, value) and _columns_suit(head, value, rotary, rotary)
 

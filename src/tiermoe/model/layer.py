@@ -87,13 +87,12 @@ class Layer:
 
     @property
     def by_kernel(self) -> bool:
-        norms = self.norm_before is not None and self.norm_after is not None and self.norm_attended is None
-        return norms and self.attention.by_kernel
+        return self.norm_before is not None and self.norm_after is not None and self.norm_attended is None
 
     def with_kernel(self, rotary_columns: int) -> Layer:
         """The layer with the native call, if there is one for its weights. rotary_columns: of the angles
         by which queries and keys are rotated."""
-        if not self.by_kernel or self.norm_before is None or self.norm_after is None:
+        if not self.by_kernel:
             return self
         kernel = self.attention.fused(self.norm_before, self.norm_after, rotary_columns, self.multiplier)
         return replace(self, fused_attention=kernel)

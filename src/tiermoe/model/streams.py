@@ -222,9 +222,7 @@ class StreamLayer:
     ngrams: NgramFeatures | None = None
     fused_attention: FusedAttention | None = None  # attention in one native call
 
-    @property
-    def by_kernel(self) -> bool:
-        return self.attention.by_kernel
+    by_kernel: ClassVar[bool] = True
 
     def with_kernel(self, rotary_columns: int) -> StreamLayer:
         """The layer with the native call, if there is one for its weights. rotary_columns: as of a `Layer`."""

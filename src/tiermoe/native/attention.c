@@ -10,9 +10,9 @@
 enum {
     PROJECTIONS = 3,      /* of one input, at the most */
     FEWEST_IN_BLOCKS = 8, /* tokens: fewer are faster one by one, with the same bits */
-    MOST_IN_TILES = 64,   /* tokens of a step, of which some are computed one by one: bounds the results of their tiles */
+    MOST_IN_TILES = 64,   /* tokens of a step that is for threads of ours, and of which some are computed one by one: bounds
+                           * the results of their tiles */
     HEAD_TOKENS = 64,     /* of latent attention: so many at a time go through a head's own matrix */
-    A_TASK = 32,          /* tokens that are normed and prepared at a time */
 };
 
 /* A token's tile of positions. */
@@ -139,7 +139,7 @@ void step_measure(Step *step) {
 static const char *chosen_misfit(const Attention *layer, const Step *step) {
     if (layer->window || step->first || !step->most) return "chosen positions beside a window or padding, or none";
     for (size_t t = 0; t < step->tokens; t++)
-        for (size_t i = 0; i <= (step->chosen[t * step->most] < 0 ? 0 : last_of(step, t)); i++) {
+        for (size_t i = 0, last = step->chosen[t * step->most] < 0 ? 0 : last_of(step, t); i <= last; i++) {
             const int32_t chosen = step->chosen[t * step->most + i];
             if (chosen < 0 || chosen > step->positions[t]) return "a chosen position that is negative or beyond the token's own";
         }
@@ -188,7 +188,7 @@ static size_t lay_out(Job *job, size_t threads, char *start) {
         job->blocks += prompt_blocks(some, layer->heads, job->slabs);
         if (!some) job->works += last_tile(job->step, t) - first_tile(layer, job->step, t) + 1;
     }
-    job->own = tokens <= FEWEST_IN_BLOCKS;
+    job->own = tokens <= PREPARED_ALONE;
     job->panels_each = job->blocks ? rows_workspace(key_width(layer), value_width(layer)) : 0;
     job->prepared_each = (tokens * most_prepared(whole, sizeof whole / sizeof *whole) + 15) / 16 * 16; /* each begins at a cache line */
     job->normed_each = tokens * larger(width, layer->query_first.matrix.rows);
@@ -293,7 +293,7 @@ static void make_own(const Job *job, const Inputs *inputs, size_t thread) {
 }
 
 static void make_some(const Job *job, const Inputs *inputs, size_t task) {
-    const size_t begin = task * A_TASK, end = begin + A_TASK;
+    const size_t begin = task * PREPARED_TASK, end = begin + PREPARED_TASK;
     make_inputs(job, inputs, begin, end < job->step->tokens ? end : job->step->tokens, 0);
 }
 
@@ -569,11 +569,12 @@ static Positions positions_of(const Job *job, size_t token, size_t kv_head) {
 static void attend_prompt(const Job *job, size_t thread, size_t task) {
     const Attention *layer = job->layer;
     const PromptWork *work = &job->prompts[task % job->blocks];
-    const size_t kv_head = task / job->blocks, query = work->token * layer->heads;
+    const size_t kv_head = task / job->blocks, first = work->token * layer->heads;
+    const size_t stride = layer->latent_columns ? key_width(layer) : layer->value_columns;
     const Prompt prompt = {
-        .query = job->query + query * key_width(layer),
-        .out = layer->latent_columns ? job->query + query * key_width(layer) : job->attended + query * layer->value_columns,
-        .out_stride = layer->latent_columns ? key_width(layer) : layer->value_columns,
+        .query = job->query + first * key_width(layer),
+        .out = (layer->latent_columns ? job->query : job->attended) + first * stride,
+        .out_stride = stride,
         .sinks = layer->sinks,
         .tokens = work->tokens,
         .heads = layer->heads,
@@ -635,7 +636,7 @@ void attention_run(const Attention *layer, const Step *step, const Slabs *slabs,
     list_work(&job);
     const size_t group = layer->heads / layer->kv_heads, parts = (group + job.heads_each - 1) / job.heads_each;
     const int latent = layer->latent_columns != 0, two_steps = layer->query_first.matrix.rows != 0;
-    const size_t tokens = step->tokens, some = job.own ? 0 : (tokens + A_TASK - 1) / A_TASK;
+    const size_t tokens = step->tokens, some = job.own ? 0 : (tokens + PREPARED_TASK - 1) / PREPARED_TASK;
     bf16 *outs[PROJECTIONS];
     const Inputs states = of_states(&job, outs);
     size_t projected = 0;
@@ -654,5 +655,5 @@ void attention_run(const Attention *layer, const Step *step, const Slabs *slabs,
         {begin_attended, add_output, blocks(&layer->output)},
         {NULL, norm_output, layer->after.weight ? tokens : 0},
     };
-    team_run(phases, sizeof phases / sizeof *phases, &job, threads, job.own ? OWN : TORCHS);
+    team_run(phases, sizeof phases / sizeof *phases, &job, threads, tokens <= MOST_IN_TILES ? OWN : TORCHS);
 }

@@ -19,34 +19,30 @@ void matrix_block(const Matrix *matrix, size_t block, const bf16 *x, const float
     kernels->product[matrix->coding](matrix, block, x, prepared, tokens, out, stride);
 }
 
-enum {
-    FEW = 8,      /* tokens that each thread prepares for itself */
-    A_TASK = 32,  /* tokens */
-    A_LINE = 16,  /* floats of a cache line */
-};
+enum { A_LINE = 16 }; /* floats of a cache line */
 
 size_t prepared_room(const Matrix *matrix, size_t tokens, size_t threads) {
-    const size_t floats = tokens * matrix_prepared(matrix) * (tokens <= FEW ? threads : 1);
+    const size_t floats = tokens * matrix_prepared(matrix) * (tokens <= PREPARED_ALONE ? threads : 1);
     return (floats + A_LINE - 1) / A_LINE * A_LINE; /* so that what comes behind begins as this does */
 }
 
 size_t prepare_tasks(const Prepared *prepared) {
-    const int none = prepared->tokens <= FEW || matrix_prepared(prepared->matrix) == 0;
-    return none ? 0 : (prepared->tokens + A_TASK - 1) / A_TASK;
+    const int none = prepared->tokens <= PREPARED_ALONE || matrix_prepared(prepared->matrix) == 0;
+    return none ? 0 : (prepared->tokens + PREPARED_TASK - 1) / PREPARED_TASK;
 }
 
 void prepare_task(const Prepared *prepared, size_t task) {
-    const size_t begin = task * A_TASK, rest = prepared->tokens - begin;
-    matrix_prepare(prepared->matrix, prepared->x + begin * prepared->matrix->columns, rest < A_TASK ? rest : A_TASK,
+    const size_t begin = task * PREPARED_TASK, rest = prepared->tokens - begin;
+    matrix_prepare(prepared->matrix, prepared->x + begin * prepared->matrix->columns, rest < PREPARED_TASK ? rest : PREPARED_TASK,
                       prepared->room + begin * matrix_prepared(prepared->matrix));
 }
 
 void prepare_begin(const Prepared *prepared, size_t thread) {
-    if (prepared->tokens <= FEW) matrix_prepare(prepared->matrix, prepared->x, prepared->tokens, (float *)prepared_of(prepared, thread));
+    if (prepared->tokens <= PREPARED_ALONE) matrix_prepare(prepared->matrix, prepared->x, prepared->tokens, (float *)prepared_of(prepared, thread));
 }
 
 const float *prepared_of(const Prepared *prepared, size_t thread) {
-    return prepared->room + (prepared->tokens <= FEW ? thread * prepared->tokens * matrix_prepared(prepared->matrix) : 0);
+    return prepared->room + (prepared->tokens <= PREPARED_ALONE ? thread * prepared->tokens * matrix_prepared(prepared->matrix) : 0);
 }
 
 typedef struct {

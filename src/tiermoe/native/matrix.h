@@ -37,6 +37,10 @@ void product_run(const Matrix *matrix, const bf16 *x, size_t tokens, float *room
 
 /* What products want to know of x (matrix_prepare), for many tokens made as tasks of a phase of its own, for few by each
  * thread: that costs less than waiting for another. */
+enum {
+    PREPARED_ALONE = 8, /* tokens that each thread prepares for itself, at the most */
+    PREPARED_TASK = 32, /* tokens of a task */
+};
 typedef struct {
     const Matrix *matrix;
     const bf16 *x;

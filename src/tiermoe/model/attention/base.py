@@ -42,7 +42,6 @@ class Attention(ABC):
     __slots__ = ()
 
     sizes: AttentionSizes
-    by_kernel = True  # `fused` may have one
 
     @abstractmethod
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:

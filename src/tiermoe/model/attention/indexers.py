@@ -333,6 +333,6 @@ class GroupIndexer:
         return by_block.topk(sizes.blocks).indices.sort().values
 
     def _positions(self, best: Tensor, positions: int) -> Tensor:
-        """Of blocks (groups, blocks) those of so many positions, int32 (groups, most); -1: none."""
+        """The positions of blocks (groups, blocks) of a sequence so long: int32 (groups, most), padded with -1."""
         found = (best[..., None] * self.sizes.block + torch.arange(self.sizes.block)).flatten(1)
         return found.masked_fill(found >= positions, -1).int()
