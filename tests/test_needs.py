@@ -98,7 +98,10 @@ def test_attention_takes_no_more_than_is_said(kind: str, tokens: int, positions:
         assert each.fused_attention is not None
         slabs: Slabs = cache.native[layer]
         turned = torch.zeros(tokens, 64, dtype=torch.bfloat16)
-        said = its.fused_bytes(tokens, positions, threads, 128)
+        said = its.fused_bytes(Workload(positions, 1, tokens, 2, threads, use=Use(0)), 128)
+        assert said <= its.fused_bytes(
+            Workload(positions, 500, tokens, 2, threads, use=Use(1)), 128
+        )  # a step of fewer, too
         ways = [(torch.arange(tokens), last)]
         if tokens <= positions and not its.shape.window:  # of one sequence after each other: by blocks of queries
             ways.append((torch.zeros(tokens, dtype=torch.int64), torch.arange(positions - tokens, positions)))

@@ -53,13 +53,11 @@ CONVOLUTION = LayerShape(0, 0, 0, state=StateShape(2, 8, 0, 0, 0))
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
-    """Of one model, with all experts in memory and with half of them."""
+    """Of one model, with all experts in memory and with half of them, and other chunks of a prompt."""
     directory = write(tmp_path_factory.mktemp("prefixes"), "qwen3_moe", torch.bfloat16, **NATIVE)
     made = [
-        tiermoe.load(directory, device="cpu", lanes=1, bits=4, dense_bits=4, chunk=32, batch=2, context=256, **size)[
-            0
-        ].tiermoe
-        for size in ({"memory": "4GiB"}, {"cache": "50%"})
+        tiermoe.load(directory, device="cpu", lanes=1, bits=4, dense_bits=4, batch=2, context=256, **size)[0].tiermoe
+        for size in ({"memory": "4GiB", "chunk": 32}, {"cache": "50%", "chunk": 48})
     ]
     yield made
     for engine in made:
@@ -372,8 +370,8 @@ def test_a_state_that_is_written_over_is_not_kept(tmp_path: Path) -> None:
 
 def test_nobody_finds_what_was_computed_with_other_numbers(engines: list[Any], tmp_path: Path) -> None:
     one, other = (numerics(engine) for engine in engines)
-    assert one == other
-    assert {"checkpoint", "chunk", "threads", "kernels", "kv_bits", "experts", "dense", "dtype"} <= one.keys()
+    assert (one == other) == native.available()  # what torch computes depends on chunks
+    assert {"checkpoint", "kernels", "kv_bits", "experts", "dense", "dtype"} <= one.keys()
     cache, tokens = full(WHOLE), ids(150)
     disk = written(cache, tokens, tmp_path)
     others = PrefixDisk(cache, PrefixFolder(tmp_path, GIB), first_name(b"other facts"), print)

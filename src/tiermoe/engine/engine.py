@@ -365,8 +365,9 @@ def transformers_model(loaded: Any) -> Any:
 
 def numerics(engine: Engine) -> dict[str, Any]:
     """What the bits of keys and values follow from, besides the tokens, as values that JSON can hold, by name: the
-    checkpoint, every precision, how prompts are cut, what computes, and the parts that can change tokens. Who keeps
-    keys and values longer than a process lives compares it. The memory budget, and what is cached, change no bit."""
+    checkpoint, every precision, what computes, and the parts that can change tokens. Who keeps keys and values longer
+    than a process lives compares it. The memory budget, and what is cached, change no bit; nor do chunks and threads
+    where the decoder's are of the token's sequence alone."""
     settings, composition, library = engine.settings, engine.composition, native.library()
     layout = machine_layout(engine.device.type)
     return {
@@ -380,8 +381,7 @@ def numerics(engine: Engine) -> dict[str, Any]:
         "dense": engine.plan.dense_bits,
         "kv_bits": settings.kv_bits,
         **({"mtp": True} if engine.mtp is not None else {}),  # whose keys and values a slab has too
-        "chunk": settings.chunk,
-        "threads": torch.get_num_threads(),
+        **({} if engine.decoder.chunk_invariant else {"chunk": settings.chunk, "threads": torch.get_num_threads()}),
         "decoder": type(engine.decoder).__name__,
         "kernels": native.instruction_set(),
         "build": xxhash.xxh3_64(library.read_bytes()).hexdigest() if library else "",  # of the native kernels

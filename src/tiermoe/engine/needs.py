@@ -240,17 +240,14 @@ def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> li
 
 
 def _attention_needs(blueprint: Blueprint, layers: Sequence[DecoderLayer], load: Workload) -> list[Need]:
-    """Needs of one layer's attention, of one sequence after the other, or of few tokens by the native kernel. Each kind
-    of layer keeps a workspace of its own."""
+    """Needs of one layer's attention, of one sequence after the other, or of a step by the native kernel. Each kind of
+    layer keeps a workspace of its own."""
     hidden = int(blueprint.config.hidden_size)
     widest = max(hidden, int(getattr(blueprint.config, "q_lora_rank", None) or 0))
     sizes = [layer.sizes for layer in layers]
     kinds = [[each for each in sizes if type(each) is kind] for kind in {type(each) for each in sizes}]
     many = sum(max(each.prompt_bytes(load, blueprint.dtype) for each in alike) for alike in kinds)
-    few = max(
-        each.sizes.fused_bytes(load.tokens, load.context, load.threads, widest) if each.by_kernel else 0
-        for each in layers
-    )
+    fused = max(each.sizes.fused_bytes(load, widest) if each.by_kernel else 0 for each in layers)
     rotary_columns: dict[int, int] = {}  # by kind of rotary embedding, each of which has a table
     for each in sizes:
         rotary_columns[each.rotary] = max(rotary_columns.get(each.rotary, 0), each.rotated_columns)
@@ -258,7 +255,7 @@ def _attention_needs(blueprint: Blueprint, layers: Sequence[DecoderLayer], load:
     return [
         Need("activations", tables, Phase.RUNNING, "angles of positions"),
         Need("activations", many, Phase.RUNNING, "attention"),
-        Need("activations", few, Phase.RUNNING, "attention of few tokens"),
+        Need("activations", fused, Phase.RUNNING, "attention in one call"),
     ]
 
 

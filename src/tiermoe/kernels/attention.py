@@ -202,6 +202,7 @@ def _any_layer_norm(*norms: Norm | None) -> bool:
 _TILE = 128  # positions of a piece of work
 _PROJECTIONS = 3
 _OWN_TOKENS = 8  # whose inputs each thread makes for itself
+_FEWEST_IN_BLOCKS = 8  # tokens of a sequence that follow each other: fewer are computed one by one
 _HEAD_TOKENS = 64  # that go through a head's own matrix at a time
 
 
@@ -219,15 +220,22 @@ class Attended:
     widest: int
     latent: int = 0
 
-    def workspace(self, tokens: int, positions: int, threads: int) -> int:
-        """Upper bound of the kernel's workspace in bytes, for a step whose tokens attend to at most `positions`."""
-        tiles = tokens * (-(-positions // _TILE) + 1) if tokens <= FEW_TOKENS else 0
+    def workspace(self, tokens: int, positions: int, threads: int, sequences: int) -> int:
+        """Upper bound of the kernel's workspace in bytes, for steps of up to so many tokens of so many sequences, which
+        attend to at most `positions` each."""
+        few = min(tokens, FEW_TOKENS)
+        alone = min(few, (_FEWEST_IN_BLOCKS - 1) * sequences)
+        return max(self._step(tokens, 0, positions, threads), self._step(few, alone, positions, threads))
+
+    def _step(self, tokens: int, alone: int, positions: int, threads: int) -> int:
+        """`workspace` of a step in which `alone` of the tokens are computed by themselves, the others by blocks."""
         inputs = max(tokens, min(tokens, _OWN_TOKENS) * threads)
         known = inputs * (_PROJECTIONS * prepared_at_most(self.widest) + 2 * self.widest) + 64 * _PROJECTIONS * threads
         of_heads = _HEAD_TOKENS * (2 * max(self.latent, self.key) + prepared_at_most(self.latent)) if self.latent else 0
         blocks = 24 * tokens * (1 + self.heads // self.kv_heads // _QUERY_ROWS)
         each = 2 * tokens * (self.projected + self.heads * self.key) + blocks
         shared = prompt_workspace(threads, self.key, self.value) + threads * of_heads + 1024
+        tiles = alone * (-(-positions // _TILE) + 1)
         return known + each + shared + tiles * (4 * self.heads * (self.value + 16) + 32)
 
 

@@ -105,8 +105,8 @@ class AttentionSizes(ABC):
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
         """Workspace of one sequence's prompt, beside `token_columns`."""
 
-    def fused_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
-        """Workspace of the native kernel for tokens that attend to up to `positions` each."""
+    def fused_bytes(self, load: Workload, hidden: int) -> int:
+        """Workspace of the native kernel. hidden: columns of the widest input."""
         return 0
 
 

@@ -93,13 +93,13 @@ class GroupedSizes(AttentionSizes):
         decoded = room * self.shape.row_bytes(load.itemsize + floats * _FLOAT_BYTES) if floats else 0
         return masks + scores + unrolled + decoded
 
-    def fused_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
+    def fused_bytes(self, load: Workload, hidden: int) -> int:
         queries, values = self.heads * self.columns, self.heads * self.value_columns
         gates = values if self.gated else 0
         projected = queries + gates + self.kv_heads * (self.columns + self.value_columns) + values
         widest = max(hidden, queries, values)
         attention = Attended(self.heads, self.kv_heads, self.columns, self.value_columns, projected, widest)
-        return attention.workspace(tokens, self.window or positions, threads)
+        return attention.workspace(load.tokens, self.window or load.context, load.threads, load.sequences)
 
 
 def grouped(

@@ -76,13 +76,13 @@ class LatentSizes(AttentionSizes):
         score_bytes = SINK_SCORE_BYTES if self.sinks else _SCORE_BYTES
         return chosen + expanded + masks + scores * score_bytes + int(widened * share)
 
-    def fused_bytes(self, tokens: int, positions: int, threads: int, hidden: int) -> int:
+    def fused_bytes(self, load: Workload, hidden: int) -> int:
         latent, rotary = self.latent_columns, self.rotary_columns
         projected = hidden + self.token_columns + latent + rotary + self.gate_columns + self.heads * self.value_columns
         widest = max(hidden, self.heads * self.value_columns)
-        attended = positions if self.indexer is None else min(positions, self.indexer.most)
+        attended = load.context if self.indexer is None else min(load.context, self.indexer.most)
         attention = Attended(self.heads, 1, latent + rotary, latent, projected, widest, latent)
-        return attention.workspace(tokens, attended, threads)
+        return attention.workspace(load.tokens, attended, load.threads, load.sequences)
 
     @property
     def expanding_bytes(self) -> int:
