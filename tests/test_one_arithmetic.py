@@ -16,6 +16,8 @@ from native_experts import checkpoint
 from small_engines import engine_of, tokens
 from tiermoe import native
 from tiermoe.engine.ways import Ways
+from tiermoe.model.parts import RootMeanSquare
+from tiermoe.model.streams import BalancedConnection, StreamProducts
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 
@@ -30,10 +32,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {}, "lfm2_moe": {}, "kimi_linear": {**LATENT, "linear_head_dim": 32}, "deepseek_v3": LATENT,
     "deepseek_v32": {**LATENT, "index_topk": 64}, "mistral4": LATENT, "minimax_m3_vl_text": {"index_topk_blocks": 4},
     "kolibri1": {}, "phimoe": {}, "gemma4_text": {"intermediate_size": 192},
+    "glm5_next_text": {**LATENT, "qk_rope_head_dim": 0, "index_topk": 64, "hc_mult": 4, "linear_head_dim": 32},
+    "hy_v4": {**LATENT, "index_topk": 64, "index_n_heads": 64},
 }  # fmt: skip
 """Norms of heads; sinks and windows; a dense layer and a shared expert; chunks and rotation in float32; a router in
 float32; linear attention of two kinds and short convolutions; latents, of positions that an indexer chooses too;
-temperatures; blocks of positions; routers with rules of their own; GELU."""
+temperatures; blocks of positions; routers with rules of their own; GELU; pools of positions; streams that are weighed
+in float32, with mixtures and without."""
 FILES: dict[str, Kinds] = {
     "a file of Q4_K and Q6_K": kinds("q4_k", "q6_k", "q5_k"),
     "a file of IQ2_S and IQ3_S": kinds("iq2_s", "iq3_s", "iq4_xs"),
@@ -74,3 +79,22 @@ def test_logits_have_the_same_bits_however_the_tokens_come(ways: Ways) -> None:
     assert len(whole) == GIVEN + AFTER
     assert not {way.name: found for way in each if not way.left_out and (found := way.differing(whole))}
     assert {way.name for way in each if way.left_out} <= {"on another instruction set"}
+
+
+@pytest.mark.parametrize("iterations", [0, 3], ids=["independent", "mixed"])
+@pytest.mark.parametrize("streams", [3, 4])
+def test_what_a_part_reads_of_streams_does_not_depend_on_other_tokens(streams: int, iterations: int) -> None:
+    random = torch.Generator().manual_seed(streams)
+    rows, norm = streams * (2 + streams if iterations else 2), RootMeanSquare(torch.ones(64).bfloat16(), 1e-5)
+    weight = torch.randn(rows, streams * 64, generator=random)
+    products = StreamProducts(weight, 1e-5, torch.bfloat16)
+    bias, scales = torch.randn(rows, generator=random), torch.randn(3 if iterations else 2, generator=random)
+    connection = BalancedConnection(products, bias, scales, 1e-6, iterations, 2.0, norm)
+    x = torch.randn(301, streams, 64, generator=random).bfloat16()
+    assert connection.batch_invariant
+    for some in (1, 2, 7, 64):
+        parts = zip(*(connection(each) for each in torch.split(x, some)), strict=True)
+        for found, whole in zip(parts, connection(x), strict=True):
+            assert torch.equal(torch.cat(found), whole)
+    normed = torch.nn.functional.rms_norm(x.flatten(1).double(), (streams * 64,), eps=1e-5)
+    assert torch.allclose(products(x).double(), normed @ weight.double().t(), rtol=1e-5, atol=1e-4)

@@ -159,7 +159,7 @@ def _largest(stack: torch.Tensor, hidden: torch.Tensor, k: int) -> tuple[torch.T
     k), the largest first."""
     matrix = stack.flatten(0, 1)
     if native_router.takes(matrix) and hidden.dtype == torch.bfloat16:
-        logits = native_router.logits_of(matrix, hidden.contiguous()).view(len(stack), -1)
+        logits = native_router.products_of(matrix, hidden.contiguous()).to(hidden.dtype).view(len(stack), -1)
         return native_router.choose(logits, k, normalise=False)
     logits = torch.nn.functional.linear(hidden, matrix)
     weights, experts = logits.view(len(stack), -1).float().softmax(-1).topk(k, dim=-1)

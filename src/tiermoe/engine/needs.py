@@ -227,15 +227,22 @@ def longest_request(blueprint: Blueprint, settings: Settings, context: int, devi
 
 def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> list[Need]:
     """Needs of dense weights that a decoder derives from others and keeps: taps of convolutions, and for the native
-    kernels latent attention's matrices and parts of routers in float32."""
+    kernels latent attention's matrices and parts of routers and of streams' matrices in float32."""
     layers = layers_of(blueprint, settings, device) or []
     by_kernels = blueprint.dtype == torch.bfloat16 and native.available()
     latents = sum(each.sizes.expanding_bytes for each in layers if by_kernels and each.by_kernel)
-    in_float32 = {tuple(each.shape) for each in blueprint.outline.tensors.values() if each.dtype == torch.float32}
-    routers = [tuple(each.moe.router.weight.shape) for each in layers if each.moe is not None]
-    parts = sum(3 * 2 * math.prod(shape) for shape in routers if by_kernels and shape in in_float32)
+    in_float32 = [tuple(each.shape) for each in blueprint.outline.tensors.values() if each.dtype == torch.float32]
+    matrices = [tuple(each.moe.router.weight.shape) for each in layers if each.moe is not None]
+    wide = streams_of(blueprint.config) * blueprint.config.hidden_size
+    matrices = [shape for shape in matrices if shape in in_float32]
+    matrices += [shape for shape in in_float32 if len(shape) == 2 and shape[1] == wide > blueprint.config.hidden_size]
+    parts = sum(3 * 2 * math.prod(shape) for shape in matrices if by_kernels)
     taps = sum(each.sizes.taps_bytes for each in layers if by_kernels or not isinstance(each.sizes, LinearSizes))
-    derived = ("matrices that expand latents", latents), ("convolutions' taps", taps), ("parts of routers", parts)
+    derived = (
+        ("matrices that expand latents", latents),
+        ("convolutions' taps", taps),
+        ("parts of float32 matrices", parts),
+    )
     return [Need("dense", nbytes, Phase.RUNNING, what) for what, nbytes in derived if nbytes]
 
 

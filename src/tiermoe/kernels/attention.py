@@ -113,7 +113,8 @@ def _grouped(weights: GroupedAttention) -> bytes | None:
         (query, heads * query_columns, hidden), (key, kv_heads * head, hidden),
         (value, kv_heads * value_columns, hidden), (output, hidden, heads * value_columns),
     ]  # fmt: skip
-    if not kv_heads or heads % kv_heads or not _columns_suit(head, value_columns, weights.rotary_columns, head):
+    rotates = 0 < weights.rotary_columns <= head and weights.rotary_columns % 2 == 0
+    if not kv_heads or heads % kv_heads or not _columns_suit(head, value_columns) or not rotates:
         return None
     by_head = weights.gated or weights.norms_rotated
     query_norm = _norms(weights.norm_query, (head,) if by_head else (head, query.out))
@@ -190,9 +191,8 @@ def _packed(
     )  # fmt: skip
 
 
-def _columns_suit(head: int, value: int, rotary: int, most_rotary: int) -> bool:
-    fits = all(columns and columns % HEAD_COLUMNS == 0 and columns <= LARGEST_HEAD for columns in (head, value))
-    return fits and 0 < rotary <= most_rotary and rotary % 2 == 0
+def _columns_suit(head: int, value: int) -> bool:
+    return all(columns and columns % HEAD_COLUMNS == 0 and columns <= LARGEST_HEAD for columns in (head, value))
 
 
 def _any_layer_norm(*norms: Norm | None) -> bool:
@@ -388,7 +388,7 @@ def takes_prompts(dtype: torch.dtype, key_columns: int, value_columns: int) -> b
 def takes_latents(dtype: torch.dtype, head: int, value: int, latent: int, rotary: int) -> bool:
     """Whether `FusedAttention` takes latent attention of these sizes on this machine."""
     fits = not (latent % 64 or value % 64 or rotary % HEAD_COLUMNS) and latent + rotary <= LARGEST_KEY
-    return fits and takes_prompts(dtype, head, value) and _columns_suit(head, value, rotary, rotary)
+    return fits and takes_prompts(dtype, head, value) and _columns_suit(head, value)
 
 
 def prompt_workspace(threads: int, key_columns: int, value_columns: int) -> int:

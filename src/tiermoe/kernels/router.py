@@ -98,13 +98,13 @@ def in_parts(weight: Tensor) -> Tensor:
     return torch.stack(parts)
 
 
-def logits_of(weight: Tensor, x: Tensor) -> Tensor:
-    """weight (E, H) and tokens x (..., H) in bfloat16, both contiguous → (T, E)."""
-    experts, columns = weight.shape
-    tokens = x.numel() // columns
-    logits = torch.empty((tokens, experts), dtype=torch.bfloat16)
-    _native.logits(weight.data_ptr(), x.data_ptr(), tokens, experts, columns, logits.data_ptr())
-    return logits
+def products_of(weight: Tensor, x: Tensor) -> Tensor:
+    """weight (E, H) or its parts (3, E, H), and tokens x (..., H) in bfloat16, both contiguous → float32 (T, E)."""
+    experts, columns = weight.shape[-2:]
+    tokens, parts = x.numel() // columns, weight[..., 0, 0].numel()
+    products = torch.empty((tokens, experts), dtype=torch.float32)
+    _native.logits(weight.data_ptr(), parts, x.data_ptr(), tokens, experts, columns, products.data_ptr())
+    return products
 
 
 def choose(logits: Tensor, k: int, normalise: bool) -> tuple[Tensor, Tensor]:

@@ -163,7 +163,7 @@ class Router:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self._by_kernel and hidden.dtype == torch.bfloat16:
-            return native.logits_of(self.weight, hidden.contiguous())
+            return native.products_of(self.weight, hidden.contiguous()).to(hidden.dtype)
         if self.rule.wide:
             return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         return F.linear(hidden, self.weight, self.bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tiermoe.kernels import router as native
 from tiermoe.kernels.attention import FusedAttention
 from tiermoe.model.attention.base import Attention, AttentionSizes, PositionIndexer
 from tiermoe.model.attention.ngrams import NgramFeatures
@@ -28,6 +30,9 @@ def in_streams(embedding: Callable[[Tensor], Tensor], streams: int) -> Callable[
     """The embedding with the same values in each stream: int64 (T) → (T, streams, H)."""
     return lambda tokens: embedding(tokens)[:, None].repeat(1, streams, 1)
 
+
+_VECTORS = 32  # numbers that torch computes at once, at the most: two vectors
+_ROWS = 512  # of so many numbers, which torch gives to one thread
 
 Connected = tuple[Tensor, Tensor, Tensor]
 """A part's input (T, H), the streams' shares of its output (T, streams), and the streams (T, streams, H) that take
@@ -69,24 +74,42 @@ class Connection:
         return all(each.batch_invariant for each in (self.mixer.narrow, self.mixer.widen, self.inject))
 
 
+class StreamProducts:
+    """Products of all streams, normed together, with a matrix. weight (rows, streams * H); epsilon: of the norm,
+    which has no weight. batch_invariant: they are the native kernels'."""
+
+    def __init__(self, weight: Tensor, epsilon: float, dtype: torch.dtype) -> None:
+        parts = weight if weight.dtype == dtype else native.in_parts(weight)
+        self.batch_invariant = dtype == torch.bfloat16 and native.takes(parts)
+        self._weight, self._epsilon = parts if self.batch_invariant else weight, epsilon
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Streams (T, streams, H) → float32 (T, rows)."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1).mean(-1, keepdim=True) + self._epsilon)
+        if self.batch_invariant:
+            return native.products_of(self._weight, x.contiguous().flatten(1)) * scale
+        return F.linear(wide.flatten(1) * scale, self._weight.float())
+
+
 @dataclass(frozen=True, slots=True)
 class BalancedMixer:
     """The sum of the streams, each weighed by a sigmoid of what all of them hold, normed."""
 
-    weight: Tensor  # float32 (streams, streams * H)
+    products: StreamProducts  # of `streams` rows
     bias: Tensor  # (streams)
-    scale: Tensor  # (1), of the product
-    epsilon: float  # of the streams' norm, which has no weight
+    scale: Tensor  # (1), of the products
     floor: float  # of the weights
     norm: Norm  # of the sum
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(T, streams, H) → (T, H), token by token, so that no token's depends on another."""
+        """(T, streams, H) → (T, H), so that no token's depends on another."""
+        if self.products.batch_invariant:
+            return self._mixed(x)
         return torch.cat([self._mixed(each) for each in torch.split(x, 1)])
 
     def _mixed(self, x: Tensor) -> Tensor:
-        logits = F.linear(_normed(x, self.epsilon), self.weight.float())
-        return self.norm(_summed(x, logits * self.scale + self.bias, self.floor))
+        return self.norm(_summed(x, self.products(x) * self.scale + self.bias, self.floor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,32 +130,34 @@ class BalancedConnection:
     iterations). Independent ones have no mixtures: the output is added to the streams as they are, in float32 (Hunyuan
     4). All weights follow from what the streams hold."""
 
-    weight: Tensor  # float32 ((2 + streams) * streams, streams * H): of the sum, the shares, the mixtures, if any
+    products: StreamProducts  # of (2 + streams) * streams rows: of the sum, the shares, the mixtures, if any
     bias: Tensor  # ((2 + streams) * streams)
     scales: Tensor  # (3), of each one's products; (2): there are no mixtures
-    epsilon: float  # of the streams' norm, which has no weight
     floor: float  # of the sum's weights and of the mixtures'
     iterations: int  # that make the mixtures
     magnitude: float  # of the shares
     norm: Norm  # of the sum
 
-    batch_invariant: ClassVar[bool] = False
-    """Its weights are float32, of which no kernel takes products."""
+    @property
+    def batch_invariant(self) -> bool:
+        return self.products.batch_invariant
 
     def __call__(self, x: Tensor) -> Connected:
         """Streams (T, streams, H) → a part's input, the streams' shares of its output, and their mixtures."""
         streams = x.shape[1]
         sizes = [streams, streams, streams * streams][: len(self.scales)]
-        products = torch.split(F.linear(_normed(x, self.epsilon), self.weight.float()), sizes, dim=-1)
+        products = torch.split(self.products(x), sizes, dim=-1)
         read, write, *mix = (
             product * scale + bias
             for product, scale, bias in zip(products, self.scales, torch.split(self.bias, sizes), strict=True)
         )
-        taken, shares = self.norm(_summed(x, read, self.floor)), self.magnitude * torch.sigmoid(write)
+        taken, shares = self.norm(_summed(x, read, self.floor)), self.magnitude * _sigmoid(write)
         if not mix:
             return taken, shares + self.floor, x
-        mixture = self._balanced(mix[0].view(-1, streams, streams)).to(x.dtype)
-        return taken, shares.to(x.dtype), torch.matmul(mixture.transpose(1, 2), x)
+        mixture = self._balanced(mix[0].view(-1, streams, streams)).to(x.dtype).float()
+        # one after the other, since a matrix product rounds by the number of tokens
+        parts = (mixture[:, each, :, None] * x[:, each : each + 1] for each in range(streams))
+        return taken, shares.to(x.dtype), functools.reduce(torch.Tensor.add_, parts).to(x.dtype)
 
     def _balanced(self, logits: Tensor) -> Tensor:
         """Matrices (T, streams, streams) whose columns sum to 1, and whose rows all but do."""
@@ -144,15 +169,16 @@ class BalancedConnection:
         return matrix
 
 
-def _normed(x: Tensor, epsilon: float) -> Tensor:
-    """Streams (T, streams, H) as rows of float32 (T, streams * H), normed together."""
-    wide = x.flatten(1).float()
-    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+def _sigmoid(logits: Tensor) -> Tensor:
+    """Of float32 (T, n), each row as it is alone: torch computes the last numbers of a tensor, or of a thread's part of
+    it, otherwise than whole vectors."""
+    rows = F.pad(logits, (0, -logits.shape[1] % _VECTORS))
+    return torch.cat([torch.sigmoid(each) for each in torch.split(rows, _ROWS)])[:, : logits.shape[1]]
 
 
 def _summed(x: Tensor, logits: Tensor, floor: float) -> Tensor:
     """The sum (T, H) of streams x (T, streams, H), weighed by the sigmoid of logits (T, streams) and a floor."""
-    return ((torch.sigmoid(logits) + floor)[..., None] * x).sum(dim=1).to(x.dtype)
+    return ((_sigmoid(logits) + floor)[..., None] * x).sum(dim=1).to(x.dtype)
 
 
 def stream_mixer(w: Scope, config: Any) -> StreamMixer:
@@ -175,8 +201,8 @@ def connection(w: Scope, config: Any) -> Connection:
 def balanced_mixer(w: Scope, config: Any, norm: Norm) -> BalancedMixer:
     """The mixer with the weights of `w` ('model.hc_head'). norm: of the sum."""
     streams = streams_of(config)
-    weight, bias = w.tensor("hc_fn", streams, streams * w.hidden), w.tensor("hc_base", streams)
-    return BalancedMixer(weight, bias, w.tensor("hc_scale", 1), w.epsilon, float(config.hc_eps), norm)
+    products = StreamProducts(w.tensor("hc_fn", streams, streams * w.hidden), w.epsilon, w.dtype)
+    return BalancedMixer(products, w.tensor("hc_base", streams), w.tensor("hc_scale", 1), float(config.hc_eps), norm)
 
 
 def balanced(w: Scope, config: Any, norm: Norm) -> BalancedConnection:
@@ -185,10 +211,9 @@ def balanced(w: Scope, config: Any, norm: Norm) -> BalancedConnection:
     streams, mixes = streams_of(config), hasattr(config, "hc_sinkhorn_iters")
     rows = (2 + streams * mixes) * streams
     return BalancedConnection(
-        w.tensor("fn", rows, streams * w.hidden),
+        StreamProducts(w.tensor("fn", rows, streams * w.hidden), w.epsilon, w.dtype),
         w.tensor("base", rows),
         w.tensor("scale", 2 + mixes),
-        w.epsilon,
         float(config.hc_eps),
         config.hc_sinkhorn_iters if mixes else 0,
         float(getattr(config, "hc_magnitude", 2)),

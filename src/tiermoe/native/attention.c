@@ -153,7 +153,7 @@ const char *attention_misfit(const Attention *layer, const Step *step, const Sla
         return "values of another number of columns than the layer's";
     if (slabs->key_scales && layer->latent_columns) return "codes for latents";
     if (slabs->key_columns > MOST_KEY_COLUMNS) return "keys of more than 1024 columns";
-    if (step->rotary_columns != layer->rotary_columns) return "cos and sin of another width than the layer rotates";
+    if (layer->rotary_columns && step->rotary_columns != layer->rotary_columns) return "cos and sin of another width than the layer rotates";
     if (slabs->ring && !layer->window) return "a ring for a layer without a window";
     if (slabs->ring && layer->window + step->spread > slabs->room)
         return "a ring with less room than the window and the step's tokens take";

@@ -243,7 +243,8 @@ class PoolIndexer:
         if step.longest <= self.sizes.most:
             return step.choose(None)
         asked = self.pools.queries(x, self.narrow_norm(self.narrow(x)), step.cos, step.sin)
-        chosen = torch.full((len(x), self.sizes.most), -1, dtype=torch.int32)
+        chosen = torch.arange(self.sizes.most, dtype=torch.int32).repeat(len(x), 1)
+        chosen.masked_fill_(chosen > step.positions[:, None], -1)
         for span in step.spans:
             if span.row.end > self.sizes.most:
                 self._search(*asked, step.cache.keys[places[1]][span.row.slab, 0], span, chosen)
@@ -256,7 +257,7 @@ class PoolIndexer:
             positions = span.row.first + token - span.begin + 1
             best = self.pools.choose(queries[token], weights[token], keys[: positions // pool])
             found = block_positions(best, pool, positions)
-            chosen[token, : len(found)] = found
+            chosen[token, : len(found)], chosen[token, len(found) :] = found, -1
 
 
 _FEW, _MANY = "compressed_sparse_attention", "heavily_compressed_attention"
