@@ -30,6 +30,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {}, "lfm2_moe": {}, "kimi_linear": {**LATENT, "linear_head_dim": 32}, "deepseek_v3": LATENT,
     "deepseek_v32": {**LATENT, "index_topk": 64}, "mistral4": LATENT, "minimax_m3_vl_text": {"index_topk_blocks": 4},
     "kolibri1": {}, "phimoe": {}, "gemma4_text": {"intermediate_size": 192},
+    "granitemoehybrid": {"mamba_n_heads": 16, "shared_intermediate_size": 64},
+    "nemotron_h": {"moe_latent_size": 64, "moe_shared_expert_intermediate_size": 64},
+    "jamba": {"mamba_dt_rank": 64},
 }  # fmt: skip
 """Norms of heads; sinks and windows; a dense layer and a shared expert; chunks and rotation in float32; a router in
 float32; linear attention of two kinds and short convolutions; latents, of positions that an indexer chooses too;
