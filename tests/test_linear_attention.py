@@ -168,11 +168,14 @@ class TestNative:
 # Mamba
 
 
-def test_prompts_have_a_least_time_step_as_transformers_code_has_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_prompts_have_a_least_time_step_as_transformers_code_has_it(
+    dtype: torch.dtype, most: float, tmp_path: Path
+) -> None:
     """One that acts on many heads; generated tokens have none."""
-    directory = tiny.write(tmp_path, "nemotron_h", torch.float32, time_step_min=0.7)
+    directory = tiny.write(tmp_path, "nemotron_h", dtype, time_step_min=0.7)
     engine = engine_of(directory, bits=16, dense_bits=16, chunk=40)
-    plain, theirs = tiny.oracle(directory, "nemotron_h", torch.float32), None
+    plain, theirs = tiny.oracle(directory, "nemotron_h", dtype), None
     ids = torch.randint(3, 128, (60,), generator=torch.Generator().manual_seed(2))
     cache = engine.new_cache(1, 60)
     slab = cache.open()
@@ -180,7 +183,7 @@ def test_prompts_have_a_least_time_step_as_transformers_code_has_it(tmp_path: Pa
         with torch.no_grad():
             output = plain(ids[None, row.first : row.end], past_key_values=theirs, use_cache=True)
         theirs = output.past_key_values
-        assert error(engine.step(Batch((row,)), cache)[0], output.logits[0, -1]) < 1e-5
+        assert error(engine.step(Batch((row,)), cache)[0], output.logits[0, -1]) < most
     engine.close()
 
 
