@@ -35,8 +35,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "jamba": {"mamba_dt_rank": 64},
 }  # fmt: skip
 """Norms of heads; sinks and windows; a dense layer and a shared expert; chunks and rotation in float32; a router in
-float32; linear attention of two kinds and short convolutions; latents, of positions that an indexer chooses too;
-temperatures; blocks of positions; routers with rules of their own; GELU."""
+float32; linear attention and Mamba of two kinds each, short convolutions; latents, of positions that an indexer chooses
+too; temperatures; blocks of positions; routers with rules of their own; GELU."""
 FILES: dict[str, Kinds] = {
     "a file of Q4_K and Q6_K": kinds("q4_k", "q6_k", "q5_k"),
     "a file of IQ2_S and IQ3_S": kinds("iq2_s", "iq3_s", "iq4_xs"),

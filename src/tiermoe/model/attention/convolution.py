@@ -91,7 +91,7 @@ class ConvolutionSizes(AttentionSizes):
 
     @property
     def taps_bytes(self) -> int:
-        """Of the convolution's weights in float32."""
+        """Of the convolution's weights in float32; the kernel's take half."""
         return 4 * (self.kept + 1) * self.channels
 
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:

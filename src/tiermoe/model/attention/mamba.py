@@ -76,7 +76,7 @@ class MambaSizes(AttentionSizes):
 
     @property
     def taps_bytes(self) -> int:
-        """Of the convolution's weights in float32."""
+        """Of the convolution's weights in float32; the kernel's take half."""
         return 4 * (self.kept + 1) * self.channels
 
     def suit(self, dtype: torch.dtype) -> bool:
@@ -238,7 +238,7 @@ class Mamba1Sizes(AttentionSizes):
 
     @property
     def taps_bytes(self) -> int:
-        """Of the convolution's weights in float32."""
+        """Of the convolution's weights in float32; the kernel's take half."""
         return 4 * (self.kept + 1) * self.channels
 
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
