@@ -40,6 +40,12 @@ static void expect(const char *set, const char *what, double got, double want, d
     if (wrong++ < 20) printf("%s, %s: %g instead of %g\n", set, what, got, want);
 }
 
+/* The same of float32 alone. */
+static void close_to(const char *set, const char *what, double got, double want) {
+    if (fabs(got - want) <= 2e-6 * fabs(want) + 1e-30) return;
+    if (wrong++ < 20) printf("%s, %s: %g instead of %g\n", set, what, got, want);
+}
+
 static double weight_of(const Matrix *matrix, size_t r, size_t c) {
     const uint8_t *codes = matrix->weights;
     const bf16 *scales = matrix->scales;
@@ -316,17 +322,28 @@ static void rows(const Kernels *set) {
 /* A token of linear attention, in a strip of columns and in some more. */
 static void deltas(const Kernels *set) {
     enum { KEYS = 32, WIDTH = 80, TAPS = 4 };
-    float state[KEYS][WIDTH], after[KEYS][WIDTH], key[KEYS], query[KEYS], value[WIDTH], got[WIDTH], decays[KEYS];
+    float state[KEYS][WIDTH], after[KEYS][WIDTH], key[KEYS], query[KEYS], value[WIDTH], got[WIDTH], decays[KEYS], beta;
     bf16 inputs[TAPS][WIDTH], taps[TAPS][WIDTH], weight[WIDTH], gate[WIDTH], out[WIDTH];
     const bf16 *rows[TAPS];
     double length = 0, squares;
     numbers(inputs[0], TAPS * WIDTH, 1), numbers(taps[0], TAPS * WIDTH, 1), numbers(weight, WIDTH, 1), numbers(gate, WIDTH, 1);
     for (int i = 0; i < TAPS; i++) rows[i] = inputs[i];
-    set->delta_mix(rows, TAPS, taps[0], WIDTH, WIDTH, value);
-    for (int c = 0; c < WIDTH; c++) {
-        double sum = 0;
-        for (int i = 0; i < TAPS; i++) sum += (double)from_bf16(inputs[i][c]) * from_bf16(taps[i][c]);
-        expect(set->name, "a convolution", value[c], sum / (1 + exp(-sum)), 400);
+    for (int kind = 0; kind < 4; kind++) { /* with and without a bias and silu */
+        set->convolve(rows, TAPS, taps[0], WIDTH, kind & 1 ? weight : NULL, kind & 2, WIDTH, value);
+        for (int c = 0; c < WIDTH; c++) {
+            double sum = kind & 1 ? from_bf16(weight[c]) : 0;
+            for (int i = 0; i < TAPS; i++) sum += (double)from_bf16(inputs[i][c]) * from_bf16(taps[i][c]);
+            expect(set->name, "a convolution", value[c], kind & 2 ? sum / (1 + exp(-sum)) : sum, 400);
+        }
+    }
+    for (int by_sigmoid = 0; by_sigmoid < 2; by_sigmoid++) {
+        set->delta_factors(inputs[0], value, 0.7f, by_sigmoid ? -5 : 0, 20, got, gate, &beta);
+        close_to(set->name, "a beta", beta, from_bf16(to_bf16((float)(1 / (1 + exp(-from_bf16(*gate)))))));
+        for (int c = 0; c < 20; c++) {
+            const double step = from_bf16(inputs[0][c]) + value[c];
+            const double softplus = log1p(exp(step)), sigmoid = 1 / (1 + exp(-0.7 * step));
+            close_to(set->name, "a decay", got[c], exp(by_sigmoid ? -5 * sigmoid : -0.7 * softplus));
+        }
     }
     for (int k = 0; k < KEYS; k++) key[k] = number(), query[k] = number(), length += (double)key[k] * key[k];
     for (int k = 0; k < KEYS; k++)
@@ -361,6 +378,101 @@ static void deltas(const Kernels *set) {
     set->times_sigmoid(out, gate, WIDTH);
     for (int c = 0; c < WIDTH; c++)
         expect(set->name, "a sigmoid's share", from_bf16(out[c]), from_bf16(inputs[0][c]) / (1 + exp(-from_bf16(gate[c]))), 400);
+}
+
+/* Mamba-2's recurrence of a head, in columns that are no whole strip and tokens that are no whole block. */
+static void scans(const Kernels *set) {
+    enum { STATE = 23, WIDTH = 112, STEPS = 11, HEADS = 20 };
+    static float states[2][STATE][WIDTH], alone[STATE][WIDTH], shared[STEPS][2 * STATE], factors[2][STEPS], out[2][STEPS][WIDTH];
+    static double want[STATE][WIDTH];
+    static bf16 values[STEPS][WIDTH], gates[STEPS][WIDTH], normed[WIDTH], weight[WIDTH];
+    bf16 raw[HEADS];
+    float biases[HEADS], rates[HEADS], steps[HEADS], decays[HEADS];
+    numbers(values[0], STEPS * WIDTH, 1), numbers(gates[0], STEPS * WIDTH, 1), numbers(weight, WIDTH, 1);
+    for (int h = 0; h < HEADS; h++) raw[h] = to_bf16((float)(h - 10) * 8), biases[h] = number(), rates[h] = number() + 2;
+    for (int least = 0; least < 2; least++) {
+        set->scan_steps(raw, biases, rates, 0.5f * (float)least, HEADS, steps, decays);
+        same(set->name, "time steps", steps, sizeof steps), same(set->name, "decays", decays, sizeof decays);
+        for (int h = 0; h < HEADS; h++) {
+            const double x = (double)from_bf16(raw[h]) + biases[h];
+            const double step = fmax(0.5 * least, x > 0 ? x + log1p(exp(-x)) : log1p(exp(x)));
+            close_to(set->name, "a time step", steps[h], step);
+            if (rates[h] * step < 80) expect(set->name, "a decay", decays[h], exp(-rates[h] * step), 1e-6);
+        }
+    }
+    for (int t = 0; t < STEPS; t++) {
+        factors[0][t] = number() + 2.5f, factors[1][t] = t == 5 ? 0 : 0.9f;
+        for (int k = 0; k < 2 * STATE; k++) shared[t][k] = number();
+    }
+    for (int k = 0; k < STATE; k++)
+        for (int c = 0; c < WIDTH; c++) want[k][c] = states[0][k][c] = number();
+    ScanStrip strip = {STEPS, STATE, WIDTH, WIDTH, states[0][0], states[1][0], values[0], gates[0], WIDTH, WIDTH, shared[0],
+                       shared[0] + STATE, factors[0], factors[1], 2 * STATE, 1, 0.7f, out[0][0], WIDTH};
+    set->scan(&strip);
+    memcpy(alone, states[0], sizeof alone);
+    for (int t = 0; t < STEPS; t++) {
+        const ScanStrip one = {1, STATE, WIDTH, WIDTH, alone[0], alone[0], values[t], gates[t], WIDTH, WIDTH, shared[t],
+                               shared[t] + STATE, factors[0] + t, factors[1] + t, 2 * STATE, 1, 0.7f, out[1][t], WIDTH};
+        set->scan(&one);
+        for (int c = 0; c < WIDTH; c++) {
+            const double value = from_bf16(values[t][c]), gate = from_bf16(gates[t][c]);
+            double sum = 0;
+            for (int k = 0; k < STATE; k++) {
+                want[k][c] = factors[1][t] * want[k][c] + shared[t][k] * (value * factors[0][t]);
+                sum += want[k][c] * shared[t][STATE + k];
+            }
+            expect(set->name, "a scan", out[0][t][c], (sum + 0.7f * value) * gate / (1 + exp(-gate)), 1);
+        }
+    }
+    if (memcmp(out[0], out[1], sizeof out[0]) || memcmp(alone, states[1], sizeof alone))
+        wrong++, printf("%s: a scan has other bits token by token\n", set->name);
+    same(set->name, "a scan", out[0], sizeof out[0]);
+    set->scan_norm(out[0][0], weight, 1e-5f, WIDTH, normed);
+    double squares = 0;
+    for (int c = 0; c < WIDTH; c++) squares += (double)out[0][0][c] * out[0][0][c] / WIDTH;
+    for (int c = 0; c < WIDTH; c++)
+        expect(set->name, "a norm", from_bf16(normed[c]), out[0][0][c] / sqrt(squares + 1e-5) * from_bf16(weight[c]), 1);
+    same(set->name, "a norm", normed, sizeof normed);
+}
+
+/* Mamba-1's, of two rows. */
+static void channel_scans(const Kernels *set) {
+    enum { STATE = 5, WIDTH = 48, STEPS = 7, FROM = 16 };
+    static float states[4][STATE][WIDTH], rates[STATE][WIDTH], skips[WIDTH];
+    static double want[2][STATE][WIDTH];
+    static bf16 values[STEPS][WIDTH], times_[STEPS][WIDTH], gates[STEPS][WIDTH], keys[STEPS][STATE], queries[STEPS][STATE];
+    static bf16 out[STEPS][WIDTH];
+    const int64_t ends[] = {3, STEPS}, before[] = {0, 2}, after[] = {1, 2}, prompts[] = {1, 1};
+    const ChannelScan layer = {rates[0], skips, STATE, WIDTH};
+    const ChannelScanStep step = {{STEPS, 2, ends, before, after, prompts}, values[0], times_[0], gates[0], keys[0], queries[0],
+                                  WIDTH, WIDTH, WIDTH, STATE, STATE, states[0][0], out[0]};
+    numbers(values[0], STEPS * WIDTH, 1), numbers(times_[0], STEPS * WIDTH, 2), numbers(gates[0], STEPS * WIDTH, 1);
+    numbers(keys[0], STEPS * STATE, 1), numbers(queries[0], STEPS * STATE, 1);
+    for (int c = 0; c < WIDTH; c++) {
+        skips[c] = number();
+        for (int k = 0; k < STATE; k++) {
+            rates[k][c] = number() + 2;
+            for (int row = 0; row < 2; row++) want[row][k][c] = states[before[row]][k][c] = number();
+        }
+    }
+    for (size_t row = 0; row < 2; row++) set->scan_channels(&layer, &step, row, FROM, WIDTH - FROM);
+    for (int t = 0; t < STEPS; t++)
+        for (int c = FROM; c < WIDTH; c++) {
+            const double x = from_bf16(times_[t][c]), time = log1p(exp(x)), value = from_bf16(values[t][c]);
+            const double gate = from_bf16(gates[t][c]);
+            double sum = skips[c] * value;
+            for (int k = 0; k < STATE; k++) {
+                double *its = &want[t >= 3][k][c];
+                *its = exp(-time * rates[k][c]) * *its + from_bf16(keys[t][k]) * value * time;
+                sum += *its * from_bf16(queries[t][k]);
+            }
+            expect(set->name, "a scan of channels", from_bf16(out[t][c]), sum * gate / (1 + exp(-gate)), 10);
+        }
+    for (int k = 0; k < STATE; k++)
+        for (int c = FROM; c < WIDTH; c++)
+            for (int row = 0; row < 2; row++)
+                expect(set->name, "a channel's state", states[after[row]][k][c], want[row][k][c], 1);
+    same(set->name, "a scan of channels", out, sizeof out);
 }
 
 static void attention(const Kernels *set) {
@@ -509,7 +621,7 @@ int main(void) {
                 published_products(*set, coding, kind, 5, LONG + 32, 1, 32);
                 if (coding == E2M1) published_products(*set, coding, kind, BLOCK + 4, 544, 1, 16);
             }
-        gates(*set), rows(*set), deltas(*set), attention(*set), prompts(*set, 16), prompts(*set, 8), prompts(*set, 4);
+        gates(*set), rows(*set), deltas(*set), scans(*set), channel_scans(*set), attention(*set), prompts(*set, 16), prompts(*set, 8), prompts(*set, 4);
         for (int wide = 0; wide < 2; wide++) {
             for (size_t group = 32; group <= 64; group *= 2) {
                 packing(*set, INT6, BLOCK, group, wide), packing(*set, INT4, BLOCK + 16, group, wide);

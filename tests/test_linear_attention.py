@@ -19,7 +19,6 @@ from tiermoe.config import settings
 from tiermoe.engine.load import resolve_for
 from tiermoe.engine.needs import expanding_needs
 from tiermoe.model.attention import linear as delta
-from tiermoe.model.attention.mamba import CHUNK, channelwise_scan, selective_scan
 from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.families import FAMILIES as ALL_FAMILIES
 from tiermoe.model.hf.blueprint import inspect_model
@@ -144,11 +143,11 @@ def test_the_delta_rule_is_the_recurrence(tokens: int, columns: int) -> None:
 @pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 @pytest.mark.usefixtures("instruction_set")
 class TestNative:
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", [*FAMILIES, MAMBA, MAMBA_1])
     def test_it_agrees_with_transformers_eager_layer(self, family: str, case: Callable[..., Case]) -> None:
         check_agreement(case(family, torch.bfloat16), 0.01)
 
-    @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "glm5_next_text"])
+    @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "glm5_next_text", MAMBA, MAMBA_1])
     def test_neither_other_tokens_nor_threads_change_a_bit(self, family: str, case: Callable[..., Case]) -> None:
         it = case(family, torch.bfloat16)
         whole, parts = it.cache(), it.cache()
@@ -169,49 +168,14 @@ class TestNative:
 # Mamba
 
 
-@pytest.mark.parametrize("tokens", [1, CHUNK, 2 * CHUNK + 5])
-def test_a_scan_is_the_recurrence(tokens: int) -> None:
-    """Of tokens some of which make a head forget all, after which float32's sums of decays have few digits left."""
-    generator = torch.Generator().manual_seed(tokens)
-    query, key = (torch.randn(tokens, 2, 8, generator=generator) for _ in range(2))
-    value, before = torch.randn(tokens, 6, 16, generator=generator), torch.randn(6, 8, 16, generator=generator)
-    decay = torch.where(torch.rand(tokens, 6, generator=generator) < 0.1, -2000.0, -0.01)
-    state, want = before.double(), []
-    for at in range(tokens):
-        queries, keys = (each[at].double().repeat_interleave(3, 0) for each in (query, key))
-        state = decay[at].double().exp()[:, None, None] * state + keys[..., None] * value[at].double()[:, None]
-        want.append((queries[:, None] @ state)[:, 0])
-    after = torch.empty_like(before)
-    found = selective_scan(query, key, value, decay, before, after)
-    assert error(found, torch.stack(want)) < 1e-6
-    assert error(after, state) < 1e-6
-    assert torch.equal(selective_scan(query, key, value, decay, before, before), found)  # states in one place
-    assert torch.equal(before, after)
-
-
-@pytest.mark.parametrize("tokens", [1, 9])
-def test_a_channelwise_scan_is_the_recurrence(tokens: int) -> None:
-    generator = torch.Generator().manual_seed(tokens)
-    query, key = (torch.randn(tokens, 8, generator=generator) for _ in range(2))
-    value, before = torch.randn(tokens, 6, generator=generator), torch.randn(8, 6, generator=generator)
-    times, rates = 9 * torch.rand(tokens, 6, generator=generator) ** 4, -9 * torch.rand(8, 6, generator=generator)
-    state, want = before.double(), []
-    for at in range(tokens):
-        state = (times[at].double() * rates).exp() * state + key[at].double()[:, None] * value[at]
-        want.append(query[at].double() @ state)
-    after = torch.empty_like(before)
-    found = channelwise_scan(query, key, value, times, rates, before, after)
-    assert error(found, torch.stack(want)) < 1e-6
-    assert error(after, state) < 1e-6
-    assert torch.equal(channelwise_scan(query, key, value, times, rates, before, before), found)  # states in one place
-    assert torch.equal(before, after)
-
-
-def test_prompts_have_a_least_time_step_as_transformers_code_has_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_prompts_have_a_least_time_step_as_transformers_code_has_it(
+    dtype: torch.dtype, most: float, tmp_path: Path
+) -> None:
     """One that acts on many heads; generated tokens have none."""
-    directory = tiny.write(tmp_path, "nemotron_h", torch.float32, time_step_min=0.7)
+    directory = tiny.write(tmp_path, "nemotron_h", dtype, time_step_min=0.7)
     engine = engine_of(directory, bits=16, dense_bits=16, chunk=40)
-    plain, theirs = tiny.oracle(directory, "nemotron_h", torch.float32), None
+    plain, theirs = tiny.oracle(directory, "nemotron_h", dtype), None
     ids = torch.randint(3, 128, (60,), generator=torch.Generator().manual_seed(2))
     cache = engine.new_cache(1, 60)
     slab = cache.open()
@@ -219,7 +183,7 @@ def test_prompts_have_a_least_time_step_as_transformers_code_has_it(tmp_path: Pa
         with torch.no_grad():
             output = plain(ids[None, row.first : row.end], past_key_values=theirs, use_cache=True)
         theirs = output.past_key_values
-        assert error(engine.step(Batch((row,)), cache)[0], output.logits[0, -1]) < 1e-5
+        assert error(engine.step(Batch((row,)), cache)[0], output.logits[0, -1]) < most
     engine.close()
 
 

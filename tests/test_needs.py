@@ -21,9 +21,11 @@ from tiermoe.engine.needs import expanding_needs
 from tiermoe.engine.request_loop import use_of
 from tiermoe.kernels.attention import Slabs, Step
 from tiermoe.kernels.delta import DeltaKernel, DeltaSizes
+from tiermoe.kernels.scan import ScanKernel
 from tiermoe.model.attention.grouped import GroupedSizes
 from tiermoe.model.attention.latent import LatentSizes
 from tiermoe.model.attention.linear import LinearSizes
+from tiermoe.model.attention.mamba import MambaSizes
 from tiermoe.model.cache.kv import KVCache, needs
 from tiermoe.model.decoder import Decoder, decoder_for, plan_layers
 from tiermoe.model.hf.blueprint import inspect_model
@@ -207,6 +209,15 @@ def answer_of(folder: Path, run: str = RUN) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native kernels")
+def test_a_scan_takes_no_more_than_is_said() -> None:
+    sizes = MambaSizes(6, 32, 2, 24, 3)
+    norm = torch.ones(sizes.values).bfloat16()
+    kernel = ScanKernel(torch.ones(6), torch.ones(6), torch.ones(6), norm, 1e-6, sizes.groups, sizes.state)
+    load = Workload(FEW_TOKENS, FEW_TOKENS, 1, 2, 1)
+    assert kernel.workspace(FEW_TOKENS) == sizes.prompt_bytes(load, torch.bfloat16)
 
 
 @pytest.mark.skipif(not native.available(), reason="needs the native kernels")

@@ -49,10 +49,10 @@ RECURRENT: dict[str, dict[str, Any]] = {
     },
     "bailing_hybrid": {**_LATENT, "head_dim": 64, "intermediate_size": 128},
     "granitemoehybrid": {
-        "mamba_n_heads": 64, "mamba_d_head": 4, "mamba_d_state": 16, "shared_intermediate_size": 64,
+        "mamba_n_heads": 16, "mamba_d_state": 16, "shared_intermediate_size": 64,
     },
     "nemotron_h": {
-        "mamba_num_heads": 64, "mamba_head_dim": 4, "ssm_state_size": 16, "moe_latent_size": 64,
+        "mamba_num_heads": 16, "ssm_state_size": 16, "moe_latent_size": 64,
         "moe_shared_expert_intermediate_size": 64, "intermediate_size": 128,
     },
     "jamba": {"mamba_d_state": 32, "mamba_dt_rank": 64},

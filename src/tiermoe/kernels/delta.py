@@ -3,7 +3,7 @@ call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from tiermoe.formats.encoding import scratch
+from tiermoe.kernels.convolution import COLUMNS, ConvolutionKernel, StatePiece, convolution_step, takes_convolution
 from tiermoe.kernels.linear import plain
-from tiermoe.native import _native, available, structs
+from tiermoe.native import _native, structs
 from tiermoe.types import FEW_TOKENS
-
-_COLUMNS = 16  # a head's keys and values have a multiple of them
-_MOST_TAPS = 8
 
 
 class DeltaGate(IntEnum):
@@ -59,37 +57,9 @@ class DeltaSizes:
 
     def suit(self, dtype: torch.dtype) -> bool:
         """Whether the kernel takes these sizes."""
-        columns = self.key_columns % _COLUMNS == 0 and self.value_columns % _COLUMNS == 0
-        fits = columns and self.heads % self.key_heads == 0 and self.kept < _MOST_TAPS
-        return fits and dtype == torch.bfloat16 and available()
-
-
-class DeltaRows:
-    """Tokens begin .. end of a step, at most `FEW_TOKENS`, of one or several sequences. rows: of each sequence behind
-    which of these tokens its own end, and the places of its states before and after them."""
-
-    def __init__(self, begin: int, rows: Sequence[tuple[int, int, int]]) -> None:
-        self.begin, self.end = begin, begin + rows[-1][0]
-        self.count = len(rows)
-        self.spans = torch.tensor(rows).t().contiguous()  # (3, rows)
-
-
-def delta_rows(spans: Sequence[tuple[int, int, int]]) -> Iterator[DeltaRows]:
-    """All tokens of a step, some at a time. spans: of each sequence how many tokens it has, and the places of its
-    states before and after the step."""
-    begin, tokens = 0, 0
-    rows: list[tuple[int, int, int]] = []
-    for length, before, after in spans:
-        while length:
-            some = min(length, FEW_TOKENS - tokens)
-            tokens, length = tokens + some, length - some
-            rows.append((tokens, before, after))
-            before = after
-            if tokens == FEW_TOKENS:
-                yield DeltaRows(begin, rows)
-                begin, tokens, rows = begin + tokens, 0, []
-    if rows:
-        yield DeltaRows(begin, rows)
+        columns = self.key_columns % COLUMNS == 0 and self.value_columns % COLUMNS == 0
+        fits = columns and self.heads % self.key_heads == 0
+        return fits and takes_convolution(dtype, self.channels, self.kept)
 
 
 class DeltaKernel:
@@ -111,15 +81,16 @@ class DeltaKernel:
     ) -> None:
         shapes = (rates.shape, biases.shape) == ((sizes.heads,), (sizes.heads * sizes.decay_columns,))
         wide = shapes and rates.dtype == biases.dtype == torch.float32
-        if not wide or not plain(taps) or not plain(norm) or taps.shape != (sizes.kept + 1, sizes.channels):
-            raise ValueError("taps and norm must be contiguous bfloat16, rates and biases float32")
-        self._sizes, self._tensors = sizes, (taps, rates, biases, norm)
+        if not wide or not plain(norm) or taps.shape != (sizes.kept + 1, sizes.channels):
+            raise ValueError("norm must be contiguous bfloat16, rates and biases float32")
+        convolution = ConvolutionKernel(taps, None, silu=True)
+        self._sizes, self._tensors = sizes, (convolution, rates, biases, norm)
         self._packed = _native.pack(
             structs.Delta(
-                taps=taps.data_ptr(), rates=rates.data_ptr(), biases=biases.data_ptr(), norm=norm.data_ptr(),
-                epsilon=epsilon, least_decay=least_decay or 0, gate=gate, kept=sizes.kept, key_heads=sizes.key_heads,
-                heads=sizes.heads, key_columns=sizes.key_columns, value_columns=sizes.value_columns,
-                decay_columns=sizes.decay_columns,
+                convolution=convolution.described, rates=rates.data_ptr(), biases=biases.data_ptr(),
+                norm=norm.data_ptr(), epsilon=epsilon, least_decay=least_decay or 0, gate=gate,
+                key_heads=sizes.key_heads, heads=sizes.heads, key_columns=sizes.key_columns,
+                value_columns=sizes.value_columns, decay_columns=sizes.decay_columns,
             )
         )  # fmt: skip
 
@@ -130,7 +101,7 @@ class DeltaKernel:
     def __call__(
         self,
         projected: tuple[Tensor, Tensor, Tensor, Tensor],
-        pieces: Sequence[DeltaRows],
+        pieces: Sequence[StatePiece],
         inputs: Tensor,
         states: Tensor,
     ) -> Tensor:
@@ -142,15 +113,12 @@ class DeltaKernel:
         out = mixed.new_empty((mixed.shape[0], self._sizes.values))
         threads = torch.get_num_threads()
         for piece in pieces:
-            at, tokens = piece.begin, piece.end - piece.begin
-            ends, before, after = (row.data_ptr() for row in piece.spans)
-            workspace = scratch.address("delta", self.workspace(tokens))
+            at = piece.begin
+            workspace = scratch.address("delta", self.workspace(piece.end - at))
             step = structs.DeltaStep(
-                tokens=tokens, rows=piece.count, ends=ends, before=before, after=after, mixed=mixed[at:].data_ptr(),
-                gates=gates[at:].data_ptr(), betas=betas[at:].data_ptr(), decays=decays[at:].data_ptr(),
-                mixed_stride=mixed.stride(0), gates_stride=gates.stride(0), betas_stride=betas.stride(0),
-                decays_stride=decays.stride(0), inputs=inputs.data_ptr(), states=states.data_ptr(),
-                out=out[at:].data_ptr(),
+                mixed=convolution_step(piece, mixed, inputs), gates=gates[at:].data_ptr(), betas=betas[at:].data_ptr(),
+                decays=decays[at:].data_ptr(), gates_stride=gates.stride(0), betas_stride=betas.stride(0),
+                decays_stride=decays.stride(0), states=states.data_ptr(), out=out[at:].data_ptr(),
             )  # fmt: skip
             _native.run_delta(self._packed, _native.pack(step), workspace, threads)
         return out

@@ -1,8 +1,10 @@
-/* The Python face of attention.h, prompt_attention.h and delta.h. */
+/* The Python face of attention.h, prompt_attention.h, convolution.h, delta.h and scan.h. */
 #include "attention.h"
 #include "binding.h"
+#include "convolution.h"
 #include "delta.h"
 #include "prompt_attention.h"
+#include "scan.h"
 
 static PyObject *workspace(PyObject *self, PyObject *args) {
     unsigned threads;
@@ -54,6 +56,19 @@ static PyObject *attend_prompt(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *convolve(PyObject *self, PyObject *args) {
+    Address out;
+    unsigned threads;
+    Convolution layer;
+    ConvolutionStep step;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O&O&KI", STRUCT(layer), STRUCT(step), &out, &threads)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    convolution_run(&layer, &step, at(out), threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *delta_room(PyObject *self, PyObject *args) {
     Py_ssize_t tokens;
     Delta layer;
@@ -75,6 +90,39 @@ static PyObject *run_delta(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *scan_room(PyObject *self, PyObject *args) {
+    Py_ssize_t tokens;
+    Scan layer;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O&n", STRUCT(layer), &tokens)) return NULL;
+    return PyLong_FromSize_t(scan_workspace(&layer, (size_t)tokens));
+}
+
+static PyObject *run_scan(PyObject *self, PyObject *args) {
+    Address room;
+    unsigned threads;
+    Scan layer;
+    ScanStep step;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O&O&KI", STRUCT(layer), STRUCT(step), &room, &threads)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    scan_run(&layer, &step, at(room), threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static PyObject *run_channel_scan(PyObject *self, PyObject *args) {
+    unsigned threads;
+    ChannelScan layer;
+    ChannelScanStep step;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O&O&I", STRUCT(layer), STRUCT(step), &threads)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    channel_scan_run(&layer, &step, threads);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 PyMethodDef attention_methods[] = {
     {"workspace", workspace, METH_VARARGS,
      "workspace(attention, step, slabs, threads) -> bytes that attend needs; ValueError where they do not fit"},
@@ -82,7 +130,11 @@ PyMethodDef attention_methods[] = {
     {"prompt_workspace", prompt_room, METH_VARARGS, "prompt_workspace(slabs, threads) -> bytes that attend_prompt needs"},
     {"attend_prompt", attend_prompt, METH_VARARGS,
      "attend_prompt(slabs, prompt, workspace, threads); ValueError where they do not fit"},
+    {"convolve", convolve, METH_VARARGS, "convolve(convolution, step, out, threads)"},
     {"delta_workspace", delta_room, METH_VARARGS, "delta_workspace(delta, tokens) -> bytes that run_delta needs"},
     {"run_delta", run_delta, METH_VARARGS, "run_delta(delta, step, workspace, threads)"},
+    {"scan_workspace", scan_room, METH_VARARGS, "scan_workspace(scan, tokens) -> bytes that run_scan needs"},
+    {"run_scan", run_scan, METH_VARARGS, "run_scan(scan, step, workspace, threads)"},
+    {"run_channel_scan", run_channel_scan, METH_VARARGS, "run_channel_scan(scan, step, threads)"},
     {NULL, NULL, 0, NULL},
 };

@@ -12,47 +12,35 @@
 #ifndef TIERMOE_DELTA_H
 #define TIERMOE_DELTA_H
 
-#include "quants.h"
+#include "convolution.h"
 
-enum {
-    DELTA_COLUMNS = 16, /* a head's keys and values have a multiple of them */
-    MOST_TAPS = 8,
-};
+enum { DELTA_COLUMNS = 16 }; /* a head's keys and values have a multiple of them */
 
 /* What multiplies a norm: silu of the gate, rounded after each product, or its sigmoid, rounded once (Kimi). */
 enum { DELTA_SILU, DELTA_SIGMOID };
 
 typedef struct {
-    const bf16 *taps;    /* (kept + 1, channels): the convolution's weights, those of the oldest input first */
+    Convolution convolution; /* of queries of all key heads, their keys, values of all heads */
     const float *rates;  /* (heads): the logarithm of a decay is -rate * softplus(a + bias), or, where least_decay is not 0,
                             least_decay * sigmoid(rate * (a + bias)) */
     const float *biases; /* (heads, decay_columns) */
     const bf16 *norm;    /* (value_columns) */
     float epsilon, least_decay;
     int gate;
-    size_t kept; /* inputs before a token's own */
     size_t key_heads, heads; /* heads / key_heads heads share a query and a key */
     size_t key_columns, value_columns;
     size_t decay_columns; /* 1: a decay for each head; key_columns: for each row of its state */
 } Delta;
 
-/* Which tokens: those of a row one after the other, `ends` (rows) says behind which one each row ends. Inputs and states of a
- * row begin as those at place `before` and are left at `after`, which may be the same.
- *
- * mixed (tokens, channels): queries of all key heads, their keys, values of all heads; gates (tokens, heads * value_columns);
- * betas (tokens, heads), decays (tokens, heads * decay_columns); rows are as far apart as the strides say. inputs (places, kept, channels); states (places,
- * heads, key_columns, value_columns). */
+/* gates (tokens, heads * value_columns); betas (tokens, heads), decays (tokens, heads * decay_columns); rows are as far apart as
+ * the strides say. states (places, heads, key_columns, value_columns). */
 typedef struct {
-    size_t tokens, rows;
-    const int64_t *ends, *before, *after;
-    const bf16 *mixed, *gates, *betas, *decays;
-    size_t mixed_stride, gates_stride, betas_stride, decays_stride;
-    bf16 *inputs;
+    ConvolutionStep mixed;
+    const bf16 *gates, *betas, *decays;
+    size_t gates_stride, betas_stride, decays_stride;
     float *states;
     bf16 *out; /* (tokens, heads * value_columns) */
 } DeltaStep;
-
-size_t delta_channels(const Delta *layer);
 
 /* Bytes of workspace. */
 size_t delta_workspace(const Delta *layer, size_t tokens);

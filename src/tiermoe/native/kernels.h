@@ -15,6 +15,7 @@
 #include "neurons.h"
 #include "norm.h"
 #include "route.h"
+#include "scan.h"
 
 typedef struct {
     const char *name; /* in TIERMOE_ISA */
@@ -55,15 +56,29 @@ typedef struct {
     void (*attend_rows)(const Positions *positions, const QueryRows *rows, float *workspace);
     void (*merge_tiles)(float *results, size_t tiles, size_t stride, size_t value_columns, const float *sink, bf16 *out);
 
-    /* Parts of delta.h; columns are multiples of 16. out (columns) = silu of the sum of taps[i] (rows `stride` apart) times
-     * inputs[i], rounded before and after. x becomes `scale` times x of length one. A state's columns `from` (keys, columns), rows
+    /* See convolution.h. out (columns, a multiple of 16) = the sum of taps[i] (rows `stride` apart) times inputs[i], and of the
+     * bias, rounded; or silu of that, rounded. */
+    void (*convolve)(const bf16 *const *inputs, size_t count, const bf16 *taps, size_t stride, const bf16 *bias, int silu,
+                     size_t columns, float *out);
+
+    /* Parts of delta.h; columns are multiples of 16. x becomes `scale` times x of length one. The `count`
+     * decays of a head, and its beta. A state's columns `from` (keys, columns), rows
      * `stride` apart, become `to`, which may be the same, by one token; out (columns): what it gives. `decays` is one number, or a
      * number for each row of the state. out = the norm of x, rounded, times weight times the gate of a kind. */
-    void (*delta_mix)(const bf16 *const *inputs, size_t count, const bf16 *taps, size_t stride, size_t columns, float *out);
     void (*delta_unit)(float *x, size_t columns, float scale);
+    void (*delta_factors)(const bf16 *steps, const float *biases, float rate, float least_decay, size_t count, float *decays,
+                          const bf16 *b, float *beta);
     void (*delta_rule)(const float *from, float *to, size_t keys, size_t stride, size_t columns, const float *key,
                        const float *query, const float *value, const float *decays, size_t count, float beta, float *out);
     void (*delta_gate)(const float *x, const bf16 *weight, float epsilon, int kind, const bf16 *gate, size_t columns, bf16 *out);
+
+    /* Parts of scan.h: a token's time steps, at least `least_step`, and decays; a strip of a head; a norm of float32 columns; the
+     * columns from .. from + columns of a row of Mamba-1. */
+    void (*scan_steps)(const bf16 *raw, const float *biases, const float *rates, float least_step, size_t count, float *steps,
+                       float *decays);
+    void (*scan)(const ScanStrip *strip);
+    void (*scan_norm)(const float *x, const bf16 *weight, float epsilon, size_t columns, bf16 *out);
+    void (*scan_channels)(const ChannelScan *layer, const ChannelScanStep *step, size_t row, size_t from, size_t columns);
 
     /* Packing: a store has the same bytes whichever table made it. A block of Hqq, 0 where it is not solved, and a block of 64
      * rows of Codes. */

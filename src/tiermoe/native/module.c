@@ -1,6 +1,7 @@
 /* The Python module: structs that Python describes, quants, instruction sets. Its other functions are listed by file. */
 #include "attention.h"
 #include "binding.h"
+#include "convolution.h"
 #include "delta.h"
 #include "encode.h"
 #include "expert.h"
@@ -11,6 +12,7 @@
 #include "norm.h"
 #include "prompt_attention.h"
 #include "route.h"
+#include "scan.h"
 #include "trellis.h"
 
 static PyMethodDef *const METHODS[] = {attention_methods, expert_methods, packing_methods};
@@ -43,15 +45,39 @@ static int check_router(void *packed) {
     return 0;
 }
 
+static int convolves(const Convolution *layer) { return layer->kept < MOST_TAPS && layer->channels && layer->channels % 16 == 0; }
+
+static int check_convolution(void *packed) {
+    const Convolution *layer = packed;
+    if (convolves(layer)) return 1;
+    return PyErr_Format(PyExc_ValueError, "no convolution: %zu taps, %zu channels", layer->kept + 1, layer->channels), 0;
+}
+
+static int check_scan(void *packed) {
+    const Scan *layer = packed;
+    if (layer->groups && layer->heads && layer->heads % layer->groups == 0 && layer->columns && layer->columns % SCAN_COLUMNS == 0)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "no state-space layer: %zu heads in %zu groups, of %zu columns", layer->heads, layer->groups,
+                 layer->columns);
+    return 0;
+}
+
+static int check_channel_scan(void *packed) {
+    const ChannelScan *layer = packed;
+    if (layer->channels && layer->channels % SCAN_COLUMNS == 0 && layer->state <= MOST_CHANNEL_STATE) return 1;
+    PyErr_Format(PyExc_ValueError, "no state-space layer: %zu channels, states of %zu", layer->channels, layer->state);
+    return 0;
+}
+
 static int check_delta(void *packed) {
     const Delta *layer = packed;
-    if (layer->kept < MOST_TAPS && layer->key_heads && layer->heads && layer->heads % layer->key_heads == 0 &&
+    if (convolves(&layer->convolution) && layer->key_heads && layer->heads && layer->heads % layer->key_heads == 0 &&
         layer->key_columns && layer->key_columns % DELTA_COLUMNS == 0 && layer->value_columns &&
         layer->value_columns % DELTA_COLUMNS == 0 && (layer->gate == DELTA_SILU || layer->gate == DELTA_SIGMOID) &&
         (layer->decay_columns == 1 || layer->decay_columns == layer->key_columns))
         return 1;
     PyErr_Format(PyExc_ValueError, "no linear attention: %zu of %zu heads, %zu and %zu columns, %zu taps, %zu decays, gate %d",
-                 layer->key_heads, layer->heads, layer->key_columns, layer->value_columns, layer->kept + 1, layer->decay_columns,
+                 layer->key_heads, layer->heads, layer->key_columns, layer->value_columns, layer->convolution.kept + 1, layer->decay_columns,
                  layer->gate);
     return 0;
 }
@@ -100,8 +126,15 @@ static const struct {
     {"Slabs", sizeof(Slabs), NULL},
     {"Step", sizeof(Step), check_step},
     {"Prompt", sizeof(Prompt), NULL},
+    {"Convolution", sizeof(Convolution), check_convolution},
+    {"StateRows", sizeof(StateRows), NULL},
+    {"ConvolutionStep", sizeof(ConvolutionStep), NULL},
     {"Delta", sizeof(Delta), check_delta},
     {"DeltaStep", sizeof(DeltaStep), NULL},
+    {"Scan", sizeof(Scan), check_scan},
+    {"ScanStep", sizeof(ScanStep), NULL},
+    {"ChannelScan", sizeof(ChannelScan), check_channel_scan},
+    {"ChannelScanStep", sizeof(ChannelScanStep), NULL},
     {"Neurons", sizeof(Neurons), check_neurons},
     {"Weights", sizeof(Weights), NULL},
     {"Codes", sizeof(Codes), check_codes},

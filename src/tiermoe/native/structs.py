@@ -113,13 +113,40 @@ class Prompt(Struct):
     )  # fmt: skip
 
 
+class Convolution(Struct):
+    """convolution.h"""
+
+    __slots__ = ()
+    _fields_ = in_order(
+        taps=c_void_p, bias=c_void_p, kept=c_size_t, channels=c_size_t, silu=c_int,
+    )  # fmt: skip
+
+
+class StateRows(Struct):
+    """convolution.h"""
+
+    __slots__ = ()
+    _fields_ = in_order(
+        tokens=c_size_t, rows=c_size_t, ends=c_void_p, before=c_void_p, after=c_void_p, prompts=c_void_p,
+    )  # fmt: skip
+
+
+class ConvolutionStep(Struct):
+    """convolution.h"""
+
+    __slots__ = ()
+    _fields_ = in_order(
+        rows=StateRows, values=c_void_p, stride=c_size_t, inputs=c_void_p,
+    )  # fmt: skip
+
+
 class Delta(Struct):
     """delta.h"""
 
     __slots__ = ()
     _fields_ = in_order(
-        taps=c_void_p, rates=c_void_p, biases=c_void_p, norm=c_void_p, epsilon=c_float, least_decay=c_float, gate=c_int,
-        kept=c_size_t, key_heads=c_size_t, heads=c_size_t, key_columns=c_size_t, value_columns=c_size_t,
+        convolution=Convolution, rates=c_void_p, biases=c_void_p, norm=c_void_p, epsilon=c_float, least_decay=c_float,
+        gate=c_int, key_heads=c_size_t, heads=c_size_t, key_columns=c_size_t, value_columns=c_size_t,
         decay_columns=c_size_t,
     )  # fmt: skip
 
@@ -129,9 +156,48 @@ class DeltaStep(Struct):
 
     __slots__ = ()
     _fields_ = in_order(
-        tokens=c_size_t, rows=c_size_t, ends=c_void_p, before=c_void_p, after=c_void_p, mixed=c_void_p, gates=c_void_p,
-        betas=c_void_p, decays=c_void_p, mixed_stride=c_size_t, gates_stride=c_size_t, betas_stride=c_size_t,
-        decays_stride=c_size_t, inputs=c_void_p, states=c_void_p, out=c_void_p,
+        mixed=ConvolutionStep, gates=c_void_p, betas=c_void_p, decays=c_void_p, gates_stride=c_size_t,
+        betas_stride=c_size_t, decays_stride=c_size_t, states=c_void_p, out=c_void_p,
+    )  # fmt: skip
+
+
+class Scan(Struct):
+    """scan.h"""
+
+    __slots__ = ()
+    _fields_ = in_order(
+        rates=c_void_p, biases=c_void_p, skips=c_void_p, norm=c_void_p, epsilon=c_float, least_step=c_float,
+        heads=c_size_t, columns=c_size_t, groups=c_size_t, state=c_size_t,
+    )  # fmt: skip
+
+
+class ScanStep(Struct):
+    """scan.h"""
+
+    __slots__ = ()
+    _fields_ = in_order(
+        rows=StateRows, mixed=c_void_p, times=c_void_p, gates=c_void_p, mixed_stride=c_size_t, times_stride=c_size_t,
+        gates_stride=c_size_t, states=c_void_p, out=c_void_p,
+    )  # fmt: skip
+
+
+class ChannelScan(Struct):
+    """scan.h"""
+
+    __slots__ = ()
+    _fields_ = in_order(
+        rates=c_void_p, skips=c_void_p, state=c_size_t, channels=c_size_t,
+    )  # fmt: skip
+
+
+class ChannelScanStep(Struct):
+    """scan.h"""
+
+    __slots__ = ()
+    _fields_ = in_order(
+        rows=StateRows, values=c_void_p, times=c_void_p, gates=c_void_p, keys=c_void_p, queries=c_void_p,
+        values_stride=c_size_t, times_stride=c_size_t, gates_stride=c_size_t, keys_stride=c_size_t,
+        queries_stride=c_size_t, states=c_void_p, out=c_void_p,
     )  # fmt: skip
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from tiermoe.kernels.convolution import ConvolutionKernel, takes_convolution
 from tiermoe.model.attention.base import Attention, AttentionSizes
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.cache.recurrent import StateRows, StateShape
@@ -20,43 +22,44 @@ from tiermoe.types import Workload
 
 
 class CausalConvolution:
-    """weight (channels, 1, taps), bias (channels). Sums are float32, a product and a sum at a time in the taps' order,
-    so that a token's bits do not depend on the others of a step.
+    """weight (channels, 1, taps), bias (channels); silu: of the sums. The native kernel computes it if it takes the
+    weights, and torch else, a product and a sum at a time.
 
-    kept: inputs before a token's own."""
+    kept: inputs before a token's own. dtype: of the weights."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.kept = weight.shape[-1] - 1
-        self._taps: list[Tensor] = list(weight[:, 0].t().float().contiguous())
-        self._bias = None if bias is None else bias.float()
+    def __init__(self, weight: Tensor, bias: Tensor | None, silu: bool = False) -> None:
+        channels, _, taps = weight.shape
+        self.kept, self.dtype, self._silu = taps - 1, weight.dtype, silu
+        rows = weight[:, 0].t().contiguous()
+        self._kernel: ConvolutionKernel | None = None
+        if takes_convolution(weight.dtype, channels, self.kept) and not weight.is_meta:
+            self._kernel = ConvolutionKernel(rows, bias, silu)
+        else:
+            self._taps, self._bias = list(rows.float()), None if bias is None else bias.float()
 
     def __call__(self, values: Tensor, layer: int, rows: StateRows) -> Tensor:
         """values (T, channels) of a step's rows → (T, channels). Leaves each sequence's last inputs as those of a
         layer."""
-        inputs = rows.recurrent.inputs[layer].flatten(0, 1)
-        whole = torch.cat([each for row in rows.rows for each in (inputs[row.before], values[row.begin : row.end])])
-        mixed, found, end = self._mixed(whole), list[Tensor](), 0
-        for row in rows.rows:
-            tokens = row.end - row.begin
-            found.append(mixed[end : end + tokens])
-            end += self.kept + tokens
-            inputs[row.after] = whole[end - self.kept : end]
+        inputs = rows.recurrent.inputs[layer]
+        if self._kernel is not None:
+            return self._kernel(values, rows.pieces, inputs)
+        every = inputs.flatten(0, 1)
+        found = [self._mixed(row.append(every, values[row.begin : row.end])) for row in rows.rows]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _mixed(self, whole: Tensor) -> Tensor:
-        """Convolution of the inputs (N, channels) of all rows, each after its kept inputs → (N - kept, channels), one
-        for each window. Windows over two rows belong to no token."""
+        """A row's inputs (T + kept, channels) → (T, channels)."""
         mixed = convolved(whole.float(), self._taps)
         if self._bias is not None:
             mixed += self._bias
-        return mixed.to(whole.dtype)
+        mixed = mixed.to(whole.dtype)
+        return F.silu(mixed) if self._silu else mixed
 
 
-def causal_convolution(w: Scope, channels: int, taps: int) -> CausalConvolution:
+def causal_convolution(w: Scope, channels: int, taps: int, silu: bool = False) -> CausalConvolution:
     """The convolution with the weights of `w`."""
-    return CausalConvolution(
-        w.tensor("weight", channels, 1, taps), w.tensor("bias", channels) if w.has("bias") else None
-    )
+    bias = w.tensor("bias", channels) if w.has("bias") else None
+    return CausalConvolution(w.tensor("weight", channels, 1, taps), bias, silu)
 
 
 def convolved(inputs: Tensor, taps: Sequence[Tensor], distance: int = 1) -> Tensor:
@@ -88,7 +91,7 @@ class ConvolutionSizes(AttentionSizes):
 
     @property
     def taps_bytes(self) -> int:
-        """Of the convolution's weights in float32."""
+        """Of the convolution's weights in float32; the kernel's take half."""
         return 4 * (self.kept + 1) * self.channels
 
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:

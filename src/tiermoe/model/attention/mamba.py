@@ -4,7 +4,7 @@ at a rate which each token chooses, and Mamba-1 (Jamba; arXiv:2312.00752), whose
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,20 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tiermoe.batch import Kind
+from tiermoe.kernels.convolution import takes_convolution
+from tiermoe.kernels.linear import plain
+from tiermoe.kernels.scan import ChannelScanKernel, ScanKernel, scan_bytes, takes_channel_scan, takes_scan
 from tiermoe.model.attention.base import Attention, AttentionSizes
 from tiermoe.model.attention.convolution import CausalConvolution, causal_convolution
 from tiermoe.model.cache.kv import LayerShape
-from tiermoe.model.cache.recurrent import StateRows, StateShape
+from tiermoe.model.cache.recurrent import StateRow, StateRows, StateShape
 from tiermoe.model.parts import Linear, Norm, RootMeanSquare
 from tiermoe.model.step import Step
 from tiermoe.model.weights import Scope
 from tiermoe.types import Workload
 
-CHUNK = 64
-"""Tokens of `selective_scan` that are computed at once."""
-_WIDE = 4  # a prompt's inputs of the convolution that live at once in float32
-_CHUNK_PAIRS = 5  # a chunk's pairs of tokens that live at once, in float32
-_CHUNK_VALUES = 5  # its values
+_WIDE = 4  # a prompt's inputs of the convolution that live at once in float32, if torch computes
+_STATES = 4  # a sequence's states that live at once then
 
 
 def mamba_lacks(config: Any) -> str:
@@ -76,15 +76,20 @@ class MambaSizes(AttentionSizes):
 
     @property
     def taps_bytes(self) -> int:
-        """Of the convolution's weights in float32."""
+        """Of the convolution's weights in float32; the kernel's take half."""
         return 4 * (self.kept + 1) * self.channels
 
+    def suit(self, dtype: torch.dtype) -> bool:
+        """Whether the kernels take these sizes."""
+        return takes_scan(dtype, self.columns) and takes_convolution(dtype, self.channels, self.kept)
+
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
-        """float32 copies of a chunk's inputs of the convolution and its outputs, and the workspace of a scan."""
-        tokens = min(load.chunk, load.context)
-        copies = 4 * tokens * _WIDE * (self.channels + self.values)
-        pairs = _CHUNK_PAIRS * CHUNK * CHUNK + _CHUNK_VALUES * CHUNK * (self.columns + self.state)
-        return copies + 4 * self.heads * (pairs + 2 * self.state * self.columns)
+        """The kernel's workspace, which decoding uses too; without it float32 copies of a chunk's inputs of the
+        convolution and its outputs, every head's keys and queries, and some states."""
+        if self.suit(dtype):
+            return scan_bytes(self.heads, self.columns, self.groups, self.state)
+        columns = _WIDE * (self.channels + self.values) + 2 * self.heads * self.state
+        return 4 * (min(load.chunk, load.context) * columns + _STATES * self.state * self.values)
 
 
 def mamba(w: Scope, sizes: MambaSizes, least_step: float = 0.0) -> Mamba:
@@ -93,7 +98,7 @@ def mamba(w: Scope, sizes: MambaSizes, least_step: float = 0.0) -> Mamba:
         sizes,
         w.linear("in_proj", sizes.projected, w.hidden),
         w.linear("out_proj", w.hidden, sizes.values),
-        causal_convolution(w.at("conv1d"), sizes.channels, sizes.kept + 1),
+        causal_convolution(w.at("conv1d"), sizes.channels, sizes.kept + 1, silu=True),
         w.tensor("A_log", sizes.heads),
         w.tensor("dt_bias", sizes.heads),
         w.tensor("D", sizes.heads),
@@ -126,98 +131,83 @@ class Mamba(Attention):
     ) -> None:
         self.sizes, self._sizes = sizes, sizes
         self._input, self._output, self._convolution = input_, output, convolution
-        self._rates, self._biases, self._skips = rates.float().exp(), time_biases.float(), skips.float()[:, None]
+        self._rates, self._biases, self._skips = rates.float().exp(), time_biases.float(), skips.float()
         self._norm = RootMeanSquare(norm.view(sizes.groups, -1), epsilon, by_kernel=False)
         self._least_step = least_step
+        self._kernel: ScanKernel | None = None
+        if sizes.suit(convolution.dtype) and plain(norm) and not norm.is_meta:
+            self._kernel = ScanKernel(
+                self._rates, self._biases, self._skips, norm, epsilon, sizes.groups, sizes.state, least_step
+            )
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         sizes, rows = self._sizes, step.states
         assert rows is not None
-        projected = self._input(x)
-        gates, mixed, times = torch.split(projected, [sizes.values, sizes.channels, sizes.heads], dim=1)
+        gates, mixed, times = torch.split(self._input(x), [sizes.values, sizes.channels, sizes.heads], dim=1)
         rows.recurrent.keep(layer, rows, self._replay, mixed, times)
-        scanned = x.new_empty((len(x), sizes.values))
-        for own, found in self._scans(mixed, times, layer, rows):
-            scanned[own] = self._gated(found, gates[own])
-        return self._output(scanned)
+        return self._output(self._scanned(mixed, times, gates, layer, rows))
 
     @property
     def batch_invariant(self) -> bool:
-        return self._input.batch_invariant and self._output.batch_invariant
+        return self._kernel is not None and self._input.batch_invariant and self._output.batch_invariant
+
+    @property
+    def chunk_invariant(self) -> bool:
+        return self._kernel is not None
 
     def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
+        """`cache.recurrent.Replay`. The tokens' gates are not kept: only their outputs depend on them."""
         mixed, times = torch.split(kept, [self._sizes.channels, self._sizes.heads], dim=1)
-        for _ in self._scans(mixed, times, layer, rows):
-            pass
+        self._scanned(mixed, times, mixed[:, : self._sizes.values], layer, rows)
 
-    def _scans(self, mixed: Tensor, times: Tensor, layer: int, rows: StateRows) -> Iterator[tuple[slice, Tensor]]:
-        """mixed (T, channels) before the convolution, times (T, heads) → of each row its tokens and their outputs,
-        float32 (.., heads, columns). Leaves each sequence's state after its tokens."""
-        mixed = self._convolution(mixed, layer, rows)
-        states = rows.recurrent.states[layer].flatten(0, 1)
-        for row in rows.apart:
+    def _scanned(self, mixed: Tensor, times: Tensor, gates: Tensor, layer: int, rows: StateRows) -> Tensor:
+        """mixed (T, channels) before the convolution, times (T, heads), gates (T, values) → (T, values). Leaves each
+        sequence's state after its tokens."""
+        mixed, states = self._convolution(mixed, layer, rows), rows.recurrent.states[layer]
+        if self._kernel is not None:
+            return self._kernel(mixed, times, gates, rows.pieces, states)
+        scanned = torch.empty_like(gates)
+        for row in rows.rows:
             own = slice(row.begin, row.end)
-            least_step = self._least_step if row.row.kind is Kind.PROMPT else 0.0
-            yield own, self._scanned(mixed[own], times[own], least_step, states[row.before], states[row.after])
+            scanned[own] = self._gated(self._row(mixed[own], times[own], states.flatten(0, 1), row), gates[own])
+        return scanned
 
-    def _scanned(self, mixed: Tensor, times: Tensor, least_step: float, before: Tensor, after: Tensor) -> Tensor:
-        """A row's outputs, float32 (T, heads, columns); the state after them is left in `after`."""
+    def _row(self, mixed: Tensor, times: Tensor, states: Tensor, row: StateRow) -> Tensor:
+        """A row's outputs, float32 (T, values)."""
         sizes, shared = self._sizes, self._sizes.groups * self._sizes.state
-        value, key, query = torch.split(F.silu(mixed).float(), [sizes.values, shared, shared], dim=1)
-        value = value.view(-1, sizes.heads, sizes.columns)
-        key, query = (each.reshape(-1, sizes.groups, sizes.state) for each in (key, query))
-        times = F.softplus(times.float() + self._biases).clamp_min_(least_step)
-        found = selective_scan(query, key, value * times[..., None], times * -self._rates, before, after)
-        return found.addcmul_(value, self._skips)
+        value, key, query = torch.split(mixed.float(), [sizes.values, shared, shared], dim=1)
+        value, key, query = (
+            torch.unflatten(each, 1, (count, -1)).repeat_interleave(sizes.heads // count, dim=1)
+            for each, count in ((value, sizes.heads), (key, sizes.groups), (query, sizes.groups))
+        )
+        times = F.softplus(times.float() + self._biases)[..., None]
+        if row.row.kind is Kind.PROMPT:
+            times = times.clamp_min(self._least_step)
+        rates, before, after = -self._rates[:, None, None], states[row.before], states[row.after]
+        found = scan(query, key, value * times, times[..., None], rates, before, after)
+        return found.addcmul_(value, self._skips[:, None]).flatten(1)
 
     def _gated(self, scanned: Tensor, gates: Tensor) -> Tensor:
-        """(T, heads, columns), multiplied with silu of gates (T, values) and normed → (T, values), in the gates'
-        dtype."""
-        gated = scanned.flatten(1) * F.silu(gates.float())
+        """(T, values), multiplied with silu of gates (T, values) and normed → (T, values), in the gates' dtype."""
+        gated = scanned * F.silu(gates.float())
         return self._norm(gated.view(len(gated), self._sizes.groups, -1)).flatten(1).to(gates.dtype)
 
 
-def selective_scan(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """The recurrence S' = decay S + key (x) value, S'^T query of each head, `CHUNK` tokens at a time: within a chunk
-    all tokens are computed at once (arXiv:2405.21060, section 6), so that the state is read and written once a chunk.
+def scan(
+    query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor, before: Tensor, after: Tensor
+) -> Tensor:
+    """The recurrence S' = exp(times * rates) S + key (x) value, S'^T query of native/scan.h by torch's operations, a
+    token after the other.
 
-    query, key (T, groups, key columns), each for heads / groups heads; value (T, heads, value columns); decay
-    (T, heads), its logarithm; before, after (heads, key columns, value columns): the states before and after the
-    tokens, which may be the same memory; all float32 → (T, heads, value columns)."""
-    groups = key.shape[1]
-    result = torch.empty_like(value)
-    grouped = [torch.unflatten(each, 1, (groups, -1)) for each in (query, key, value, decay, result)]
-    before, after = (torch.unflatten(each, 0, (groups, -1)) for each in (before, after))
-    for begin in range(0, len(value), CHUNK):
-        *chunk, out = (each[begin : begin + CHUNK].movedim(0, 2) for each in grouped)
-        out.copy_(_chunk(chunk, before, after))
-        before = after
+    query, key (T, .., state); value (T, .., columns); times * rates (T, .., state or 1, columns or 1); before, after
+    (.., state, columns): the states before and after the tokens, which may be the same memory; all float32 →
+    (T, .., columns)."""
+    result, state = torch.empty_like(value), before
+    for at in range(len(value)):
+        state = (times[at] * rates).exp() * state + key[at, ..., None] * value[at, ..., None, :]
+        result[at] = (query[at, ..., None, :] @ state).squeeze(-2)
+    after.copy_(state)
     return result
-
-
-def _chunk(chunk: Sequence[Tensor], before: Tensor, after: Tensor) -> Tensor:
-    """`selective_scan` of a chunk's query and key (groups, 1, T, key columns), value (groups, heads of each, T, value
-    columns) and decay (groups, heads of each, T). Sums of decays are float64: what is computed of them is their
-    differences, of which float32 leaves few digits where a token has made a head forget."""
-    query, key, value, decay = chunk
-    if decay.shape[2] == 1:
-        torch.mul(before, decay.exp()[..., None], out=after)
-        return query @ after.addcmul_(key.transpose(2, 3), value)
-    gone = decay.double().cumsum(2)  # logarithm of what has decayed since the chunk began
-    tokens = decay.shape[2]
-    later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    pairs = (gone[..., None] - gone[..., None, :]).float().masked_fill_(later, -math.inf).exp_()
-    since = gone.float().exp()[..., None]
-    result = (query @ key.transpose(2, 3) * pairs) @ value + query @ before * since
-    left = (gone[..., -1:] - gone).float().exp()[..., None]
-    torch.mul(before, since[..., -1:, :], out=after)
-    after += key.transpose(2, 3) @ (value * left)
-    return result
-
-
-CHANNELWISE_CHUNK = 16
-"""Tokens of `channelwise_scan` whose states are in memory at once."""
-_CHANNELWISE_VALUES = 6  # a chunk's values that live at once, in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,13 +238,20 @@ class Mamba1Sizes(AttentionSizes):
 
     @property
     def taps_bytes(self) -> int:
-        """Of the convolution's weights in float32."""
+        """Of the convolution's weights in float32; the kernel's take half."""
         return 4 * (self.kept + 1) * self.channels
 
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
-        """float32 copies of a chunk's inputs of the convolution, and the workspace of a scan."""
-        copies = 4 * min(load.chunk, load.context) * _WIDE * self.channels
-        return copies + 4 * CHANNELWISE_CHUNK * self.channels * (2 * self.state + _CHANNELWISE_VALUES)
+        """Nothing if the kernels compute; else float32 copies of a chunk's inputs of the convolution, and some
+        states."""
+        if self.suit(dtype):
+            return 0
+        return 4 * self.channels * (min(load.chunk, load.context) * _WIDE + _STATES * self.state)
+
+    def suit(self, dtype: torch.dtype) -> bool:
+        """Whether the kernels take these sizes."""
+        scans = takes_channel_scan(dtype, self.channels, self.state)
+        return scans and takes_convolution(dtype, self.channels, self.kept)
 
 
 def mamba_1(w: Scope, sizes: Mamba1Sizes) -> Mamba1:
@@ -264,7 +261,7 @@ def mamba_1(w: Scope, sizes: Mamba1Sizes) -> Mamba1:
     return Mamba1(
         sizes,
         w.linear("in_proj", 2 * sizes.channels, w.hidden),
-        causal_convolution(w.at("conv1d"), sizes.channels, sizes.kept + 1),
+        causal_convolution(w.at("conv1d"), sizes.channels, sizes.kept + 1, silu=True),
         w.linear("x_proj", sizes.selected, sizes.channels),
         (time_norm, key_norm, query_norm),
         w.linear("dt_proj", sizes.channels, sizes.rank),
@@ -298,69 +295,57 @@ class Mamba1(Attention):
         self.sizes, self._sizes = sizes, sizes
         self._input, self._convolution, self._selection = input_, convolution, selection
         self._norms, self._times, self._output = norms, times, output
-        self._rates, self._skips = -rates.float().exp().t().contiguous(), skips.float()
+        self._rates, self._skips = rates.float().exp().t().contiguous(), skips.float()
+        self._kernel: ChannelScanKernel | None = None
+        if sizes.suit(convolution.dtype) and not skips.is_meta:
+            self._kernel = ChannelScanKernel(self._rates, self._skips)
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         sizes, rows = self._sizes, step.states
         assert rows is not None
         inputs, gates = self._input(x).chunk(2, dim=1)
-        values = F.silu(self._convolution(inputs, layer, rows))
+        values = self._convolution(inputs, layer, rows)
         selected = torch.split(self._selection(values), [sizes.rank, sizes.state, sizes.state], dim=1)
         times, key, query = (norm(each.contiguous()) for norm, each in zip(self._norms, selected, strict=True))
         times = self._times(times)
         rows.recurrent.keep(layer, rows, self._replay, inputs, times, key)
-        return self._output(self._scans(query, key, values, times, gates, layer, rows))
+        return self._output(self._scanned(query, key, values, times, gates, layer, rows))
 
     @property
     def batch_invariant(self) -> bool:
         matrices = (self._input, self._selection, self._times, self._output)
-        return all(matrix.batch_invariant for matrix in matrices)
+        return self._kernel is not None and all(matrix.batch_invariant for matrix in matrices)
+
+    @property
+    def chunk_invariant(self) -> bool:
+        return self._kernel is not None
 
     def _replay(self, kept: Tensor, layer: int, rows: StateRows) -> None:
         """`cache.recurrent.Replay`. Queries and gates are not kept: only outputs depend on them."""
         sizes = self._sizes
         inputs, times, key = torch.split(kept, [sizes.channels, sizes.channels, sizes.state], dim=1)
-        values = F.silu(self._convolution(inputs, layer, rows))
-        self._scans(key, key, values, times, values, layer, rows)
+        values = self._convolution(inputs, layer, rows)
+        self._scanned(key, key, values, times, values, layer, rows)
 
-    def _scans(
+    def _scanned(
         self, query: Tensor, key: Tensor, values: Tensor, times: Tensor, gates: Tensor, layer: int, rows: StateRows
     ) -> Tensor:
-        """The gated outputs (T, channels) of all rows. Leaves each sequence's state after its tokens."""
-        states = rows.recurrent.states[layer].flatten(0, 2)
+        """query, key (T, state), values, time steps and gates (T, channels) → (T, channels). Leaves each sequence's
+        state after its tokens."""
+        states = rows.recurrent.states[layer].flatten(1, 2)
+        if self._kernel is not None:
+            return self._kernel(values, times, gates, key, query, rows.pieces, states)
         scanned = torch.empty_like(values)
-        for row in rows.apart:
-            taken = [each[row.begin : row.end] for each in (query, key, values, times, gates)]
-            scanned[row.begin : row.end] = self._scanned(taken, states[row.before], states[row.after])
+        for row in rows.rows:
+            own = slice(row.begin, row.end)
+            taken = [each[own].float() for each in (query, key, values, times, gates)]
+            scanned[own] = self._row(taken, states.flatten(0, 1), row)
         return scanned
 
-    def _scanned(self, row: Sequence[Tensor], before: Tensor, after: Tensor) -> Tensor:
-        """A row's query and key (T, state), values, time steps and gates (T, channels) → its gated outputs
-        (T, channels); the state after them is left in `after`."""
-        result = torch.empty_like(row[2])
-        for begin in range(0, len(result), CHANNELWISE_CHUNK):
-            query, key, value, times, gates = (each[begin : begin + CHANNELWISE_CHUNK].float() for each in row)
-            times = F.softplus(times)
-            found = channelwise_scan(query, key, value * times, times, self._rates, before, after)
-            result[begin : begin + CHANNELWISE_CHUNK] = found.addcmul_(value, self._skips).mul_(F.silu(gates))
-            before = after
-        return result
-
-
-def channelwise_scan(
-    query: Tensor, key: Tensor, value: Tensor, times: Tensor, rates: Tensor, before: Tensor, after: Tensor
-) -> Tensor:
-    """The recurrence S' = exp(times * rates) * S + key (x) value, S'^T query. No product of matrices computes several
-    tokens of it, as of Mamba-2's: every column of a channel's state decays by itself. So all decays and all that is
-    added are computed at once, and the states one after the other.
-
-    query, key (T, state); value, times (T, channels); rates (state, channels), below 0; before, after
-    (state, channels): the states before and after the tokens, which may be the same memory; all float32 →
-    (T, channels)."""
-    decays = (times[:, None] * rates).exp_()
-    states = key[..., None] * value[:, None]
-    state = before
-    for decay, added in zip(decays, states, strict=True):
-        state = added.addcmul_(decay, state)
-    after.copy_(state)
-    return (query[:, None] @ states)[:, 0]
+    def _row(self, taken: Sequence[Tensor], states: Tensor, row: StateRow) -> Tensor:
+        """`_scanned` of a row."""
+        query, key, value, times, gates = taken
+        times = F.softplus(times)
+        before, after = states[row.before], states[row.after]
+        found = scan(query, key, value * times, times[:, None], -self._rates, before, after)
+        return found.addcmul_(value, self._skips).mul_(F.silu(gates))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.batch import Kind, Row
-from tiermoe.kernels.delta import delta_rows
+from tiermoe.kernels.convolution import state_pieces
 from tiermoe.model.cache.memory import empty_pages, release_pages
 from tiermoe.types import MOST_VERIFIED
 
@@ -70,7 +70,7 @@ class StateRow:
 
 class StateRows:
     """All rows of a step, or a row that is replayed. verified: those whose tokens may be replayed in part. pieces: the
-    rows as the kernel of linear attention takes them."""
+    rows as the kernels take them."""
 
     def __init__(self, recurrent: RecurrentStates, rows: Iterable[tuple[Row, int, int]]) -> None:
         self.recurrent = recurrent
@@ -81,16 +81,8 @@ class StateRows:
         self.verified = [
             each for each in self.rows if each.row.kind is Kind.VERIFY and len(each.row.tokens) <= MOST_VERIFIED
         ]
-        self.pieces = list(delta_rows([(each.end - each.begin, each.before, each.after) for each in self.rows]))
-
-    @property
-    def apart(self) -> Iterator[StateRow]:
-        """The rows, with one for each token that is verified: it is computed as if it ran alone."""
-        for row in self.rows:
-            before = row.before
-            for at, one in enumerate(row.row.one_by_one(), row.begin):
-                yield StateRow(one, at, at + len(one.tokens), before, row.after)
-                before = row.after
+        spans = [(each.end - each.begin, each.before, each.after, each.row.kind is Kind.PROMPT) for each in self.rows]
+        self.pieces = list(state_pieces(spans))
 
 
 Replay = Callable[[Tensor, int, StateRows], None]

@@ -162,12 +162,15 @@ static void rotate_columns(const bf16 *head, const float *cos, const float *sin,
 
 /* The gated delta rule. */
 
-static void delta_mix(const bf16 *const *inputs, size_t count, const bf16 *taps, size_t stride, size_t columns, float *out) {
+static void convolve(const bf16 *const *inputs, size_t count, const bf16 *taps, size_t stride, const bf16 *bias, int silu,
+                     size_t columns, float *out) {
     for (size_t c = 0; c < columns; c += LANES) {
         Vector sum = zeros();
         for (size_t i = 0; i < count; i++)
             sum = times_plus(load_bf16(taps + i * stride + c), load_bf16(inputs[i] + c), sum);
-        store(out + c, as_bf16(silu_of(as_bf16(sum))));
+        if (bias) sum = plus(sum, load_bf16(bias + c));
+        const Vector found = as_bf16(sum);
+        store(out + c, silu ? as_bf16(silu_of(found)) : found);
     }
 }
 
@@ -179,6 +182,16 @@ static void delta_unit(float *x, size_t columns, float scale) {
     }
     const Vector factor = all(1.0f / sqrtf(sum_of(squares) + 1e-6f));
     for (size_t c = 0; c < columns; c += LANES) store(x + c, times(times(load(x + c), factor), all(scale)));
+}
+
+static void delta_factors(const bf16 *steps, const float *biases, float rate, float least_decay, size_t count, float *decays,
+                          const bf16 *b, float *beta) {
+    for (size_t c = 0; c < count; c += LANES) {
+        const Vector step = plus(load_some(steps + c, count - c), load_floats(biases + c, count - c));
+        const Vector share = over(all(least_decay), one_and_exponential(times(all(rate), step)));
+        store_floats(decays + c, count - c, exponential(least_decay ? share : times(all(-rate), softplus(step))));
+    }
+    *beta = first_of(as_bf16(over(all(1), one_and_exponential(all(from_bf16(*b))))));
 }
 
 /* `count` vectors of columns, by one decay or, where `rows`, by one for each row of the state: numbers that are known where this

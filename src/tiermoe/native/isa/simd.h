@@ -72,6 +72,13 @@ static inline Vector load_floats(const float *from, size_t count) {
     return load(some);
 }
 
+/* The first `count`, at most LANES. */
+static inline void store_floats(float *to, size_t count, Vector v) {
+    float some[LANES];
+    store(some, v);
+    memcpy(to, some, (count < LANES ? count : LANES) * sizeof *some);
+}
+
 /* e^x within 2 units in the last place: 2^n * e^r with |r| <= ln 2 / 2, a Taylor polynomial of degree 7. */
 static inline Vector exponential(Vector x) {
     x = larger_of(all(-104), smaller(all(104), x)); /* beyond: 0 and infinity */
@@ -86,6 +93,17 @@ static inline Vector exponential(Vector x) {
 
 /* What is made of 1 / (1 + e^-x). */
 static inline Vector one_and_exponential(Vector x) { return plus(all(1), exponential(minus(zeros(), x))); }
+
+/* log(1 + e^x) = max(x, 0) + log(1 + z) with z = e^-|x|, and log(1 + z) = 2 artanh(s) with s = z / (2 + z), at most 1/3: its
+ * series up to s^13. */
+static inline Vector softplus(Vector x) {
+    const Vector z = exponential(minus(zeros(), larger_of(minus(zeros(), x), x))), s = over(z, plus(all(2), z));
+    const Vector square = times(s, s);
+    Vector sum = all(2.0f / 13);
+    static const float REST[] = {2.0f / 11, 2.0f / 9, 2.0f / 7, 2.0f / 5, 2.0f / 3, 2};
+    for (int i = 0; i < 6; i++) sum = times_plus(sum, square, all(REST[i]));
+    return times_plus(s, sum, larger_of(zeros(), x));
+}
 
 /* x * sigmoid(x) */
 static inline Vector silu_of(Vector x) { return over(x, one_and_exponential(x)); }

@@ -10,6 +10,7 @@
 #include "neurons.h"
 #include "products.h"
 #include "prompt.h"
+#include "scan.h"
 
 #define PRODUCT_ENTRY(coding, name, columns, bytes, group, offsets) [coding] = PRODUCT_NAME(name),
 
@@ -33,10 +34,15 @@
         .attend_tile = attend,                                                         \
         .attend_rows = attend_rows,                                                    \
         .merge_tiles = merge,                                                          \
-        .delta_mix = delta_mix,                                                        \
+        .convolve = convolve,                                                          \
         .delta_unit = delta_unit,                                                      \
+        .delta_factors = delta_factors,                                                \
         .delta_rule = delta_rule,                                                      \
         .delta_gate = delta_gate,                                                      \
+        .scan_steps = scan_steps,                                                      \
+        .scan = scan,                                                                  \
+        .scan_norm = scan_norm,                                                        \
+        .scan_channels = scan_channels,                                                \
         .hqq = hqq_block,                                                              \
         .encode = encode_block,                                                        \
         .neurons_up = neurons_up,                                                      \
