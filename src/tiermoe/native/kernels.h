@@ -50,6 +50,10 @@ typedef struct {
     /* logits (tokens, rows) = weight (rows, columns) times x (tokens, columns); columns a multiple of 32. */
     void (*logits)(const bf16 *weight, const bf16 *x, size_t tokens, size_t rows, size_t columns, float *logits);
 
+    /* e^x and log(1 + e^x) of some numbers, in their place. */
+    void (*exponentials)(float *x, size_t count);
+    void (*softplus)(float *x, size_t count);
+
     /* See attention_tiles.h. */
     void (*attend_tile)(const Positions *positions, const bf16 *queries, size_t count, size_t begin, size_t end, float scale,
                         float *results);

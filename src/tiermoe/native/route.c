@@ -46,50 +46,52 @@ static void keep_groups(const Router *router, const float *scores, uint8_t *out)
     for (size_t e = 0; e < router->experts; e++) out[e] = !kept[e / each];
 }
 
-/* The softmax of some of the logits, whose largest is known, is e^(logit - largest) / sum. */
-static float sum_of_powers(const float *logits, size_t count, float largest) {
+/* The softmax of some logits in their place; `most`: the largest of them. */
+static void softmax(float *logits, size_t count, float most) {
     float sum = 0;
-    for (size_t i = 0; i < count; i++) sum += expf(logits[i] - largest);
-    return sum;
+    for (size_t i = 0; i < count; i++) logits[i] -= most;
+    kernels->exponentials(logits, count);
+    for (size_t i = 0; i < count; i++) sum += logits[i];
+    for (size_t i = 0; i < count; i++) logits[i] /= sum;
 }
 
 /* Whether a logit's score depends on no other logit. */
 static int scores_alone(const Router *router) { return router->scoring == SIGMOID || router->scoring == SQRT_SOFTPLUS; }
 
-static float score_alone(const Router *router, float logit) {
-    if (router->scoring == SIGMOID) return 1 / (1 + expf(-logit));
-    const float wide = logit > 20 ? logit : log1pf(expf(logit)); /* from 20 on as torch has it */
-    if (router->exact_logits) return sqrtf(wide);
-    return from_bf16(to_bf16(sqrtf(from_bf16(to_bf16(wide)))));
+/* Such scores of some logits in their place. */
+static void score_alone(const Router *router, float *logits, size_t count) {
+    if (router->scoring == SIGMOID) {
+        for (size_t i = 0; i < count; i++) logits[i] = -logits[i];
+        kernels->exponentials(logits, count);
+        for (size_t i = 0; i < count; i++) logits[i] = 1 / (1 + logits[i]);
+        return;
+    }
+    kernels->softplus(logits, count);
+    for (size_t i = 0; i < count; i++)
+        logits[i] = router->exact_logits ? sqrtf(logits[i]) : from_bf16(to_bf16(sqrtf(from_bf16(to_bf16(logits[i])))));
 }
 
-void route_choose(const Router *router, float *logits, int64_t *chosen, float *weights) {
+void route_choose(const Router *router, const float *logits, int64_t *chosen, float *weights) {
     const size_t experts = router->experts, k = router->k;
     const float most = logits[largest(logits, NULL, experts)];
-    const float sum = router->scoring == SOFTMAX ? sum_of_powers(logits, experts, most) : 0;
-    const int in_order = router->groups == 1 && !router->correction; /* logits rank as what is made of them */
-    float scores[experts], kept = 0;
+    const int in_order = router->groups == 1 && !router->correction; /* logits rank as their scores */
+    float shares[experts], scores[experts], kept = 0;
     uint8_t out[experts]; /* chosen, or of a group that is not kept */
     memset(out, 0, experts);
-    for (size_t e = 0; e < experts; e++) {
-        const float logit = logits[e];
-        if (scores_alone(router) && !in_order) logits[e] = score_alone(router, logits[e]);
-        if (router->scoring == SOFTMAX && !in_order) logits[e] = expf(logits[e] - most) / sum;
-        scores[e] = (router->corrects_logits ? logit : logits[e]) + (router->correction ? router->correction[e] : 0);
-    }
+    memcpy(shares, logits, sizeof shares);
+    if (router->scoring == SOFTMAX) softmax(shares, experts, most);
+    if (scores_alone(router) && !in_order) score_alone(router, shares, experts);
+    for (size_t e = 0; e < experts; e++)
+        scores[e] = (in_order || router->corrects_logits ? logits[e] : shares[e]) + (router->correction ? router->correction[e] : 0);
     if (router->groups > 1) keep_groups(router, scores, out);
     for (size_t i = 0; i < k; i++) {
         const size_t best = largest(scores, out, experts);
         chosen[i] = (int64_t)best;
-        weights[i] = logits[best];
+        weights[i] = shares[best];
         out[best] = 1;
     }
-    if (scores_alone(router) && in_order)
-        for (size_t i = 0; i < k; i++) weights[i] = score_alone(router, weights[i]);
-    if (router->scoring == CHOSEN || (router->scoring == SOFTMAX && in_order)) {
-        const float all = router->scoring == CHOSEN ? sum_of_powers(weights, k, most) : sum;
-        for (size_t i = 0; i < k; i++) weights[i] = expf(weights[i] - most) / all;
-    }
+    if (router->scoring == CHOSEN) softmax(weights, k, most);
+    if (scores_alone(router) && in_order) score_alone(router, weights, k);
     for (size_t i = 0; i < k; i++) kept += weights[i];
     for (size_t i = 0; i < k; i++) {
         if (router->normalise) weights[i] /= kept + router->epsilon;

@@ -31,9 +31,8 @@ typedef struct {
 /* logits (tokens, router->experts) of x (tokens, router->columns). */
 void route_logits(const Router *router, const bf16 *x, size_t tokens, float *logits);
 
-/* The k experts with the largest scores, the largest first, of equal ones the first first, and their weights. Uses up
- * `logits`. */
-void route_choose(const Router *router, float *logits, int64_t *chosen, float *weights);
+/* The k experts with the largest scores, the largest first, of equal ones the first first, and their weights. */
+void route_choose(const Router *router, const float *logits, int64_t *chosen, float *weights);
 
 /* What each of x (tokens, router->columns) chooses, (tokens, router->k), by a team. */
 void route_run(const Router *router, const bf16 *x, size_t tokens, int64_t *chosen, float *weights, size_t threads);

@@ -99,6 +99,16 @@ static void logits_of(const bf16 *weight, const bf16 *x, size_t tokens, size_t r
     for (; tokens; tokens--, x += columns, logits += rows) logits_some(1, weight, x, rows, columns, logits, rows);
 }
 
+/* Scores. */
+
+static void exponentials(float *x, size_t count) {
+    for (size_t i = 0; i < count; i += LANES) store_floats(x + i, count - i, exponential(load_floats(x + i, count - i)));
+}
+
+static void softplus_of(float *x, size_t count) {
+    for (size_t i = 0; i < count; i += LANES) store_floats(x + i, count - i, softplus(load_floats(x + i, count - i)));
+}
+
 /* Norms. */
 
 static float norm_factor(const bf16 *x, size_t width, float epsilon) {

@@ -31,6 +31,8 @@
         .layer_norm = layer_norm,                                                      \
         .rotate = rotate_columns,                                                      \
         .logits = logits_of,                                                           \
+        .exponentials = exponentials,                                                  \
+        .softplus = softplus_of,                                                       \
         .attend_tile = attend,                                                         \
         .attend_rows = attend_rows,                                                    \
         .merge_tiles = merge,                                                          \
