@@ -6,7 +6,7 @@ extern const Kernels kernels_generic;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx512bf16, kernels_avx2;
 #elif defined(__aarch64__)
-extern const Kernels kernels_neon;
+extern const Kernels kernels_neondot, kernels_neon;
 #endif
 
 /* The fastest first. */
@@ -15,6 +15,7 @@ static const Kernels *const BUILT[] = {
     &kernels_avx512bf16,
     &kernels_avx2,
 #elif defined(__aarch64__)
+    &kernels_neondot,
     &kernels_neon,
 #endif
     &kernels_generic,

@@ -25,7 +25,11 @@
 #define SIMD avx2
 #elif defined(SIMD_NEON)
 #include "neon/simd.h"
+#if defined(SIMD_NEON_DOT)
+#define SIMD neondot
+#else
 #define SIMD neon
+#endif
 #else
 #include "generic/simd.h"
 #define SIMD generic

@@ -15,6 +15,7 @@
 enum {
     STRIP = 256,       /* columns: a block of the types that have the K in their name */
     STRIP_GROUPS = 16, /* the most in a strip */
+    STRIP_ROWS = 8,    /* that are unpacked at a time by strip_products.h */
 };
 
 typedef struct {
