@@ -34,6 +34,14 @@ INLINE void strips_unpack(Coding coding, const Matrix *matrix, size_t row, size_
 }
 
 #if !defined(OWN_STRIPS_TIMES)
+/* sums[i] = the sum of products of codes, of so many columns of rows. */
+static inline void codes_times(size_t columns, const int8_t *const rows[STRIP_ROWS], const int8_t *codes, int32_t sums[STRIP_ROWS]) {
+    for (size_t i = 0; i < STRIP_ROWS; i++) {
+        sums[i] = 0;
+        for (size_t c = 0; c < columns; c++) sums[i] += rows[i][c] * codes[c];
+    }
+}
+
 /* totals (tokens, STRIP_ROWS) += a strip of rows, from column `begin` on, times tokens. */
 INLINE void strips_times(Coding coding, size_t group, const int8_t *const rows[STRIP_ROWS], const StripScales of[STRIP_ROWS],
                          const float *prepared, size_t columns, size_t begin, size_t width, size_t tokens, float *totals) {
@@ -44,10 +52,12 @@ INLINE void strips_times(Coding coding, size_t group, const int8_t *const rows[S
             const size_t part = begin / X_PART + g / halves;
             const int32_t x_sum = sum_of_codes(&x, part, g % halves, halves);
             const float unit = x.scales[part];
+            const int8_t *its[STRIP_ROWS];
+            int32_t sums[STRIP_ROWS];
+            for (size_t i = 0; i < STRIP_ROWS; i++) its[i] = rows[i] + g * each;
+            codes_times(each, its, x.codes + begin + g * each, sums);
             for (size_t i = 0; i < STRIP_ROWS; i++) {
-                int32_t sum = 0;
-                for (size_t c = g * each; c < (g + 1) * each; c++) sum += rows[i][c] * x.codes[begin + c];
-                totals[i] = __builtin_fmaf((float)sum, coding == INT8 ? unit : of[i].scales[g] * unit, totals[i]);
+                totals[i] = __builtin_fmaf((float)sums[i], coding == INT8 ? unit : of[i].scales[g] * unit, totals[i]);
                 if (has_offsets(coding)) totals[i] = __builtin_fmaf(of[i].offsets[g], (float)x_sum * unit, totals[i]);
             }
         }
