@@ -15,7 +15,7 @@ from unicorn import arm64_const as arm
 
 PAGE = 4096
 HEAP, STACK, MAPPINGS, SPACE = 1 << 32, 1 << 33, 1 << 34, 1 << 31  # where they are, and how much each may grow
-DOT = 1 << 20  # among what AT_HWCAP says that the processor has: HWCAP_ASIMDDP
+DOT = 1 << 20  # HWCAP_ASIMDDP: what AT_HWCAP (16) says that the processor has
 WRITE, WRITEV, EXIT, EXIT_GROUP, BRK, MMAP = 64, 66, 93, 94, 214, 222
 IGNORED = {96, 99, 135, 215, 226}  # set_tid_address, set_robust_list, rt_sigprocmask, munmap, mprotect
 NO_CALL = -38 & (1 << 64) - 1

@@ -6,7 +6,10 @@ extern const Kernels kernels_generic;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx512bf16, kernels_avx2;
 #elif defined(__aarch64__)
-extern const Kernels kernels_neondot, kernels_neon;
+extern const Kernels kernels_neon;
+#if defined(HAS_NEONDOT)
+extern const Kernels kernels_neondot;
+#endif
 #endif
 
 /* The fastest first. */
@@ -15,7 +18,9 @@ static const Kernels *const BUILT[] = {
     &kernels_avx512bf16,
     &kernels_avx2,
 #elif defined(__aarch64__)
+#if defined(HAS_NEONDOT)
     &kernels_neondot,
+#endif
     &kernels_neon,
 #endif
     &kernels_generic,

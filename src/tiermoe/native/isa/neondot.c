@@ -1,7 +1,9 @@
 /* NEON with products of bytes summed by four (Arm's dotprod): Cortex-A75, Neoverse N1, Apple's A11 and M1, and later. */
-#if defined(__aarch64__)
 #define SIMD_NEON
 #define SIMD_NEON_DOT
+#include "../kernels.h"
+
+#if defined(HAS_NEONDOT)
 #include <arm_neon.h>
 
 #if defined(__linux__)
@@ -9,8 +11,6 @@
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
-
-#include "../kernels.h"
 
 static int runs(void) {
 #if defined(__linux__)
