@@ -15,6 +15,7 @@ from unicorn import arm64_const as arm
 
 PAGE = 4096
 HEAP, STACK, MAPPINGS, SPACE = 1 << 32, 1 << 33, 1 << 34, 1 << 31  # where they are, and how much each may grow
+DOT = 1 << 20  # HWCAP_ASIMDDP: what AT_HWCAP (16) says that the processor has
 WRITE, WRITEV, EXIT, EXIT_GROUP, BRK, MMAP = 64, 66, 93, 94, 214, 222
 IGNORED = {96, 99, 135, 215, 226}  # set_tid_address, set_robust_list, rt_sigprocmask, munmap, mprotect
 NO_CALL = -38 & (1 << 64) - 1
@@ -31,7 +32,7 @@ def run(program: Path) -> int:
         machine.mem_map(begin, SPACE)
     top = STACK - PAGE
     machine.mem_write(top + 1024, b"program\0" + bytes(range(16)))
-    known = [*sizes, (6, PAGE), (9, start), (25, top + 1032), (0, 0)]  # the auxiliary vector; 25: random bytes
+    known = [*sizes, (6, PAGE), (9, start), (16, DOT), (25, top + 1032), (0, 0)]  # the auxiliary vector; 25: random bytes
     entries = b"".join(struct.pack("<2Q", *each) for each in known)
     machine.mem_write(top, struct.pack("<4Q", 1, top + 1024, 0, 0) + entries)  # one argument, no environment
     machine.reg_write(arm.UC_ARM64_REG_SP, top)

@@ -63,6 +63,7 @@ SETS = {  # what a set's own headers are compiled with
     "avx2": ["-DSIMD_AVX2", *X86],
     "avx512": ["-DSIMD_AVX512", *X86, *(f"-mavx512{each}" for each in ("f", "bw", "dq", "vl", "vbmi", "bf16"))],
     "neon": ["-DSIMD_NEON"],
+    "neondot": ["-DSIMD_NEON", "-DSIMD_NEON_DOT", "-march=armv8.2-a+dotprod"],
     "generic": [],
 }
 
@@ -72,10 +73,11 @@ def sets_of(header: str) -> list[str]:
     folder, own = Path(header).parts[0], Path(header).parent.name
     if folder != "isa":
         return ["generic"]
+    arm = ["neon", "neondot"]
     if own in SETS:
-        return [own]
-    x86, eight = ["avx2", "avx512"], ["avx2", "neon"]
-    needs = {"x86.h": x86, "x86_strips.h": x86, "nibbles.h": eight, "rows.h": eight}
+        return arm if own == "neon" else [own]
+    x86, words = ["avx2", "avx512"], ["avx2", *arm]
+    needs = {"x86.h": x86, "x86_strips.h": x86, "nibbles.h": words, "rows.h": words}
     return needs.get(Path(header).name, [*SETS])
 
 
@@ -86,8 +88,8 @@ def test_a_header_compiles_alone(header: str) -> None:
     assert re.search(r"^#ifndef (TIERMOE_\w+_H)\n#define \1$", text, re.MULTILINE)
     assert text.endswith("#endif\n")
     for each in sets_of(header):
-        cc = shutil.which("aarch64-linux-gnu-gcc") if each == "neon" else compiler("cc")
-        if cc and (each in ("neon", "generic") or platform.machine() == "x86_64"):
+        cc = shutil.which("aarch64-linux-gnu-gcc") if "neon" in each else compiler("cc")
+        if cc and ("neon" in each or each == "generic" or platform.machine() == "x86_64"):
             quiet = ["-Wno-unused-function"]  # who includes it calls them
             flags = [*STRICT, "-O1", "-Werror", *quiet, "-fsyntax-only", *PYTHON, *SETS[each]]
             built([cc, *flags, "-include", str(SOURCES / header), "-x", "c", "/dev/null"])
@@ -169,7 +171,7 @@ def test_neon_is_right_in_an_emulator(tmp_path: Path) -> None:
     else:
         emulator, build = [compiler("qemu-aarch64", "qemu-aarch64-static")], [compiler("aarch64-linux-gnu-gcc")]
     built([*build, *STRICT, "-O2", "-static", *CHECK, *EVERY, *LIBRARIES, "-o", program])
-    assert ran([*emulator, program]) == ["neon", "generic"]
+    assert ran([*emulator, program]) == ["neondot", "neon", "generic"]
 
 
 @pytest.mark.long

@@ -37,6 +37,7 @@ from tiermoe.types import ExpertKey, Extent, MoeLayer
 
 _INFERIOR = {
     "avx2": "this processor has no AVX-512 with BF16 and VBMI",
+    "neon": "this processor has no dot products of bytes",
     "generic": "this processor has neither AVX2 nor NEON",
 }
 """Instruction set of the native kernels → why it is not a faster one."""

@@ -7,6 +7,9 @@ extern const Kernels kernels_generic;
 extern const Kernels kernels_avx512bf16, kernels_avx2;
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
+#if defined(HAS_NEONDOT)
+extern const Kernels kernels_neondot;
+#endif
 #endif
 
 /* The fastest first. */
@@ -15,6 +18,9 @@ static const Kernels *const BUILT[] = {
     &kernels_avx512bf16,
     &kernels_avx2,
 #elif defined(__aarch64__)
+#if defined(HAS_NEONDOT)
+    &kernels_neondot,
+#endif
     &kernels_neon,
 #endif
     &kernels_generic,

@@ -17,6 +17,11 @@
 #include "route.h"
 #include "scan.h"
 
+/* Clang before 16 has dot products of bytes only where it compiles for a processor that has them. */
+#if defined(__aarch64__) && (!defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_DOTPROD))
+#define HAS_NEONDOT
+#endif
+
 typedef struct {
     const char *name; /* in TIERMOE_ISA */
     int (*runs)(void); /* whether this machine has the instructions */

@@ -9,10 +9,6 @@
 #ifndef TIERMOE_TRELLIS_H
 #define TIERMOE_TRELLIS_H
 
-#if defined(SIMD_NEON)
-#include <arm_neon.h>
-#endif
-
 #include "quants.h"
 
 enum {
@@ -38,16 +34,6 @@ static inline unsigned trellis_level(unsigned before, unsigned byte, size_t i) {
 /* Where byte j of column c of four columns is among their 64 bytes: the first two columns, byte by byte, in the even places. */
 static inline size_t trellis_place(size_t c, size_t j) { return 4 * j + c % 2 * 2 + c / 2; }
 
-/* Bytes 0 .. 31, a multiple of 16 of them, become the levels that they number, plus 32. */
-static inline void trellis_look_up(uint8_t *bytes, size_t count) {
-#if defined(SIMD_NEON)
-    const uint8x16x2_t table = vld1q_u8_x2(TRELLIS_CODES);
-    for (size_t i = 0; i < count; i += 16) vst1q_u8(bytes + i, vqtbl2q_u8(table, vld1q_u8(bytes + i)));
-#else
-    for (size_t i = 0; i < count; i++) bytes[i] = TRELLIS_CODES[bytes[i]];
-#endif
-}
-
 /* Four columns of a block (64 bytes) in the order and codes of INT6 (192 bytes). */
 static inline void trellis_to_int6(const uint8_t *four, uint8_t *six) {
     uint8_t codes[4][BLOCK];
@@ -56,9 +42,8 @@ static inline void trellis_to_int6(const uint8_t *four, uint8_t *six) {
         for (size_t j = 0; j < RUN_BYTES; j++) run[1 + j] = four[trellis_place(c, j)];
         run[0] = run[RUN_BYTES];
         for (size_t i = 0; i < RUN_CODES; i++)
-            for (size_t j = 0; j < RUN_BYTES; j++) codes[c][RUN_BYTES * i + j] = (uint8_t)trellis_level(run[j], run[1 + j], i);
+            for (size_t j = 0; j < RUN_BYTES; j++) codes[c][RUN_BYTES * i + j] = TRELLIS_CODES[trellis_level(run[j], run[1 + j], i)];
     }
-    trellis_look_up(codes[0], sizeof codes);
     enum { HALF = BLOCK / 2 };
     for (size_t c = 0; c < 4; c++)
         for (size_t j = 0; j < HALF; j++) six[c * HALF + j] = (uint8_t)((codes[c][j] & 15) | codes[c][HALF + j] << 4);
@@ -70,7 +55,7 @@ static inline void trellis_to_int6(const uint8_t *four, uint8_t *six) {
         }
 }
 
-/* The coding in which products of plain C and NEON take another. */
+/* The coding in which products of plain C take another. */
 static inline Coding taken_as(Coding coding) { return coding == TCQ2 ? INT6 : coding; }
 
 /* A group of TCQ2 as INT6 in `room`; other codes as they are. */

@@ -17,6 +17,10 @@
 #include "avx2/row_blocks.h"
 #include "avx2/strip_products.h"
 #include "rows.h"
+#elif defined(SIMD_NEON)
+#include "neon/row_blocks.h"
+#include "neon/strip_products.h"
+#include "rows.h"
 #else
 #include "generic/row_blocks.h"
 #include "rows.h"

@@ -1,5 +1,5 @@
 /* The vector vocabulary: what kernels are written in, whatever the instruction set. The C file of a set defines SIMD_AVX2,
- * SIMD_AVX512 or SIMD_NEON before it includes anything; without one of them it is plain C. A set's own <set>/simd.h defines
+ * SIMD_AVX512 or SIMD_NEON (beside it SIMD_NEON_DOT: with dot products of bytes) before it includes anything; without one of them it is plain C. A set's own <set>/simd.h defines
  *
  *   LANES, Vector    16 floats: all, zeros, load, store, load_bf16, store_bf16, load_pairs, as_bf16, plus, minus, times, over,
  *                    smaller, larger_of, times_plus, minus_times, to_integers, times_two_to, sum_of, largest_of, first_of
@@ -7,7 +7,7 @@
  *                    no_dot, dot and sum_of_dot of its own
  *   QUERIES, KEYS, WIDEST  how many queries share what attention loads, and how many columns of values have sums in registers
  *   Eight            8 floats (AVX2): eight_all, eight_zeros, eight_from, eight_to, eight_times_plus
- *   Words            8 words of 32 bits (AVX2): words_from, words_and, words_or, words_looked_up, WORDS_LEFT, WORDS_RIGHT
+ *   Words            8 words of 32 bits (AVX2), 4 (NEON): words_from, words_and, words_or, WORDS_RIGHT; AVX2: words_looked_up, WORDS_LEFT
  *   from_half        the float16 at an address; look_up: the 16 codes of a table that nibbles stand for; look_up_32: likewise
  *                    numbers of 16 bits, those of the low halves of 16 bytes before those of the high halves */
 #ifndef TIERMOE_ISA_SIMD_H
@@ -25,7 +25,11 @@
 #define SIMD avx2
 #elif defined(SIMD_NEON)
 #include "neon/simd.h"
+#if defined(SIMD_NEON_DOT)
+#define SIMD neondot
+#else
 #define SIMD neon
+#endif
 #else
 #include "generic/simd.h"
 #define SIMD generic

@@ -15,6 +15,7 @@
 enum {
     STRIP = 256,       /* columns: a block of the types that have the K in their name */
     STRIP_GROUPS = 16, /* the most in a strip */
+    STRIP_ROWS = 8,    /* that are unpacked at a time by strip_products.h */
 };
 
 typedef struct {
@@ -352,14 +353,20 @@ INLINE float grid_factor(Coding coding, const uint8_t *at) {
     }
 }
 
+/* a + b, byte by byte. */
+static inline uint64_t bytes_plus(uint64_t a, uint64_t b) {
+    const uint64_t high = 0x8080808080808080;
+    return ((a & ~high) + (b & ~high)) ^ ((a ^ b) & high);
+}
+
 static inline void grid_codes(Coding coding, const uint8_t *at, size_t p, int8_t *restrict codes) {
     const uint32_t signs = grid_signs(coding, at, p);
+    const uint64_t ones = 0x0101010101010101;
     for (size_t i = 0; i < 4; i++) {
-        const uint64_t eight = grid_eight(coding, at, p, i);
-        for (size_t c = 0; c < 8; c++) {
-            const int size = (int8_t)(eight >> 8 * c), negative = signs >> (8 * i + c) & 1;
-            codes[8 * i + c] = (int8_t)(coding <= IQ1_M ? size + 1 - 2 * negative : negative ? -size : size);
-        }
+        const uint64_t eight = grid_eight(coding, at, p, i), bits = (signs >> 8 * i & 0xFF) * ones & 0x8040201008040201;
+        const uint64_t negative = (bits + 0x7F * ones) >> 7 & ones; /* 1 in each such byte */
+        const uint64_t its = coding <= IQ1_M ? bytes_plus(eight, ones ^ 0xFE * negative) : bytes_plus(eight ^ 0xFF * negative, negative);
+        memcpy(codes + 8 * i, &its, sizeof its);
     }
 }
 

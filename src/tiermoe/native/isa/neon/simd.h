@@ -134,6 +134,14 @@ static inline void four_dots(const Vector dots[4], float scale, float *out) {
     }
 }
 
+/* Four words of 32 bits, for the products. */
+typedef uint32x4_t Words;
+
+static inline Words words_from(const uint8_t *from) { return vreinterpretq_u32_u8(vld1q_u8(from)); }
+static inline Words words_and(Words words, uint32_t mask) { return vandq_u32(words, vdupq_n_u32(mask)); }
+static inline Words words_or(Words a, Words b) { return vorrq_u32(a, b); }
+#define WORDS_RIGHT(words, n) vshrq_n_u32(words, n)
+
 /* The float16 at an address. */
 static inline float from_half(const uint8_t *at) {
     uint16_t half;
