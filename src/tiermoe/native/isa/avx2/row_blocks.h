@@ -18,8 +18,7 @@ enum {
     HALF = SUMS / 2,    /* of them, of the first or the last 32 rows */
     BLOCK_TOKENS = 24,  /* that share what is unpacked of a part */
     BLOCK_TILE = 6,     /* of them, whose sums are in registers at a time */
-    TILE_PAIR = 2,      /* registers of each of those */
-    TILE_FEW = 3,       /* tokens that have HALF of the registers at a time */
+    TILE_SUMS = 2,      /* registers of each of those */
     CODES_AHEAD = 2048, /* bytes that are asked for ahead of their use */
 };
 
@@ -171,30 +170,36 @@ INLINE void add_sums(Coding coding, __m256i sums, int n, const XIntegers *x, siz
     eight_to(totals + 8 * n, total);
 }
 
-/* totals (64) += a part of a block's codes times one token's, scaled. halves: of the rows, from `first` on. */
-INLINE void halves_alone(Coding coding, int first, int halves, const uint8_t *codes, const XIntegers *x, size_t part,
-                         const Scales *scales, float *totals) {
-    __m256i sums[SUMS];
-    for (int n = 0; n < halves * HALF; n++) sums[n] = _mm256_setzero_si256();
+/* totals (tokens, 64) += a part of a block's codes times one token's or two's, scaled: what is unpacked stays in registers. halves:
+ * of the rows, from `first` on. */
+INLINE void halves_of_few(Coding coding, size_t tokens, int first, int halves, const uint8_t *codes, const XIntegers *x, size_t part,
+                          const Scales *scales, float *totals) {
+    __m256i sums[2][SUMS];
+    for (size_t m = 0; m < tokens; m++)
+        for (int n = 0; n < halves * HALF; n++) sums[m][n] = _mm256_setzero_si256();
     for (size_t i = 0; i < FOURS; i++) {
-        const __m256i four = four_codes(x->codes + part * X_PART + 4 * i);
         __m256i rows[HALF];
-        ask_ahead(coding, codes + code_bytes(coding, 4 * i));
+        if (first == 0) ask_ahead(coding, codes + code_bytes(coding, 4 * i));
         four_columns(coding, codes, 4 * i, first, rows);
         for (int k = 0; k < HALF; k++)
-            for (int h = 0; h < halves; h++)
-                sums[h * HALF + k] = plus_four(coding, sums[h * HALF + k], codes_of(coding, rows[k], first + h), four);
+            for (int h = 0; h < halves; h++) {
+                const __m256i weights = codes_of(coding, rows[k], first + h);
+                for (size_t m = 0; m < tokens; m++)
+                    sums[m][h * HALF + k] = plus_four(coding, sums[m][h * HALF + k], weights, four_codes(x[m].codes + part * X_PART + 4 * i));
+            }
     }
-    for (int n = 0; n < halves * HALF; n++) add_sums(coding, sums[n], first * HALF + n, x, part, scales, totals);
+    for (size_t m = 0; m < tokens; m++)
+        for (int n = 0; n < halves * HALF; n++) add_sums(coding, sums[m][n], first * HALF + n, &x[m], part, scales, totals + m * BLOCK);
 }
 
-INLINE void part_alone(Coding coding, const uint8_t *codes, const XIntegers *x, size_t part, const Scales *scales, float *totals) {
-    if (!by_halves(coding)) {
-        halves_alone(coding, 0, 2, codes, x, part, scales, totals);
+INLINE void part_of_few(Coding coding, size_t tokens, const uint8_t *codes, const XIntegers *x, size_t part, const Scales *scales,
+                        float *totals) {
+    if (tokens == 1 && !by_halves(coding)) {
+        halves_of_few(coding, tokens, 0, 2, codes, x, part, scales, totals);
         return;
     }
-    halves_alone(coding, 0, 1, codes, x, part, scales, totals);
-    halves_alone(coding, 1, 1, codes, x, part, scales, totals);
+    halves_of_few(coding, tokens, 0, 1, codes, x, part, scales, totals);
+    halves_of_few(coding, tokens, 1, 1, codes, x, part, scales, totals);
 }
 
 INLINE void part_unpack(Coding coding, const uint8_t *codes, __m256i panel[FOURS][SUMS]) {
@@ -212,18 +217,17 @@ INLINE void part_unpack(Coding coding, const uint8_t *codes, __m256i panel[FOURS
  * each at a time. */
 INLINE void panel_tile(Coding coding, size_t tokens, __m256i panel[FOURS][SUMS], const XIntegers *x, size_t part,
                        const Scales *scales, float *totals) {
-    const int some = tokens <= TILE_FEW ? HALF : TILE_PAIR;
-    for (int n = 0; n < SUMS; n += some) {
-        __m256i sums[BLOCK_TILE][HALF];
+    for (int n = 0; n < SUMS; n += TILE_SUMS) {
+        __m256i sums[BLOCK_TILE][TILE_SUMS];
         for (size_t m = 0; m < tokens; m++)
-            for (int i = 0; i < some; i++) sums[m][i] = _mm256_setzero_si256();
+            for (int i = 0; i < TILE_SUMS; i++) sums[m][i] = _mm256_setzero_si256();
         for (size_t c = 0; c < FOURS; c++)
             for (size_t m = 0; m < tokens; m++) {
                 const __m256i four = four_codes(x[m].codes + part * X_PART + 4 * c);
-                for (int i = 0; i < some; i++) sums[m][i] = plus_four(coding, sums[m][i], panel[c][n + i], four);
+                for (int i = 0; i < TILE_SUMS; i++) sums[m][i] = plus_four(coding, sums[m][i], panel[c][n + i], four);
             }
         for (size_t m = 0; m < tokens; m++)
-            for (int i = 0; i < some; i++) add_sums(coding, sums[m][i], n + i, &x[m], part, scales, totals + m * BLOCK);
+            for (int i = 0; i < TILE_SUMS; i++) add_sums(coding, sums[m][i], n + i, &x[m], part, scales, totals + m * BLOCK);
     }
 }
 
@@ -248,7 +252,11 @@ INLINE void add_part(Coding coding, const uint8_t *codes, const XIntegers *x, si
                      float *totals) {
     __m256i panel[FOURS][SUMS];
     if (tokens == 1) {
-        part_alone(coding, codes, x, part, scales, totals);
+        part_of_few(coding, 1, codes, x, part, scales, totals);
+        return;
+    }
+    if (tokens == 2 && !by_halves(coding) && coding != NL3) { /* what is quickly unpacked twice */
+        part_of_few(coding, 2, codes, x, part, scales, totals);
         return;
     }
     part_unpack(coding, codes, panel);
