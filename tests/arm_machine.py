@@ -32,7 +32,8 @@ def run(program: Path) -> int:
         machine.mem_map(begin, SPACE)
     top = STACK - PAGE
     machine.mem_write(top + 1024, b"program\0" + bytes(range(16)))
-    known = [*sizes, (6, PAGE), (9, start), (16, DOT), (25, top + 1032), (0, 0)]  # the auxiliary vector; 25: random bytes
+    # the auxiliary vector; 25: random bytes
+    known = [*sizes, (6, PAGE), (9, start), (16, DOT), (25, top + 1032), (0, 0)]
     entries = b"".join(struct.pack("<2Q", *each) for each in known)
     machine.mem_write(top, struct.pack("<4Q", 1, top + 1024, 0, 0) + entries)  # one argument, no environment
     machine.reg_write(arm.UC_ARM64_REG_SP, top)

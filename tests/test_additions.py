@@ -370,7 +370,8 @@ def changed_tree(root: Path, changes: Changes) -> Path:
 OTHERS = """
 #include "kernels.h"
 static int nowhere(void) { return 0; }
-const Kernels kernels_avx512bf16 = {.runs = nowhere}, kernels_avx2 = {.runs = nowhere};
+const Kernels kernels_avx512bf16 = {.runs = nowhere}, kernels_avx2 = {.runs = nowhere},
+              kernels_avxvnni = {.runs = nowhere};
 const Kernels kernels_neondot = {.runs = nowhere}, kernels_neon = {.runs = nowhere};
 """  # in place of the sets that take a minute to compile
 

@@ -36,7 +36,8 @@ from tiermoe.offload.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey, Extent, MoeLayer
 
 _INFERIOR = {
-    "avx2": "this processor has no AVX-512 with BF16 and VBMI",
+    "avxvnni": "this processor has no AVX-512 with BF16 and VBMI",
+    "avx2": "this processor has neither AVX-512 with BF16 and VBMI nor AVX-VNNI",
     "neon": "this processor has no dot products of bytes",
     "generic": "this processor has neither AVX2 nor NEON",
 }

@@ -91,8 +91,8 @@ def address(tensor: Tensor | None) -> int:
 
 def prepared_at_most(columns: int) -> int:
     """Upper bound of the bytes of one token's quantised activations, for any encoding (native/isa/integers.h): each 32
-    columns have int8 codes, a scale and two sums; in AVX2's blocks of rows int16 codes, a sum and a scale."""
-    return (72 if instruction_set() == "avx2" else 44) * -(-columns // 32)
+    columns have int8 codes, a scale and two sums."""
+    return 44 * -(-columns // 32)
 
 
 def matrix_form(encoding: Encoding, out: int, in_: int, dtype: torch.dtype) -> MatrixForm | None:

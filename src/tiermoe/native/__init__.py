@@ -96,8 +96,8 @@ def instruction_set() -> str | None:
 
 def instruction_sets() -> list[str]:
     """Instruction sets that this build has and this machine runs, the fastest first: avx512bf16 (AVX-512 with BF16 and
-    VBMI), avx2 (with FMA), neondot (64-bit Arm with dot products of bytes), neon (64-bit Arm), generic (any
-    machine)."""
+    VBMI), avxvnni (AVX2 with AVX-VNNI), avx2 (with FMA), neondot (64-bit Arm with dot products of bytes), neon (64-bit
+    Arm), generic (any machine)."""
     return [] if _native is None else _native.instruction_sets()
 
 

@@ -5,6 +5,9 @@
 extern const Kernels kernels_generic;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx512bf16, kernels_avx2;
+#if __has_include(<avxvnniintrin.h>)
+extern const Kernels kernels_avxvnni;
+#endif
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
 #if defined(HAS_NEONDOT)
@@ -16,6 +19,9 @@ extern const Kernels kernels_neondot;
 static const Kernels *const BUILT[] = {
 #if defined(__x86_64__)
     &kernels_avx512bf16,
+#if __has_include(<avxvnniintrin.h>)
+    &kernels_avxvnni,
+#endif
     &kernels_avx2,
 #elif defined(__aarch64__)
 #if defined(HAS_NEONDOT)

@@ -1,10 +1,8 @@
 /* What an instruction set provides: one table each (isa/), of which the program uses one. Everything around them, the
  * team of threads, the phases of a layer and the choice of experts, is compiled once and calls through `kernels`.
  *
- * Sums run in one order whatever the number of tokens, threads or blocks, and give the same bits in each table, but for
- * products with blocks of GGUF files and with published codes: these take activations as bfloat16 (AVX2 as integers of 16 bits,
- * isa/avx2/integers.h), in an order of each table's own. Other packed weights take activations as codes of 8 bits
- * (isa/integers.h). Weights are exact, sums are float32. */
+ * Sums run in one order whatever the number of tokens, threads or blocks, and give the same bits in each table. Products with
+ * packed weights, GGUF's blocks and published codes take activations as codes of 8 bits (isa/integers.h); weights are exact. */
 #ifndef TIERMOE_KERNELS_H
 #define TIERMOE_KERNELS_H
 

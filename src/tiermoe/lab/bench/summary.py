@@ -17,7 +17,7 @@ from tiermoe.platform.bandwidth import last_cache_bytes
 from tiermoe.platform.machine import fields_of, installed_version, processors, total_memory
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
-_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+_FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 _LEAST = 1 << 30  # bytes of the cgroup that is tried
 
 SPEEDS = ("decode_tok_s", "prefill_tok_s")

@@ -54,27 +54,11 @@ PRODUCT(e2m1) {
         strips_block(E2M1, 32, matrix, block, prepared, tokens, out, stride);
 }
 
-#if defined(SIMD_AVX2)
-#define OF_SPANS(coding) ((coding) != INT8 && (coding) < FIRST_GGUF) /* blocks of rows */
-#else
-#define OF_SPANS(coding) 0
-#define SPAN_FLOATS 0
-#define to_spans(x, columns, prepared)
-#endif
-
-static size_t token_floats(const Matrix *matrix) {
-    if (!of_integers(matrix->coding)) return 0;
-    return OF_SPANS(matrix->coding) ? matrix->columns / X_PART * SPAN_FLOATS : integer_floats(matrix->columns);
-}
+static size_t token_floats(const Matrix *matrix) { return of_integers(matrix->coding) ? integer_floats(matrix->columns) : 0; }
 
 static void prepare(const Matrix *matrix, const bf16 *x, size_t tokens, float *prepared) {
     const size_t floats = token_floats(matrix);
-    for (; floats && tokens; tokens--, x += matrix->columns, prepared += floats) {
-        if (OF_SPANS(matrix->coding))
-            to_spans(x, matrix->columns, prepared);
-        else
-            to_integers_of(x, matrix->columns, prepared);
-    }
+    for (; floats && tokens; tokens--, x += matrix->columns, prepared += floats) to_integers_of(x, matrix->columns, prepared);
 }
 
 #endif

@@ -1,5 +1,6 @@
 /* The vector vocabulary: what kernels are written in, whatever the instruction set. The C file of a set defines SIMD_AVX2,
- * SIMD_AVX512 or SIMD_NEON (beside it SIMD_NEON_DOT: with dot products of bytes) before it includes anything; without one of them it is plain C. A set's own <set>/simd.h defines
+ * SIMD_AVX512 or SIMD_NEON before it includes anything, that of AVX-VNNI SIMD_AVX2 and DPBUSD (avx2/bytes.h), that of Arm's dot
+ * products SIMD_NEON and SIMD_NEON_DOT; without one of them it is plain C. A set's own <set>/simd.h defines
  *
  *   LANES, Vector    16 floats: all, zeros, load, store, load_bf16, store_bf16, load_pairs, as_bf16, plus, minus, times, over,
  *                    smaller, larger_of, times_plus, minus_times, to_integers, times_two_to, sum_of, largest_of, first_of
@@ -7,7 +8,7 @@
  *                    no_dot, dot and sum_of_dot of its own
  *   QUERIES, KEYS, WIDEST  how many queries share what attention loads, and how many columns of values have sums in registers
  *   Eight            8 floats (AVX2): eight_all, eight_zeros, eight_from, eight_to, eight_times_plus
- *   Words            8 words of 32 bits (AVX2), 4 (NEON): words_from, words_and, words_or, WORDS_RIGHT; AVX2: words_looked_up, WORDS_LEFT
+ *   Words            8 words of 32 bits (AVX2), 4 (NEON): words_from, words_and, words_or, WORDS_RIGHT; AVX2: WORDS_LEFT
  *   from_half        the float16 at an address; look_up: the 16 codes of a table that nibbles stand for; look_up_32: likewise
  *                    numbers of 16 bits, those of the low halves of 16 bytes before those of the high halves */
 #ifndef TIERMOE_ISA_SIMD_H
@@ -22,7 +23,11 @@
 #define SIMD avx512bf16
 #elif defined(SIMD_AVX2)
 #include "avx2/simd.h"
+#if defined(DPBUSD)
+#define SIMD avxvnni
+#else
 #define SIMD avx2
+#endif
 #elif defined(SIMD_NEON)
 #include "neon/simd.h"
 #if defined(SIMD_NEON_DOT)

@@ -1,12 +1,6 @@
-/* Products with matrices that are kept in blocks of rows, on integers: INT4, INT6, INT2, NL4, NL3, NL2 and TCQ2.
- *
- * The columns of a span of a token become integers (../integers.h). Four columns of codes are transposed, so that each lane has
- * those of one row: its bytes at even places and those at odd ones are words, two products of which are summed in a step.
- * Lane l of register 4 h + k has row 32 h + 4 k + l, from the fourth lane on row 32 h + 16 + 4 k + l - 4. Sums of a span
- * are exact, so that one token and many may go different ways to the same bits; they become floats to be scaled.
- *
- * In INT4 and INT2 the high nibbles stay in their place, 16 times as large. What codes are too large by (8, 32, 2, 128) is taken
- * away in integers, before the first product. */
+/* Products with matrices that are kept in blocks of rows: INT4, INT6, INT2, NL4, NL3, NL2 and TCQ2. Four columns of codes are
+ * transposed, so that each lane has those of one row (bytes.h). Lane l of register 4 h + k has row 32 h + 4 k + l, from the fourth
+ * lane on row 32 h + 16 + 4 k + l - 4. Sums of a part are exact, so that one token and many may go different ways to the same bits. */
 #ifndef TIERMOE_ISA_AVX2_ROW_BLOCKS_H
 #define TIERMOE_ISA_AVX2_ROW_BLOCKS_H
 
@@ -17,26 +11,16 @@
 #include "../integers.h"
 #include "../nibbles.h"
 #include "../simd.h"
+#include "bytes.h"
 
 enum {
-    SPAN = X_PART,     /* columns that are summed as integers */
-    SUMS = 8,          /* registers of a block */
-    HALF = SUMS / 2,   /* of them, of the first or the last 32 rows */
-    SPAN_TOKENS = 24,  /* that share what is unpacked of a span */
-    SPAN_TILE = 6,     /* of them, whose sums are in registers at a time */
-    SPAN_PAIR = 2,     /* registers of each of those */
-    SPAN_FEW = 3,      /* tokens that have HALF of the registers at a time */
+    SUMS = 8,           /* registers of a block */
+    HALF = SUMS / 2,    /* of them, of the first or the last 32 rows */
+    BLOCK_TOKENS = 24,  /* that share what is unpacked of a part */
+    BLOCK_TILE = 6,     /* of them, whose sums are in registers at a time */
+    TILE_SUMS = 2,      /* registers of each of those */
     CODES_AHEAD = 2048, /* bytes that are asked for ahead of their use */
 };
-
-/* Sixteen numbers times a factor, to the nearest integers: four of `a`, four of `b`, and again. */
-static inline __m256i to_words(Eight a, Eight b, Eight factor) {
-    const __m256i low = _mm256_cvtps_epi32(_mm256_mul_ps(a, factor)), high = _mm256_cvtps_epi32(_mm256_mul_ps(b, factor));
-    return _mm256_packs_epi32(low, high);
-}
-
-/* sums + the products of words, two of them in each lane. */
-static inline __m256i plus_products(__m256i sums, __m256i a, __m256i b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
 
 /* Keeps the compiler from adding products to each other first: then some sums would have no register. */
 INLINE __m256i in_register(__m256i sums) {
@@ -44,36 +28,11 @@ INLINE __m256i in_register(__m256i sums) {
     return sums;
 }
 
-/* A span of a token (../integers.h): codes as words of columns (0, 2), (4, 6), (1, 3), (5, 7), and so on, times `unit`. */
-typedef struct {
-    int32_t pairs[SPAN / 2];
-    int32_t sum; /* of the words */
-    float unit;
-} SpanX;
-enum { SPAN_FLOATS = sizeof(SpanX) / sizeof(float) };
-
-/* Where among the pairs those of four columns are: of the first and the third, and TO_ODD behind them of the others. */
-static inline size_t pair_of(size_t c) { return c / 16 * 8 + c % 16 / 8 * 4 + c % 8 / 4; }
-enum { TO_ODD = 2 };
-
-static inline void to_span(const bf16 *x, SpanX *to) {
-    const XUnit unit = unit_of(x);
-    __m256i sums = _mm256_setzero_si256();
-    const Columns columns = load_columns(x);
-    const __m256i words[] = {to_words(columns.even.low, columns.odd.low, eight_all(unit.factor)),
-                             to_words(columns.even.high, columns.odd.high, eight_all(unit.factor))};
-    for (int i = 0; i < 2; i++) {
-        sums = plus_products(sums, words[i], _mm256_set1_epi16(1));
-        _mm256_storeu_si256((void *)(to->pairs + 8 * i), words[i]);
-    }
-    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
-    to->sum = _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
-    to->unit = unit.scale;
-}
-
-static inline void to_spans(const bf16 *x, size_t columns, float *prepared) {
-    for (size_t p = 0; p < columns / SPAN; p++) to_span(x + p * SPAN, (SpanX *)prepared + p);
+/* sums + the products of four columns: the sums of a part, to be taken by as_integers once where all of them may be together. */
+INLINE __m256i plus_four(Coding coding, __m256i sums, __m256i weights, __m256i codes) {
+    if (sums_together(coding) == FOURS) return in_register(plus_products(coding, sums, weights, codes));
+    const __m256i products = plus_products(coding, _mm256_setzero_si256(), weights, codes);
+    return in_register(_mm256_add_epi32(sums, as_integers(products)));
 }
 
 /* A group's, of the rows of a block. */
@@ -102,8 +61,7 @@ INLINE void scales_of(Coding coding, const bf16 *from, Scales *scales) {
             continue;
         }
         const __m256i pairs = two_fours(from + 64 * half, k);
-        const Eight scale = eight_bits(WORDS_LEFT(pairs, 16));
-        scales->scale[n] = half ? eight_times(scale, eight_all(1.0f / 16)) : scale;
+        scales->scale[n] = eight_bits(WORDS_LEFT(pairs, 16));
         scales->zero[n] = eight_bits(words_and(pairs, 0xFFFF0000));
     }
 }
@@ -191,167 +149,118 @@ INLINE void four_columns(Coding coding, const uint8_t *codes, size_t c, int half
     across(columns, rows);
 }
 
-/* Codes of register n, from what four_columns made: words of the columns at even places, or of the others. */
-INLINE __m256i words_of(Coding coding, __m256i rows, int half, int odd) {
-    const int low = coding == INT2 ? 0x00030003 : 0x000F000F;
-    if (has_pairs(coding)) return words_and(odd ? _mm256_srli_epi16(rows, 8) : rows, half ? low << 4 : low);
-    if (is_uneven(coding)) {
-        const __m256i codes = half ? WORDS_RIGHT(rows, 4) : rows;
-        rows = words_looked_up(uneven_levels(coding), is_short(coding) ? codes : words_and(codes, 0x0F0F0F0F));
-    }
-    return odd ? _mm256_srli_epi16(rows, 8) : words_and(rows, 0x00FF00FF);
-}
-
-/* What the sums of a half begin with. */
-INLINE __m256i sum_begin(Coding coding, int half, const SpanX *x) {
-    const int above = is_uneven(coding) ? 128 : middle_code(coding) * (has_pairs(coding) && half ? 16 : 1);
-    return _mm256_set1_epi32(-above * x->sum);
+/* Codes of a register of one half, from what four_columns made. */
+INLINE __m256i codes_of(Coding coding, __m256i rows, int half) {
+    if (by_halves(coding)) return rows;
+    const __m256i codes = half ? WORDS_RIGHT(rows, 4) : rows, alone = words_and(codes, coding == INT2 ? 0x03030303 : 0x0F0F0F0F);
+    return is_uneven(coding) ? looked_up(coding, uneven_levels(coding), is_short(coding) ? codes : alone) : alone;
 }
 
 INLINE void ask_ahead(Coding coding, const uint8_t *codes) {
     for (size_t at = 0; at < code_bytes(coding, 4); at += 64) __builtin_prefetch(codes + CODES_AHEAD + at, 0, 2);
 }
 
-/* totals (64) += the sums of register n times their unit, scaled, and in INT4 and INT2 the zeros times the span's sum. */
-INLINE void add_sums(Coding coding, __m256i sums, int n, const SpanX *x, const Scales *scales, float *totals) {
-    const Eight scale = eight_times(scales->scale[n], eight_all(x->unit));
+/* totals (64) += a part's sums of register n (plus_four), scaled, and in INT4 and INT2 the zeros times the sum of x. */
+INLINE void add_sums(Coding coding, __m256i sums, int n, const XIntegers *x, size_t part, const Scales *scales, float *totals) {
+    const __m256i above = _mm256_set1_epi32(above_code(coding) * x->sums[part]);
+    const Eight scale = eight_times(scales->scale[n], eight_all(x->scales[part]));
+    sums = _mm256_sub_epi32(sums_together(coding) == FOURS ? as_integers(sums) : sums, above);
     Eight total = eight_times_plus(_mm256_cvtepi32_ps(sums), scale, eight_from(totals + 8 * n));
-    if (has_pairs(coding)) total = eight_times_plus(scales->zero[n], eight_all((float)x->sum * x->unit), total);
+    if (has_pairs(coding)) total = eight_times_plus(scales->zero[n], eight_all((float)x->sums[part] * x->scales[part]), total);
     eight_to(totals + 8 * n, total);
 }
 
-/* totals (64) += a span of a block's codes times one token's, scaled. halves: of the rows, from `first` on. */
-INLINE void halves_alone(Coding coding, int first, int halves, const uint8_t *codes, size_t span, const SpanX *x,
-                         const Scales *scales, float *totals) {
-    __m256i sums[SUMS];
-    for (int h = 0; h < halves; h++)
-        for (int k = 0; k < HALF; k++) sums[h * HALF + k] = sum_begin(coding, first + h, x);
-    for (size_t c = 0; c < span; c += 4) {
-        const __m256i even = _mm256_set1_epi32(x->pairs[pair_of(c)]), odd = _mm256_set1_epi32(x->pairs[pair_of(c) + TO_ODD]);
+/* totals (tokens, 64) += a part of a block's codes times one token's or two's, scaled: what is unpacked stays in registers. halves:
+ * of the rows, from `first` on. */
+INLINE void halves_of_few(Coding coding, size_t tokens, int first, int halves, const uint8_t *codes, const XIntegers *x, size_t part,
+                          const Scales *scales, float *totals) {
+    __m256i sums[2][SUMS];
+    for (size_t m = 0; m < tokens; m++)
+        for (int n = 0; n < halves * HALF; n++) sums[m][n] = _mm256_setzero_si256();
+    for (size_t i = 0; i < FOURS; i++) {
         __m256i rows[HALF];
-        ask_ahead(coding, codes + code_bytes(coding, c));
-        four_columns(coding, codes, c, first, rows);
+        if (first == 0) ask_ahead(coding, codes + code_bytes(coding, 4 * i));
+        four_columns(coding, codes, 4 * i, first, rows);
         for (int k = 0; k < HALF; k++)
             for (int h = 0; h < halves; h++) {
-                __m256i *sum = sums + h * HALF + k;
-                *sum = in_register(plus_products(*sum, words_of(coding, rows[k], first + h, 0), even));
-                *sum = in_register(plus_products(*sum, words_of(coding, rows[k], first + h, 1), odd));
+                const __m256i weights = codes_of(coding, rows[k], first + h);
+                for (size_t m = 0; m < tokens; m++)
+                    sums[m][h * HALF + k] = plus_four(coding, sums[m][h * HALF + k], weights, four_codes(x[m].codes + part * X_PART + 4 * i));
             }
     }
-    for (int n = 0; n < halves * HALF; n++) add_sums(coding, sums[n], first * HALF + n, x, scales, totals);
+    for (size_t m = 0; m < tokens; m++)
+        for (int n = 0; n < halves * HALF; n++) add_sums(coding, sums[m][n], first * HALF + n, &x[m], part, scales, totals + m * BLOCK);
 }
 
-INLINE void span_alone(Coding coding, const uint8_t *codes, size_t span, const SpanX *x, const Scales *scales, float *totals) {
-    if (!by_halves(coding)) {
-        halves_alone(coding, 0, 2, codes, span, x, scales, totals);
+INLINE void part_of_few(Coding coding, size_t tokens, const uint8_t *codes, const XIntegers *x, size_t part, const Scales *scales,
+                        float *totals) {
+    if (tokens == 1 && !by_halves(coding)) {
+        halves_of_few(coding, tokens, 0, 2, codes, x, part, scales, totals);
         return;
     }
-    halves_alone(coding, 0, 1, codes, span, x, scales, totals);
-    halves_alone(coding, 1, 1, codes, span, x, scales, totals);
+    halves_of_few(coding, tokens, 0, 1, codes, x, part, scales, totals);
+    halves_of_few(coding, tokens, 1, 1, codes, x, part, scales, totals);
 }
 
-/* Two registers of those that `across` makes: the first two, or the last. */
-INLINE void across_two(const __m256i columns[4], int last, __m256i rows[2]) {
-    const __m256i a = last ? _mm256_unpackhi_epi8(columns[0], columns[1]) : _mm256_unpacklo_epi8(columns[0], columns[1]);
-    const __m256i b = last ? _mm256_unpackhi_epi8(columns[2], columns[3]) : _mm256_unpacklo_epi8(columns[2], columns[3]);
-    rows[0] = _mm256_unpacklo_epi16(a, b), rows[1] = _mm256_unpackhi_epi16(a, b);
-}
-
-/* totals (2, 64) += a span of a block's codes times two tokens', `apart` spans apart, scaled: what is unpacked stays in
- * registers, two of each half of the rows at a time. Not of INT6. */
-INLINE void span_of_two(Coding coding, const uint8_t *codes, size_t span, const SpanX *x, size_t apart, const Scales *scales,
-                        float *totals) {
-    for (int last = 0; last < 2; last++) {
-        __m256i sums[2][2][2]; /* of a token, of a half, of a register */
-        for (size_t m = 0; m < 2; m++)
-            for (int h = 0; h < 2; h++) sums[m][h][0] = sums[m][h][1] = sum_begin(coding, h, x + m * apart);
-        for (size_t c = 0; c < span; c += 4) {
-            __m256i columns[4], rows[2];
-            if (!last) ask_ahead(coding, codes + code_bytes(coding, c));
-            for (int i = 0; i < 4; i++) columns[i] = column_codes(coding, codes + code_bytes(coding, c), 0, i);
-            across_two(columns, last, rows);
-            for (int i = 0; i < 2; i++)
-                for (int h = 0; h < 2; h++)
-                    for (int odd = 0; odd < 2; odd++) {
-                        const __m256i words = words_of(coding, rows[i], h, odd);
-                        for (size_t m = 0; m < 2; m++) {
-                            const __m256i pair = _mm256_set1_epi32(x[m * apart].pairs[pair_of(c) + (odd ? TO_ODD : 0)]);
-                            sums[m][h][i] = in_register(plus_products(sums[m][h][i], words, pair));
-                        }
-                    }
-        }
-        for (size_t m = 0; m < 2; m++)
-            for (int h = 0; h < 2; h++)
-                for (int i = 0; i < 2; i++)
-                    add_sums(coding, sums[m][h][i], h * HALF + 2 * last + i, x + m * apart, scales, totals + m * BLOCK);
-    }
-}
-
-/* panel (span / 2, 8): the words of pair p, as they are numbered in SpanX. */
-INLINE void span_unpack(Coding coding, const uint8_t *codes, size_t span, __m256i *panel) {
-    for (size_t c = 0; c < span; c += 4) {
-        __m256i *even = panel + pair_of(c) * SUMS, *odd = even + TO_ODD * SUMS, rows[HALF];
-        ask_ahead(coding, codes + code_bytes(coding, c));
+INLINE void part_unpack(Coding coding, const uint8_t *codes, __m256i panel[FOURS][SUMS]) {
+    for (size_t i = 0; i < FOURS; i++) {
+        __m256i rows[HALF];
+        ask_ahead(coding, codes + code_bytes(coding, 4 * i));
         for (int half = 0; half < 2; half++) {
-            if (half == 0 || by_halves(coding)) four_columns(coding, codes, c, half, rows);
-            for (int k = 0; k < HALF; k++) {
-                even[half * HALF + k] = words_of(coding, rows[k], half, 0);
-                odd[half * HALF + k] = words_of(coding, rows[k], half, 1);
-            }
+            if (half == 0 || by_halves(coding)) four_columns(coding, codes, 4 * i, half, rows);
+            for (int k = 0; k < HALF; k++) panel[i][half * HALF + k] = codes_of(coding, rows[k], half);
         }
     }
 }
 
-/* totals (tokens, 64) += a span that has been unpacked times a number of tokens known when compiling, some registers of
+/* totals (tokens, 64) += a part that has been unpacked times a number of tokens known when compiling, some registers of
  * each at a time. */
-INLINE void panel_tile(Coding coding, size_t tokens, const __m256i *panel, size_t span, const SpanX *x, size_t apart,
+INLINE void panel_tile(Coding coding, size_t tokens, __m256i panel[FOURS][SUMS], const XIntegers *x, size_t part,
                        const Scales *scales, float *totals) {
-    const int some = tokens <= SPAN_FEW ? HALF : SPAN_PAIR;
-    for (int n = 0; n < SUMS; n += some) {
-        __m256i sums[SPAN_TILE][HALF];
+    for (int n = 0; n < SUMS; n += TILE_SUMS) {
+        __m256i sums[BLOCK_TILE][TILE_SUMS];
         for (size_t m = 0; m < tokens; m++)
-            for (int i = 0; i < some; i++) sums[m][i] = sum_begin(coding, n / HALF, x + m * apart);
-        for (size_t p = 0; p < span / 2; p++)
+            for (int i = 0; i < TILE_SUMS; i++) sums[m][i] = _mm256_setzero_si256();
+        for (size_t c = 0; c < FOURS; c++)
             for (size_t m = 0; m < tokens; m++) {
-                const __m256i pair = _mm256_set1_epi32(x[m * apart].pairs[p]);
-                for (int i = 0; i < some; i++)
-                    sums[m][i] = in_register(plus_products(sums[m][i], panel[p * SUMS + (size_t)(n + i)], pair));
+                const __m256i four = four_codes(x[m].codes + part * X_PART + 4 * c);
+                for (int i = 0; i < TILE_SUMS; i++) sums[m][i] = plus_four(coding, sums[m][i], panel[c][n + i], four);
             }
         for (size_t m = 0; m < tokens; m++)
-            for (int i = 0; i < some; i++) add_sums(coding, sums[m][i], n + i, x + m * apart, scales, totals + m * BLOCK);
+            for (int i = 0; i < TILE_SUMS; i++) add_sums(coding, sums[m][i], n + i, &x[m], part, scales, totals + m * BLOCK);
     }
 }
 
-#define PANEL_TILE_OF(n)                                              \
-    case n:                                                           \
-        panel_tile(coding, n, panel, span, x, apart, scales, totals); \
+#define PANEL_TILE_OF(n)                                          \
+    case n:                                                       \
+        panel_tile(coding, n, panel, x, part, scales, totals);    \
         break;
 
-INLINE void panel_tiles(Coding coding, size_t tokens, const __m256i *panel, size_t span, const SpanX *x, size_t apart,
+INLINE void panel_tiles(Coding coding, size_t tokens, __m256i panel[FOURS][SUMS], const XIntegers *x, size_t part,
                         const Scales *scales, float *totals) {
-    for (size_t tiles = (tokens + SPAN_TILE - 1) / SPAN_TILE; tiles; tiles--) {
+    for (size_t tiles = (tokens + BLOCK_TILE - 1) / BLOCK_TILE; tiles; tiles--) {
         const size_t some = (tokens + tiles - 1) / tiles;
         switch (some) {
             PANEL_TILE_OF(1) PANEL_TILE_OF(2) PANEL_TILE_OF(3) PANEL_TILE_OF(4) PANEL_TILE_OF(5) PANEL_TILE_OF(6)
         }
-        x += some * apart, totals += some * BLOCK, tokens -= some;
+        x += some, totals += some * BLOCK, tokens -= some;
     }
 }
 
-/* totals (tokens, 64) += a span of a block's codes times x, whose tokens lie `apart` spans apart, scaled. */
-INLINE void add_span(Coding coding, const uint8_t *codes, size_t span, const SpanX *x, size_t apart, size_t tokens,
-                     const Scales *scales, float *totals) {
-    __m256i panel[SPAN / 2 * SUMS];
+/* totals (tokens, 64) += a part of a block's codes times x, scaled. */
+INLINE void add_part(Coding coding, const uint8_t *codes, const XIntegers *x, size_t part, size_t tokens, const Scales *scales,
+                     float *totals) {
+    __m256i panel[FOURS][SUMS];
     if (tokens == 1) {
-        span_alone(coding, codes, span, x, scales, totals);
+        part_of_few(coding, 1, codes, x, part, scales, totals);
         return;
     }
-    if (tokens == 2 && (coding == INT4 || coding == NL4)) {
-        span_of_two(coding, codes, span, x, apart, scales, totals);
+    if (tokens == 2 && !by_halves(coding) && coding != NL3) { /* what is quickly unpacked twice */
+        part_of_few(coding, 2, codes, x, part, scales, totals);
         return;
     }
-    span_unpack(coding, codes, span, panel);
-    panel_tiles(coding, tokens, panel, span, x, apart, scales, totals);
+    part_unpack(coding, codes, panel);
+    panel_tiles(coding, tokens, panel, x, part, scales, totals);
 }
 
 /* out (64) = the totals of a block, rounded. */
@@ -365,8 +274,8 @@ static inline void store_block(const float *totals, bf16 *out) {
     }
 }
 
-/* A block times at most SPAN_TOKENS tokens. */
-INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const SpanX *x, size_t tokens, bf16 *out,
+/* A block times at most BLOCK_TOKENS tokens. */
+INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const float *prepared, size_t tokens, bf16 *out,
                        size_t stride) {
     const size_t columns = matrix->columns, group = matrix->group, groups = columns / group;
     const size_t gap = is_uneven(coding) ? UNEVEN_SCALES : 0; /* bytes from one group's codes to the next one's */
@@ -374,26 +283,27 @@ INLINE void block_some(Coding coding, const Matrix *matrix, size_t block, const 
     const uint8_t *codes = (const uint8_t *)matrix->weights + block * (code_bytes(coding, columns) + groups * gap);
     const bf16 *from = is_uneven(coding) ? (const bf16 *)codes
                                          : (const bf16 *)matrix->scales + block * BLOCK * (has_pairs(coding) ? 2 : groups);
-    float totals[SPAN_TOKENS * BLOCK] __attribute__((aligned(32)));
+    XIntegers x[BLOCK_TOKENS];
+    float totals[BLOCK_TOKENS * BLOCK] __attribute__((aligned(32)));
+    for (size_t m = 0; m < tokens; m++) x[m] = integers_at(prepared + m * integer_floats(columns), columns);
     memset(totals, 0, tokens * BLOCK * sizeof *totals);
-    for (size_t g = 0; g < groups; g++, from += next) {
+    for (size_t g = 0, part = 0; g < groups; g++, from += next) {
         Scales scales;
         scales_of(coding, from, &scales);
         for (size_t r = 0; r < (has_pairs(coding) ? 2 : 1) * BLOCK; r += 32) __builtin_prefetch(from + 2 * next + r, 0, 3);
         codes += gap;
-        for (size_t s = 0; s < group; s += SPAN, x++, codes += code_bytes(coding, SPAN))
-            add_span(coding, codes, SPAN, x, columns / SPAN, tokens, &scales, totals);
+        for (size_t c = 0; c < group; c += X_PART, part++, codes += code_bytes(coding, X_PART))
+            add_part(coding, codes, x, part, tokens, &scales, totals);
     }
     for (size_t m = 0; m < tokens; m++) store_block(totals + m * BLOCK, out + m * stride);
 }
 
 INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const float *prepared,
                         size_t tokens, bf16 *out, size_t stride) {
-    const SpanX *x = (const SpanX *)prepared;
-    for (size_t parts = (tokens + SPAN_TOKENS - 1) / SPAN_TOKENS; parts; parts--) {
-        const size_t some = (tokens + parts - 1) / parts;
-        block_some(coding, matrix, block, x, some, out, stride);
-        x += some * (matrix->columns / SPAN), out += some * stride, tokens -= some;
+    for (size_t calls = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS; calls; calls--) {
+        const size_t some = (tokens + calls - 1) / calls;
+        block_some(coding, matrix, block, prepared, some, out, stride);
+        prepared += some * integer_floats(matrix->columns), out += some * stride, tokens -= some;
     }
 }
 

@@ -164,11 +164,6 @@ static inline Eight eight_bits(Words words) { return _mm256_castsi256_ps(words);
 static inline Words words_from(const void *from) { return _mm256_loadu_si256(from); }
 static inline Words words_and(Words words, uint32_t mask) { return _mm256_and_si256(words, _mm256_set1_epi32((int)mask)); }
 static inline Words words_or(Words a, Words b) { return _mm256_or_si256(a, b); }
-/* Each byte, 0 .. 15, becomes table[byte] + 128. */
-static inline Words words_looked_up(const int8_t table[16], Words bytes) {
-    const __m128i above = _mm_xor_si128(_mm_load_si128((const void *)table), _mm_set1_epi8((char)0x80));
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(above), bytes);
-}
 #define WORDS_LEFT(words, n) _mm256_slli_epi32(words, n)
 #define WORDS_RIGHT(words, n) _mm256_srli_epi32(words, n)
 

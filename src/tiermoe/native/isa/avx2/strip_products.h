@@ -74,41 +74,29 @@ INLINE Eight plus_group(Coding coding, Eight total, __m256i sums, const LaneGrou
     return has_offsets(coding) ? eight_times_plus(groups->offsets[g], eight_all((float)x_sum * unit), total) : total;
 }
 
-static inline __m256i four_codes(const int8_t *codes) {
-    int32_t four;
-    memcpy(&four, codes, sizeof four);
-    return _mm256_set1_epi32(four);
-}
-
-/* Sums of two products, words. */
-INLINE __m256i products_of(Coding coding, __m256i weights, __m256i codes) {
-    if (!is_signed(coding)) return _mm256_maddubs_epi16(weights, codes);
-    return _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(codes, weights));
-}
-
-/* One token: a part of eight rows times its codes, whose lanes are added up, as words while these hold the sums. */
+/* One token: a part of eight rows times its codes, whose lanes are added up. */
 
 /* Of each pair of registers the sums of lanes 0 and 2, and 1 and 3, of each half, one after the other. */
-INLINE void add_lanes(int words, size_t count, __m256i v[LANE_ROWS]) {
+INLINE void add_lanes(int together, size_t count, __m256i v[LANE_ROWS]) {
     for (size_t i = 0; i < count / 2; i++) {
         const __m256i low = count == LANE_ROWS ? _mm256_unpacklo_epi32(v[2 * i], v[2 * i + 1]) : _mm256_unpacklo_epi64(v[2 * i], v[2 * i + 1]);
         const __m256i high = count == LANE_ROWS ? _mm256_unpackhi_epi32(v[2 * i], v[2 * i + 1]) : _mm256_unpackhi_epi64(v[2 * i], v[2 * i + 1]);
-        v[i] = words ? _mm256_add_epi16(low, high) : _mm256_add_epi32(low, high);
+        v[i] = together ? plus_sums(low, high) : _mm256_add_epi32(low, high);
     }
 }
 
-INLINE void to_dwords(size_t count, __m256i v[LANE_ROWS]) {
-    for (size_t i = 0; i < count; i++) v[i] = _mm256_madd_epi16(v[i], _mm256_set1_epi16(1));
+INLINE void all_as_integers(size_t count, __m256i v[LANE_ROWS]) {
+    for (size_t i = 0; i < count; i++) v[i] = as_integers(v[i]);
 }
 
-/* sums (2) = those of the first and of the last sixteen columns of a part, of eight rows. v: its products of words. */
+/* sums (2) = those of the first and of the last sixteen columns of a part, of eight rows. v: its products. */
 INLINE void part_sums(Coding coding, __m256i v[LANE_ROWS], __m256i sums[2]) {
-    const size_t most = sums_in_a_word(coding);
-    if (most < 2) to_dwords(8, v);
+    const size_t most = sums_together(coding);
+    if (most < 2) all_as_integers(8, v);
     add_lanes(most >= 2, 8, v);
-    if (most == 2) to_dwords(4, v);
+    if (most == 2) all_as_integers(4, v);
     add_lanes(most >= 4, 4, v);
-    if (most >= 4) to_dwords(2, v);
+    if (most >= 4) all_as_integers(2, v);
     sums[0] = _mm256_permute2x128_si256(v[0], v[1], 0x20), sums[1] = _mm256_permute2x128_si256(v[0], v[1], 0x31);
 }
 
@@ -127,7 +115,8 @@ INLINE Eight strip_of_one(Coding coding, size_t group, const Matrix *matrix, siz
         const int32_t all = x->sums[part], half = x->firsts[part];
         __m256i v[LANE_ROWS], sums[2];
         for (size_t i = 0; i < LANE_ROWS; i++)
-            v[i] = products_of(coding, is_grid(coding) ? bytes_from(looked_up_codes[i] + p * X_PART) : part_bytes(coding, row[i], p), codes);
+            v[i] = plus_products(coding, _mm256_setzero_si256(),
+                                 is_grid(coding) ? bytes_from(looked_up_codes[i] + p * X_PART) : part_bytes(coding, row[i], p), codes);
         part_sums(coding, v, sums);
         if (group == 16) {
             sums[0] = _mm256_sub_epi32(sums[0], _mm256_set1_epi32(above_code(coding) * half));
@@ -150,14 +139,17 @@ INLINE void panel_strip(Coding coding, size_t group, const Matrix *matrix, size_
     const uint8_t *row[LANE_ROWS];
     lane_strips(coding, group, matrix, first, end, column, width, row, &panel->groups);
     for (size_t i = 0; coding != INT8 && i < LANE_ROWS; i++) strip_bytes(coding, row[i], width, codes[i]), row[i] = codes[i];
-    for (size_t c = 0; c < width; c += 16) sixteen_by_lanes(row, c, panel->fours[c / X_PART] + c % X_PART / 4);
+    for (size_t c = 0; c < width; c += 16) {
+        __m256i *fours = panel->fours[c / X_PART] + c % X_PART / 4;
+        sixteen_by_lanes(row, c, fours);
+        for (size_t i = 0; coding == INT8 && i < 4; i++) fours[i] = signed_bytes(fours[i]);
+    }
 }
 
 /* totals (tokens, 8 rows) += a strip times some tokens, a number known when compiling. */
 INLINE void strip_times(Coding coding, size_t group, size_t tokens, const LanePanel *panel, const XIntegers *x, size_t column,
                         size_t width, Eight *totals) {
-    const size_t halves = group == 16 ? 2 : 1, in_group = FOURS / halves, run = least(sums_in_a_word(coding), in_group);
-    const __m256i ones = _mm256_set1_epi16(1);
+    const size_t halves = group == 16 ? 2 : 1, in_group = FOURS / halves, run = least(sums_together(coding), in_group);
     for (size_t g = 0; g < width / X_PART * halves; g++) {
         const size_t part = column / X_PART + g / halves;
         const __m256i *weights = panel->fours[g / halves] + g % halves * in_group;
@@ -166,9 +158,9 @@ INLINE void strip_times(Coding coding, size_t group, size_t tokens, const LanePa
         for (size_t i = 0; i < in_group; i += run)
             for (size_t m = 0; m < tokens; m++) {
                 const int8_t *codes = x[m].codes + part * X_PART + g % halves * 16;
-                __m256i words = products_of(coding, weights[i], four_codes(codes + 4 * i));
-                for (size_t j = i + 1; j < i + run; j++) words = _mm256_add_epi16(words, products_of(coding, weights[j], four_codes(codes + 4 * j)));
-                sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(words, ones));
+                __m256i some = _mm256_setzero_si256();
+                for (size_t j = i; j < i + run; j++) some = plus_products(coding, some, weights[j], four_codes(codes + 4 * j));
+                sums[m] = _mm256_add_epi32(sums[m], as_integers(some));
             }
         for (size_t m = 0; m < tokens; m++)
             totals[m] = plus_group(coding, totals[m], sums[m], &panel->groups, g, x[m].scales[part], sum_of_codes(&x[m], part, g % halves, halves));

@@ -7,52 +7,9 @@
 #include "../integers.h"
 #include "../strips.h"
 #include "../x86_strips.h"
+#include "bytes.h"
 
-enum {
-    PARTS = STRIP / X_PART,
-    FOURS = X_PART / 4, /* columns by four */
-};
-
-/* What a code's byte is above the number that it stands for. Those of INT8, Q8_0 and IQ4 have signs instead: 128 above them they
- * would be too large, two products of them have more than 16 bits. */
-static inline int above_code(Coding coding) {
-    switch (coding) {
-        case Q4_0: case S4: return 8;
-        case Q5_0: return 16;
-        case Q3_K: return 4;
-        case Q6_K: return 32;
-        case TQ1_0: case TQ2_0: return 1;
-        case IQ1_S: case IQ1_M: return 9;
-        case IQ2_XXS: case IQ2_XS: case IQ2_S: return 43;
-        case IQ3_XXS: return 62;
-        case IQ3_S: return 15;
-        case MXFP4: case E2M1: return 12;
-        default: return 0;
-    }
-}
-
-static inline int is_signed(Coding coding) { return coding == INT8 || coding == Q8_0 || coding == IQ4_NL || coding == IQ4_XS; }
-
-/* The largest byte; without its sign where it has one. */
-static inline size_t most_byte(Coding coding) {
-    switch (coding) {
-        case Q6_K: return 63;
-        case Q5_0: case Q5_1: case Q5_K: return 31;
-        case IQ2_XXS: case IQ2_XS: case IQ2_S: return 2 * 43;
-        case IQ3_XXS: return 2 * 62;
-        case IQ3_S: return 2 * 15;
-        case IQ1_S: case IQ1_M: return 2 * 9;
-        case MXFP4: case E2M1: return 2 * 12;
-        default: return is_signed(coding) ? 128 : 15;
-    }
-}
-
-/* How many sums of two products of bytes and codes of 8 bits may be added as words of 16 bits: 8, 4, 2 or 1. */
-static inline size_t sums_in_a_word(Coding coding) {
-    size_t sums = FOURS;
-    while (sums * 2 * most_byte(coding) * MOST_CODE > INT16_MAX) sums /= 2;
-    return sums;
-}
+enum { PARTS = STRIP / X_PART };
 
 static inline __m256i bytes_from(const uint8_t *at) { return _mm256_loadu_si256((const void *)at); }
 static inline __m256i masked(__m256i bytes, int mask) { return _mm256_and_si256(bytes, _mm256_set1_epi8((char)mask)); }
@@ -67,12 +24,6 @@ static inline __m256i nibbles_at(const uint8_t *at) {
 static inline __m256i nibble_pairs(const uint8_t *at) {
     const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)at));
     return masked(_mm256_or_si256(words, _mm256_slli_epi16(words, 4)), 15);
-}
-
-/* Numbers of a table, and `above` above them. */
-static inline __m256i looked_up(const int8_t table[16], int above, __m256i nibbles) {
-    const __m128i numbers = _mm_add_epi8(_mm_load_si128((const void *)table), _mm_set1_epi8((char)above));
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), nibbles);
 }
 
 /* All bits of each byte whose bit of 32 is set. */
@@ -131,14 +82,14 @@ INLINE __m256i tq1_0_part(const block_tq1_0 *block, int p) {
 /* Types of 32 columns to a block. */
 INLINE __m256i block_part(Coding coding, const uint8_t *block) {
     switch (coding) {
-        case Q8_0: return bytes_from(AT(q8_0, block)->codes);
+        case Q8_0: return signed_bytes(bytes_from(AT(q8_0, block)->codes));
         case Q4_0: return nibbles_at(AT(q4_0, block)->codes);
         case Q4_1: return nibbles_at(AT(q4_1, block)->codes);
         case Q5_0: return _mm256_or_si256(nibbles_at(AT(q5_0, block)->codes), fifth_bits(AT(q5_0, block)->fifth));
         case Q5_1: return _mm256_or_si256(nibbles_at(AT(q5_1, block)->codes), fifth_bits(AT(q5_1, block)->fifth));
-        case IQ4_NL: return looked_up(IQ4_CODES, 0, nibbles_at(AT(iq4_nl, block)->codes));
-        case MXFP4: return looked_up(FP4_CODES, above_code(MXFP4), nibbles_at(AT(mxfp4, block)->codes));
-        case E2M1: return looked_up(FP4_CODES, above_code(E2M1), nibble_pairs(block));
+        case IQ4_NL: return looked_up(IQ4_NL, IQ4_CODES, nibbles_at(AT(iq4_nl, block)->codes));
+        case MXFP4: return looked_up(MXFP4, FP4_CODES, nibbles_at(AT(mxfp4, block)->codes));
+        case E2M1: return looked_up(E2M1, FP4_CODES, nibble_pairs(block));
         default: return nibble_pairs(block); /* S4, U4 */
     }
 }
@@ -147,13 +98,13 @@ INLINE __m256i block_part(Coding coding, const uint8_t *block) {
 INLINE __m256i part_bytes(Coding coding, const uint8_t *at, size_t number) {
     const int p = (int)number;
     switch (coding) {
-        case INT8: return bytes_from(at + 32 * p);
+        case INT8: return signed_bytes(bytes_from(at + 32 * p));
         case Q2_K: return twos_at(AT(q2_k, at)->codes, p);
         case Q3_K: return _mm256_or_si256(twos_at(AT(q3_k, at)->codes, p), bit_moved(bytes_from(AT(q3_k, at)->high), p, 2));
         case Q4_K: return high_or_low(AT(q4_k, at)->codes + p / 2 * 32, p % 2);
         case Q5_K: return _mm256_or_si256(high_or_low(AT(q5_k, at)->codes + p / 2 * 32, p % 2), bit_moved(bytes_from(AT(q5_k, at)->fifth), p, 4));
         case Q6_K: return q6_k_part(AT(q6_k, at), p);
-        case IQ4_XS: return looked_up(IQ4_CODES, 0, nibbles_at(AT(iq4_xs, at)->codes + 16 * p));
+        case IQ4_XS: return looked_up(IQ4_XS, IQ4_CODES, nibbles_at(AT(iq4_xs, at)->codes + 16 * p));
         case TQ1_0: return tq1_0_part(AT(tq1_0, at), p);
         case TQ2_0: return twos_at(AT(tq2_0, at)->codes, p);
         default: return block_part(coding, at + number * block_bytes(coding));
