@@ -34,14 +34,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "kolibri1": {}, "phimoe": {}, "gemma4_text": {"intermediate_size": 192},
     "glm5_next_text": {**LATENT, "qk_rope_head_dim": 0, "index_topk": 64, "hc_mult": 4, "linear_head_dim": 32},
     "hy_v4": {**LATENT, "index_topk": 64, "index_n_heads": 64},
+    "deepseek_v4": {**LATENT, "head_dim": 64, "o_lora_rank": 64, "index_n_heads": 64, "index_topk": 8},
     "granitemoehybrid": {"mamba_n_heads": 16, "shared_intermediate_size": 64},
     "nemotron_h": {"moe_latent_size": 64, "moe_shared_expert_intermediate_size": 64},
     "jamba": {"mamba_dt_rank": 64},
 }  # fmt: skip
 """Norms of heads; sinks and windows; a dense layer and a shared expert; chunks and rotation in float32; a router in
 float32; linear attention and Mamba of two kinds each, short convolutions; latents, of positions that an indexer chooses
-too; temperatures; blocks of positions; routers with rules of their own; GELU; pools of positions; streams that are
-weighed in float32, with mixtures and without."""
+too; temperatures; blocks of positions; routers with rules of their own; GELU; entries and pools of positions; streams
+that are weighed in float32, with mixtures and without."""
 FILES: dict[str, Kinds] = {
     "a file of Q4_K and Q6_K": kinds("q4_k", "q6_k", "q5_k"),
     "a file of IQ2_S and IQ3_S": kinds("iq2_s", "iq3_s", "iq4_xs"),

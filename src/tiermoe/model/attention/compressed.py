@@ -18,7 +18,6 @@ from tiermoe.model.attention.base import (
     Attention,
     AttentionSizes,
     attend_with_sinks,
-    mask_of,
     scores_at_once,
 )
 from tiermoe.model.attention.indexers import best_keys, block_positions, key_norm
@@ -89,7 +88,7 @@ class Compressor:
         values = self.value(x) if self.value_norm is None else self.value_norm(self.value(x))
         new = torch.cat((values, self.gate(x)), dim=-1)[:, None]
         kept, entries = (step.cache.keys[place] for place in places)
-        for span in step.apart:
+        for span in step.spans:
             write_rows(kept, span.row, new[span.begin : span.end])
             begin, end = span.row.first // self.sizes.rate, span.row.end // self.sizes.rate
             if begin < end:
@@ -312,18 +311,17 @@ class CompressedSizes(AttentionSizes):
         return self.rotary_columns
 
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
-        """Scores and masks, and keys in order, of as many entries as a token attends to; what compressing and choosing
-        take."""
-        tokens = min(load.chunk, load.context)
-        attended, choosing = self.window + tokens, 0
+        """One token's scores and keys, as many as it attends to; a sequence's keys in order; what compressing and
+        choosing take."""
+        attended, choosing = self.window, 0
+        in_order = self.window + min(load.chunk, load.context)
         if self.compressor is not None:
             entries = load.context // self.compressor.rate
             attended += entries if self.indexer is None else min(entries, self.indexer.most)
             choosing = self.compressor.nbytes(load)
         choosing += 0 if self.indexer is None else self.indexer.nbytes(load)
-        masks = 3 * tokens * attended
-        keys = 2 * attended * self.columns * (load.itemsize + _FLOAT_BYTES)
-        return scores_at_once(self.heads, tokens, attended) * SINK_SCORE_BYTES + masks + keys + choosing
+        keys = 2 * (attended + in_order) * self.columns * (load.itemsize + _FLOAT_BYTES)
+        return scores_at_once(self.heads, 1, attended) * SINK_SCORE_BYTES + keys + choosing
 
 
 def compressed(w: Scope, config: Any, index: int) -> CompressedAttention:
@@ -371,6 +369,10 @@ class CompressedAttention(Attention):
         parts = (self.narrow_query, self.query, self.key, *self.groups, self.output, self.compressor, self.indexer)
         return all(each.batch_invariant for each in parts if each is not None)
 
+    @property
+    def chunk_invariant(self) -> bool:
+        return self.batch_invariant
+
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         sizes, tokens = self.sizes, len(x)
         (cos, sin), rotary = step.angles[sizes.rotary], step.rotaries[sizes.rotary]
@@ -386,57 +388,30 @@ class CompressedAttention(Attention):
             if step.longest // sizes.compressor.rate > self.indexer.sizes.most:
                 asked = self.indexer.queries(x, narrow, cos, sin)
         attended = torch.empty_like(query)
-        for span in step.apart:
-            own = slice(span.begin, span.end)
-            write_rows(step.cache.keys[layer], span.row, key[own])
-            keys = read_rows(step.cache.keys[layer], span.row, sizes.window)
-            entries = self._entries(step, places, 1, span)
-            if asked is None or self.indexer is None or entries.shape[1] <= self.indexer.sizes.most:
-                attended[own] = self._attended(query[own], keys, entries, span)
-            else:
-                index_keys = self._entries(step, places, 3, span)[0]
-                attended[own] = self._sparsely(query[own], keys, entries, span, asked, index_keys)
+        for span in step.spans:
+            write_rows(step.cache.keys[layer], span.row, key[span.begin : span.end])
+            self._attend(query, attended, span, layer, step, asked)
         grouped = rope_last(attended, cos, -sin).view(tokens, sizes.groups, -1).unbind(1)
         projected = [each(part.contiguous()) for each, part in zip(self.groups, grouped, strict=True)]
         return self.output(torch.cat(projected, dim=-1))
 
-    def _entries(self, step: Step, places: range, at: int, span: Span) -> Tensor:
-        """A sequence's entries (1, n, columns) that end before or with its last token; none in a layer with a window
-        alone."""
-        if self.sizes.compressor is None:
-            return self.sinks.new_empty((1, 0, self.sizes.columns), dtype=step.cache.dtype)
-        return step.cache.keys[places[at]][span.row.slab, :, : span.row.end // self.sizes.compressor.rate]
-
-    def _attended(self, query: Tensor, keys: Tensor, entries: Tensor, span: Span) -> Tensor:
-        """A sequence's queries (T, heads, columns) over its window's keys and all of its entries, (1, n, columns)
-        each."""
-        tokens, both = len(query), torch.cat((keys, entries), dim=1)
-        mask = mask_of(tokens, keys.shape[1], self.sizes.window, query.device)
-        if mask is not None and self.sizes.compressor is not None:
-            ended = torch.arange(span.row.first + 1, span.row.end + 1) // self.sizes.compressor.rate
-            mask = torch.cat((mask, torch.arange(entries.shape[1]) < ended[:, None]), dim=1)
-        return attend_with_sinks(query, both, both, self.sizes.columns**-0.5, mask, self.sinks)
-
-    def _sparsely(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        entries: Tensor,
-        span: Span,
-        asked: tuple[Tensor, Tensor],
-        index_keys: Tensor,
-    ) -> Tensor:
-        """`_attended` with the entries that are chosen for each token alone. asked: `EntryIndexer.queries` of the step;
-        index_keys (n, columns): of the entries."""
-        assert self.indexer is not None
-        assert self.sizes.compressor is not None
-        result, begin = torch.empty_like(query), span.row.end - keys.shape[1]  # of the first key
-        queries, weights = (each[span.begin : span.end] for each in asked)
-        for token, position in enumerate(range(span.row.first, span.row.end)):
-            ended = (position + 1) // self.sizes.compressor.rate
-            chosen = self.indexer.choose(queries[token], weights[token], index_keys[:ended])
-            window = keys[:, max(0, position - self.sizes.window + 1 - begin) : position + 1 - begin]
-            both = torch.cat((window, entries[:, chosen]), dim=1)
-            own = slice(token, token + 1)
-            result[own] = attend_with_sinks(query[own], both, both, self.sizes.columns**-0.5, None, self.sinks)
-        return result
+    def _attend(
+        self, query: Tensor, attended: Tensor, span: Span, layer: int, step: Step, asked: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Writes what a sequence's tokens attend to into `attended` (T, heads, columns), as query: each by itself, so
+        that it depends on no other. asked: `EntryIndexer.queries` of the step; None: all entries are attended to."""
+        sizes, places = self.sizes, step.cache.beside[layer]
+        keys = read_rows(step.cache.keys[layer], span.row, sizes.window)
+        entries, index_keys = (
+            step.cache.keys[places[at]][span.row.slab] if at < len(places) else keys[:, :0] for at in (1, 3)
+        )
+        before = span.row.end - keys.shape[1]  # of the first key
+        for token, position in zip(range(span.begin, span.end), range(span.row.first, span.row.end), strict=True):
+            window = keys[:, max(0, position - sizes.window + 1 - before) : position + 1 - before]
+            ended = 0 if sizes.compressor is None else (position + 1) // sizes.compressor.rate
+            found = entries[:, :ended]
+            if asked is not None and self.indexer is not None:
+                queries, weights = asked
+                found = found[:, self.indexer.choose(queries[token], weights[token], index_keys[0, :ended])]
+            both, own = torch.cat((window, found), dim=1), slice(token, token + 1)
+            attended[own] = attend_with_sinks(query[own], both, both, sizes.columns**-0.5, None, self.sinks)
