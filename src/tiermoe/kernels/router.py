@@ -103,7 +103,8 @@ def products_of(weight: Tensor, x: Tensor) -> Tensor:
     experts, columns = weight.shape[-2:]
     tokens, parts = x.numel() // columns, weight[..., 0, 0].numel()
     products = torch.empty((tokens, experts), dtype=torch.float32)
-    _native.logits(weight.data_ptr(), parts, x.data_ptr(), tokens, experts, columns, products.data_ptr())
+    threads = torch.get_num_threads()
+    _native.logits(weight.data_ptr(), parts, x.data_ptr(), tokens, experts, columns, products.data_ptr(), threads)
     return products
 
 

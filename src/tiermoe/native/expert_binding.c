@@ -117,12 +117,13 @@ static PyObject *route(PyObject *self, PyObject *args) {
 static PyObject *logits(PyObject *self, PyObject *args) {
     Address weight, x, out;
     Py_ssize_t parts, experts, columns, tokens;
+    unsigned threads;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KnKnnnK", &weight, &parts, &x, &tokens, &experts, &columns, &out)) return NULL;
+    if (!PyArg_ParseTuple(args, "KnKnnnKI", &weight, &parts, &x, &tokens, &experts, &columns, &out, &threads)) return NULL;
     const Router plain = {.weight = at(weight), .parts = (size_t)parts, .experts = (size_t)experts, .columns = (size_t)columns,
                           .exact_logits = 1};
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t t = 0; t < tokens; t++) route_logits(&plain, (bf16 *)at(x) + t * columns, 1, (float *)at(out) + t * experts);
+    route_logits_run(&plain, at(x), (size_t)tokens, at(out), threads);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
@@ -203,7 +204,7 @@ PyMethodDef expert_methods[] = {
     {"combine", combine, METH_VARARGS, "combine(rows, weights, columns, out)"},
     {"combine_many", combine_many, METH_VARARGS, "combine_many(addresses, weights, tokens, k, columns, out, threads)"},
     {"route", route, METH_VARARGS, "route(router, x, tokens, chosen, weights, threads)"},
-    {"logits", logits, METH_VARARGS, "logits(weight, parts, x, tokens, experts, columns, out)"},
+    {"logits", logits, METH_VARARGS, "logits(weight, parts, x, tokens, experts, columns, out, threads)"},
     {"choose", choose, METH_VARARGS, "choose(logits, tokens, experts, k, normalise, chosen, weights)"},
     {"prepared", prepared, METH_VARARGS, "prepared(matrix or expert, rows, results, threads) -> bytes of the call's room"},
     {"neurons", neurons, METH_VARARGS,

@@ -106,14 +106,25 @@ typedef struct {
     const Router *router;
     const bf16 *x;
     size_t tokens;
+    float *logits;
     int64_t *chosen;
     float *weights;
 } Routing;
 
+static size_t count_from(const Routing *job, size_t first) { return job->tokens - first < TOGETHER ? job->tokens - first : TOGETHER; }
+
+static void logits_some(void *data, size_t thread, size_t task) {
+    const Routing *job = data;
+    const Router *router = job->router;
+    const size_t first = task * TOGETHER;
+    (void)thread;
+    route_logits(router, job->x + first * router->columns, count_from(job, first), job->logits + first * router->experts);
+}
+
 static void route_some(void *data, size_t thread, size_t task) {
     const Routing *job = data;
     const Router *router = job->router;
-    const size_t first = task * TOGETHER, count = job->tokens - first < TOGETHER ? job->tokens - first : TOGETHER;
+    const size_t first = task * TOGETHER, count = count_from(job, first);
     float logits[TOGETHER * router->experts];
     (void)thread;
     route_logits(router, job->x + first * router->columns, count, logits);
@@ -121,8 +132,17 @@ static void route_some(void *data, size_t thread, size_t task) {
         route_choose(router, logits + t * router->experts, job->chosen + (first + t) * router->k, job->weights + (first + t) * router->k);
 }
 
+static void run(Routing *job, void (*some)(void *, size_t, size_t), size_t threads) {
+    const Phase phase = {NULL, some, (job->tokens + TOGETHER - 1) / TOGETHER};
+    team_run(&phase, 1, job, phase.tasks > 1 ? threads : 1, TORCHS);
+}
+
+void route_logits_run(const Router *router, const bf16 *x, size_t tokens, float *logits, size_t threads) {
+    Routing job = {.router = router, .x = x, .tokens = tokens, .logits = logits};
+    run(&job, logits_some, threads);
+}
+
 void route_run(const Router *router, const bf16 *x, size_t tokens, int64_t *chosen, float *weights, size_t threads) {
-    Routing job = {router, x, tokens, chosen, weights};
-    const Phase phase = {NULL, route_some, (tokens + TOGETHER - 1) / TOGETHER};
-    team_run(&phase, 1, &job, phase.tasks > 1 ? threads : 1, TORCHS);
+    Routing job = {.router = router, .x = x, .tokens = tokens, .chosen = chosen, .weights = weights};
+    run(&job, route_some, threads);
 }

@@ -31,6 +31,9 @@ typedef struct {
 /* logits (tokens, router->experts) of x (tokens, router->columns). */
 void route_logits(const Router *router, const bf16 *x, size_t tokens, float *logits);
 
+/* The same by a team. */
+void route_logits_run(const Router *router, const bf16 *x, size_t tokens, float *logits, size_t threads);
+
 /* The k experts with the largest scores, the largest first, of equal ones the first first, and their weights. */
 void route_choose(const Router *router, const float *logits, int64_t *chosen, float *weights);
 
