@@ -232,10 +232,11 @@ def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> li
     by_kernels = blueprint.dtype == torch.bfloat16 and native.available()
     latents = sum(each.sizes.expanding_bytes for each in layers if by_kernels and each.by_kernel)
     in_float32 = [tuple(each.shape) for each in blueprint.outline.tensors.values() if each.dtype == torch.float32]
-    matrices = [tuple(each.moe.router.weight.shape) for each in layers if each.moe is not None]
-    wide = streams_of(blueprint.config) * blueprint.config.hidden_size
-    matrices = [shape for shape in matrices if shape in in_float32]
-    matrices += [shape for shape in in_float32 if len(shape) == 2 and shape[1] == wide > blueprint.config.hidden_size]
+    routers = [tuple(each.moe.router.weight.shape) for each in layers if each.moe is not None]
+    hidden = blueprint.config.hidden_size
+    wide = streams_of(blueprint.config) * hidden
+    of_streams = [shape for shape in in_float32 if len(shape) == 2 and shape[1] == wide > hidden]
+    matrices = [*(shape for shape in routers if shape in in_float32), *of_streams]
     parts = sum(3 * 2 * math.prod(shape) for shape in matrices if by_kernels)
     taps = sum(each.sizes.taps_bytes for each in layers if by_kernels or not isinstance(each.sizes, LinearSizes))
     derived = (

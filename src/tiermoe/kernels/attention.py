@@ -221,8 +221,8 @@ class Attended:
     latent: int = 0
 
     def workspace(self, tokens: int, positions: int, threads: int, sequences: int) -> int:
-        """Upper bound of the kernel's workspace in bytes, for steps of up to so many tokens of so many sequences, which
-        attend to at most `positions` each."""
+        """Upper bound of the kernel's workspace in bytes, over all steps of at most `tokens` tokens in `sequences`
+        sequences. A token attends to at most `positions`."""
         few = min(tokens, FEW_TOKENS)
         alone = min(few, (_FEWEST_IN_BLOCKS - 1) * sequences)
         return max(self._step(tokens, 0, positions, threads), self._step(few, alone, positions, threads))

@@ -95,7 +95,7 @@ class DeltaKernel:
         )  # fmt: skip
 
     def workspace(self, tokens: int) -> int:
-        """Workspace of so many tokens, in bytes."""
+        """Workspace of a step of `tokens` tokens, in bytes."""
         return _native.delta_workspace(self._packed, tokens)
 
     def __call__(

@@ -18,7 +18,7 @@ _MOST_CHANNEL_STATE = 256
 
 
 def takes_scan(dtype: torch.dtype, columns: int) -> bool:
-    """Whether `ScanKernel` takes heads of so many columns."""
+    """Whether `ScanKernel` supports this dtype and head size."""
     return dtype == torch.bfloat16 and columns % COLUMNS == 0 and available()
 
 
@@ -60,7 +60,7 @@ class ScanKernel:
         )  # fmt: skip
 
     def workspace(self, tokens: int) -> int:
-        """Workspace of so many tokens, in bytes."""
+        """Workspace of a step of `tokens` tokens, in bytes."""
         return _native.scan_workspace(self._packed, tokens)
 
     def __call__(

@@ -68,10 +68,10 @@ typedef struct {
     void (*convolve)(const bf16 *const *inputs, size_t count, const bf16 *taps, size_t stride, const bf16 *bias, int silu,
                      size_t columns, float *out);
 
-    /* Parts of delta.h; columns are multiples of 16. x becomes `scale` times x of length one. The `count`
-     * decays of a head, and its beta. A state's columns `from` (keys, columns), rows
-     * `stride` apart, become `to`, which may be the same, by one token; out (columns): what it gives. `decays` is one number, or a
-     * number for each row of the state. out = the norm of x, rounded, times weight times the gate of a kind. */
+    /* Parts of delta.h; columns are multiples of 16. x becomes `scale` times x of length one. The `count` decays of a head, and
+     * its beta. A state's columns `from` (keys, columns), rows `stride` apart, become `to`, which may be the same, by one token;
+     * out (columns): what it gives. `decays` is one number, or a number for each row of the state. out = the norm of x, rounded,
+     * times weight times the gate of a kind. */
     void (*delta_unit)(float *x, size_t columns, float scale);
     void (*delta_factors)(const bf16 *steps, const float *biases, float rate, float least_decay, size_t count, float *decays,
                           const bf16 *b, float *beta);

@@ -20,7 +20,7 @@ from tiermoe.model.attention.base import (
     attend_with_sinks,
     scores_at_once,
 )
-from tiermoe.model.attention.indexers import best_keys, block_positions, key_norm
+from tiermoe.model.attention.indexers import best_keys, block_positions, first_positions, key_norm
 from tiermoe.model.cache.kv import LayerShape
 from tiermoe.model.cache.memory import read_rows, write_rows
 from tiermoe.model.parts import Linear, Norm, PlainLinear
@@ -242,8 +242,7 @@ class PoolIndexer:
         if step.longest <= self.sizes.most:
             return step.choose(None)
         asked = self.pools.queries(x, self.narrow_norm(self.narrow(x)), step.cos, step.sin)
-        chosen = torch.arange(self.sizes.most, dtype=torch.int32).repeat(len(x), 1)
-        chosen.masked_fill_(chosen > step.positions[:, None], -1)
+        chosen = first_positions(step, self.sizes.most)
         for span in step.spans:
             if span.row.end > self.sizes.most:
                 self._search(*asked, step.cache.keys[places[1]][span.row.slab, 0], span, chosen)
@@ -398,8 +397,8 @@ class CompressedAttention(Attention):
     def _attend(
         self, query: Tensor, attended: Tensor, span: Span, layer: int, step: Step, asked: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Writes what a sequence's tokens attend to into `attended` (T, heads, columns), as query: each by itself, so
-        that it depends on no other. asked: `EntryIndexer.queries` of the step; None: all entries are attended to."""
+        """Writes the attention output of one sequence's queries into `attended`, both (T, heads, columns): token by
+        token, so that it is batch invariant. asked: `EntryIndexer.queries` of the step; None: every entry is read."""
         sizes, places = self.sizes, step.cache.beside[layer]
         keys = read_rows(step.cache.keys[layer], span.row, sizes.window)
         entries, index_keys = (

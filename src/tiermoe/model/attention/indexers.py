@@ -84,6 +84,13 @@ def best_keys(query: Tensor, weights: Tensor, keys: Tensor, most: int) -> Tensor
     return torch.matmul(weights, scores).topk(most).indices.sort().values
 
 
+def first_positions(step: Step, most: int) -> Tensor:
+    """Positions 0 .. most - 1 up to each token's own, int32 (T, most), padded with -1: all that a token of a short
+    sequence attends to."""
+    positions = torch.arange(most, dtype=torch.int32).repeat(len(step.positions), 1)
+    return positions.masked_fill_(positions > step.positions[:, None], -1)
+
+
 @dataclass(frozen=True, slots=True)
 class Indexer:
     """Chooses the `sizes.most` positions of the largest scores, of those up to a token's own.
@@ -126,8 +133,7 @@ class Indexer:
         queries = self.query(self.narrow_norm(self.narrow(x))).view(len(x), heads, self.sizes.columns)
         queries = self._rotated(queries, step).float()
         weights = self.weigh(x).float() * heads**-0.5
-        chosen = torch.arange(most, dtype=torch.int32).repeat(len(x), 1)
-        chosen.masked_fill_(chosen > step.positions[:, None], -1)
+        chosen = first_positions(step, most)
         for span in step.spans:
             if span.row.end > most:
                 self._search(queries, weights, read_rows(kept, span.row, None)[0].float(), span, chosen)

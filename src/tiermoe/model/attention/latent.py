@@ -231,8 +231,8 @@ class LatentAttention(Attention):
         return _plain(keys), _plain(values)
 
     def _attended(self, query: Tensor, kept: Tensor, chosen: Tensor | None) -> Tensor:
-        """Attention of queries (T, heads, columns) over kept latents (n, latent + rotary columns), of which the last T
-        are the queries' own. chosen: the positions (T, most) of sparse attention, padded with -1."""
+        """Attention of queries (T, heads, columns) over the sequence's latents (n, latent + rotary columns); the last T
+        latents belong to the queries. chosen: the positions (T, most) of sparse attention, padded with -1."""
         keys = query.new_empty((self.sizes.heads, kept.shape[0], query.shape[2]))
         values = query.new_empty((self.sizes.heads, kept.shape[0], self.sizes.value_columns))
         self._expand(kept, keys, values)

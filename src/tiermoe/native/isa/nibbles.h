@@ -1,5 +1,5 @@
-/* Over Words: bytes of a column i of four, from the address on, that hold two codes each, a nibble each: INT4, INT2, NL4, NL3 and NL2 (quants.h).
- * In INT2, NL3 and NL2 what lies above a code in its nibble belongs to other columns. */
+/* Over Words: bytes of a column i of four, from the address on, that hold two codes each, a nibble each: INT4, INT2, NL4, NL3
+ * and NL2 (quants.h). In INT2, NL3 and NL2 what lies above a code in its nibble belongs to other columns. */
 #ifndef TIERMOE_ISA_NIBBLES_H
 #define TIERMOE_ISA_NIBBLES_H
 
