@@ -18,26 +18,47 @@ enum {
     SIXTEENS = STRIP / 16,
 };
 
-/* The scales of a strip's groups, and their offsets: of groups of 32 columns in the upper half of `scales`, of sixteen in a
- * register of their own. */
-INLINE void lane_groups(Coding coding, size_t group, const Matrix *matrix, size_t row, size_t column, const uint8_t *at, size_t width,
-                        __m512 *scales, __m512 *offsets) {
+/* What the scales of a strip's groups come from, of sixteen rows. */
+typedef struct {
+    __m512i bytes[4];                                 /* by_bytes(coding): sixteen of a row, of rows i, 4 + i, 8 + i and 12 + i in the i-th */
+    float factors[LANE_ROWS], offset_factors[LANE_ROWS]; /* what bytes are multiplied by */
+    __m512 scales[LANE_ROWS], offsets[LANE_ROWS];     /* other types, as a row's floats: of groups of 32 columns all in `scales` */
+} RowGroups;
+
+/* The types whose scales are worked out by lanes: those of 256 columns to a block. */
+INLINE int by_bytes(Coding coding) { return coding < FIRST_PUBLISHED && block_columns(coding) == STRIP; }
+
+INLINE void note_groups(Coding coding, size_t group, const Matrix *matrix, size_t row, size_t column, const uint8_t *at, size_t width,
+                        size_t r, RowGroups *to) {
     StripGroups of;
+    __m128i *bytes = (__m128i *)&to->bytes[r % 4] + r / 4;
     if (coding == INT8) return;
+    if (by_bytes(coding)) {
+        if (coding == Q4_K || coding == Q5_K || coding == Q2_K)
+            *bytes = _mm_loadu_si128((const void *)at); /* as they lie */
+        else
+            *bytes = scale_bytes(coding, at);
+        if (coding != Q4_K && coding != Q5_K) to->factors[r] = scale_factor(coding, at);
+        if (coding == Q2_K) to->offset_factors[r] = -from_half(AT(q2_k, at)->m);
+        return;
+    }
     strip_groups(coding, group, matrix, row, column, at, width, &of);
-    *scales = _mm512_castps256_ps512(of.scales[0]);
-    if (group == 16 || has_offsets(coding)) *scales = _mm512_insertf32x8(*scales, group == 16 ? of.scales[1] : of.offsets[0], 1);
-    if (group == 16 && has_offsets(coding)) *offsets = _mm512_insertf32x8(_mm512_castps256_ps512(of.offsets[0]), of.offsets[1], 1);
+    to->scales[r] = _mm512_castps256_ps512(of.scales[0]);
+    if (group == 16 || has_offsets(coding))
+        to->scales[r] = _mm512_insertf32x8(to->scales[r], group == 16 ? of.scales[1] : of.offsets[0], 1);
+    if (group == 16 && has_offsets(coding))
+        to->offsets[r] = _mm512_insertf32x8(_mm512_castps256_ps512(of.offsets[0]), of.offsets[1], 1);
 }
 
-/* The strip at a column of a row, pieces and scales; that of a row further down, which comes later, is asked for. */
+/* The strip at a column of a row, pieces and what row r's scales come from; that of a row further down, which comes later, is asked
+ * for. */
 INLINE void take_strip(Coding coding, size_t group, const Matrix *matrix, size_t row, size_t column, size_t width,
-                       __m512i pieces[PIECES], __m512 *scales, __m512 *offsets) {
+                       __m512i pieces[PIECES], size_t r, RowGroups *groups) {
     const size_t row_bytes = row_bytes_of(coding, matrix->columns), bytes = row_bytes_of(coding, width);
     const uint8_t *at = (const uint8_t *)matrix->weights + row * row_bytes + row_bytes_of(coding, column);
     for (size_t ahead = 0; ahead < bytes; ahead += 64) _mm_prefetch((const char *)(at + ROWS_AHEAD * row_bytes + ahead), _MM_HINT_T1);
     strip_pieces(coding, at, width, pieces);
-    lane_groups(coding, group, matrix, row, column, at, width, scales, offsets);
+    note_groups(coding, group, matrix, row, column, at, width, r, groups);
 }
 
 /* Of each quarter of 128 bits, one after the other: those of four registers. */
@@ -70,12 +91,53 @@ typedef struct {
     __m512 scales[SIXTEENS], offsets[SIXTEENS];
 } LaneGroups;
 
-INLINE void groups_by_lanes(Coding coding, size_t group, const __m512 scales[LANE_ROWS], const __m512 offsets[LANE_ROWS], LaneGroups *to) {
+/* Of sixteen bytes of each of sixteen rows, of rows i, 4 + i, 8 + i and 12 + i in the i-th register: four to a lane. */
+INLINE void fours_by_lanes(const __m512i v[4], __m512i to[4]) {
+    const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
+    const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+    to[0] = _mm512_unpacklo_epi64(a, c), to[1] = _mm512_unpackhi_epi64(a, c);
+    to[2] = _mm512_unpacklo_epi64(b, d), to[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+/* to[g] = factors * signed byte g */
+INLINE void bytes_times(__m512 factors, const __m512i *fours, size_t count, __m512 *to) {
+    for (size_t g = 0; g < count; g++)
+        to[g] = _mm512_mul_ps(factors, _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(fours[g / 4], 24 - 8 * (g % 4)), 24)));
+}
+
+/* A float16 in the lower half of each lane. */
+static inline __m512 lanes_of_halves(__m512i lanes) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(lanes)); }
+
+/* As k_integers, and what they are multiplied by. */
+INLINE void k_groups_by_lanes(const __m512i fours[4], LaneGroups *to) {
+    const __m512i last = fours[3], scales[] = {low_bits(fours[1], 0x3F), with_masked(low_bits(last, 15), _mm512_srli_epi32(fours[1], 2), 0x30)};
+    const __m512i above = low_bits(_mm512_srli_epi32(last, 4), 15);
+    const __m512i minima[] = {low_bits(fours[2], 0x3F), with_masked(above, _mm512_srli_epi32(fours[2], 2), 0x30)};
+    bytes_times(lanes_of_halves(fours[0]), scales, 8, to->scales);
+    bytes_times(_mm512_sub_ps(_mm512_setzero_ps(), lanes_of_halves(_mm512_srli_epi32(fours[0], 16))), minima, 8, to->offsets);
+}
+
+INLINE void groups_by_lanes(Coding coding, size_t group, const RowGroups *rows, LaneGroups *to) {
+    __m512i fours[4];
     if (coding == INT8) return;
-    transpose_sixteen(scales, to->scales);
+    if (by_bytes(coding)) {
+        fours_by_lanes(rows->bytes, fours);
+        if (coding == Q4_K || coding == Q5_K) {
+            k_groups_by_lanes(fours, to);
+        } else if (coding == Q2_K) {
+            __m512i low[4], high[4];
+            for (int i = 0; i < 4; i++) low[i] = low_bits(fours[i], 15), high[i] = low_bits(_mm512_srli_epi32(fours[i], 4), 15);
+            bytes_times(_mm512_loadu_ps(rows->factors), low, 16, to->scales);
+            bytes_times(_mm512_loadu_ps(rows->offset_factors), high, 16, to->offsets);
+        } else {
+            bytes_times(_mm512_loadu_ps(rows->factors), fours, STRIP / group, to->scales);
+        }
+        return;
+    }
+    transpose_sixteen(rows->scales, to->scales);
     if (!has_offsets(coding)) return;
     if (group == 16)
-        transpose_sixteen(offsets, to->offsets);
+        transpose_sixteen(rows->offsets, to->offsets);
     else
         for (int g = 0; g < 8; g++) to->offsets[g] = to->scales[8 + g];
 }
@@ -91,7 +153,7 @@ static inline __m512i sums_of_quarters(const __m512i v[4]) {
  * rows after each other; scales of rows. */
 typedef struct {
     __m512i fours[FEW_TOKENS][PIECES][ROW_GROUP];
-    __m512 scales[LANE_ROWS], offsets[LANE_ROWS];
+    RowGroups groups;
 } FewStrip;
 
 /* Four rows of it, rows 4 n .. of those from `first` on, the last one before `end` again where there are fewer, for a number of
@@ -101,7 +163,7 @@ INLINE void four_rows_of_few(Coding coding, size_t group, size_t tokens, const M
     __m512i pieces[ROW_GROUP][PIECES];
     for (size_t i = 0; i < ROW_GROUP; i++) {
         const size_t r = ROW_GROUP * n + i, row = least(first + r, end - 1);
-        take_strip(coding, group, matrix, row, column, width, pieces[i], &to->scales[r], &to->offsets[r]);
+        take_strip(coding, group, matrix, row, column, width, pieces[i], r, &to->groups);
     }
     for (size_t m = 0; m < tokens; m++)
         for (size_t k = 0; k < PIECES; k++) {
@@ -119,7 +181,7 @@ INLINE void add_strip(Coding coding, size_t group, size_t tokens, const FewStrip
                       __m512 *totals) {
     const size_t halves = group == 16 ? 2 : 1;
     LaneGroups groups;
-    groups_by_lanes(coding, group, strip->scales, strip->offsets, &groups);
+    groups_by_lanes(coding, group, &strip->groups, &groups);
     for (size_t m = 0; m < tokens; m++)
         for (size_t k = 0; k * PIECE < width; k++) {
             __m512i sixteens[4];
@@ -162,7 +224,7 @@ INLINE void strips_of_few(Coding coding, size_t group, size_t tokens, const Matr
 /* Strips of a block, unpacked row by row. */
 typedef struct {
     uint8_t codes[BLOCK][SPAN_STRIPS * STRIP + 64] __attribute__((aligned(64))); /* rows of 2 KiB would push each other out of the first cache */
-    __m512 scales[SPAN_STRIPS][BLOCK], offsets[SPAN_STRIPS][BLOCK];
+    RowGroups groups[SPAN_STRIPS][REGISTERS];
 } Span;
 
 INLINE void unpack_rows(Coding coding, size_t group, const Matrix *matrix, size_t begin, size_t end, size_t column, size_t columns,
@@ -172,9 +234,9 @@ INLINE void unpack_rows(Coding coding, size_t group, const Matrix *matrix, size_
             const size_t row = least(begin + r, end - 1), n = c / STRIP;
             __m512i pieces[PIECES];
             if (block_columns(coding) == STRIP || columns - c >= STRIP)
-                take_strip(coding, group, matrix, row, column + c, STRIP, pieces, &to->scales[n][r], &to->offsets[n][r]);
+                take_strip(coding, group, matrix, row, column + c, STRIP, pieces, r % LANE_ROWS, &to->groups[n][r / LANE_ROWS]);
             else
-                take_strip(coding, group, matrix, row, column + c, columns - c, pieces, &to->scales[n][r], &to->offsets[n][r]);
+                take_strip(coding, group, matrix, row, column + c, columns - c, pieces, r % LANE_ROWS, &to->groups[n][r / LANE_ROWS]);
             for (size_t k = 0; k < PIECES; k++) _mm512_store_si512(to->codes[r] + c + k * PIECE, pieces[k]);
         }
 }
@@ -187,7 +249,7 @@ INLINE void panel_strip(Coding coding, size_t group, const Span *span, const uin
         const uint8_t *const *rows = row + r * LANE_ROWS;
         LaneGroups groups;
         for (size_t c = 0; c < width; c += 16) {
-            __m512i v[4], (*fours)[REGISTERS] = panel->rows[c / X_PART] + c % X_PART / 4;
+            __m512i v[4], fours[4];
             for (size_t i = 0; i < 4; i++) { /* rows i, 4 + i, 8 + i and 12 + i */
                 v[i] = _mm512_castsi128_si512(_mm_loadu_si128((const void *)(rows[i] + column + c)));
                 v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(rows[4 + i] + column + c)), 1);
@@ -195,12 +257,10 @@ INLINE void panel_strip(Coding coding, size_t group, const Span *span, const uin
                 v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(rows[12 + i] + column + c)), 3);
                 if (toggled) v[i] = _mm512_xor_si512(v[i], _mm512_set1_epi8((char)toggled));
             }
-            const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
-            const __m512i d = _mm512_unpacklo_epi32(v[2], v[3]), e = _mm512_unpackhi_epi32(v[2], v[3]);
-            fours[0][r] = _mm512_unpacklo_epi64(a, d), fours[1][r] = _mm512_unpackhi_epi64(a, d);
-            fours[2][r] = _mm512_unpacklo_epi64(b, e), fours[3][r] = _mm512_unpackhi_epi64(b, e);
+            fours_by_lanes(v, fours);
+            for (size_t i = 0; i < 4; i++) panel->rows[c / X_PART][c % X_PART / 4 + i][r] = fours[i];
         }
-        groups_by_lanes(coding, group, span->scales[column / STRIP % SPAN_STRIPS] + r * LANE_ROWS, span->offsets[column / STRIP % SPAN_STRIPS] + r * LANE_ROWS, &groups);
+        groups_by_lanes(coding, group, &span->groups[column / STRIP % SPAN_STRIPS][r], &groups);
         for (size_t g = 0; g < STRIP / (group == 16 ? 16 : 32); g++) {
             panel->scales[g][r] = coding == INT8 ? _mm512_set1_ps(1) : groups.scales[g];
             if (has_offsets(coding)) panel->zeros[g][r] = groups.offsets[g];
