@@ -82,7 +82,7 @@ def sets_of(header: str) -> list[str]:
     if own in SETS:
         return arm if own == "neon" else [own]
     x86, words = ["avx2", "avx512"], ["avx2", *arm]
-    needs = {"x86.h": x86, "x86_strips.h": x86, "nibbles.h": words, "rows.h": words}
+    needs = {"x86.h": x86, "x86_strips.h": x86, "lane_groups.h": x86, "nibbles.h": words, "rows.h": words}
     return needs.get(Path(header).name, [*SETS])
 
 

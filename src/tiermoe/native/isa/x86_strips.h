@@ -5,16 +5,6 @@
 
 #include "strips.h"
 
-/* Eight scales of Q4_K or Q5_K, and behind them its eight minima, bytes. */
-static inline __m128i k_integers(const block_q4_k *block) {
-    uint64_t low;
-    uint32_t last;
-    memcpy(&low, block->scales, sizeof low), memcpy(&last, block->scales + 8, sizeof last);
-    const uint64_t high = ((last | (uint64_t)last << 28) & 0x0F0F0F0F0F0F0F0F) | (low >> 2 & 0x3030303030303030);
-    const __m128i mixed = _mm_set_epi64x((int64_t)high, (int64_t)(low & 0x3F3F3F3F3F3F3F3F));
-    return _mm_shuffle_epi32(mixed, 0xD8); /* four scales, four minima, and again: scales before minima */
-}
-
 /* The sixteen scales of Q3_K, bytes. */
 static inline __m128i q3_k_integers(const block_q3_k *block) {
     int high;
@@ -23,12 +13,6 @@ static inline __m128i q3_k_integers(const block_q3_k *block) {
     const __m128i low = _mm_and_si128(_mm_unpacklo_epi64(eight, _mm_srli_epi16(eight, 4)), _mm_set1_epi8(15));
     const __m128i twos = _mm_and_si128(_mm_srlv_epi32(all_high, _mm_setr_epi32(0, 2, 4, 6)), _mm_set1_epi8(3));
     return _mm_sub_epi8(_mm_or_si128(low, _mm_slli_epi16(twos, 4)), _mm_set1_epi8(32));
-}
-
-/* The sixteen scales of Q2_K, or (high = 1) its minima, bytes. */
-static inline __m128i q2_k_integers(const block_q2_k *block, int high) {
-    const __m128i both = _mm_loadu_si128((const void *)block->scales);
-    return _mm_and_si128(high ? _mm_srli_epi16(both, 4) : both, _mm_set1_epi8(15));
 }
 
 /* The eight scales of IQ4_XS, bytes. */
@@ -253,12 +237,13 @@ INLINE __m256i grid_sizes(Coding coding, const uint8_t *at, const GridStrip *str
 #undef FOUR
 }
 
-/* All types of 256 columns to a block but Q4_K and Q5_K: the scales of a strip's groups, eight or sixteen, are signed bytes times a
- * factor. */
+/* Types of 256 columns to a block: the scales of a strip's groups, eight or sixteen, are signed bytes times a factor. Of Q4_K and
+ * Q5_K the bytes are those that a block begins with: two factors, scales and minima. */
 
 INLINE __m128i scale_bytes(Coding coding, const uint8_t *at) {
     switch (coding) {
-        case Q2_K: return q2_k_integers(AT(q2_k, at), 0);
+        case Q4_K: case Q5_K: return _mm_loadu_si128((const void *)at);
+        case Q2_K: return _mm_loadu_si128((const void *)AT(q2_k, at)->scales); /* and minima above them, four bits each */
         case Q3_K: return q3_k_integers(AT(q3_k, at));
         case Q6_K: return _mm_loadu_si128((const void *)AT(q6_k, at)->scales);
         case IQ4_XS: return iq4_xs_integers(AT(iq4_xs, at));
@@ -284,15 +269,6 @@ INLINE float scale_factor(Coding coding, const uint8_t *at) {
 typedef struct {
     __m256 scales[2], offsets[2];
 } StripGroups;
-
-/* factor * eight signed bytes */
-static inline __m256 eight_bytes_times(float factor, __m128i bytes) {
-    return _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
-}
-
-INLINE void sixteen_bytes_times(float factor, __m128i bytes, __m256 to[2]) {
-    to[0] = eight_bytes_times(factor, bytes), to[1] = eight_bytes_times(factor, _mm_srli_si128(bytes, 8));
-}
 
 /* Eight float16 that lie `apart` bytes apart. */
 static inline __m256 eight_halves(const uint8_t *at, size_t apart) {
@@ -379,18 +355,11 @@ INLINE void published_groups(Coding coding, size_t group, const Matrix *matrix, 
     }
 }
 
-/* All types: as strip_scales and published_scales find them. at: the strip of a row of a matrix from a column on. */
+/* Other types: as strip_scales and published_scales find them. at: the strip of a row of a matrix from a column on. */
 INLINE void strip_groups(Coding coding, size_t group, const Matrix *matrix, size_t row, size_t column, const uint8_t *at, size_t width,
                          StripGroups *to) {
     if (coding >= FIRST_PUBLISHED) {
         published_groups(coding, group, matrix, row, column, width, to);
-    } else if (coding == Q4_K || coding == Q5_K) { /* which begin alike */
-        const __m128i bytes = k_integers(AT(q4_k, at));
-        to->scales[0] = eight_bytes_times(from_half(AT(q4_k, at)->d), bytes);
-        to->offsets[0] = eight_bytes_times(-from_half(AT(q4_k, at)->m), _mm_srli_si128(bytes, 8));
-    } else if (block_columns(coding) == STRIP) {
-        sixteen_bytes_times(scale_factor(coding, at), scale_bytes(coding, at), to->scales);
-        if (coding == Q2_K) sixteen_bytes_times(-from_half(AT(q2_k, at)->m), q2_k_integers(AT(q2_k, at), 1), to->offsets);
     } else if (width < STRIP) {
         StripScales of;
         strip_scales(coding, at, width, &of);

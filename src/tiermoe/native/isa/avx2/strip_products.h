@@ -4,19 +4,14 @@
 #ifndef TIERMOE_ISA_AVX2_STRIP_PRODUCTS_H
 #define TIERMOE_ISA_AVX2_STRIP_PRODUCTS_H
 
+#include "../lane_groups.h"
 #include "../simd.h"
 #include "strips.h"
 
 enum {
-    LANE_ROWS = 8,
     STRIP_TOKENS = 64,    /* that share what is unpacked */
     STRIP_TILE = 3,       /* tokens whose sums are in registers at a time */
 };
-
-/* What the groups of a strip of eight rows are multiplied by, and what is added to them: a lane for each row. */
-typedef struct {
-    Eight scales[STRIP_GROUPS], offsets[STRIP_GROUPS];
-} LaneGroups;
 
 /* A strip of eight rows. */
 typedef struct {
@@ -52,14 +47,24 @@ INLINE void lane_strips(Coding coding, size_t group, const Matrix *matrix, size_
                         const uint8_t *row[LANE_ROWS], LaneGroups *groups) {
     const size_t row_bytes = row_bytes_of(coding, matrix->columns), bytes = row_bytes_of(coding, width);
     Eight scales[2][LANE_ROWS], offsets[2][LANE_ROWS];
+    __m128i group_of[LANE_ROWS];
+    LaneFactors factors;
     for (size_t i = 0; i < LANE_ROWS; i++) {
         const size_t its = least(first + i, end - 1);
         StripGroups of;
         row[i] = (const uint8_t *)matrix->weights + its * row_bytes + row_bytes_of(coding, column);
         for (size_t ahead = 0; ahead < bytes; ahead += 64) __builtin_prefetch(row[i] + LANE_ROWS * row_bytes + ahead, 0, 2);
-        if (coding == INT8) continue;
+        if (by_bytes(coding)) group_of[i] = group_bytes(coding, row[i], i, &factors);
+        if (coding == INT8 || by_bytes(coding)) continue;
         strip_groups(coding, group, matrix, its, column, row[i], width, &of);
         for (size_t h = 0; h < 32 / group; h++) scales[h][i] = of.scales[h], offsets[h][i] = of.offsets[h];
+    }
+    if (by_bytes(coding)) {
+        __m256i fours[4];
+        for (size_t i = 0; i < 4; i++) fours[i] = _mm256_set_m128i(group_of[4 + i], group_of[i]);
+        transpose(fours);
+        groups_of_bytes(coding, group, (const LaneWords *)fours, &factors, groups);
+        return;
     }
     for (size_t h = 0; coding != INT8 && h < 32 / group; h++) {
         floats_by_lanes(scales[h], groups->scales + 8 * h);

@@ -4,12 +4,12 @@
 #ifndef TIERMOE_ISA_AVX512_STRIP_PRODUCTS_H
 #define TIERMOE_ISA_AVX512_STRIP_PRODUCTS_H
 
+#include "../lane_groups.h"
 #include "row_blocks.h"
 #include "rows.h"
 #include "strips.h"
 
 enum {
-    LANE_ROWS = 16,   /* rows unpacked at a time: a lane each */
     FEW_TOKENS = 4,   /* at most, whose products are added up lane by lane */
     ROW_GROUP = 4,    /* rows whose products are in registers at a time */
     ROWS_AHEAD = 6,   /* how far a row is asked for ahead of its use */
@@ -18,28 +18,21 @@ enum {
     SIXTEENS = STRIP / 16,
 };
 
-/* What the scales of a strip's groups come from, of sixteen rows. */
+/* What the scales of a strip's groups come from, of sixteen rows: by_bytes(coding) sixteen bytes of a row, of rows i, 4 + i, 8 + i
+ * and 12 + i in the i-th register, and factors; of other types a row's floats, of groups of 32 columns all in `scales`. */
 typedef struct {
-    __m512i bytes[4];                                 /* by_bytes(coding): sixteen of a row, of rows i, 4 + i, 8 + i and 12 + i in the i-th */
-    float factors[LANE_ROWS], offset_factors[LANE_ROWS]; /* what bytes are multiplied by */
-    __m512 scales[LANE_ROWS], offsets[LANE_ROWS];     /* other types, as a row's floats: of groups of 32 columns all in `scales` */
+    __m512i bytes[4];
+    LaneFactors factors;
+    __m512 scales[LANE_ROWS], offsets[LANE_ROWS];
 } RowGroups;
 
-/* The types whose scales are worked out by lanes: those of 256 columns to a block. */
-INLINE int by_bytes(Coding coding) { return coding < FIRST_PUBLISHED && block_columns(coding) == STRIP; }
-
+/* Of row r of them. */
 INLINE void note_groups(Coding coding, size_t group, const Matrix *matrix, size_t row, size_t column, const uint8_t *at, size_t width,
                         size_t r, RowGroups *to) {
     StripGroups of;
-    __m128i *bytes = (__m128i *)&to->bytes[r % 4] + r / 4;
     if (coding == INT8) return;
     if (by_bytes(coding)) {
-        if (coding == Q4_K || coding == Q5_K || coding == Q2_K)
-            *bytes = _mm_loadu_si128((const void *)at); /* as they lie */
-        else
-            *bytes = scale_bytes(coding, at);
-        if (coding != Q4_K && coding != Q5_K) to->factors[r] = scale_factor(coding, at);
-        if (coding == Q2_K) to->offset_factors[r] = -from_half(AT(q2_k, at)->m);
+        ((__m128i *)&to->bytes[r % 4])[r / 4] = group_bytes(coding, at, r, &to->factors);
         return;
     }
     strip_groups(coding, group, matrix, row, column, at, width, &of);
@@ -50,13 +43,20 @@ INLINE void note_groups(Coding coding, size_t group, const Matrix *matrix, size_
         to->offsets[r] = _mm512_insertf32x8(_mm512_castps256_ps512(of.offsets[0]), of.offsets[1], 1);
 }
 
-/* The strip at a column of a row, pieces and what row r's scales come from; that of a row further down, which comes later, is asked
- * for. */
+INLINE const uint8_t *strip_of(Coding coding, const Matrix *matrix, size_t row, size_t column) {
+    return (const uint8_t *)matrix->weights + row * row_bytes_of(coding, matrix->columns) + row_bytes_of(coding, column);
+}
+
+/* Asks for a strip that comes later. */
+INLINE void ask_for(Coding coding, const uint8_t *at, size_t width) {
+    for (size_t ahead = 0; ahead < row_bytes_of(coding, width); ahead += 64) _mm_prefetch((const char *)(at + ahead), _MM_HINT_T1);
+}
+
+/* The strip at a column of a row, pieces and what row r's scales come from. That of `ahead` rows further down is asked for. */
 INLINE void take_strip(Coding coding, size_t group, const Matrix *matrix, size_t row, size_t column, size_t width,
-                       __m512i pieces[PIECES], size_t r, RowGroups *groups) {
-    const size_t row_bytes = row_bytes_of(coding, matrix->columns), bytes = row_bytes_of(coding, width);
-    const uint8_t *at = (const uint8_t *)matrix->weights + row * row_bytes + row_bytes_of(coding, column);
-    for (size_t ahead = 0; ahead < bytes; ahead += 64) _mm_prefetch((const char *)(at + ROWS_AHEAD * row_bytes + ahead), _MM_HINT_T1);
+                       size_t ahead, __m512i pieces[PIECES], size_t r, RowGroups *groups) {
+    const uint8_t *at = strip_of(coding, matrix, row, column);
+    if (ahead) ask_for(coding, at + ahead * row_bytes_of(coding, matrix->columns), width);
     strip_pieces(coding, at, width, pieces);
     note_groups(coding, group, matrix, row, column, at, width, r, groups);
 }
@@ -86,11 +86,6 @@ INLINE void transpose_sixteen(const __m512 from[16], __m512 to[16]) {
     }
 }
 
-/* A strip's scales, a lane for each row, of one group after the other; and what is added to them. */
-typedef struct {
-    __m512 scales[SIXTEENS], offsets[SIXTEENS];
-} LaneGroups;
-
 /* Of sixteen bytes of each of sixteen rows, of rows i, 4 + i, 8 + i and 12 + i in the i-th register: four to a lane. */
 INLINE void fours_by_lanes(const __m512i v[4], __m512i to[4]) {
     const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
@@ -99,39 +94,12 @@ INLINE void fours_by_lanes(const __m512i v[4], __m512i to[4]) {
     to[2] = _mm512_unpacklo_epi64(b, d), to[3] = _mm512_unpackhi_epi64(b, d);
 }
 
-/* to[g] = factors * signed byte g */
-INLINE void bytes_times(__m512 factors, const __m512i *fours, size_t count, __m512 *to) {
-    for (size_t g = 0; g < count; g++)
-        to[g] = _mm512_mul_ps(factors, _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(fours[g / 4], 24 - 8 * (g % 4)), 24)));
-}
-
-/* A float16 in the lower half of each lane. */
-static inline __m512 lanes_of_halves(__m512i lanes) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(lanes)); }
-
-/* As k_integers, and what they are multiplied by. */
-INLINE void k_groups_by_lanes(const __m512i fours[4], LaneGroups *to) {
-    const __m512i last = fours[3], scales[] = {low_bits(fours[1], 0x3F), with_masked(low_bits(last, 15), _mm512_srli_epi32(fours[1], 2), 0x30)};
-    const __m512i above = low_bits(_mm512_srli_epi32(last, 4), 15);
-    const __m512i minima[] = {low_bits(fours[2], 0x3F), with_masked(above, _mm512_srli_epi32(fours[2], 2), 0x30)};
-    bytes_times(lanes_of_halves(fours[0]), scales, 8, to->scales);
-    bytes_times(_mm512_sub_ps(_mm512_setzero_ps(), lanes_of_halves(_mm512_srli_epi32(fours[0], 16))), minima, 8, to->offsets);
-}
-
 INLINE void groups_by_lanes(Coding coding, size_t group, const RowGroups *rows, LaneGroups *to) {
     __m512i fours[4];
     if (coding == INT8) return;
     if (by_bytes(coding)) {
         fours_by_lanes(rows->bytes, fours);
-        if (coding == Q4_K || coding == Q5_K) {
-            k_groups_by_lanes(fours, to);
-        } else if (coding == Q2_K) {
-            __m512i low[4], high[4];
-            for (int i = 0; i < 4; i++) low[i] = low_bits(fours[i], 15), high[i] = low_bits(_mm512_srli_epi32(fours[i], 4), 15);
-            bytes_times(_mm512_loadu_ps(rows->factors), low, 16, to->scales);
-            bytes_times(_mm512_loadu_ps(rows->offset_factors), high, 16, to->offsets);
-        } else {
-            bytes_times(_mm512_loadu_ps(rows->factors), fours, STRIP / group, to->scales);
-        }
+        groups_of_bytes(coding, group, (const LaneWords *)fours, &rows->factors, to);
         return;
     }
     transpose_sixteen(rows->scales, to->scales);
@@ -163,7 +131,7 @@ INLINE void four_rows_of_few(Coding coding, size_t group, size_t tokens, const M
     __m512i pieces[ROW_GROUP][PIECES];
     for (size_t i = 0; i < ROW_GROUP; i++) {
         const size_t r = ROW_GROUP * n + i, row = least(first + r, end - 1);
-        take_strip(coding, group, matrix, row, column, width, pieces[i], r, &to->groups);
+        take_strip(coding, group, matrix, row, column, width, ROWS_AHEAD, pieces[i], r, &to->groups);
     }
     for (size_t m = 0; m < tokens; m++)
         for (size_t k = 0; k < PIECES; k++) {
@@ -191,7 +159,7 @@ INLINE void add_strip(Coding coding, size_t group, size_t tokens, const FewStrip
                 const int32_t x_sum = sum_of_codes(&x[m], part, h % halves, halves);
                 const __m512i sum = halves == 2 ? sixteens[h] : _mm512_add_epi32(sixteens[2 * h], sixteens[2 * h + 1]);
                 totals[m] = plus_part(coding, totals[m], _mm512_sub_epi32(sum, _mm512_set1_epi32(above_zero(coding) * x_sum)),
-                                      coding == INT8 ? _mm512_set1_ps(1) : groups.scales[g], groups.offsets[g], x[m].scales[part], x_sum);
+                                      coding == INT8 ? _mm512_set1_ps(1) : (__m512)groups.scales[g], groups.offsets[g], x[m].scales[part], x_sum);
             }
         }
 }
@@ -229,22 +197,24 @@ typedef struct {
 
 INLINE void unpack_rows(Coding coding, size_t group, const Matrix *matrix, size_t begin, size_t end, size_t column, size_t columns,
                         Span *to) {
+    const size_t ahead = is_grid(coding) ? ROWS_AHEAD : 0; /* which are slower to unpack than to read */
     for (size_t r = 0; r < BLOCK; r++)
         for (size_t c = 0; c < columns; c += STRIP) {
             const size_t row = least(begin + r, end - 1), n = c / STRIP;
             __m512i pieces[PIECES];
             if (block_columns(coding) == STRIP || columns - c >= STRIP)
-                take_strip(coding, group, matrix, row, column + c, STRIP, pieces, r % LANE_ROWS, &to->groups[n][r / LANE_ROWS]);
+                take_strip(coding, group, matrix, row, column + c, STRIP, ahead, pieces, r % LANE_ROWS, &to->groups[n][r / LANE_ROWS]);
             else
-                take_strip(coding, group, matrix, row, column + c, columns - c, pieces, r % LANE_ROWS, &to->groups[n][r / LANE_ROWS]);
+                take_strip(coding, group, matrix, row, column + c, columns - c, ahead, pieces, r % LANE_ROWS, &to->groups[n][r / LANE_ROWS]);
             for (size_t k = 0; k < PIECES; k++) _mm512_store_si512(to->codes[r] + c + k * PIECE, pieces[k]);
         }
 }
 
-/* The strip at a column of a span: of sixteen rows four columns to a register, four registers of sixteen columns at a time.
- * toggled: what is to be changed in bytes of rows that are not unpacked. */
-INLINE void panel_strip(Coding coding, size_t group, const Span *span, const uint8_t *const row[BLOCK], int toggled, size_t column,
-                        size_t width, BlockPanel *panel) {
+/* The strip at a column of rows that are bytes: of sixteen rows four columns to a register, four registers of sixteen columns at a
+ * time. toggled: what is to be changed in the bytes. Of the next block, rows `next` .., the same strip is asked for row by row: more
+ * at once than memory takes would be lost. */
+INLINE void panel_strip(Coding coding, size_t group, const Matrix *matrix, size_t next, size_t strip, const RowGroups *of,
+                        const uint8_t *const row[BLOCK], int toggled, size_t column, size_t width, BlockPanel *panel) {
     for (size_t r = 0; r < REGISTERS; r++) {
         const uint8_t *const *rows = row + r * LANE_ROWS;
         LaneGroups groups;
@@ -257,12 +227,13 @@ INLINE void panel_strip(Coding coding, size_t group, const Span *span, const uin
                 v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(rows[12 + i] + column + c)), 3);
                 if (toggled) v[i] = _mm512_xor_si512(v[i], _mm512_set1_epi8((char)toggled));
             }
+            if (!is_grid(coding)) ask_for(coding, strip_of(coding, matrix, next + r * LANE_ROWS + c / 16, strip), width);
             fours_by_lanes(v, fours);
             for (size_t i = 0; i < 4; i++) panel->rows[c / X_PART][c % X_PART / 4 + i][r] = fours[i];
         }
-        groups_by_lanes(coding, group, &span->groups[column / STRIP % SPAN_STRIPS][r], &groups);
+        groups_by_lanes(coding, group, &of[r], &groups);
         for (size_t g = 0; g < STRIP / (group == 16 ? 16 : 32); g++) {
-            panel->scales[g][r] = coding == INT8 ? _mm512_set1_ps(1) : groups.scales[g];
+            panel->scales[g][r] = coding == INT8 ? _mm512_set1_ps(1) : (__m512)groups.scales[g];
             if (has_offsets(coding)) panel->zeros[g][r] = groups.offsets[g];
         }
     }
@@ -284,10 +255,8 @@ INLINE void strips_of_many(Coding coding, size_t group, const Matrix *matrix, si
         width = least(left, STRIP);
         if (of_span == 0 && !in_place)
             unpack_rows(coding, group, matrix, begin, end, c, least(left, SPAN_STRIPS * STRIP), &span);
-        if (in_place)
-            panel_strip(coding, group, &span, row, above_zero(coding), c, width, &panel);
-        else
-            panel_strip(coding, group, &span, row, 0, of_span, STRIP, &panel);
+        panel_strip(coding, group, matrix, begin + BLOCK, c, span.groups[of_span / STRIP], row, in_place ? above_zero(coding) : 0,
+                    in_place ? c : of_span, in_place ? width : STRIP, &panel);
         parts_times(coding, group == 16 ? 2 : 1, &panel, c / X_PART, width / X_PART, prepared, tokens, columns, totals);
     }
 }
