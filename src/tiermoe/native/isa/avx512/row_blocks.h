@@ -229,11 +229,13 @@ typedef struct {
     __m512 scales[2 * PANEL_PARTS][REGISTERS], zeros[2 * PANEL_PARTS][REGISTERS];
 } BlockPanel;
 
-/* totals (tokens, 64) += the parts of a panel from part `first` on, for a number of tokens known when compiling. */
+/* totals (tokens, 64) += the parts of a panel from part `first` on, for a number of tokens known when compiling. What comes next,
+ * `bytes` from `next` on, is asked for meanwhile, little by little: memory loses what it is asked for at once. */
 INLINE void panel_tile(Coding coding, size_t halves, size_t tokens, const BlockPanel *panel, size_t first, size_t parts,
-                       const float *prepared, size_t columns, float *totals) {
+                       const float *prepared, size_t columns, const uint8_t *next, size_t bytes, float *totals) {
     XIntegers x[BLOCK_TILE];
     __m512 sums_so_far[BLOCK_TILE][REGISTERS];
+    size_t asked = 0;
     for (size_t m = 0; m < tokens; m++) {
         x[m] = integers_at(prepared + m * integer_floats(columns), columns);
         for (int r = 0; r < REGISTERS; r++) sums_so_far[m][r] = _mm512_loadu_ps(totals + m * BLOCK + 16 * r);
@@ -241,6 +243,7 @@ INLINE void panel_tile(Coding coding, size_t halves, size_t tokens, const BlockP
     for (size_t n = 0; n < parts * halves; n++) {
         __m512i sums[BLOCK_TILE][REGISTERS];
         const size_t p = n / halves, at = first + p;
+        for (; asked < bytes * (n + 1) / (parts * halves); asked += 64) _mm_prefetch((const char *)(next + asked), _MM_HINT_T1);
         for (size_t m = 0; m < tokens; m++)
             for (int r = 0; r < REGISTERS; r++)
                 sums[m][r] = _mm512_set1_epi32(-above_zero(coding) * sum_of_codes(&x[m], at, n % halves, halves));
@@ -263,15 +266,16 @@ INLINE void panel_tile(Coding coding, size_t halves, size_t tokens, const BlockP
 
 /* totals (tokens, 64) += the same, for any number of tokens. */
 INLINE void parts_times(Coding coding, size_t halves, const BlockPanel *panel, size_t first, size_t parts, const float *prepared,
-                        size_t tokens, size_t columns, float *totals) {
+                        size_t tokens, size_t columns, const uint8_t *next, size_t bytes, float *totals) {
     for (size_t tiles = (tokens + BLOCK_TILE - 1) / BLOCK_TILE, some; tiles; tiles--, tokens -= some) {
         some = (tokens + tiles - 1) / tiles;
+        const size_t share = bytes / tiles;
         switch (some) {
-            case 1: panel_tile(coding, halves, 1, panel, first, parts, prepared, columns, totals); break;
-            case 2: panel_tile(coding, halves, 2, panel, first, parts, prepared, columns, totals); break;
-            case 3: panel_tile(coding, halves, 3, panel, first, parts, prepared, columns, totals); break;
+            case 1: panel_tile(coding, halves, 1, panel, first, parts, prepared, columns, next, share, totals); break;
+            case 2: panel_tile(coding, halves, 2, panel, first, parts, prepared, columns, next, share, totals); break;
+            case 3: panel_tile(coding, halves, 3, panel, first, parts, prepared, columns, next, share, totals); break;
         }
-        prepared += some * integer_floats(columns), totals += some * BLOCK;
+        prepared += some * integer_floats(columns), totals += some * BLOCK, next += share, bytes -= share;
     }
 }
 
@@ -292,18 +296,30 @@ INLINE void block_panels(Coding coding, const Matrix *matrix, Place at, const fl
             at.scales += at.group;
             if (is_uneven(coding)) at.codes += UNEVEN_SCALES;
         }
-        parts_times(coding, 1, &panel, first, parts, prepared, tokens, columns, totals);
+        parts_times(coding, 1, &panel, first, parts, prepared, tokens, columns, at.codes, parts * code_bytes(coding, X_PART), totals);
     }
     for (size_t m = 0; m < tokens; m++) store_rows((const __m512 *)(totals + m * BLOCK), out + m * stride);
+}
+
+/* Up to how many tokens it costs less to unpack a block again for each few of them than to put it away. */
+INLINE size_t tiled_tokens(Coding coding) {
+    return coding == INT4 ? 24 : coding == INT2 || coding == INT6 || coding == NL4 ? 8 : BLOCK_TILE;
 }
 
 INLINE void block_times(Coding coding, const Matrix *matrix, size_t block, const float *prepared,
                         size_t tokens, bf16 *out, size_t stride) {
     const Place at = place_of(matrix, block);
-    switch (tokens) {
-        case 1: block_tile(coding, 1, matrix, at, prepared, out, stride); return;
-        case 2: block_tile(coding, 2, matrix, at, prepared, out, stride); return;
-        case 3: block_tile(coding, 3, matrix, at, prepared, out, stride); return;
+    if (tokens <= tiled_tokens(coding)) {
+        for (size_t tiles = (tokens + BLOCK_TILE - 1) / BLOCK_TILE, some; tiles; tiles--, tokens -= some) {
+            some = (tokens + tiles - 1) / tiles;
+            switch (some) {
+                case 1: block_tile(coding, 1, matrix, at, prepared, out, stride); break;
+                case 2: block_tile(coding, 2, matrix, at, prepared, out, stride); break;
+                case 3: block_tile(coding, 3, matrix, at, prepared, out, stride); break;
+            }
+            prepared += some * integer_floats(matrix->columns), out += some * stride;
+        }
+        return;
     }
     for (size_t calls = (tokens + PANEL_TOKENS - 1) / PANEL_TOKENS; calls; calls--) {
         const size_t some = (tokens + calls - 1) / calls;

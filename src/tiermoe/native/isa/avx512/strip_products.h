@@ -43,20 +43,10 @@ INLINE void note_groups(Coding coding, size_t group, const Matrix *matrix, size_
         to->offsets[r] = _mm512_insertf32x8(_mm512_castps256_ps512(of.offsets[0]), of.offsets[1], 1);
 }
 
-INLINE const uint8_t *strip_of(Coding coding, const Matrix *matrix, size_t row, size_t column) {
-    return (const uint8_t *)matrix->weights + row * row_bytes_of(coding, matrix->columns) + row_bytes_of(coding, column);
-}
-
-/* Asks for a strip that comes later. */
-INLINE void ask_for(Coding coding, const uint8_t *at, size_t width) {
-    for (size_t ahead = 0; ahead < row_bytes_of(coding, width); ahead += 64) _mm_prefetch((const char *)(at + ahead), _MM_HINT_T1);
-}
-
-/* The strip at a column of a row, pieces and what row r's scales come from. That of `ahead` rows further down is asked for. */
+/* The strip at a column of a row, pieces and what row r's scales come from. */
 INLINE void take_strip(Coding coding, size_t group, const Matrix *matrix, size_t row, size_t column, size_t width,
-                       size_t ahead, __m512i pieces[PIECES], size_t r, RowGroups *groups) {
-    const uint8_t *at = strip_of(coding, matrix, row, column);
-    if (ahead) ask_for(coding, at + ahead * row_bytes_of(coding, matrix->columns), width);
+                       __m512i pieces[PIECES], size_t r, RowGroups *groups) {
+    const uint8_t *at = (const uint8_t *)matrix->weights + row * row_bytes_of(coding, matrix->columns) + row_bytes_of(coding, column);
     strip_pieces(coding, at, width, pieces);
     note_groups(coding, group, matrix, row, column, at, width, r, groups);
 }
@@ -131,7 +121,9 @@ INLINE void four_rows_of_few(Coding coding, size_t group, size_t tokens, const M
     __m512i pieces[ROW_GROUP][PIECES];
     for (size_t i = 0; i < ROW_GROUP; i++) {
         const size_t r = ROW_GROUP * n + i, row = least(first + r, end - 1);
-        take_strip(coding, group, matrix, row, column, width, ROWS_AHEAD, pieces[i], r, &to->groups);
+        const uint8_t *later = (const uint8_t *)matrix->weights + (row + ROWS_AHEAD) * row_bytes_of(coding, matrix->columns) + row_bytes_of(coding, column);
+        for (size_t ahead = 0; ahead < row_bytes_of(coding, width); ahead += 64) _mm_prefetch((const char *)(later + ahead), _MM_HINT_T1);
+        take_strip(coding, group, matrix, row, column, width, pieces[i], r, &to->groups);
     }
     for (size_t m = 0; m < tokens; m++)
         for (size_t k = 0; k < PIECES; k++) {
@@ -197,24 +189,23 @@ typedef struct {
 
 INLINE void unpack_rows(Coding coding, size_t group, const Matrix *matrix, size_t begin, size_t end, size_t column, size_t columns,
                         Span *to) {
-    const size_t ahead = is_grid(coding) ? ROWS_AHEAD : 0; /* which are slower to unpack than to read */
     for (size_t r = 0; r < BLOCK; r++)
         for (size_t c = 0; c < columns; c += STRIP) {
             const size_t row = least(begin + r, end - 1), n = c / STRIP;
             __m512i pieces[PIECES];
             if (block_columns(coding) == STRIP || columns - c >= STRIP)
-                take_strip(coding, group, matrix, row, column + c, STRIP, ahead, pieces, r % LANE_ROWS, &to->groups[n][r / LANE_ROWS]);
+                take_strip(coding, group, matrix, row, column + c, STRIP, pieces, r % LANE_ROWS, &to->groups[n][r / LANE_ROWS]);
             else
-                take_strip(coding, group, matrix, row, column + c, columns - c, ahead, pieces, r % LANE_ROWS, &to->groups[n][r / LANE_ROWS]);
+                take_strip(coding, group, matrix, row, column + c, columns - c, pieces, r % LANE_ROWS, &to->groups[n][r / LANE_ROWS]);
+            if (is_grid(coding)) __asm__("" ::: "memory"); /* else the compiler mixes strips, whose grids want all registers */
             for (size_t k = 0; k < PIECES; k++) _mm512_store_si512(to->codes[r] + c + k * PIECE, pieces[k]);
         }
 }
 
 /* The strip at a column of rows that are bytes: of sixteen rows four columns to a register, four registers of sixteen columns at a
- * time. toggled: what is to be changed in the bytes. Of the next block, rows `next` .., the same strip is asked for row by row: more
- * at once than memory takes would be lost. */
-INLINE void panel_strip(Coding coding, size_t group, const Matrix *matrix, size_t next, size_t strip, const RowGroups *of,
-                        const uint8_t *const row[BLOCK], int toggled, size_t column, size_t width, BlockPanel *panel) {
+ * time. toggled: what is to be changed in the bytes. */
+INLINE void panel_strip(Coding coding, size_t group, const RowGroups *of, const uint8_t *const row[BLOCK], int toggled,
+                        size_t column, size_t width, BlockPanel *panel) {
     for (size_t r = 0; r < REGISTERS; r++) {
         const uint8_t *const *rows = row + r * LANE_ROWS;
         LaneGroups groups;
@@ -227,7 +218,6 @@ INLINE void panel_strip(Coding coding, size_t group, const Matrix *matrix, size_
                 v[i] = _mm512_inserti32x4(v[i], _mm_loadu_si128((const void *)(rows[12 + i] + column + c)), 3);
                 if (toggled) v[i] = _mm512_xor_si512(v[i], _mm512_set1_epi8((char)toggled));
             }
-            if (!is_grid(coding)) ask_for(coding, strip_of(coding, matrix, next + r * LANE_ROWS + c / 16, strip), width);
             fours_by_lanes(v, fours);
             for (size_t i = 0; i < 4; i++) panel->rows[c / X_PART][c % X_PART / 4 + i][r] = fours[i];
         }
@@ -244,7 +234,7 @@ INLINE void panel_strip(Coding coding, size_t group, const Matrix *matrix, size_
 INLINE void strips_of_many(Coding coding, size_t group, const Matrix *matrix, size_t begin, size_t end, const float *prepared,
                            size_t tokens, float *totals) {
     const size_t columns = matrix->columns, in_place = coding == INT8 && tokens >= IN_PLACE_TOKENS;
-    const uint8_t *row[BLOCK];
+    const uint8_t *row[BLOCK], *next = (const uint8_t *)matrix->weights + (begin + BLOCK) * row_bytes_of(coding, columns);
     Span span;
     BlockPanel panel;
     for (size_t r = 0; r < BLOCK; r++)
@@ -255,9 +245,10 @@ INLINE void strips_of_many(Coding coding, size_t group, const Matrix *matrix, si
         width = least(left, STRIP);
         if (of_span == 0 && !in_place)
             unpack_rows(coding, group, matrix, begin, end, c, least(left, SPAN_STRIPS * STRIP), &span);
-        panel_strip(coding, group, matrix, begin + BLOCK, c, span.groups[of_span / STRIP], row, in_place ? above_zero(coding) : 0,
-                    in_place ? c : of_span, in_place ? width : STRIP, &panel);
-        parts_times(coding, group == 16 ? 2 : 1, &panel, c / X_PART, width / X_PART, prepared, tokens, columns, totals);
+        panel_strip(coding, group, span.groups[of_span / STRIP], row, in_place ? above_zero(coding) : 0, in_place ? c : of_span,
+                    in_place ? width : STRIP, &panel);
+        parts_times(coding, group == 16 ? 2 : 1, &panel, c / X_PART, width / X_PART, prepared, tokens, columns,
+                    next + BLOCK * row_bytes_of(coding, c), BLOCK * row_bytes_of(coding, width), totals);
     }
 }
 
