@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from serving import calls_of, parts_of
 from tiermoe.serve.grammar import Grammars
-from tiermoe.serve.tool_calls import FORMATS, CallReader, Format, ToolCall, format_of, types_of
+from tiermoe.serve.parameters import kinds_of, parameters_of, value_of
+from tiermoe.serve.tool_calls import FORMATS, CallReader, Format, ToolCall, format_of
 from tiny import write_tokenizer
 
 TOOLS = [
@@ -25,7 +26,7 @@ TOOLS = [
         },
     }
 ]
-TYPES = types_of(TOOLS)
+KINDS = parameters_of(TOOLS)
 WRITTEN = {
     "<minimax:tool_call>": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Bonn</parameter>\n'
     '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
@@ -52,7 +53,7 @@ def fed(reader: CallReader, parts: Sequence[str], cut: bool = False) -> tuple[st
 
 def read(form: Format, text: str, pieces: int) -> tuple[str, list[tuple[str, Any]]]:
     """What a reader tells of a text that comes in random pieces."""
-    said, calls = fed(CallReader(form, TYPES), parts_of(text, pieces))
+    said, calls = fed(CallReader(form, KINDS), parts_of(text, pieces))
     return said, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
@@ -77,7 +78,7 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(form: Format, forced: b
     """At each letter: never is any of it text, and what is told only grows."""
     whole, told = WRITTEN[form.mark], ""
     for end in range(len(form.begin), len(whole)):
-        said, calls = fed(CallReader(form, TYPES, forced=forced), ["\n" if forced else "So:", whole[:end]], cut=True)
+        said, calls = fed(CallReader(form, KINDS, forced=forced), ["\n" if forced else "So:", whole[:end]], cut=True)
         if calls:
             (call,) = calls
             assert (said, call.name) == ("" if forced else "So:", "weather")
@@ -91,18 +92,19 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(form: Format, forced: b
             assert said == ("" if forced else "So:" + whole[:end])  # no function is named yet
     assert json.loads(told.removesuffix("}") + "}") == {"city": "Bonn", "days": 3}
     within = whole[: whole.index("Bonn") + 2]  # it ends there by itself
-    said, (call,) = fed(CallReader(form, TYPES), [within])
+    said, (call,) = fed(CallReader(form, KINDS), [within])
     assert (said, call.whole, call.values) == ("", False, {"city": "Bo"})
 
 
 def test_a_forced_call_has_no_text_but_one_that_cannot_be_read(form: Format) -> None:
-    assert fed(CallReader(form, TYPES, forced=True), [f"\n{form.begin[:-2]}"], cut=True) == ("", [])
+    assert fed(CallReader(form, KINDS, forced=True), [f"\n{form.begin[:-2]}"], cut=True) == ("", [])
     text = f"{form.begin}{{{form.end}"
-    assert fed(CallReader(form, TYPES, forced=True), [text]) == (text, [])
+    assert fed(CallReader(form, KINDS, forced=True), [text]) == (text, [])
 
 
 LETTERS = '{}[]"\\\n\t <>/ae\u00e9\U0001f600'
 SCHEMA = {"text": {"type": "string"}, "other": {"type": "string"}, "list": {"type": "array"}, "any": {}}
+KINDS_OF_F = {"f": {key: kinds_of(schema, {}) for key, schema in SCHEMA.items()}}
 
 
 def random_arguments(chance: random.Random) -> dict[str, Any]:
@@ -137,16 +139,60 @@ def test_pieces_sum_to_the_arguments(form: Format, seed: int) -> None:
     if form.tags is None:
         expected = text[text.index('":', text.index('"f"')) + 2 : text.rindex("}")].strip()
     for parts in (list(text), [text], parts_of(text, 1 + seed)):
-        said, (call,) = fed(CallReader(form, {"f": SCHEMA}), parts)
+        said, (call,) = fed(CallReader(form, KINDS_OF_F), parts)
         assert (said, call.name, call.arguments, call.whole) == ("", "f", expected, True)
         assert call.values == arguments
+
+
+WHOLE = {"$defs": {"text": {"type": "string"}, "self": {"anyOf": [{"$ref": "#/$defs/self"}, {"type": "null"}]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        (schema, {"123": "123", '{"a": 1}': '{"a": 1}', "true": "true", "x": "x"})
+        for schema in (
+            {"type": "string"},
+            {"enum": ["123", "2"]},
+            {"const": "123"},
+            {"$ref": "#/$defs/text"},
+            {"allOf": [{"$ref": "#/$defs/text"}, {"minLength": 1}]},
+            {"type": ["string", "null"]},
+            {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            {"oneOf": [{"$ref": "#/$defs/text"}, {"enum": [None]}]},
+        )
+    ]
+    + [
+        ({"type": ["string", "null"]}, {"null": None, "None": None, "nul": "nul"}),
+        ({"type": "string"}, {"null": "null", "None": "None"}),
+        ({"type": ["string", "integer"]}, {"5": 5, "five": "five", "[1]": "[1]"}),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]}, {"5": "5", "[5]": [5]}),
+        ({"type": "boolean"}, {"True": True, "false": False, "yes": "yes"}),
+        ({"type": "number"}, {"1e999": "1e999", "5": 5, "NaN": "NaN"}),
+        ({}, {"5": 5, "True": "True", "a": "a", "1e999": "1e999"}),
+        ({"$ref": "#/$defs/self"}, {"5": 5, "null": None}),
+        ({"$ref": "https://elsewhere/"}, {"5": 5}),
+        ({"type": 7, "enum": 7, "anyOf": 7, "allOf": [7], "$ref": 7}, {"5": 5}),
+    ],
+)
+def test_a_value_between_tags_is_what_its_schema_says(schema: Any, values: dict[str, Any]) -> None:
+    """Oracle: the values as one would write them in JSON for such a schema."""
+    kinds = kinds_of(schema, WHOLE)
+    assert {text: value_of(f"\n{text}\n", kinds) for text in values} == values
+    for form in (form for form in FORMATS if form.tags is not None):
+        for text, value in values.items():
+            call = form.begin + form.tags.head.format("f") + form.tags.key.format("k") + text
+            said, (call,) = fed(
+                CallReader(form, {"f": {"k": kinds}}), [call + form.tags.value_end + form.tags.tail + form.end]
+            )
+            assert (said, json.loads(call.arguments, parse_constant=pytest.fail)) == ("", {"k": value})
 
 
 def test_a_string_comes_as_it_is_written(form: Format) -> None:
     """Once its next letter is there: only what may end it is withheld."""
     text = written(form, {"text": "abc <b>\nend"}, random.Random(2))
     begin = text.index("abc")
-    reader = CallReader(form, {"f": SCHEMA})
+    reader = CallReader(form, KINDS_OF_F)
     _, pieces = reader.add(text[: begin + 2])
     assert [piece.kind for piece in pieces] == ["begin", "arguments"] + ["arguments"] * (form.tags is not None)
     assert pieces[-1].call.values == {"text": "ab"}
@@ -163,7 +209,7 @@ def test_a_call_without_its_last_tags_is_whole(form: Format, pieces: int) -> Non
         text = text.removesuffix(f"\n{form.end}").removesuffix(tag) + f"\n{form.end}"
     assert read(form, text, pieces) == ("", [("weather", {"city": "Bonn", "days": 3})])
     stopped = WRITTEN[form.mark].removesuffix(form.end)  # a stop string has ended the answer
-    _, (call,) = fed(CallReader(form, TYPES), [stopped])
+    _, (call,) = fed(CallReader(form, KINDS), [stopped])
     assert (call.whole, call.values) == (True, {"city": "Bonn", "days": 3})
 
 
@@ -177,8 +223,9 @@ def test_a_call_of_json_that_begins_otherwise_is_read_once_it_is_whole() -> None
         '{"name": "we\\u0061ther", "arguments": {"city": "Bonn"}}',
     ):
         assert read(form, f"<tool_call>{inside}</tool_call>", 9) == ("", [("weather", {"city": "Bonn"})])
+    assert read(form, '<tool_call>{"name": "weather", "arguments": null}</tool_call>', 9) == ("", [("weather", {})])
     _, (call,) = fed(
-        CallReader(form, TYPES), list('<tool_call>{"name": "weather", "arguments": {"city": Bonn}}</tool_call>')
+        CallReader(form, KINDS), list('<tool_call>{"name": "weather", "arguments": {"city": Bonn}}</tool_call>')
     )
     assert (call.arguments, call.values) == ('{"city": Bonn}', {})
 
@@ -188,7 +235,7 @@ def test_nothing_comes_after_the_first_of_several_calls(form: Format) -> None:
     if form.mark == "<minimax:tool_call>":  # a block of several
         text = text.replace("</invoke>", "</invoke>" + text[text.index("<invoke") : text.index("</minimax")])
     for parts in ([text + text], list(text + text)):
-        _, calls = fed(CallReader(form, TYPES, one=True), parts)
+        _, calls = fed(CallReader(form, KINDS, one=True), parts)
         assert len(calls) == 1
 
 
@@ -249,3 +296,14 @@ def test_a_forced_call_can_be_read(form: Format, tokenizer: Any, seed: int) -> N
     assert arguments["days"] in range(1, 10)
     assert arguments["where"] in (1, 2)
     assert isinstance(arguments["note"], str)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"parameters": {}}, {"parameters": None}])
+def test_a_function_without_parameters_gets_none(form: Format, tokenizer: Any, parameters: dict[str, Any]) -> None:
+    rule = form.rule([{"name": "weather", **parameters}])
+    grammar, written = Grammars(tokenizer, 128, {2}).compile(f"start: call\n{rule}")[0], list[int]()
+    chance = torch.Generator().manual_seed(1)
+    while not grammar.ended and len(written) < 200:
+        written.append(int(grammar.restrict(torch.randn(128, generator=chance)).argmax()))
+        grammar.accept(written[-1])
+    assert read(form, tokenizer.decode(written), 1) == ("", [("weather", {})])

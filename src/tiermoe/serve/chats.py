@@ -15,8 +15,9 @@ from tiermoe.errors import ConfigError
 from tiermoe.serve import harmony
 from tiermoe.serve.dialects import Json, Refused
 from tiermoe.serve.grammar import Compiling, Constraint
+from tiermoe.serve.parameters import parameters_of
 from tiermoe.serve.served import Served, continued
-from tiermoe.serve.tool_calls import CallPiece, CallReader, Format, format_of, types_of
+from tiermoe.serve.tool_calls import CallPiece, CallReader, Format, format_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +222,10 @@ def prepare(served: Served, chat: Chat) -> Prepared:
     def thoughts() -> ThoughtReader:
         return ThoughtReader(inside, begun=bool(thought and thought.strip()))
 
-    types, one = types_of(tools), not chat.parallel
+    parameters, one = parameters_of(tools), not chat.parallel
 
     def reader() -> AnswerReader:
-        calls = CallReader(form, types, one, chat.forced) if form else None
+        calls = CallReader(form, parameters, one, chat.forced) if form else None
         return AnswerReader(thoughts() if thinking else None, calls)
 
     budget = _budget(served, chat, END, thoughts) if thinking else None

@@ -17,12 +17,9 @@ from tiermoe.engine.detokenize import overlap
 from tiermoe.serve.dialects import Json, from_json
 from tiermoe.serve.fields import readable_object
 from tiermoe.serve.grammar import json_rule
+from tiermoe.serve.parameters import TEXT, Kinds, Parameters, kinds_of, properties, value_of
 
 # --- formats ---
-
-
-Types = Mapping[str, Mapping[str, Any]]
-"""Function → parameter → its JSON schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +37,10 @@ class Tags:
         """The rule `name` of a grammar: the call of a function, its parameters in the order of its schema."""
         schema = function.get("parameters") or {}
         required, parts, rules = schema.get("required") or (), [json_text(self.head.format(function["name"]))], []
-        for number, (key, kind) in enumerate(_properties(schema).items()):
+        for number, (key, kind) in enumerate(properties(schema).items()):
             value = f"{name}v{number}"
             before = json_text(self.key.format(key))
-            if kind.get("type") == "string" and "enum" not in kind:
+            if "string" in kinds_of(kind, schema) and "enum" not in kind:
                 rules.append(f"{value}[suffix={json_text(self.value_end)}]: /(.|\\n)*/")
                 part = f"{before} {value}"
             else:
@@ -61,17 +58,10 @@ class Tags:
 
 
 def _json_rule(function: Mapping[str, Any], name: str) -> str:
-    schema = {"type": "object", **(function.get("parameters") or {})}
+    schema = {"type": "object", **(function.get("parameters") or {"additionalProperties": False})}
     fields = {"name": {"const": function["name"]}, "arguments": schema}
     whole = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
     return f"{name}: {json_rule({**whole, **_definitions(schema)})}"
-
-
-def _properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Parameter → its schema; a schema that is no object restricts nothing."""
-    found = schema.get("properties")
-    items = found.items() if isinstance(found, dict) else ()
-    return {key: value if isinstance(value, dict) else {} for key, value in items}
 
 
 def _definitions(schema: Mapping[str, Any]) -> Json:
@@ -135,11 +125,6 @@ counts."""
 def format_of(template: str | None) -> Format | None:
     """The format of tool calls in a chat template; None if this server does not know it."""
     return next((each for each in FORMATS if each.mark in (template or "")), None)
-
-
-def types_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Types of the parameters of tools, which are as OpenAI has them."""
-    return {tool["function"]["name"]: _properties(tool["function"].get("parameters") or {}) for tool in tools}
 
 
 # --- reading ---
@@ -254,7 +239,7 @@ def _whole_call(text: str) -> tuple[str, str]:
     arguments = said.get("arguments", said.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = from_json(arguments)  # a client sends them back, and templates take no others
-    return said["name"], json.dumps(arguments)
+    return said["name"], json.dumps({} if arguments is None else arguments)
 
 
 def _cut_call(text: str) -> tuple[str, str]:
@@ -269,15 +254,15 @@ class _TaggedBlock:
     """Calls as tags: each parameter passes once it is whole, and a string as it is written. end: the tag after the
     block."""
 
-    def __init__(self, tags: Tags, end: str, types: Types) -> None:
+    def __init__(self, tags: Tags, end: str, parameters: Parameters) -> None:
         self.named = False  # whether a call has begun
         self.held = ""  # of which nothing has come
         self._tags = tags
         self._end = end
-        self._types = types
+        self._parameters = parameters
         self._value_end = tags.value_end.strip()
         self._call: ToolCall | None = None  # None: between calls
-        self._schema: Mapping[str, Any] | None = None  # of the value that is written; None: between parameters
+        self._kinds: Kinds | None = None  # of the value that is written; None: between parameters
         self._value_begun = False
 
     def add(self, text: str) -> list[CallPiece]:
@@ -290,18 +275,18 @@ class _TaggedBlock:
 
     def end(self, closed: bool) -> list[CallPiece]:
         """The rest. closed: it was not cut off."""
-        pieces = self.add(self._end) if closed and self._schema is None else []
+        pieces = self.add(self._end) if closed and self._kinds is None else []
         if self._call is None:
             return pieces
-        if self._schema is not None and self._schema.get("type", "string") != "string":
+        if self._kinds and "string" not in self._kinds:
             pieces += self._call.add(self.held[: len(self.held) - overlap(self.held, self._value_end)].strip())
-        return [*pieces, *self._ended(self._call, closed and self._schema is None)]
+        return [*pieces, *self._ended(self._call, closed and self._kinds is None)]
 
     def _next(self) -> list[CallPiece] | None:
         """What the held text adds next; None: nothing without more."""
         if self._call is None:
             return self._begun()
-        return self._parameter(self._call) if self._schema is None else self._value(self._call, self._schema)
+        return self._parameter(self._call) if self._kinds is None else self._value(self._call, self._kinds)
 
     def _begun(self) -> list[CallPiece] | None:
         found = self._tags.name.search(self.held)
@@ -320,20 +305,20 @@ class _TaggedBlock:
         if found is None:
             return None
         key, self.held = found[1].strip(), self.held[found.end() :]
-        self._schema, self._value_begun = self._types.get(call.name, {}).get(key, {}), False
-        quote = '"' * (self._schema.get("type") == "string")
+        self._kinds, self._value_begun = self._parameters.get(call.name, {}).get(key, Kinds()), False
+        quote = '"' * (self._kinds == TEXT)
         return call.add(f"{', ' if call.arguments else '{'}{json_text(key)}: {quote}")
 
-    def _value(self, call: ToolCall, schema: Mapping[str, Any]) -> list[CallPiece] | None:
+    def _value(self, call: ToolCall, kinds: Kinds) -> list[CallPiece] | None:
         """More of a value. It ends where the call does, too."""
-        string = schema.get("type") == "string"
+        string = kinds == TEXT
         if string and not self._value_begun and self.held:
             self._value_begun, self.held = True, self.held.removeprefix("\n")
         marks = [mark for mark in (self._value_end, self._tags.tail) if mark]
         at = min((at for mark in marks if (at := self.held.find(mark)) >= 0), default=-1)
         if at >= 0:
-            text, self.held, self._schema = self.held[:at], self.held[at:].removeprefix(self._value_end), None
-            return call.add(json_text(text.removesuffix("\n"))[1:] if string else json_text(_parsed(text)))
+            text, self.held, self._kinds = self.held[:at], self.held[at:].removeprefix(self._value_end), None
+            return call.add(json_text(text.removesuffix("\n"))[1:] if string else json_text(value_of(text, kinds)))
         kept = max(overlap(self.held, mark) for mark in marks)
         text = self.held[: len(self.held) - kept].removesuffix("\n")
         if not string or not text:
@@ -346,15 +331,6 @@ class _TaggedBlock:
         return [*(call.add("}" if call.arguments else "{}") if whole else []), *call.end(whole)]
 
 
-def _parsed(text: str) -> Any:
-    """Value of JSON between tags; the text itself if it is none."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    try:
-        return from_json(text)
-    except ValueError:
-        return text
-
-
 class CallReader:
     """Reads one answer as it comes: text in, text and calls out.
 
@@ -362,12 +338,12 @@ class CallReader:
     out to be no call is text. one: nothing comes after the first call. forced: the answer must be a call, so that its
     beginning is never text."""
 
-    def __init__(self, form: Format, types: Types, one: bool = False, forced: bool = False) -> None:
+    def __init__(self, form: Format, parameters: Parameters, one: bool = False, forced: bool = False) -> None:
         self.called = False  # whether a whole call has come
         self._one = one
         self._forced = forced
         self._form = form
-        self._types = types
+        self._parameters = parameters
         self._withheld = ""
         self._block: _JsonBlock | _TaggedBlock | None = None  # that is read; None: between blocks
         self._begun = self._ended = False  # whether some call has
@@ -399,7 +375,7 @@ class CallReader:
         text, begin, rest = self._withheld.partition(self._form.begin)
         if begin:
             form = self._form
-            self._block = _JsonBlock() if form.tags is None else _TaggedBlock(form.tags, form.end, self._types)
+            self._block = _JsonBlock() if form.tags is None else _TaggedBlock(form.tags, form.end, self._parameters)
         elif not last or self._forced:
             kept = overlap(text, self._form.begin)
             text, rest = text[: len(text) - kept], text[len(text) - kept :]
