@@ -70,7 +70,7 @@ def test_chat_with_piped_input(tiermoe_: Command, tiny: Path) -> None:
         r"^max_tokens = 512\ntemperature = 0\.7\ntop_p = 0\.95\ntop_k = 0\nseed = None$",
         r"^max_tokens = 3$",
         r"^temperature = 0\.0$",
-        r"^top_p cannot be 7: top-p must be above 0 and at most 1, got 7\.0$",
+        r"^top_p cannot be 7: top-p must be from 0, the likeliest token alone, to 1, got 7\.0$",
         r"^unknown setting speed; there are max_tokens,",
         r"^seed cannot be x: ",
         r"^\[3 tokens, .*\]$",

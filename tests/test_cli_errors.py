@@ -171,7 +171,7 @@ def test_too_little_memory(tiermoe_: Command, tiny: Path) -> None:
         (("--quantizer", "awq"), r"quantizer must be one of nonlinear, hqq, .*, gptq, gptq-nonlinear, got 'awq'"),
         (("--temperature", "-1"), r"temperature must be 0 \(greedy\) or more, got -1"),
         (("--temperature", "nan"), r"temperature must be .*, got nan"),
-        (("--top-p", "2"), r"top-p must be above 0 and at most 1, got 2"),
+        (("--top-p", "2"), r"top-p must be from 0, the likeliest token alone, to 1, got 2"),
         (("--max-tokens", "0"), r"max-tokens must be at least 1, got 0"),
         (("--chunk", "0"), r"chunk must be at least 1 token, got 0"),
         (("--lanes", "0"), r"lanes must be 1 to 64, got 0"),

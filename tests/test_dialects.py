@@ -430,6 +430,9 @@ def test_ollamas_options_are_those_of_the_sampling(http: httpx.Client) -> None:
         assert answer(temperature=0, stop=stops) == greedy[: greedy.index(stop)]
     passed: Any = {"num_ctx": 32, "num_batch": 512, "num_gpu": 0, "mirostat": 0, "typical_p": 1.0, "num_keep": 4}
     assert answer(temperature=0, repeat_penalty=1.0, repeat_last_n=64, **passed) == greedy
+    told = http.post("/api/generate", json={"model": "tiny", "stream": False, "prompt": PROMPT, "raw": True,
+        "options": {"temperature": 0, "num_predict": 12}, "truncate": False, "shift": False})  # fmt: skip
+    assert told.json()["response"] == greedy
     for length in (-1, -2, 0):  # the context
         told = ollamas(http, "generate", prompt=PROMPT, raw=True, options={"num_predict": length})
         assert told["prompt_eval_count"] + told["eval_count"] == 64
@@ -464,6 +467,17 @@ def test_what_front_ends_ask_about_the_model(http: httpx.Client, stage: Stage) -
         assert ollamas(http, path, keep_alive=0)["done_reason"] == "load"
     stage.says("")
     assert stage.ask("/api/show", {"model": "tiny"}).json()["capabilities"] == ["completion", "tools", "thinking"]
+
+
+@pytest.mark.parametrize("path", ["/", "/api/tags", "/api/version", "/health", "/v1/models", "/props"])
+def test_what_can_be_got_has_a_head(http: httpx.Client, path: str) -> None:
+    """Ollama's clients ask by HEAD whether a server is there, and by `/`, which browsers get a page from."""
+    whole, head = http.get(path), http.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["Content-Type"] == whole.headers["Content-Type"]
+    assert http.head("/api/chat").status_code == 405
+    assert http.get("/").text == "Ollama is running"
+    assert http.get("/", headers={"Accept": "text/html,*/*;q=0.8"}).headers["Content-Type"].startswith("text/html")
 
 
 # --- what is refused ---

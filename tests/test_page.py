@@ -21,7 +21,7 @@ LIBRARIES = re.compile(r"<script>\n/\*.*?</script>", re.DOTALL)
 @pytest.fixture(scope="module")
 def page(address: str) -> httpx.Response:
     """As one gets it without a key."""
-    return httpx.get(f"{address}/", timeout=PATIENCE_S)
+    return httpx.get(f"{address}/", headers={"Accept": "text/html,*/*"}, timeout=PATIENCE_S)
 
 
 def test_the_page_comes_with_its_policy(page: httpx.Response) -> None:

@@ -386,7 +386,9 @@ def test_bad_requests_load_nothing() -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
         told = here.http.get("/health", headers={"Origin": origins[0]})
         assert told.headers["Access-Control-Allow-Origin"] == origins[0]
-        assert here.http.get("/").headers["Content-Security-Policy"]
+        assert here.http.get("/", headers={"Accept": "text/html"}).headers["Content-Security-Policy"]
+        assert here.http.get("/").text == "Ollama is running"
+        assert here.http.head("/v1/models", headers=headers).status_code == 200
         told = here.http.get("/stats?model=a", headers=headers)
         assert (told.status_code, "a is not loaded" in told.json()["error"]["message"]) == (503, True)
         assert here.http.get("/experts", headers=headers).status_code == 404

@@ -58,6 +58,8 @@ def test_temperature_0_takes_the_likeliest_and_of_equal_ones_the_first() -> None
         ({}, [0, 1, 2, 3, 4]),
         ({"temperature": 2.0}, [0, 1, 2, 3, 4]),
         ({"top_k": 2}, [1, 3]),
+        ({"top_p": 0.0}, [1]),
+        ({"top_k": 3, "top_p": 0.0}, [1]),
         ({"top_p": 0.6}, [1, 3]),
         ({"top_p": 0.71}, [1, 3, 4]),
         ({"top_k": 3, "top_p": 0.5}, [1, 3]),

@@ -108,6 +108,24 @@ def test_sampling_is_what_is_asked_for(complete: Callable[..., Any], text: Calla
     assert len(set(penalised)) > len(set(repeated))
 
 
+def test_minus_one_is_no_limit_and_a_top_p_of_nothing_the_likeliest_token(
+    complete: Callable[..., Any], text: Callable[..., str], chat: Callable[..., Any]
+) -> None:
+    assert text(temperature=1.5, top_p=0, seed=1) == text()
+    told = complete(max_tokens=-1)
+    assert (told["usage"]["total_tokens"], told["choices"][0]["finish_reason"]) == (64, "length")
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert [choice["message"] for choice in chat(**{name: -1})] == [choice["message"] for choice in chat()]
+
+
+def test_a_prompt_is_read_afresh_where_no_cache_is_wanted(complete: Callable[..., Any]) -> None:
+    first, again = complete(max_tokens=1), complete(max_tokens=1)
+    fresh = complete(max_tokens=1, cache_prompt=False)
+    cached = [told["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0) for told in (again, fresh)]
+    assert cached[0] > 0 == cached[1]
+    assert first["choices"][0]["text"] == fresh["choices"][0]["text"]
+
+
 def test_fields_that_change_nothing_may_be_there(text: Callable[..., str]) -> None:
     """Those of clients and gateways, and samplers where they are switched off."""
     passed: Json = {
@@ -510,6 +528,10 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
      "tool_choice", "there are no tools"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens", "no token -1"),
     ("/tokenize", {}, 400, "prompt", "either"),
+    ("/tokenize", {"prompt": "a", "content": "a"}, 400, "prompt", "either"),
+    ("/v1/completions", {"prompt": "a", "max_tokens": -2}, 400, "max_tokens", "greater"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}, 400, "max_tokens",
+     "-1 is as many"),
 ]  # fmt: skip
 
 
@@ -593,6 +615,12 @@ def test_models_tokens_and_metrics(http: httpx.Client, complete: Callable[..., A
     assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"].strip() == PROMPT
     assert http.post("/tokenize", json={"messages": [ASKED | {"content": PROMPT}]}).json()["count"] >= len(tokens)
     numbers = numbers_of(http)
+    theirs = {"content": PROMPT, "add_special": True}  # llama-server's
+    assert http.post("/tokenize", json=theirs).json() == {"tokens": tokens}
+    pieces = http.post("/tokenize", json=theirs | {"with_pieces": True}).json()["tokens"]
+    assert [piece["id"] for piece in pieces] == tokens
+    assert "".join(piece["piece"] for piece in pieces).replace(" ", "").endswith(PROMPT.replace(" ", ""))
+    assert http.post("/detokenize", json={"tokens": tokens}).json()["content"].strip() == PROMPT
     assert numbers["tiermoe:generation_tokens_total"] >= 8
     assert numbers['tiermoe:request_success_total{finished_reason="length"}'] >= 1
     assert 0 < numbers["tiermoe:kv_cache_usage_perc"] <= 1

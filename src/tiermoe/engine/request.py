@@ -75,6 +75,7 @@ class Request:
     grammar: Grammar | None = None  # what the answer must follow
     budget: ThoughtBudget | None = None  # of its thoughts
     prompt_logprobs: bool = False  # log probabilities of the prompt's tokens too; then all of it is read
+    fresh: bool = False  # all of the prompt is read, whatever prefix of it earlier requests have left
     special: bool = False  # special tokens are part of the text
     progress: bool = False  # a piece for each chunk of the prompt, too
 

@@ -109,8 +109,8 @@ class Sampling:
             raise ConfigError(f"max-tokens must be at least 1, got {self.max_tokens}")
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top-p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.top_p <= 1:
+            raise ConfigError(f"top-p must be from 0, the likeliest token alone, to 1, got {self.top_p}")
         if self.top_k < 0:
             raise ConfigError(f"top-k must be 0 (all tokens) or more, got {self.top_k}")
         for name, (least, largest) in RANGES.items():

@@ -195,7 +195,7 @@ class MessagesRequest(CountRequest):
     stream: bool = False
     stop_sequences: StopStrings | None = None
     temperature: float | None = Field(None, ge=0, le=1)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0)
 
 

@@ -14,6 +14,8 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
 
 from tiermoe.engine.engine import Engine
 from tiermoe.serve import anthropic, llama_server, ollama, openai, responses
@@ -22,7 +24,7 @@ from tiermoe.serve.fields import Several, TokenIds
 from tiermoe.serve.guards import Guard, Hosts, refusal
 from tiermoe.serve.intake import Intake, aside
 from tiermoe.serve.openai import Message
-from tiermoe.serve.page import page
+from tiermoe.serve.page import root
 from tiermoe.serve.served import Served
 from tiermoe.serve.worker import STALLED_S
 from tiermoe.types import ExpertKey
@@ -40,9 +42,14 @@ _REFUSALS: dict[int | str, str] = {
 
 
 class TokenizeRequest(BaseModel):
+    """vLLM's fields, or llama-server's: content, add_special and with_pieces."""
+
     prompt: str | None = None
     messages: Several[Message] | None = None
     add_special_tokens: bool = True
+    content: str | None = None
+    add_special: bool = False
+    with_pieces: bool = False
 
 
 class DetokenizeRequest(BaseModel):
@@ -84,7 +91,14 @@ def create_app(
 
 class _Route(APIRoute):
     """Route that parses bodies by `from_json`, whatever their Content-Type: curl and clients of Ollama send others, or
-    none. A request of a web page, which a browser marks with Origin, must say JSON, for which it has to be allowed."""
+    none. A request of a web page, which a browser marks with Origin, must say JSON, for which it has to be allowed.
+    Where GET is, HEAD is: the server sends no body then."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return super().matches(_as_get(scope))
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().handle(_as_get(scope), receive, send)
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -97,6 +111,10 @@ class _Route(APIRoute):
             return await handle(_Bounded(scope, request.receive))
 
         return bounded
+
+
+def _as_get(scope: Scope) -> Scope:
+    return {**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope
 
 
 class _Bounded(HttpRequest):
@@ -136,9 +154,9 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _add_routes(app: FastAPI, served: Served) -> None:
     model = listed(served.name, served.created, served.context)
 
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def shown() -> Response:
-        return page()
+    @app.get("/", include_in_schema=False)
+    async def shown(http: HttpRequest) -> Response:
+        return root(http.headers)
 
     @app.get("/health")
     async def health() -> Response:
@@ -174,8 +192,14 @@ def _add_routes(app: FastAPI, served: Served) -> None:
 
     @app.post("/tokenize")
     async def tokenize(asked: TokenizeRequest) -> Json:
-        if (asked.prompt is None) == (asked.messages is None):
-            raise Refused(400, "name either prompt or messages", "prompt")
+        if sum(each is not None for each in (asked.prompt, asked.messages, asked.content)) != 1:
+            raise Refused(400, "name either prompt, messages or content", "prompt")
+        if asked.content is not None:
+            found = await aside(served.text_ids, asked.content, asked.add_special)
+            if not asked.with_pieces:
+                return {"tokens": found}
+            pieces = await aside(lambda: [served.tokenizer.decode([token]) for token in found])
+            return {"tokens": [{"id": token, "piece": piece} for token, piece in zip(found, pieces, strict=True)]}
         if asked.messages is not None:
             ids = await aside(served.chat_ids, [message.plain for message in asked.messages])
         else:
@@ -187,7 +211,8 @@ def _add_routes(app: FastAPI, served: Served) -> None:
         if len(asked.tokens) > served.context:
             raise Refused(400, f"{len(asked.tokens):,} tokens, {served.context:,} at most", "tokens")
         served.check_ids(asked.tokens, "tokens")
-        return {"prompt": await aside(served.tokenizer.decode, asked.tokens)}
+        text = await aside(served.tokenizer.decode, asked.tokens)
+        return {"prompt": text, "content": text}  # vLLM's name and llama-server's
 
     async def lacking() -> None:
         raise Refused(400, "this server has no embeddings and no reranking: its models write text")

@@ -92,7 +92,7 @@ PASSED = frozenset({
     "anthropic_version", "betas", "cache_control", "context_management", "diagnostics", "fallbacks", "inference_geo",
     "speed", "user_profile_id", "workspace_id",
     # vLLM's, llama-server's, Ollama's
-    "request_id", "priority", "cache_salt", "cache_prompt", "id_slot", "n_keep", "timings_per_token", "return_progress",
+    "request_id", "priority", "cache_salt", "id_slot", "n_keep", "timings_per_token", "return_progress",
     "keep_alive", "num_keep", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "vocab_only", "use_mmap",
     "use_mlock", "num_thread", "numa", "guided_decoding_backend",
     # of gateways and agents
@@ -107,7 +107,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("dry_multiplier", "xtc_probability", "dynatemp_range", "smoothing_factor", "mirostat"), (0,)),
     **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "min_tokens", "n_probs"), (0,)),
     **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output", "return_token_ids"), (False,)),
-    "early_stopping": (False,), "min_keep": (0, 1),
+    "early_stopping": (False,), "min_keep": (0, 1), "truncate": (False,), "shift": (False,),
     **dict.fromkeys(("background", "echo"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "parse_tool_calls", "include_reasoning"), (True,)),
     "function_call": ("none",), "modalities": (["text"],), "reasoning_format": ("auto", "deepseek"),
@@ -170,7 +170,7 @@ class SamplerFields(BaseModel):
 
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = _within("min_p")
     typical_p: float | None = _within("typical_p")

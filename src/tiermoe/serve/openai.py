@@ -60,7 +60,8 @@ class Common(SamplerFields, ConstraintFields, StopFields):
     stream_options: StreamOptions | None = None
     timings_per_token: bool = False
     n: int | None = Field(None, ge=1, le=128)
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=-1)  # -1: as many as there is room for
+    cache_prompt: bool = True
 
 
 class CalledFunction(BaseModel):
@@ -132,7 +133,7 @@ class Message(BaseModel):
 
 class ChatRequest(Common):
     messages: Several[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=-1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Tools[Tool] | None = None
@@ -191,7 +192,6 @@ class CompletionRequest(Common):
     prompt: str | Several[str] | TokenIds | Several[TokenIds]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
-    max_tokens: int | None = Field(None, ge=0)
 
 
 # --- answers ---
@@ -332,9 +332,13 @@ def _timings(pieces: Sequence[Piece], answers: int) -> Json:
 
 def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
     """Sampling of an answer, with `default` for absent fields. most: largest number of tokens."""
-    wanted = getattr(asked, "max_completion_tokens", None) or asked.max_tokens
+    wanted = getattr(asked, "max_completion_tokens", None)
+    wanted = asked.max_tokens if wanted is None else wanted
     if wanted is None:
         wanted = COMPLETION_TOKENS if isinstance(asked, CompletionRequest) else most
+    if wanted == 0 and not isinstance(asked, CompletionRequest):
+        raise Refused(400, "an answer of 0 tokens says nothing; -1 is as many as there is room for", "max_tokens")
+    wanted = most if wanted == -1 else wanted
     return replace(default, **asked.named(max(wanted, 1)), max_tokens=min(max(wanted, 1), most))
 
 
@@ -412,7 +416,7 @@ def _requests(
             raise Refused(400, str(error)) from error
         scored = echo and logprobs is not None
         progress = asked.stream and isinstance(asked, ChatRequest) and asked.return_progress is True
-        more = {"logprobs": logprobs, "prompt_logprobs": scored, "progress": progress}
+        more = {"logprobs": logprobs, "prompt_logprobs": scored, "progress": progress, "fresh": not asked.cache_prompt}
         text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
         for request in requests_of(each, asked, sampling, more):
             readings[len(requests)] = ChoiceReader(Logprobs(served.tokenizer, chat), each.reader(), text)

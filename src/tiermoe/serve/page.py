@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tiermoe.serve.dialects import RETRY_S, Json, Refused, error_body
@@ -55,6 +56,11 @@ def page() -> HTMLResponse:
         "Cache-Control": "no-cache",
     }
     return HTMLResponse(_html(), headers=headers)
+
+
+def root(headers: Mapping[str, str]) -> Response:
+    """The answer of `/`: the page for what shows pages, what Ollama's clients look for otherwise."""
+    return page() if "text/html" in headers.get("accept", "") else PlainTextResponse("Ollama is running")
 
 
 # --- while the model is loaded ---

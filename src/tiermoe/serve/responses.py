@@ -133,7 +133,7 @@ class ResponsesRequest(BaseModel):
     stream: bool = False
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: Several[str] | None = None
     text: TextOptions | None = None

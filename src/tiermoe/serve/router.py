@@ -50,7 +50,7 @@ from tiermoe.serve.dialects import (
 from tiermoe.serve.guards import Guard, Hosts, refusal, until_left
 from tiermoe.serve.intake import Intake
 from tiermoe.serve.loaded_models import LoadedModels, Model, ModelProcess
-from tiermoe.serve.page import page
+from tiermoe.serve.page import root
 
 _HEALTH_S = 10  # for a process to say how it is
 _STREAM = {"cache-control": "no-store", "x-accel-buffering": "no"}  # headers, without the type
@@ -102,7 +102,7 @@ class Router:
         self.refused += 1
 
     async def page(self, request: Request) -> Response:
-        return page()
+        return root(request.headers)
 
     async def health(self, request: Request) -> Response:
         """503 where the batch of a model is stalled."""
