@@ -19,6 +19,12 @@ CASES = [
     (True, "\nwell\n</think>\nyes", "well", "yes"),
     (True, "never ends </thi", "never ends </thi", ""),
     (False, "<think></think>\n\n", "", ""),
+    (True, "<think>a</think>b", "a", "b"),  # tags that the template has written, or the model before
+    (True, "\n<think>\na\n</think>\n\n</think>\n\nb", "a", "b"),
+    (False, "<think>a</think>b</think>c", "a", "bc"),
+    (False, "<think>a</think>b </thi", "a", "b </thi"),
+    (False, "b</think>c", "", "b</think>c"),
+    (True, "<thi</think>x", "<thi", "x"),
 ]
 
 

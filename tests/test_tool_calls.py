@@ -230,6 +230,36 @@ def test_a_call_of_json_that_begins_otherwise_is_read_once_it_is_whole() -> None
     assert (call.arguments, call.values) == ('{"city": Bonn}', {})
 
 
+@pytest.mark.parametrize("pieces", [1, 3, 30])
+def test_a_call_of_json_ends_where_json_does(pieces: int) -> None:
+    """Tags within strings are text of them; raw line breaks and tabs are escaped."""
+    form = FORMATS[-1]
+    for written, city in (
+        ("a </tool_call> b", "a </tool_call> b"),
+        ("<tool_call>", "<tool_call>"),
+        ("\n\tif x:\n", "\n\tif x:\n"),
+        ("a\\\nb", "a\nb"),
+        ('\\"</tool_call>\\\\', '"</tool_call>\\'),
+    ):
+        for order in ('{"name": "weather", "arguments": %s}', '{"arguments": %s, "name": "weather"}'):
+            call = order % f'{{"city": "{written}"}}'
+            text = f"before <tool_call>\n{call}\n</tool_call> after"
+            assert read(form, text, pieces) == ("before  after", [("weather", {"city": city})])
+
+
+@pytest.mark.parametrize("pieces", [1, 5])
+def test_a_call_ends_where_the_next_begins(form: Format, pieces: int) -> None:
+    text = WRITTEN[form.mark]
+    assert read(form, text.removesuffix(form.end) + text, pieces) == (
+        "",
+        [("weather", {"city": "Bonn", "days": 3})] * 2,
+    )
+    assert read(form, f"{form.begin} no! {text}", pieces)[1] == [("weather", {"city": "Bonn", "days": 3})]
+    if form.tags is not None:  # a value may say how a call begins
+        said = text.replace("Bonn", f"a{form.begin}b")
+        assert read(form, said, pieces) == ("", [("weather", {"city": f"a{form.begin}b", "days": 3})])
+
+
 def test_nothing_comes_after_the_first_of_several_calls(form: Format) -> None:
     text = WRITTEN[form.mark]
     if form.mark == "<minimax:tool_call>":  # a block of several

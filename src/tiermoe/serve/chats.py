@@ -82,12 +82,14 @@ def unfinished(text: str) -> str | None:
 
 class ThoughtReader:
     """Reads one answer as it comes: text in, (thought, answer) out. Line breaks around the thought belong to neither.
+    Tags that are written once more, at the beginning of a thought or after its end, are no text.
 
     inside: whether the answer begins within a thought. begun: whether it continues that thought's text."""
 
     def __init__(self, inside: bool, begun: bool = False) -> None:
         self.inside = inside
-        self._before = not inside  # whether a thought may still begin
+        self._before = not begun  # whether a tag that begins a thought may still come
+        self._again = False  # whether one that ends it may
         self._first = not begun  # whether nothing of the current part has come
         self._withheld = ""
 
@@ -97,7 +99,7 @@ class ThoughtReader:
         if self._before and not self._begun(last):
             return "", ""
         thought = self._thought(last) if self.inside else ""
-        return thought, "" if self.inside else self._trimmed(self._take(len(self._withheld)))
+        return thought, "" if self.inside else self._trimmed(self._answer(last))
 
     def _begun(self, last: bool) -> bool:
         """Whether it is certain if the answer begins with a thought."""
@@ -108,7 +110,7 @@ class ThoughtReader:
         if start.startswith(BEGIN):
             self.inside = True
             self._withheld = start[len(BEGIN) :]
-        else:
+        elif not self.inside:
             self._first = False  # an answer without a thought stays as it is
         return True
 
@@ -117,7 +119,7 @@ class ThoughtReader:
         if at >= 0:
             thought = self._trimmed(self._take(at).rstrip("\n"))
             self._take(len(END))
-            self.inside, self._first = False, True
+            self.inside, self._first, self._again = False, True, True
             return thought
         certain = (
             self._withheld
@@ -125,6 +127,12 @@ class ThoughtReader:
             else self._withheld[: len(self._withheld) - overlap(self._withheld, END)].rstrip("\n")
         )
         return self._trimmed(self._take(len(certain)))
+
+    def _answer(self, last: bool) -> str:
+        if self._again and (at := self._withheld.find(END)) >= 0:
+            self._again, self._withheld = False, self._withheld[:at] + self._withheld[at + len(END) :]
+        kept = overlap(self._withheld, END) if self._again and not last else 0
+        return self._take(len(self._withheld) - kept)
 
     def _trimmed(self, text: str) -> str:
         """Text without the line breaks at the beginning of its part."""

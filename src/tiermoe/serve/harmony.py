@@ -84,13 +84,13 @@ class _Message:
     def add_call(self, call: ToolCall, content: str) -> list[CallPiece]:
         """What more content adds to the call. Content that does not begin as a JSON object is text."""
         if self.begun:
-            return call.add(self.arguments.take(content))
+            return call.add(self.arguments.take(content)[0])
         self.withheld = (self.withheld + content).lstrip()
         if not self.withheld.startswith("{"):
             self.call = None if self.withheld else call
             return []
         self.begun = True
-        return [*call.begin(), *call.add(self.arguments.take(self.withheld))]
+        return [*call.begin(), *call.add(self.arguments.take(self.withheld)[0])]
 
     def end_call(self, call: ToolCall, closed: bool) -> list[CallPiece]:
         """The rest of the call; without content, it has no arguments. closed: it was not cut off."""

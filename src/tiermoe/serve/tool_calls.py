@@ -167,27 +167,33 @@ class CallPiece:
 
 
 class JsonObject:
-    """Finds the end of a JSON object whose text comes in pieces."""
+    """Finds the end of a JSON object whose text comes in pieces. A line break or tab within a string, as models write
+    them in code, is escaped."""
 
     def __init__(self) -> None:
-        self.ended = False
+        self.ended = self.quoted = False
         self._depth = 0
-        self._quoted = self._escaped = False
+        self._escaped = False
 
-    def take(self, text: str) -> str:
-        """What of more text belongs to the object."""
+    def take(self, text: str) -> tuple[str, str]:
+        """What of more text belongs to the object, and the rest."""
+        taken = list[str]()
         for at, letter in enumerate(text):
             if self.ended:
-                return text[:at]
-            if self._quoted:
-                self._quoted = letter != '"' or self._escaped
+                return "".join(taken), text[at:]
+            if self.quoted:
+                # behind a backslash the rest of the escape
+                taken.append(json_text(letter)[1 + self._escaped : -1] if letter < " " else letter)
+                self.quoted = letter != '"' or self._escaped
                 self._escaped = letter == "\\" and not self._escaped
-            elif letter == '"':
-                self._quoted = True
+                continue
+            taken.append(letter)
+            if letter == '"':
+                self.quoted = True
             elif letter in "{}[]":
                 self._depth += 1 if letter in "{[" else -1
                 self.ended = self._depth == 0
-        return text
+        return "".join(taken), ""
 
 
 _CALL = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"(\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{))?')
@@ -201,23 +207,31 @@ class _JsonBlock:
     def __init__(self) -> None:
         self.held = ""  # of which nothing has come
         self._call: ToolCall | None = None
-        self._arguments = JsonObject()
+        self._whole, self._arguments = JsonObject(), JsonObject()
 
     @property
     def named(self) -> bool:
         """Whether a call has begun."""
         return self._call is not None
 
+    def ends(self, tag: str) -> bool:
+        """Whether a tag that comes now ends the block: within a string it does not."""
+        return not self._whole.quoted
+
     def add(self, text: str) -> list[CallPiece]:
         """What is certain with more text."""
+        self._whole.take(text)
+        return self._added(text)
+
+    def _added(self, text: str) -> list[CallPiece]:
         if self._call is not None:
-            return self._call.add(self._arguments.take(text))
+            return self._call.add(self._arguments.take(text)[0])
         self.held += text
         found = _CALL.match(self.held)
         if found is None or found[2] is None:
             return []
         self._call = ToolCall(found[1])
-        return [*self._call.begin(), *self.add(self.held[found.end() :])]
+        return [*self._call.begin(), *self._added(self.held[found.end() :])]
 
     def end(self, closed: bool) -> list[CallPiece]:
         """The rest. closed: it was not cut off."""
@@ -233,7 +247,8 @@ class _JsonBlock:
 
 def _whole_call(text: str) -> tuple[str, str]:
     """Function and arguments; ValueError if the text is no call."""
-    said = from_json(text)
+    taken, rest = JsonObject().take(text)
+    said = from_json(taken + rest)
     if not isinstance(said, dict) or not isinstance(said.get("name"), str):
         raise ValueError("no name")
     arguments = said.get("arguments", said.get("parameters", {}))
@@ -264,6 +279,10 @@ class _TaggedBlock:
         self._call: ToolCall | None = None  # None: between calls
         self._kinds: Kinds | None = None  # of the value that is written; None: between parameters
         self._value_begun = False
+
+    def ends(self, tag: str) -> bool:
+        """Whether a tag that comes now ends the block: one that begins another may be part of a value."""
+        return tag == self._end or self._kinds is None
 
     def add(self, text: str) -> list[CallPiece]:
         """What is certain with more text."""
@@ -383,14 +402,23 @@ class CallReader:
         return text
 
     def _within(self, block: _JsonBlock | _TaggedBlock, last: bool, cut: bool) -> tuple[str, list[CallPiece]]:
-        """A block's calls; its text if it has ended without one."""
-        inside, end, after = self._withheld.partition(self._form.end)
-        kept = 0 if end or last else overlap(inside, self._form.end)
-        pieces = block.add(inside[: len(inside) - kept])
-        self._withheld = after if end else inside[len(inside) - kept :]
+        """A block's calls; its text if it has ended without one. It ends where another begins, too."""
+        tags, pieces, end = (self._form.end, self._form.begin), list[CallPiece](), ""
+        while not end and (found := [(at, tag) for tag in tags if (at := self._withheld.find(tag)) >= 0]):
+            at, tag = min(found)
+            pieces += block.add(self._withheld[:at])
+            if block.ends(tag):
+                end, self._withheld = tag, self._withheld[at:].removeprefix(self._form.end)
+            else:
+                pieces += block.add(tag)
+                self._withheld = self._withheld[at + len(tag) :]
+        if not end:
+            kept = 0 if last else max(overlap(self._withheld, tag) for tag in tags)
+            pieces += block.add(self._withheld[: len(self._withheld) - kept])
+            self._withheld = self._withheld[len(self._withheld) - kept :]
         said = ""
         if end or last:
-            text, self._block = f"{self._form.begin}{block.held}{end}", None
+            text, self._block = f"{self._form.begin}{block.held}{end if end == self._form.end else ''}", None
             pieces += block.end(bool(end) or not cut)
             said = "" if block.named or (self._forced and not end) else text
         if self._one and any(piece.kind == "end" for piece in pieces):  # a block may have several calls
