@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-from tiermoe.serve.tool_calls import CallReader, format_of, types_of
+from tiermoe.serve.parameters import parameters_of
+from tiermoe.serve.tool_calls import CallReader, format_of
 from training.chats import chat, is_held_out, question, texts, tool_question, write
 from training.export import export
 from training.listings import python_class, python_functions
@@ -127,7 +128,7 @@ def test_the_server_reads_the_calls_that_the_template_writes(tokenizer: PreTrain
         assert after.startswith(before)  # what was said stays as the model said it
         form = format_of(tokenizer.chat_template)
         assert form is not None
-        reader = CallReader(form, types_of(tools))
+        reader = CallReader(form, parameters_of(tools))
         _, found = reader.add(after.removeprefix(before).removesuffix(f"{TURN_END}\n"), last=True)
         made = [piece.call for piece in found if piece.kind == "end"]
         assert [(call.name, call.values) for call in made] == [(call["name"], call["arguments"]) for call in calls]

@@ -179,13 +179,15 @@ def test_a_value_between_tags_is_what_its_schema_says(schema: Any, values: dict[
     """Oracle: the values as one would write them in JSON for such a schema."""
     kinds = kinds_of(schema, WHOLE)
     assert {text: value_of(f"\n{text}\n", kinds) for text in values} == values
-    for form in (form for form in FORMATS if form.tags is not None):
+    for form in FORMATS:
+        if (tags := form.tags) is None:
+            continue
         for text, value in values.items():
-            call = form.begin + form.tags.head.format("f") + form.tags.key.format("k") + text
-            said, (call,) = fed(
-                CallReader(form, {"f": {"k": kinds}}), [call + form.tags.value_end + form.tags.tail + form.end]
+            call = (
+                f"{form.begin}{tags.head.format('f')}{tags.key.format('k')}{text}{tags.value_end}{tags.tail}{form.end}"
             )
-            assert (said, json.loads(call.arguments, parse_constant=pytest.fail)) == ("", {"k": value})
+            said, (made,) = fed(CallReader(form, {"f": {"k": kinds}}), [call])
+            assert (said, json.loads(made.arguments, parse_constant=pytest.fail)) == ("", {"k": value})
 
 
 def test_a_string_comes_as_it_is_written(form: Format) -> None:
@@ -245,6 +247,25 @@ def test_a_call_of_json_ends_where_json_does(pieces: int) -> None:
             call = order % f'{{"city": "{written}"}}'
             text = f"before <tool_call>\n{call}\n</tool_call> after"
             assert read(form, text, pieces) == ("before  after", [("weather", {"city": city})])
+
+
+@pytest.mark.parametrize("pieces", [1, 5, 40])
+@pytest.mark.parametrize("form", [form for form in FORMATS if form.tags and form.tags.head.startswith("<")])
+def test_a_call_may_lack_the_tags_around_it(form: Format, pieces: int) -> None:
+    whole = WRITTEN[form.mark]
+    bare = whole.removeprefix(form.begin).removesuffix(form.end).strip()
+    call = ("weather", {"city": "Bonn", "days": 3})
+    for text, said, count in (
+        (f"So: {bare}", "So: ", 1),
+        (f"So: {bare}\n{bare}\n", "So: ", 2),
+        (f"{bare}\n{form.end} and {whole}.", " and .", 2),
+        (f"{bare} and {bare} end", " and  end", 2),
+    ):
+        assert read(form, text, pieces) == (said, [call] * count)
+    other = bare.replace("weather", "whether")  # no tool of that name
+    assert read(form, other, pieces) == (other, [])
+    _, (cut,) = fed(CallReader(form, KINDS), [bare[:-3]], cut=True)
+    assert (cut.name, cut.whole, cut.values) == ("weather", False, {"city": "Bonn", "days": 3})
 
 
 @pytest.mark.parametrize("pieces", [1, 5])

@@ -354,8 +354,9 @@ class CallReader:
     """Reads one answer as it comes: text in, text and calls out.
 
     Text that may begin a call is withheld. A call begins once its function and its arguments are certain to; what turns
-    out to be no call is text. one: nothing comes after the first call. forced: the answer must be a call, so that its
-    beginning is never text."""
+    out to be no call is text. A call that begins with a tag of its own and a tool's name may lack the tags around it:
+    Qwen3-Coder leaves them out now and then. one: nothing comes after the first call. forced: the answer must be a
+    call, so that its beginning is never text."""
 
     def __init__(self, form: Format, parameters: Parameters, one: bool = False, forced: bool = False) -> None:
         self.called = False  # whether a whole call has come
@@ -364,6 +365,9 @@ class CallReader:
         self._form = form
         self._parameters = parameters
         self._withheld = ""
+        head = form.tags.head.rstrip("\n") if form.tags is not None else ""
+        self._heads = [head.format(name) for name in parameters] if head.startswith("<") else []
+        self._bare = False  # whether the block that is read, or was last, has no tags around it
         self._block: _JsonBlock | _TaggedBlock | None = None  # that is read; None: between blocks
         self._begun = self._ended = False  # whether some call has
 
@@ -380,34 +384,50 @@ class CallReader:
             more, new = self._within(self._block, last, cut)
             said += more
             pieces += new
+            self._begun = self._begun or bool(new)
             self._ended = self._ended or any(piece.kind == "end" for piece in new)
             if self._block is not None:
                 break
-        self._begun = self._begun or bool(pieces)
         self.called = self.called or any(piece.call.whole for piece in pieces)
-        if self._forced or self._begun:
-            said = said.strip("\n") if not said.strip() else said  # line breaks before calls and between them
         return said, pieces
 
     def _before_block(self, last: bool) -> str:
         """Text before the next block, which begins where it does."""
-        text, begin, rest = self._withheld.partition(self._form.begin)
-        if begin:
-            form = self._form
+        form, openers = self._form, (self._form.begin, *self._heads)
+        if self._bare:  # the tag after it may be there
+            start = self._withheld.lstrip()
+            if not last and len(start) < len(form.end) and form.end.startswith(start):
+                return ""
+            self._bare = False
+            if start.startswith(form.end):
+                self._withheld = start.removeprefix(form.end)
+        found = min(((at, opener) for opener in openers if (at := self._withheld.find(opener)) >= 0), default=None)
+        if found is not None:
+            at, opener = found
+            self._bare = opener != form.begin
             self._block = _JsonBlock() if form.tags is None else _TaggedBlock(form.tags, form.end, self._parameters)
-        elif not last or self._forced:
-            kept = overlap(text, self._form.begin)
-            text, rest = text[: len(text) - kept], text[len(text) - kept :]
-        self._withheld = rest
+        else:
+            kept = 0 if last and not self._forced else max(overlap(self._withheld, opener) for opener in openers)
+            at = len(self._withheld) - kept
+        text = self._withheld[:at]
+        if (self._forced or self._begun) and not text.strip():
+            if found is None and not last:
+                return ""  # line breaks before calls and between them are no text
+            text = text.strip("\n")
+        self._withheld = self._withheld[at:].removeprefix(form.begin if found else "")
         return text
 
     def _within(self, block: _JsonBlock | _TaggedBlock, last: bool, cut: bool) -> tuple[str, list[CallPiece]]:
         """A block's calls; its text if it has ended without one. It ends where another begins, too."""
-        tags, pieces, end = (self._form.end, self._form.begin), list[CallPiece](), ""
+        tail = self._form.tags.tail if self._bare and self._form.tags is not None else ""
+        tags, pieces, end = (tail or self._form.end, self._form.begin), list[CallPiece](), ""
         while not end and (found := [(at, tag) for tag in tags if (at := self._withheld.find(tag)) >= 0]):
             at, tag = min(found)
             pieces += block.add(self._withheld[:at])
-            if block.ends(tag):
+            if tag == tail:
+                pieces += block.add(tail)
+                end, self._withheld = tag, self._withheld[at + len(tail) :]
+            elif block.ends(tag):
                 end, self._withheld = tag, self._withheld[at:].removeprefix(self._form.end)
             else:
                 pieces += block.add(tag)
