@@ -11,7 +11,7 @@ enum { LANE_ROWS = 16 };
 enum { LANE_ROWS = 8 };
 #endif
 
-typedef int32_t LaneWords __attribute__((vector_size(4 * LANE_ROWS)));
+typedef int32_t LaneWords __attribute__((vector_size(4 * LANE_ROWS), may_alias)); /* of registers, too */
 typedef float LaneFloats __attribute__((vector_size(4 * LANE_ROWS)));
 
 /* The float16 in the lower half of each lane. */
