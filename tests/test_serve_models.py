@@ -187,7 +187,7 @@ def test_what_is_refused_before_anything_is_planned(
 def test_sampling_out_of_range(tiermoe_: Command, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_models, "_ask_for_budgets", lambda asked: serve_models._budgets(**asked))
     outcome = tiermoe_("serve", "--models-dir", shipped.parent, "--top-p", "2", "--port", free_port())
-    assert "top-p must be above 0 and at most 1, got 2" in outcome.cause
+    assert "top-p must be from 0, the likeliest token alone, to 1, got 2" in outcome.cause
 
 
 def test_a_folder_without_models(tiermoe_: Command, tmp_path: Path) -> None:
