@@ -27,7 +27,7 @@ class Way(NamedTuple):
     left_out: str = ""  # why nobody promises these bits here; empty: they are promised
 
     def differing(self, whole: Tensor) -> list[int]:
-        """Positions whose logits are not bit-identical to those of `whole` (tokens, vocabulary)."""
+        """Positions at which the logits mismatch `whole` (tokens, vocabulary) bitwise."""
         bits, expected = (each.contiguous().view(torch.uint8) for each in (self.logits(), whole[self.first :]))
         return [self.first + at for at in (bits != expected).any(1).nonzero().flatten().tolist()]
 

@@ -84,8 +84,8 @@ _PYTHON: Json = {"True": True, "False": False, "None": None}
 
 
 def value_of(text: str, kinds: Kinds) -> Any:
-    """The value of a text between tags: of JSON, or of Python's spelling, where its kind is allowed; the text itself
-    where a string is, and where it is no JSON."""
+    """Parses the text between a parameter's tags as JSON, or as True, False or None of Python. The text itself is the
+    value if it does not parse, or if the schema allows a string and not the type that was parsed."""
     text = text.removeprefix("\n").removesuffix("\n")
     try:
         value = _PYTHON[text.strip()] if text.strip() in _PYTHON and kinds else from_json(text)

@@ -167,8 +167,7 @@ class CallPiece:
 
 
 class JsonObject:
-    """Finds the end of a JSON object whose text comes in pieces. A line break or tab within a string, as models write
-    them in code, is escaped."""
+    """Incremental scanner of one JSON object: finds its end, and escapes control characters in its strings."""
 
     def __init__(self) -> None:
         self.ended = self.quoted = False
@@ -207,7 +206,7 @@ class _JsonBlock:
     def __init__(self) -> None:
         self.held = ""  # of which nothing has come
         self._call: ToolCall | None = None
-        self._whole, self._arguments = JsonObject(), JsonObject()
+        self._arguments = JsonObject()
 
     @property
     def named(self) -> bool:
@@ -216,14 +215,14 @@ class _JsonBlock:
 
     def ends(self, tag: str) -> bool:
         """Whether a tag that comes now ends the block: within a string it does not."""
-        return not self._whole.quoted
+        scanned = self._arguments
+        if self._call is None:
+            scanned = JsonObject()
+            scanned.take(self.held)
+        return not scanned.quoted
 
     def add(self, text: str) -> list[CallPiece]:
         """What is certain with more text."""
-        self._whole.take(text)
-        return self._added(text)
-
-    def _added(self, text: str) -> list[CallPiece]:
         if self._call is not None:
             return self._call.add(self._arguments.take(text)[0])
         self.held += text
@@ -231,7 +230,7 @@ class _JsonBlock:
         if found is None or found[2] is None:
             return []
         self._call = ToolCall(found[1])
-        return [*self._call.begin(), *self._added(self.held[found.end() :])]
+        return [*self._call.begin(), *self.add(self.held[found.end() :])]
 
     def end(self, closed: bool) -> list[CallPiece]:
         """The rest. closed: it was not cut off."""

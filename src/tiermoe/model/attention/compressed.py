@@ -397,8 +397,9 @@ class CompressedAttention(Attention):
     def _attend(
         self, query: Tensor, attended: Tensor, span: Span, layer: int, step: Step, asked: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Writes the attention output of one sequence's queries into `attended`, both (T, heads, columns): token by
-        token, so that it is batch invariant. asked: `EntryIndexer.queries` of the step; None: every entry is read."""
+        """Writes the attention output of one sequence's queries (T, heads, columns) to `attended` of the same shape.
+        Each query is computed alone: the output is batch invariant. asked: `EntryIndexer.queries` of the step; None:
+        attention over all entries."""
         sizes, places = self.sizes, step.cache.beside[layer]
         keys = read_rows(step.cache.keys[layer], span.row, sizes.window)
         entries, index_keys = (

@@ -229,8 +229,8 @@ typedef struct {
     __m512 scales[2 * PANEL_PARTS][REGISTERS], zeros[2 * PANEL_PARTS][REGISTERS];
 } BlockPanel;
 
-/* totals (tokens, 64) += the parts of a panel from part `first` on, for a number of tokens known when compiling. What comes next,
- * `bytes` from `next` on, is asked for meanwhile, little by little: memory loses what it is asked for at once. */
+/* totals (tokens, 64) += the parts of a panel from part `first` on, for a number of tokens known when compiling. The `bytes` from
+ * `next` on are prefetched meanwhile, a few lines for each part: of a burst most prefetches are dropped. */
 INLINE void panel_tile(Coding coding, size_t halves, size_t tokens, const BlockPanel *panel, size_t first, size_t parts,
                        const float *prepared, size_t columns, const uint8_t *next, size_t bytes, float *totals) {
     XIntegers x[BLOCK_TILE];
