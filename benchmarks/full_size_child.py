@@ -71,7 +71,9 @@ def run(model: str, options: dict[str, Any], prompt: list[int], before: list[int
     """Reads the prompt, decodes `before`, and `measured` under the clock. Then the last token `again` times, whose
     experts have come: `resident`, and once more with the kernels timed, `kernels_ms`."""
     length = len(prompt) + len(before) + len(measured) + 2 * again + 2
-    session = open_session(model, {"context": length, "warm": False, **options}, lambda tokenizer, blueprint: None)
+    session = open_session(
+        model, {"context": length, "warm": False, **options}, lambda tokenizer, blueprint, chat: None
+    )
     engine = session.engine
     decoding = Decoding(engine, prompt)
     first = decoding.feed(before)

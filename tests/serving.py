@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from patience import PATIENCE_S, until
+from tiermoe.model.chat.template import chat_template
 
 KEY = "secret"
 
@@ -199,6 +200,12 @@ class Scripted:
         return answers
 
 
+def use_template(monkeypatch: pytest.MonkeyPatch, served: Any, template: str | None) -> None:
+    """Gives a server's model a chat template, for one test."""
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    monkeypatch.setattr(served, "chat", chat_template(served.tokenizer))
+
+
 def call_app(app: Any, path: str, body: Any = None, method: str = "", **headers: str) -> Any:
     """The response of an app, without a socket. body: JSON, or its bytes; None: GET."""
     import httpx
@@ -228,6 +235,7 @@ class Stage:
     def says(self, text: str, template: str | None = TEMPLATE, finish: str = "stop") -> Any:
         """From now on. Its worker."""
         self._served.tokenizer.chat_template = template
+        self._served.chat = chat_template(self._served.tokenizer)
         self.worker = self._served.worker = Scripted(self._served, text, finish)
         return self.worker
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-from tiermoe.serve.parameters import parameters_of
-from tiermoe.serve.tool_calls import CallReader, format_of
+from tiermoe.model.chat.parameters import parameters_of
+from tiermoe.model.chat.reader import AnswerReader, CallPatterns
+from tiermoe.model.chat.template import chat_template
 from training.chats import chat, is_held_out, question, texts, tool_question, write
 from training.export import export
 from training.listings import python_class, python_functions
@@ -126,12 +127,12 @@ def test_the_server_reads_the_calls_that_the_template_writes(tokenizer: PreTrain
         before = tokenizer.apply_chat_template(messages[:1], tools=tools, tokenize=False, add_generation_prompt=True)
         after = tokenizer.apply_chat_template(messages[:2], tools=tools, tokenize=False)
         assert after.startswith(before)  # what was said stays as the model said it
-        form = format_of(tokenizer.chat_template)
-        assert form is not None
-        reader = CallReader(form, parameters_of(tools))
-        _, found = reader.add(after.removeprefix(before).removesuffix(f"{TURN_END}\n"), last=True)
-        made = [piece.call for piece in found if piece.kind == "end"]
-        assert [(call.name, call.values) for call in made] == [(call["name"], call["arguments"]) for call in calls]
+        form = chat_template(tokenizer).form
+        assert form.calls is not None
+        reader = AnswerReader(form, CallPatterns(form.calls, parameters_of(tools)))
+        found = reader.add(after.removeprefix(before).removesuffix(f"{TURN_END}\n"), last=True).calls
+        made = [(piece.call.name, json.loads(piece.call.arguments)) for piece in found if piece.kind == "end"]
+        assert made == [(call["name"], call["arguments"]) for call in calls]
 
 
 def test_a_chat_is_balanced() -> None:

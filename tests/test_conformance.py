@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serving import KEY, Scripted, running
+from serving import KEY, Scripted, running, use_template
 from tiermoe.serve.app import create_app
 from tiermoe.serve.served import Served
 
@@ -38,7 +38,7 @@ EXCEPTIONS = {
 @pytest.fixture
 def addresses(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[bool, str]]:
     """Whether the answer is a call → where it is given."""
-    monkeypatch.setattr(served.tokenizer, "chat_template", TEMPLATE)
+    use_template(monkeypatch, served, TEMPLATE)
     workers: list[Any] = [Scripted(served, TEXT), Scripted(served, CALL)]
     text, call = (create_app(replace(served, worker=worker), [KEY]) for worker in workers)
     with running(text) as said, running(call) as called:

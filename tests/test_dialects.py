@@ -267,7 +267,7 @@ def test_thoughts_and_calls(stage: Stage, name: tuple[str, str], channels: bool)
     if said.parts:
         assert said.parts == list('{"city": "Bonn"}' * count)  # as they are written
     (asked,) = worker.asked
-    assert asked.special is channels
+    assert bool(asked.special) is channels
     assert (asked.budget is not None) is ("budget_tokens" in request["body"].get("thinking", {}))
     assert stage.prompt == "<tool_call>weatheruser:how is it in Bonn;"
 
@@ -509,7 +509,7 @@ REFUSALS: list[tuple[str, Json, str]] = [
      "reads text alone, no input_image"),
     ("/v1/responses", {"input": []}, "at least 1"),
     ("/v1/responses", {"tools": [{"type": "function"}]}, "required"),
-    ("/v1/responses", {"tools": [{"type": "function", "name": "f", "parameters": {}}]}, "no chat template with tools"),
+    ("/v1/responses", {"tools": [{"type": "function", "name": "f", "parameters": {}}]}, "no format of tool calls"),
     ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "schema"),
     ("/v1/responses", {"logit_bias": {"5": 1}}, "not supported"),
     ("/v1/responses", {"max_tokens": 5}, "use max_output_tokens"),
@@ -521,7 +521,7 @@ REFUSALS: list[tuple[str, Json, str]] = [
     ("/api/chat", {"options": {"repeat_last_n": -2}}, "options.repeat_last_n"),
     ("/api/chat", {"think": True}, "'tiny' does not support thinking"),
     ("/api/chat", {"top_logprobs": 2}, "needs logprobs"),
-    ("/api/chat", {"tools": [WEATHER]}, "no chat template with tools"),
+    ("/api/chat", {"tools": [WEATHER]}, "no format of tool calls"),
     ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aa"]}]}, "text alone, no images"),
     ("/api/chat", messages("a " * 99), "the prompt is too long"),
     ("/api/chat", {"format": {"type": "nonsense"}}, "nonsense"),

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerFast
 from serving import calls_of, parts_of
 from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.request import Piece
-from tiermoe.serve.chats import AnswerReader
+from tiermoe.model.chat.reader import ToolCall
+from tiermoe.serve.chats import PieceReader
 from tiermoe.serve.grammar import Grammars, json_rule
 from tiermoe.serve.harmony import ChannelReader, message_of, rules_of, speaks, thought_end, tool_of
-from tiermoe.serve.tool_calls import ToolCall
 from tiny import write_tokenizer
 
 THOUGHT = 'User asks: "What is 2 + 2?" Simple arithmetic. Provide answer.'
@@ -55,9 +55,9 @@ def fed(text: str, pieces: int, cut: bool = False) -> tuple[str, str, list[ToolC
     told = [
         reader.add(part, last, last and cut) for part, last in zip(parts, [False] * (pieces - 1) + [True], strict=True)
     ]
-    calls = calls_of([piece for *_, new in told for piece in new])
+    calls = calls_of([piece for chunk in told for piece in chunk.calls])
     assert reader.called is any(call.whole for call in calls)
-    return "".join(each[0] for each in told), "".join(each[1] for each in told), calls
+    return "".join(chunk.thought for chunk in told), "".join(chunk.text for chunk in told), calls
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5, 40])
@@ -89,18 +89,18 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far(text: str, answer: str,
 
 def test_arguments_come_as_they_are_written() -> None:
     reader, at = ChannelReader(), CALLED.index("San")
-    *_, pieces = reader.add(CALLED[:at])
+    pieces = reader.add(CALLED[:at]).calls
     assert pieces[-1].call.arguments == '{"location":"'
     for letter in "San Fr":
-        *_, (piece,) = reader.add(letter)
+        (piece,) = reader.add(letter).calls
         assert piece.arguments == letter
-    *_, pieces = reader.add("", last=True)  # the answer ends within them
+    pieces = reader.add("", last=True).calls  # the answer ends within them
     assert [(piece.kind, piece.call.whole) for piece in pieces] == [("end", False)]
 
 
 @pytest.mark.parametrize(("text", "finish"), [(BOTH, "stop"), (CALLED, "tool_calls")])
 def test_an_answer_ends_as_its_last_message_says(text: str, finish: str) -> None:
-    reader = AnswerReader(channels=ChannelReader())
+    reader = PieceReader(ChannelReader())
     pieces = [Piece(1, part, (1,)) for part in parts_of(text, 9)] + [Piece(1, "", (2,), finish="stop")]
     assert [reader.add(piece).finish for piece in pieces] == [None] * 9 + [finish]
     assert 0 < reader.thought_tokens < 9
@@ -138,7 +138,8 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 
 def test_special_tokens_are_told(tokenizer: Any) -> None:
     tokens = ids(tokenizer, CALLED)
-    for special, expected in ((True, CALLED), (False, tokenizer.decode(tokens, skip_special_tokens=True))):
+    every = frozenset(tokenizer.added_tokens_decoder)
+    for special, expected in ((every, CALLED), (frozenset(), tokenizer.decode(tokens, skip_special_tokens=True))):
         text = Detokenizer(tokenizer, special=special)
         assert "".join(text.add(token) for token in tokens) + text.end() == expected
 

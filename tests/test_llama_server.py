@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from patience import PATIENCE_S
-from serving import Letters, ids, running
+from serving import Letters, ids, running, use_template
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
@@ -24,7 +24,7 @@ TEXT: Any = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6}
 
 
 def test_properties(http: httpx.Client, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.tokenizer, "chat_template", "{{ messages }}")
+    use_template(monkeypatch, served, "{{ messages }}")
     props = http.get("/props").json()
     settings = props["default_generation_settings"]
     assert (props["total_slots"], settings["n_ctx"]) == (4, 64)

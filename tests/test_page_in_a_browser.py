@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from patience import PATIENCE_S
-from serving import running
+from serving import running, use_template
 from tiermoe.engine.request import Piece
 from tiermoe.serve.app import create_app
 from tiermoe.serve.worker import Answers
@@ -314,7 +314,7 @@ def test_system_prompt_sampling_and_files_are_sent(tab: Any, worker: Any) -> Non
 
 def test_thoughts_are_folded_and_sent_back(tab: Any, worker: Any, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}<think></think>"
-    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    use_template(monkeypatch, served, template)
     ask(tab, worker, "one")
     worker.say("<think>let me")
     expect(tab.locator("summary")).to_have_text("Thinking …")
@@ -349,7 +349,7 @@ def test_a_thought_that_was_cut_off_is_continued(
 ) -> None:
     thought = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     template = f"{{% for m in messages %}}{{{{ m.role }}}}{thought}{{{{ m.content }}}}{{% endfor %}}"
-    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    use_template(monkeypatch, served, template)
     ask(tab, worker, "one")
     worker.say("<think>let me")
     expect(tab.locator("#status")).to_have_text("Thinking …")
@@ -368,7 +368,7 @@ def test_a_thought_that_the_template_leaves_out_is_not_continued(
 ) -> None:
     """The page says why, and keeps what is there."""
     template = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}<think></think>"
-    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    use_template(monkeypatch, served, template)
     context = browser.new_context()
     tab = context.new_page()
     tab.goto(address)

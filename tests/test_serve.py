@@ -21,7 +21,7 @@ from benchmarks.load import counters_broken, metrics, settled
 from benchmarks.load_clients import Clients
 from commands import Command
 from patience import PATIENCE_S
-from serving import CALL, KEY, TEMPLATE, Scripted, Stage, call_app, running
+from serving import CALL, KEY, TEMPLATE, Scripted, Stage, call_app, running, use_template
 from tiermoe.batch import Batch
 from tiermoe.batch import prompt as row
 from tiermoe.engine.engine import Engine
@@ -283,7 +283,7 @@ def test_a_call_is_forced(served: Served, stage: Stage, choice: Any, names: tupl
     assert (answer["message"]["reasoning_content"], answer["finish_reason"]) == ("look", "tool_calls")
     *grammars, last = [each.grammar for each in worker.asked]
     for grammar, name in zip(grammars, ("weather", "other", "third"), strict=True):
-        text = 'well</think>\n<tool_call>{"name":"NAME","arguments":{}}</tool_call>'.replace("NAME", name)
+        text = 'well</think>\n<tool_call>\n{"name": "NAME", "arguments": {}}\n</tool_call>'.replace("NAME", name)
         assert followed(served, grammar, text) is (name in names)
     assert not followed(served, last, "well</think>hello")
     third = {"tool_choice": {"type": "function", "function": {"name": "third"}}}
@@ -391,7 +391,7 @@ def test_what_cannot_be_continued(stage: Stage, template: str | None, body: Json
 def test_a_continued_answer_is_the_rest_of_the_whole_one(
     chat: Callable[..., Any], served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served.tokenizer, "chat_template", TURNS)
+    use_template(monkeypatch, served, TURNS)
 
     def answer(tokens: int, *begun: Any) -> str:
         text: str = chat([ASKED, *begun], max_tokens=tokens)[0]["message"]["content"]
@@ -464,7 +464,7 @@ def test_a_thought_ends_with_its_budget(
 ) -> None:
     """Its text is the beginning of what the model thinks without one; then the answer begins."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>{% if 0 %}</think>{% endif %}"
-    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    use_template(monkeypatch, served, template)
     (free,) = chat("a", max_tokens=20, logprobs=True, **{field: -1})
     assert not free["message"]["content"]
     for budget in (0, 3):
@@ -519,7 +519,7 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("/v1/chat/completions", {"messages": []}, 400, "messages", "at least 1"),
     ("/v1/chat/completions", {"messages": [{"role": "user"}], "tools": [{}]}, 400, "tools", "required"),
     ("/v1/chat/completions", {"messages": [{"role": "user"}], "tools": [
-        {"type": "function", "function": {"name": "f"}}]}, 400, "tools", "no chat template with tools"),
+        {"type": "function", "function": {"name": "f"}}]}, 400, "tools", "no format of tool calls that is known"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "data:,"}}]}]}, 400, "messages", "reads text alone, no image_url"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400,

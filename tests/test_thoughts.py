@@ -6,9 +6,11 @@ import pytest
 
 from serving import parts_of
 from tiermoe.engine.request import ThoughtBudget
-from tiermoe.serve.chats import ThoughtReader, opened, thinks
+from tiermoe.model.chat.format import ChatFormat
+from tiermoe.model.chat.reader import AnswerReader
 from tiermoe.serve.harmony import ChannelReader, thought_end
 
+FORM = ChatFormat(thought=("<think>", "</think>"))
 CASES = [
     (False, "<think>\nwell, 2 < 3\n\nso\n</think>\n\nyes <b>", "well, 2 < 3\n\nso", "yes <b>"),
     (False, "\n<think>a</think>b", "a", "b"),
@@ -33,16 +35,17 @@ CASES = [
 def test_a_thought_is_read_however_its_text_comes(
     inside: bool, text: str, thought: str, answer: str, pieces: int
 ) -> None:
-    reader, parts = ThoughtReader(inside), parts_of(text, pieces)
+    reader, parts = AnswerReader(FORM, inside=inside), parts_of(text, pieces)
     told = [reader.add(part, index == len(parts) - 1) for index, part in enumerate(parts)]
-    assert ("".join(each[0] for each in told), "".join(each[1] for each in told)) == (thought, answer)
+    assert ("".join(each.thought for each in told), "".join(each.text for each in told)) == (thought, answer)
 
 
 def test_the_prompt_tells_where_an_answer_begins() -> None:
-    assert opened("assistant\n<think>\n")
-    assert not opened("assistant\n<think>\n\n</think>\n\n")
-    assert thinks("{{ '<think></think>' }}")
-    assert not thinks(None)
+    assert FORM.opened("assistant\n<think>\n")
+    assert not FORM.opened("assistant\n<think>\n\n</think>\n\n")
+    assert not ChatFormat().opened("assistant\n<think>\n")
+    assert FORM.unfinished("assistant\n<think>\nwell")
+    assert not FORM.unfinished("assistant\n<think>\nwell\n</think>\nso")
 
 
 def written(budget: ThoughtBudget, wanted: str, count: int) -> str:
@@ -59,7 +62,7 @@ def written(budget: ThoughtBudget, wanted: str, count: int) -> str:
 @pytest.mark.parametrize("most", [0, 1, 2, 7])
 def test_the_end_of_a_thought_is_forced_behind_its_budget(inside: bool, most: int) -> None:
     begin, end = "" if inside else "\n<think>", "</think>"
-    budget = ThoughtBudget(most, [*map(ord, end)], ThoughtReader(inside))
+    budget = ThoughtBudget(most, [*map(ord, end)], AnswerReader(FORM, inside=inside))
     begun = begin + "abc" * 9
     text = written(budget, begun, 60)
     assert text.startswith(begun[: len(begin) + most] + end)
@@ -70,7 +73,7 @@ def test_the_end_of_a_thought_is_forced_behind_its_budget(inside: bool, most: in
 @pytest.mark.parametrize("most", [4, 12, 50])  # the end has a token for each of its letters here
 def test_a_thought_within_its_budget_ends_by_itself(most: int) -> None:
     wanted = "abcd</think>and more, without <think>another</think>."
-    budget = ThoughtBudget(most, [*map(ord, "</think>")], ThoughtReader(True))
+    budget = ThoughtBudget(most, [*map(ord, "</think>")], AnswerReader(FORM, inside=True))
     assert written(budget, wanted, len(wanted)) == wanted
 
 

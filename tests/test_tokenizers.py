@@ -185,7 +185,6 @@ TEMPLATES = [
 ]
 REFUSING = [
     "{{ raise_exception('roles must alternate') }}",
-    "{{ messages.append(1) }}",
     "{% set ns = namespace(_hidden=1) %}",
     "{% set ns = namespace() %}{% set ns._hidden = 1 %}",
     "{{ ''.__class__.__mro__ }}{{ messages.x.y }}",

@@ -15,13 +15,24 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from tiermoe.cli import options as opt
-from tiermoe.cli.output import cause, note, one_line, printed, prompt_progress, shows_markdown, summary, utf8_input
+from tiermoe.cli.output import (
+    ThoughtPrinter,
+    cause,
+    note,
+    one_line,
+    printed,
+    prompt_progress,
+    shows_markdown,
+    summary,
+    utf8_input,
+)
 from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session, read_ahead
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError, ModelError, PromptError
 
 if TYPE_CHECKING:
     from tiermoe.engine.sampling import Sampling
+    from tiermoe.model.chat.template import ChatTemplate
     from tiermoe.model.hf.blueprint import Blueprint
 
 OTHERWISE = {"temperature": 0.7, "top_p": 0.95}
@@ -110,13 +121,13 @@ def chat(
     )  # fmt: skip
     sampling = make_sampling(**named)
 
-    def no_context(tokenizer: Any, blueprint: Blueprint) -> None:
+    def no_context(tokenizer: Any, blueprint: Blueprint, chat: ChatTemplate) -> None:
         nonlocal sampling
         _refuse_encoder_decoder(blueprint)
         sampling = choose_sampling(blueprint, named, make_sampling(**OTHERWISE))
 
     session = open_session(model, options, no_context, headers=headers, draft=draft, template=template)
-    if not getattr(session.tokenizer, "chat_template", None):
+    if not session.chat.text:
         note("this model has no chat template: what you type is continued as plain text")
     note("type /help for the commands, /bye to leave")
     _Chat(session, sampling, system, markdown=shows_markdown() and not bare).loop()
@@ -133,7 +144,7 @@ class _Chat:
         self._sampling = sampling
         self._kinds = {name: kind for name, kind in get_type_hints(type(sampling)).items() if kind in KINDS}
         self._markdown = markdown
-        self._conversation = Conversation(session.engine, session.tokenizer, system, session.speculation)
+        self._conversation = Conversation(session.engine, session.tokenizer, system, session.speculation, session.chat)
         self._asked = ""  # the last message
         self._answered = False  # whether its answer is part of the conversation
 
@@ -150,8 +161,13 @@ class _Chat:
     def _answer(self, text: str) -> None:
         self._asked, self._answered = text, False
         try:
-            with printed(self._markdown) as show:
-                report = self._conversation.reply(text, self._sampling, show, prompt_progress())
+            with printed(self._markdown) as show, ThoughtPrinter() as thoughts:
+
+                def answer(piece: str) -> None:
+                    thoughts.end()
+                    show(piece)
+
+                report = self._conversation.reply(text, self._sampling, answer, prompt_progress(), thoughts.add)
             self._answered = True
             note(summary(report))
         except KeyboardInterrupt:

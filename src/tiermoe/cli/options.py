@@ -268,7 +268,7 @@ def read_template(path: Path | None) -> str | None:
     """The chat template in a file; None without a file. ConfigError if it cannot be read or is none."""
     if path is None:
         return None
-    from tiermoe.model.tokenizer import check_template
+    from tiermoe.model.chat.jinja import check_template
 
     try:
         with open(path, "rb") as file:

@@ -92,6 +92,31 @@ def printed(markdown: bool) -> Iterator[Callable[[str], None]]:
         answer.close()
 
 
+class ThoughtPrinter:
+    """Prints what a model thinks on standard error, dim on a terminal, with a line break before the answer."""
+
+    def __init__(self) -> None:
+        self._dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        self._begun = False
+
+    def __enter__(self) -> ThoughtPrinter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def add(self, text: str) -> None:
+        self._begun = True
+        shown = "\n".join(map(plain, text.split("\n")))
+        print(f"\x1b[2m{shown}\x1b[0m" if self._dim else shown, end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """The answer begins, or nothing follows."""
+        if self._begun:
+            print("\n", file=sys.stderr, flush=True)
+        self._begun = False
+
+
 @contextlib.contextmanager
 def spinner(what: str) -> Iterator[None]:
     """A spinner on a terminal around work of a few seconds; nothing elsewhere."""

@@ -14,6 +14,7 @@ from tiermoe.cli.session import choose_sampling, make_sampling, open_session, re
 from tiermoe.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tiermoe.model.chat.template import ChatTemplate
     from tiermoe.model.hf.blueprint import Blueprint
 
 
@@ -49,11 +50,11 @@ def run(
     make_sampling(**named)
     chosen: dict[str, Any] = {}
 
-    def context_for(tokenizer: Any, blueprint: Blueprint) -> int:
+    def context_for(tokenizer: Any, blueprint: Blueprint, chat: ChatTemplate) -> int:
         from tiermoe.engine.generate import check_length, encode_prompt
 
         chosen["sampling"] = choose_sampling(blueprint, named, make_sampling())
-        chosen["ids"] = ids = encode_prompt(tokenizer, prompt, raw)
+        chosen["ids"] = ids = encode_prompt(tokenizer, prompt, None if raw else chat)
         length = check_length(ids.shape[1], max_tokens, blueprint.max_context(), options.get("context"))
         return int(ids.shape[1]) + length
 
@@ -63,7 +64,7 @@ def run(
     show = (lambda _: None) if as_json else (lambda text: print(text, end="", flush=True))
     report = generate(
         session.engine, session.tokenizer, chosen["ids"], chosen["sampling"], show, session.load_s,
-        on_read=prompt_progress(), speculation=session.speculation,
+        on_read=prompt_progress(), speculation=session.speculation, chat=None if raw else session.chat,
     )  # fmt: skip
     if as_json:
         print(json.dumps(report.as_dict()))

@@ -21,6 +21,8 @@ from tiermoe.platform.machine import processors
 if TYPE_CHECKING:
     from tiermoe.engine.sampling import Sampling
     from tiermoe.model.cache.prefix_disk import PrefixFolder
+    from tiermoe.model.chat.format import ChatFormat
+    from tiermoe.model.chat.template import ChatTemplate
     from tiermoe.model.hf.blueprint import Blueprint
     from tiermoe.serve.page import StartupApp
     from tiermoe.serve.replicas import Deployed
@@ -210,7 +212,7 @@ def serve(
         make_sampling(**named)
     chosen: dict[str, Any] = {"folder": None}
 
-    def no_context(_: Any, blueprint: Blueprint) -> None:
+    def no_context(_: Any, blueprint: Blueprint, chat: ChatTemplate) -> None:
         from tiermoe.serve.batch_limits import prefix_folder, require_decoder
 
         require_decoder(blueprint)
@@ -257,7 +259,9 @@ def _answer(
 
     engine = session.engine
     disk = prefix_disk(engine, folder, note) if folder else None
-    served = served_of(engine, session.tokenizer, name, sampling, max_queue, disk, session.speculation)
+    served = served_of(engine, session.tokenizer, name, sampling, max_queue, disk, session.speculation, session.chat)
+    if session.chat.text and (why := session.chat.form.refused or session.chat.form.no_calls):
+        note(f"note: {_without_calls(session.chat.form, why)}")
     worker = served.worker
     gate.app = create_app(served, **listener.access)
     note(f"{name} at {listener}; Ctrl-C ends the server")
@@ -271,6 +275,15 @@ def _answer(
         if worker.loop.disk is not None:
             worker.loop.disk.close(LAST_WRITES_S)
         engine.close()
+
+
+def _without_calls(form: ChatFormat, why: str) -> str:
+    """What a client must know of a chat template that says too little."""
+    if form.refused:
+        return f"the chat template is not used, and chats are refused: {why}"
+    if form.calls is not None:
+        return f"calls of tools are read as the model's family writes them: {why}"
+    return f"requests with tools are refused, since no format of calls is known: {why}"
 
 
 def _refuse(named: Mapping[str, Any], why: str) -> None:
@@ -295,7 +308,7 @@ def prepare_replicas(
     model: str,
     options: dict[str, Any],
     replicas: int,
-    context_for: Callable[[Any, Blueprint], int | None],
+    context_for: Callable[[Any, Blueprint, ChatTemplate], int | None],
     kv_memory: int | None,
 ) -> tuple[dict[str, Any], int | None]:
     """(options, KV cache in bytes) of one of `replicas` processes: its share of memory, processors and `kv_memory`. The

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tiermoe.engine.sampling import Sampling
     from tiermoe.engine.speculation import Speculation
     from tiermoe.formats.gguf_file import GgufFile
+    from tiermoe.model.chat.template import ChatTemplate
     from tiermoe.model.hf.blueprint import Blueprint
 
 
@@ -32,6 +33,7 @@ class Session:
     tokenizer: Any
     load_s: float  # seconds from the command's start of loading
     speculation: Speculation | None  # of request loops; None: no guesses
+    chat: ChatTemplate
 
 
 def read_ahead(model: str, options: dict[str, Any]) -> GgufFile | None:
@@ -60,7 +62,7 @@ def read_ahead(model: str, options: dict[str, Any]) -> GgufFile | None:
 def open_session(
     model: str,
     options: dict[str, Any],
-    context_for: Callable[[Any, Blueprint], int | None],
+    context_for: Callable[[Any, Blueprint, ChatTemplate], int | None],
     *,
     headers: GgufFile | None = None,
     on_progress: Callable[[str, int, int], None] | None = None,
@@ -71,17 +73,17 @@ def open_session(
 ) -> Session:
     """Loads `model` and prints the plan's warnings on standard error.
 
-    context_for: called with (tokenizer, blueprint) before anything heavy happens; gives the tokens to reserve memory
-    for if --context is not named, and may refuse the prompt. headers: of a GGUF file, if they are read already
-    (`read_ahead`). on_progress: called with the progress of packing (task, done, total). served:
-    memory is reserved for a server's steps; without a named batch 16 requests run at once. kv_memory: bytes of the KV
-    cache that a server's requests share; None: as there is room for. draft: where guesses come from (`options.Draft`);
-    the memory of a draft model, or of an MTP head, is a part of --memory. template: a chat template in place of the
-    model's."""
+    context_for: called with tokenizer, blueprint and chat template before anything heavy happens; gives the tokens to
+    reserve memory for if --context is not named, and may refuse the prompt. headers: of a GGUF file, if they are read
+    already (`read_ahead`). on_progress: called with the progress of packing (task, done, total). served: memory is
+    reserved for a server's steps; without a named batch 16 requests run at once. kv_memory: bytes of the KV cache that
+    a server's requests share; None: as there is room for. draft: where guesses come from (`options.Draft`); the memory
+    of a draft model, or of an MTP head, is a part of --memory. template: a chat template in place of the model's."""
     started = time.perf_counter()
     with starting():
         from tiermoe.cli.describe import loss_of, missing_kernels
         from tiermoe.engine.load import start
+        from tiermoe.model.chat.template import chat_template
         from tiermoe.model.gguf.checkpoint import open_checkpoint
         from tiermoe.model.hf.blueprint import inspect_model
         from tiermoe.model.hf.hub import resolve_model
@@ -102,7 +104,9 @@ def open_session(
         tokenizer = kept or load_tokenizer(directory)
         if template is not None:
             tokenizer.chat_template = template
-        context = context_for(tokenizer, blueprint)
+        kept_in = root if template is None else None
+        chat = chat_template(tokenizer, kept_in)
+        context = context_for(tokenizer, blueprint, chat)
         if context is not None and options.get("context") is None:
             options = {**options, "context": context}
     packed_before = _packed_bytes(root)
@@ -127,6 +131,7 @@ def open_session(
         speculation = speculation_of(draft, drafting, engine, packing)
     if kept is None and template is None:
         keep_tokenizer(root, tokenizer_origin(blueprint), tokenizer)
+    chat = chat_template(tokenizer, kept_in)  # which is kept now that there is a store
     if times and (packed := _packed_bytes(root) - packed_before) > 0:
         took = f"packed {format_size(packed)} in {times[-1] - times[0]:.0f} s, once; later runs read it from {root}"
         note("\n".join(filter(None, (took, loss_of(engine, blueprint)))))
@@ -136,7 +141,7 @@ def open_session(
     slow = missing_kernels(blueprint.dtype) if engine.device.type == "cpu" else ""
     for warning in filter(None, (slow, *beyond_this_machine(asked), *plan.warnings, *engine.service.second.notes)):
         note(f"note: {warning}")
-    return Session(engine, tokenizer, time.perf_counter() - started, speculation)
+    return Session(engine, tokenizer, time.perf_counter() - started, speculation, chat)
 
 
 def _packed_bytes(root: Path) -> int:

@@ -19,12 +19,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # a sentencepiece vocabulary's
 class Detokenizer:
     """Text of an answer whose tokens come one by one, cut at the first stop string.
 
-    stops: strings that end the answer. special: special tokens are part of the text."""
+    stops: strings that end the answer. special: special tokens that are part of the text."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), special: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), special: frozenset[int] = frozenset()) -> None:
         self.stopped_by: str | None = None  # the stop string that has come
         self._decode = tokenizer.decode
         self._skips = not special
+        added = tokenizer.added_tokens_decoder if special else {}
+        self._dropped = {token for token, each in added.items() if each.special} - special
         self._stops = [stop for stop in stops if stop]
         self._tokens: list[int] = []
         self._begin = 0  # tokens from here on are decoded: those before do not change how later ones look
@@ -33,6 +35,8 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """Text that is certain with one more token; empty within a character."""
+        if token in self._dropped:
+            return ""
         tokens = self._tokens
         tokens.append(token)
         before = self._decode(tokens[self._begin : self._emitted], skip_special_tokens=self._skips)

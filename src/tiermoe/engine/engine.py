@@ -23,6 +23,7 @@ from tiermoe.engine.forward_context import ForwardContext
 from tiermoe.engine.moe import MoELayer, closed_error, forget
 from tiermoe.engine.observer import Observer, Undo, time_kernels
 from tiermoe.engine.rerouting import ConfidentDecoding, routes
+from tiermoe.engine.sampling import end_tokens
 from tiermoe.engine.service import ExpertService
 from tiermoe.engine.steps import AnyDecoder, SequenceCache, gathered, is_finite, not_finite, passes_of
 from tiermoe.errors import ConfigError, ModelError
@@ -92,6 +93,11 @@ class Engine:
         self._collected.atexit = False
         self._decoded = PhaseMetrics()
         self.observe(None)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer, as the model's configurations name them."""
+        return frozenset(end_tokens(self.generation_config) | end_tokens(self.config))
 
     @property
     def lossy(self) -> list[str]:

@@ -19,6 +19,8 @@ from tiermoe.engine.sampling import Sampling
 from tiermoe.engine.speculation import Speculation
 from tiermoe.errors import ModelError, PromptError, reason
 from tiermoe.metrics import Metrics, PhaseMetrics, named
+from tiermoe.model.chat.reader import AnswerReader
+from tiermoe.model.chat.template import ChatTemplate, chat_template
 from tiermoe.model.tokenizer import Tokenizer
 
 
@@ -62,28 +64,34 @@ class Report(Metrics):
         return self.decode_tok_s / self.bound_tok_s if self.bound_tok_s else 0.0
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str, raw: bool = False) -> torch.Tensor:
-    """Token ids (1, n) of a prompt: as a user's message in the model's chat template where it has one, unless `raw`.
-    PromptError if the prompt is empty."""
+def encode_prompt(tokenizer: Tokenizer, prompt: str, chat: ChatTemplate | None = None) -> torch.Tensor:
+    """Token ids (1, n) of a prompt: as a user's message in a chat template, if there is one. PromptError if the prompt
+    is empty."""
     if not prompt.strip():
         raise PromptError("the prompt is empty; say something to answer")
-    if not raw and getattr(tokenizer, "chat_template", None):
-        return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+    if chat is not None and chat.text:
+        return encode_chat(tokenizer, chat, [{"role": "user", "content": prompt}])[0]
     return _encoded(prompt, "tokenizer", "choose another model", lambda: tokenizer.encode(prompt))
 
 
-def encode_chat(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> torch.Tensor:
-    """Token ids (1, n) of a conversation in the model's chat template, ready for the assistant's turn. PromptError
-    where the template refuses it."""
-    return _encoded(
-        "".join(message["content"] for message in messages),
-        "chat template",
-        "'tiermoe run --raw' does without",
-        lambda: tokenizer.encode(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False),
-            add_special_tokens=False,
-        ),
-    )
+def encode_chat(tokenizer: Tokenizer, chat: ChatTemplate, messages: list[dict[str, str]]) -> tuple[torch.Tensor, str]:
+    """Token ids (1, n) and text of a conversation in the model's chat template, ready for the assistant's turn.
+    PromptError where the template refuses it."""
+    if chat.form.refused:
+        raise PromptError(
+            f"the model's chat template is not used: {chat.form.refused}; 'tiermoe run --raw' does without"
+        )
+    text = ""
+
+    def encode() -> list[int]:
+        nonlocal text
+        prompt = chat.prompt(messages)
+        text = prompt.text
+        return [token for piece in prompt.pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
+
+    said = "".join(message["content"] for message in messages)
+    ids = _encoded(said, "chat template", "'tiermoe run --raw' does without", encode)
+    return ids, text
 
 
 def _encoded(text: str, what: str, instead: str, encode: Callable[[], list[int]]) -> torch.Tensor:
@@ -127,6 +135,7 @@ def generate(
     loop: RequestLoop | None = None,
     on_read: Callable[[int, int], None] = lambda done, total: None,
     speculation: Speculation | None = None,
+    chat: ChatTemplate | None = None,
 ) -> Report:
     """Answers one prompt.
 
@@ -151,9 +160,10 @@ def generate(
     if model.config.is_encoder_decoder:
         _generate_by_transformers(transformers_model(model), input_ids, sampling, answer)
     else:
-        loop = RequestLoop(engine, tokenizer, speculation=speculation) if loop is None else loop
+        loop = loop or request_loop(engine, tokenizer, speculation, chat)
         earlier = replace(loop.counts)
-        loop.add(Request(input_ids[0].tolist(), sampling, progress=True))
+        shown = frozenset() if chat is None else chat.shown
+        loop.add(Request(input_ids[0].tolist(), sampling, progress=True, special=shown))
         finish = None
         while finish is None:
             for piece in loop.step():
@@ -185,6 +195,14 @@ def generate(
         right_guesses=right,
     )
     return engine.complete(report)
+
+
+def request_loop(
+    engine: Engine, tokenizer: Tokenizer, speculation: Speculation | None, chat: ChatTemplate | None
+) -> RequestLoop:
+    """A loop whose answers end where the model's configurations and its chat template say."""
+    ends = engine.ends | (frozenset() if chat is None else chat.ends)
+    return RequestLoop(engine, tokenizer, ends=ends, speculation=speculation)
 
 
 class _Answer:
@@ -241,15 +259,21 @@ class Conversation:
     fails, its turn is dropped and the cache with it.
 
     system: the system prompt, "" for none; it may change between replies. Without a chat template the text begins with
-    it. speculation: as in `RequestLoop`."""
+    it. speculation: as in `RequestLoop`. chat: the tokenizer's chat template; None: its format is learned now."""
 
     def __init__(
-        self, model: Any, tokenizer: Tokenizer, system: str = "", speculation: Speculation | None = None
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        system: str = "",
+        speculation: Speculation | None = None,
+        chat: ChatTemplate | None = None,
     ) -> None:
         self.system = system
         self._speculation = speculation
         self._model = model
         self._tokenizer = tokenizer
+        self._chat = chat or chat_template(tokenizer)
         self._messages: list[dict[str, str]] = []
         self._loop: RequestLoop | None = None  # whose prefix cache holds the last turn
 
@@ -268,24 +292,39 @@ class Conversation:
         sampling: Sampling,
         on_text: Callable[[str], None],
         on_read: Callable[[int, int], None] = lambda done, total: None,
+        on_thought: Callable[[str], None] = lambda _: None,
     ) -> Report:
-        """Answers `text` after everything said before. on_text, on_read: as in `generate`. PromptError if the
-        conversation outgrows the context."""
+        """Answers `text` after everything said before. on_text, on_read: as in `generate`; on_thought: as on_text, of
+        what the model thinks before. PromptError if the conversation outgrows the context."""
         messages = [*self._messages, {"role": "user", "content": text}]
-        if getattr(self._tokenizer, "chat_template", None):
+        inside = False
+        if self._chat.text:
             system = [{"role": "system", "content": self.system}] if self.system else []
-            ids = encode_chat(self._tokenizer, system + messages)
+            ids, prompt = encode_chat(self._tokenizer, self._chat, system + messages)
+            inside = self._chat.form.opened(prompt)
         else:
-            said = "".join(message["content"] for message in messages)
-            ids = encode_prompt(self._tokenizer, self.system + said, raw=True)
-        loop = self._loop or RequestLoop(engine_of(self._model), self._tokenizer, speculation=self._speculation)
+            ids = encode_prompt(self._tokenizer, self.system + "".join(message["content"] for message in messages))
+        loop = self._loop or request_loop(engine_of(self._model), self._tokenizer, self._speculation, self._chat)
         if ids.shape[1] >= loop.context:
             raise PromptError(
                 f"the conversation has {ids.shape[1]:,} tokens, there is room for {loop.context:,} with the answer; "
                 f"/clear it, or start with a larger --context"
             )
         self._loop = None  # until the reply is whole
-        report = generate(self._model, self._tokenizer, ids, sampling, on_text, loop=loop, on_read=on_read)
+        reader, said, thought = AnswerReader(self._chat.form, inside=inside), list[str](), list[str]()
+
+        def read(more: str, last: bool = False) -> None:
+            chunk = reader.add(more, last)
+            for part, parts, tell in ((chunk.thought, thought, on_thought), (chunk.text, said, on_text)):
+                if part:
+                    parts.append(part)
+                    tell(part)
+
+        report = generate(
+            self._model, self._tokenizer, ids, sampling, read, loop=loop, on_read=on_read, chat=self._chat
+        )
+        read("", last=True)
         self._loop = loop
-        self._messages = [*messages, {"role": "assistant", "content": report.text}]
+        answer = {"role": "assistant", "content": "".join(said)}
+        self._messages = [*messages, answer | ({"reasoning_content": "".join(thought)} if thought else {})]
         return report

@@ -76,7 +76,7 @@ class Request:
     budget: ThoughtBudget | None = None  # of its thoughts
     prompt_logprobs: bool = False  # log probabilities of the prompt's tokens too; then all of it is read
     fresh: bool = False  # all of the prompt is read, whatever prefix of it earlier requests have left
-    special: bool = False  # special tokens are part of the text
+    special: frozenset[int] = frozenset()  # special tokens that are part of the text
     progress: bool = False  # a piece for each chunk of the prompt, too
 
 
@@ -258,7 +258,7 @@ class RequestState:
             self.saved = saved
         self.slab, self.room, self.stored, self.contents, self.under_way = -1, 0, None, SlabContents(), 0
 
-    def choose(self, logits: Tensor, ends: set[int], context: int) -> Piece:
+    def choose(self, logits: Tensor, ends: frozenset[int], context: int) -> Piece:
         """Chooses the next token of the answer, from the logits (vocabulary) of the one before.
 
         ends: tokens that end the answer. context: most tokens of prompt and answer."""

@@ -17,7 +17,6 @@ from tiermoe.batch import Batch, Kind, Row
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.request import Counts, Piece, Request, RequestState
 from tiermoe.engine.request_scheduler import LayeredPrompt, Limits, Prompt, RequestScheduler
-from tiermoe.engine.sampling import end_tokens
 from tiermoe.engine.speculation import MOST, CachedSequence, DraftRequest, Speculation
 from tiermoe.errors import LoadError, PromptError
 from tiermoe.metrics import PhaseMetrics
@@ -58,7 +57,7 @@ class RequestLoop:
         engine: Engine,
         tokenizer: Tokenizer,
         rows: int = 1,
-        ends: set[int] | None = None,
+        ends: frozenset[int] | None = None,
         disk: Callable[[KVCache], PrefixDisk] | None = None,
         times_decoding: bool = False,
         speculation: Speculation | None = None,
@@ -71,7 +70,7 @@ class RequestLoop:
         self._engine = engine
         self._vocabulary: int = engine.config.vocab_size
         self._tokenizer = tokenizer
-        self._ends = end_tokens(config) if ends is None else ends
+        self._ends = engine.ends if ends is None else ends
         self._penalty: float | None = getattr(config, "repetition_penalty", None)
         self._cache = engine.new_cache(rows, self.context)
         self._kv = cast(KVCache, self._cache)  # of our own decoders, which alone have files, guesses and layers apart

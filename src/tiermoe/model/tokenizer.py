@@ -3,26 +3,19 @@ keeps it."""
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
 import xxhash
-from jinja2 import nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from tiermoe.config import MIB
 from tiermoe.errors import ModelError, first_line
 from tiermoe.formats.gguf_file import is_gguf, open_gguf
 from tiermoe.formats.outline import Origin, read_kept, write_kept
+from tiermoe.model.chat.jinja import render
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.configs import TOKENIZER_CONFIG, files_with_code, origin_of
 from tiermoe.platform import process_memory
@@ -55,6 +48,17 @@ class Tokenizer:
     def bos_token_id(self) -> int | None:
         token = self._special_tokens.get("bos_token")
         found: int | None = None if token is None else self._backend.token_to_id(token)
+        return found
+
+    @property
+    def special_tokens_map(self) -> Mapping[str, str]:
+        """Template variable ('eos_token') → token."""
+        return self._special_tokens
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        """Id → token beyond the model's vocabulary, special ones among them."""
+        found: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
         return found
 
     def get_vocab(self) -> dict[str, int]:
@@ -192,107 +196,3 @@ def _facts(tokenizer: Any) -> dict[str, Any] | None:
         "special_tokens": tokenizer.special_tokens_map,
         "splits": tokenizer.split_special_tokens,
     }
-
-
-def render(
-    template: str,
-    messages: Sequence[Mapping[str, str]],
-    special_tokens: Mapping[str, str],
-    add_generation_prompt: bool = False,
-) -> str:
-    """The rendered conversation. messages: role and content of each. special_tokens: template variable ('eos_token') →
-    token. Raises jinja2's errors; a template rejects messages by `TemplateError`."""
-    return _compiled(template).render(
-        messages=list(map(dict, messages)),
-        tools=None,
-        documents=None,
-        add_generation_prompt=add_generation_prompt,
-        **special_tokens,
-    )
-
-
-def check_template(template: str) -> None:
-    """ValueError, with the line, where a text is no chat template: no Jinja, or without the messages."""
-    try:
-        parsed = _environment().parse(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"line {error.lineno}: {error.message}") from error
-    except RecursionError:
-        raise ValueError("its blocks are nested too deeply") from None
-    if "messages" not in jinja2.meta.find_undeclared_variables(parsed):
-        raise ValueError(f"none of its {len(template.splitlines())} lines names the variable messages")
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(template: str) -> jinja2.Template:
-    return _environment().from_string(template)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _refuse,
-        "strftime_now": _now,
-        "dict": _Dict(),
-        "namespace": _Namespace,
-    }
-    return environment
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **named: Any) -> str:
-    """jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **named)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks what the model said: its text, in a scope of its own."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
-
-    def _text(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class _Dict:
-    """`dict` without the type's attributes, by which a template could leave the sandbox."""
-
-    def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
-        return dict(*args, **named)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """jinja's namespace without attributes that begin with an underscore."""
-
-    def __init__(self, /, *args: Any, **named: Any) -> None:
-        values = dict(*args, **named)
-        for name in values:
-            _check_name(name)
-        super().__init__(values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"chat templates cannot set {name!r} on a namespace")

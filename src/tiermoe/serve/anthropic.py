@@ -12,14 +12,14 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tiermoe.engine.request import Piece, Request
+from tiermoe.model.chat.reader import CallPiece
 from tiermoe.serve.answers import ANSWERS, Stream, events_of, failure, submitted, whole
-from tiermoe.serve.chats import AnswerReader, Chat, Prepared, prepare
+from tiermoe.serve.chats import Chat, PieceReader, Prepared, prepare
 from tiermoe.serve.dialects import MESSAGES, Json, Refused, anthropic_error
-from tiermoe.serve.fields import CallArguments, Several, StopStrings, Tools, check_fields, text_alone
+from tiermoe.serve.fields import CallArguments, Several, StopStrings, Tools, check_fields, readable_object, text_alone
 from tiermoe.serve.grammar import json_constraint
 from tiermoe.serve.intake import aside
 from tiermoe.serve.served import Served
-from tiermoe.serve.tool_calls import CallPiece
 
 _EMPTY: dict[str, Json] = {
     "text": {"text": "", "citations": []},  # not null: the AI SDK refuses that
@@ -212,7 +212,7 @@ class GrowingMessage:
 
     model: the model's name. prompt: tokens of the prompt."""
 
-    def __init__(self, model: str, reader: AnswerReader, prompt: int) -> None:
+    def __init__(self, model: str, reader: PieceReader, prompt: int) -> None:
         self._reader = reader
         self._prompt = prompt
         self._made = self._cached = 0
@@ -273,7 +273,7 @@ class GrowingMessage:
         elif piece.kind == "arguments":
             yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
         else:
-            self.message["content"][-1]["input"] = call.values
+            self.message["content"][-1]["input"] = readable_object(call.arguments)
             yield from self._close()
 
     def _begin(self, kind: str, empty: Json) -> Iterator[Json]:

@@ -201,7 +201,7 @@ def _add_routes(app: FastAPI, served: Served) -> None:
             pieces = await aside(lambda: [served.tokenizer.decode([token]) for token in found])
             return {"tokens": [{"id": token, "piece": piece} for token, piece in zip(found, pieces, strict=True)]}
         if asked.messages is not None:
-            ids = await aside(served.chat_ids, [message.plain for message in asked.messages])
+            ids, _ = await aside(served.chat_ids, [message.plain for message in asked.messages])
         else:
             ids = await aside(served.text_ids, asked.prompt or "", asked.add_special_tokens)
         return {"tokens": ids, "count": len(ids), "max_model_len": served.context}

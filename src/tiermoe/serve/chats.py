@@ -1,23 +1,25 @@
-"""Chats of all dialects: a conversation that wants an answer; the prompt, grammar and stop strings that follow from it;
-and the reader of its answer. A thought before it is text between <think> and </think> (Qwen3, GLM-4.5, MiniMax-M2,
-DeepSeek), which some chat templates open at the end of the prompt, or in channels (`harmony`)."""
+"""Chats of all dialects: a conversation that wants an answer; the prompt, grammar and stop strings that follow from it,
+by the model's chat format; and the reader of its answer. gpt-oss answers in channels (`harmony`)."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tiermoe.engine.detokenize import overlap
 from tiermoe.engine.request import Piece, Request, Thinking, ThoughtBudget
 from tiermoe.engine.sampling import Grammar, Sampling
 from tiermoe.errors import ConfigError
+from tiermoe.model.chat.parameters import parameters_of
+from tiermoe.model.chat.reader import AnswerReader, CallPatterns, CallPiece
 from tiermoe.serve import harmony
+from tiermoe.serve.call_rules import call_rule, expressible, free_text, terms_with
 from tiermoe.serve.dialects import Json, Refused
 from tiermoe.serve.grammar import Compiling, Constraint
-from tiermoe.serve.parameters import parameters_of
 from tiermoe.serve.served import Served, continued
-from tiermoe.serve.tool_calls import CallPiece, CallReader, Format, format_of
+
+_log = logging.getLogger("tiermoe.serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,91 +63,6 @@ class Chat:
 # --- answers ---
 
 
-BEGIN, END = "<think>", "</think>"
-
-
-def thinks(template: str | None) -> bool:
-    """Whether a chat template has thoughts."""
-    return END in (template or "")
-
-
-def opened(prompt: str) -> bool:
-    """Whether a prompt ends within a thought."""
-    return prompt.rstrip().endswith(BEGIN)
-
-
-def unfinished(text: str) -> str | None:
-    """The thought within which a text ends, or None."""
-    _, begun, thought = text.rpartition(BEGIN)
-    return thought if begun and END not in thought else None
-
-
-class ThoughtReader:
-    """Reads one answer as it comes: text in, (thought, answer) out. Line breaks around the thought belong to neither.
-    Tags that are written once more, at the beginning of a thought or after its end, are no text.
-
-    inside: whether the answer begins within a thought. begun: whether it continues that thought's text."""
-
-    def __init__(self, inside: bool, begun: bool = False) -> None:
-        self.inside = inside
-        self._before = not begun  # whether a tag that begins a thought may still come
-        self._again = False  # whether one that ends it may
-        self._first = not begun  # whether nothing of the current part has come
-        self._withheld = ""
-
-    def add(self, text: str, last: bool = False) -> tuple[str, str]:
-        """Thought and answer that are certain with more text. last: no more text comes."""
-        self._withheld += text
-        if self._before and not self._begun(last):
-            return "", ""
-        thought = self._thought(last) if self.inside else ""
-        return thought, "" if self.inside else self._trimmed(self._answer(last))
-
-    def _begun(self, last: bool) -> bool:
-        """Whether it is certain if the answer begins with a thought."""
-        start = self._withheld.lstrip()
-        if not last and BEGIN.startswith(start[: len(BEGIN)]) and len(start) < len(BEGIN):
-            return False
-        self._before = False
-        if start.startswith(BEGIN):
-            self.inside = True
-            self._withheld = start[len(BEGIN) :]
-        elif not self.inside:
-            self._first = False  # an answer without a thought stays as it is
-        return True
-
-    def _thought(self, last: bool) -> str:
-        at = self._withheld.find(END)
-        if at >= 0:
-            thought = self._trimmed(self._take(at).rstrip("\n"))
-            self._take(len(END))
-            self.inside, self._first, self._again = False, True, True
-            return thought
-        certain = (
-            self._withheld
-            if last
-            else self._withheld[: len(self._withheld) - overlap(self._withheld, END)].rstrip("\n")
-        )
-        return self._trimmed(self._take(len(certain)))
-
-    def _answer(self, last: bool) -> str:
-        if self._again and (at := self._withheld.find(END)) >= 0:
-            self._again, self._withheld = False, self._withheld[:at] + self._withheld[at + len(END) :]
-        kept = overlap(self._withheld, END) if self._again and not last else 0
-        return self._take(len(self._withheld) - kept)
-
-    def _trimmed(self, text: str) -> str:
-        """Text without the line breaks at the beginning of its part."""
-        if self._first:
-            text = text.lstrip("\n")
-            self._first = not text
-        return text
-
-    def _take(self, count: int) -> str:
-        taken, self._withheld = self._withheld[:count], self._withheld[count:]
-        return taken
-
-
 @dataclass(frozen=True, slots=True)
 class ParsedChunk:
     """A piece of an answer after parsing: thought, text, and what is new of calls."""
@@ -156,37 +73,22 @@ class ParsedChunk:
     finish: str | None = None  # 'stop', 'length', 'tool_calls'; None while more comes
 
 
-class AnswerReader:
-    """Reads the pieces of one answer: thought, text and tool calls. thoughts, calls: None if there can be none.
-    channels: reads both."""
+class PieceReader:
+    """Reads the pieces of one answer: thought, text and tool calls. reader: None where all is text."""
 
-    def __init__(
-        self,
-        thoughts: ThoughtReader | None = None,
-        calls: CallReader | None = None,
-        channels: harmony.ChannelReader | None = None,
-    ) -> None:
+    def __init__(self, reader: AnswerReader | harmony.ChannelReader | None = None) -> None:
         self.thought_tokens = 0  # so far
-        self._thoughts = thoughts
-        self._calls = calls
-        self._channels = channels
+        self._reader = reader
 
     def add(self, piece: Piece) -> ParsedChunk:
-        last, cut = piece.finish is not None, piece.finish == "length"
-        thought, text, calls = "", piece.text, list[CallPiece]()
-        if self._channels is not None:
-            thought, text, calls = self._channels.add(text, last, cut)
-        elif self._thoughts is not None:
-            thought, text = self._thoughts.add(text, last)
-        thinking = self._channels or self._thoughts
-        if thinking is not None and (thought or thinking.inside):
+        reader = self._reader
+        if reader is None:
+            return ParsedChunk("", piece.text, [], piece.finish)
+        chunk = reader.add(piece.text, piece.finish is not None, piece.finish == "length")
+        if chunk.thought or reader.inside:
             self.thought_tokens += len(piece.tokens)
-        if self._calls is not None:
-            text, calls = self._calls.add(text, last, cut)
-        calling, finish = self._channels or self._calls, piece.finish
-        if finish == "stop" and calling is not None and calling.called:
-            finish = "tool_calls"
-        return ParsedChunk(thought, text, calls, finish)
+        finish = "tool_calls" if piece.finish == "stop" and reader.called else piece.finish
+        return ParsedChunk(chunk.thought, chunk.text, chunk.calls, finish)
 
 
 # --- preparing ---
@@ -197,10 +99,10 @@ class Prepared:
     """A prompt, and how its answers are made and read."""
 
     ids: list[int]  # of the prompt
-    reader: Callable[[], AnswerReader] = AnswerReader  # makes the reader of an answer
+    reader: Callable[[], PieceReader] = PieceReader  # makes the reader of an answer
     grammar: Compiling | None = None  # compiles what answers must follow
     budget: Callable[[], ThoughtBudget] | None = None  # makes that of an answer
-    special: bool = False  # whether answers are read with their special tokens
+    special: frozenset[int] = frozenset()  # special tokens that answers are read with
     stops: tuple[str, ...] = ()  # stop strings in addition to the request's
 
     def request(self, sampling: Sampling, stops: Sequence[str], **more: Any) -> Request:
@@ -214,31 +116,26 @@ def prepare(served: Served, chat: Chat) -> Prepared:
     tools = [] if chat.choice == "none" else list(chat.tools)
     if chat.thought_tokens == 0:
         chat = replace(chat, variables={"enable_thinking": False, **chat.variables})
-    if harmony.speaks(served.template):
+    if harmony.speaks(served.chat.text):
         return _in_channels(served, chat, tools)
-    form = _format(served, tools) if tools else None
+    form = served.chat.form
+    if tools and form.calls is None:
+        raise Refused(400, f"{served.name} has no format of tool calls that is known: {form.no_calls}", "tools")
     begun = chat.continued
-    ids = served.chat_ids(chat.messages, tools, chat.variables, chat.new_turn)
-    thinking = thinks(served.template)
-    if begun is None:
-        thought = "" if opened(served.tokenizer.decode(ids[-8:])) else None
-    else:
-        text = chat.messages[-1][begun]
-        thought = text if begun == "reasoning_content" else unfinished(text)
-    inside = thinking and thought is not None
-
-    def thoughts() -> ThoughtReader:
-        return ThoughtReader(inside, begun=bool(thought and thought.strip()))
-
-    parameters, one = parameters_of(tools), not chat.parallel
+    ids, prompt = served.chat_ids(chat.messages, tools, chat.variables, chat.new_turn)
+    inside = form.opened(prompt) if begun is None else begun == "reasoning_content" or form.unfinished(prompt)
+    calls = CallPatterns(form.calls, parameters_of(tools)) if form.calls is not None and tools else None
+    one, goes_on = not chat.parallel, begun is not None and bool(chat.messages[-1][begun].strip())
 
     def reader() -> AnswerReader:
-        calls = CallReader(form, parameters, one, chat.forced) if form else None
-        return AnswerReader(thoughts() if thinking else None, calls)
+        return AnswerReader(form, calls, inside, goes_on, one, chat.forced)
 
-    budget = _budget(served, chat, END, thoughts) if thinking else None
-    stops = (form.end,) if form and one else ()
-    return Prepared(ids, reader, _grammar(served, chat, form, tools, inside), budget, stops=stops)
+    budget = None
+    if form.thought is not None:
+        budget = _budget(served, chat, form.thought[1], lambda: AnswerReader(form, None, inside, goes_on))
+    stops = (calls.last,) if calls is not None and one and calls.last else ()
+    grammar = _grammar(served, chat, tools, inside)
+    return Prepared(ids, lambda: PieceReader(reader()), grammar, budget, served.chat.shown, stops)
 
 
 def _budget(
@@ -252,17 +149,10 @@ def _budget(
     return lambda: ThoughtBudget(most, ids, thinking())
 
 
-def _format(served: Served, tools: Sequence[Json]) -> Format:
-    form = format_of(served.template)
-    if form is None:
-        raise Refused(400, f"{served.name} has no chat template with tools in a format that this server reads", "tools")
-    return form
-
-
 def _in_channels(served: Served, chat: Chat, tools: Sequence[Json]) -> Prepared:
     messages = [harmony.message_of(message) for message in chat.messages]
     begun = chat.continued
-    ids = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.variables, chat.new_turn)
+    ids, _ = served.chat_ids(messages, [harmony.tool_of(tool) for tool in tools], chat.variables, chat.new_turn)
     functions, grammar = _named(chat, tools), None
     said = None if chat.forced else chat.constraint
     if chat.forced or said is not None:
@@ -273,7 +163,8 @@ def _in_channels(served: Served, chat: Chat, tools: Sequence[Json]) -> Prepared:
         return harmony.ChannelReader(goes_on=begun is not None, thinks=begun == "reasoning_content")
 
     budget = _budget(served, chat, after, channels)
-    return Prepared(ids, lambda: AnswerReader(channels=channels()), grammar, budget, special=True)
+    special = frozenset(served.chat.special.values())
+    return Prepared(ids, lambda: PieceReader(channels()), grammar, budget, special)
 
 
 def _named(chat: Chat, tools: Sequence[Json]) -> list[Json]:
@@ -286,25 +177,35 @@ def _named(chat: Chat, tools: Sequence[Json]) -> list[Json]:
     return named
 
 
-def _grammar(served: Served, chat: Chat, form: Format | None, tools: Sequence[Json], inside: bool) -> Compiling | None:
+def _grammar(served: Served, chat: Chat, tools: Sequence[Json], inside: bool) -> Compiling | None:
     """Grammar of the answer: one call, what the constraint says, or either if tools may be called as well; after a
     thought if the prompt has opened one. None: the answer is free."""
-    named = _named(chat, tools)
+    named, form = _named(chat, tools), served.chat.form
     constraint = None if chat.forced else chat.constraint
     if not chat.forced and constraint is None:
         return None
-    rules, said = [], []
-    if form is not None and named:
-        rules.append(form.rule(named))
+    rules, said, terms = list[str](), list[str](), terms_with(served.chat.special)
+    if form.calls is not None and named:
+        for function in named:
+            _tell_left_out(function)
+        rules.append(call_rule(form.calls, named, terms))
         said.append("call")
     if constraint is not None:
         rules.append(f"content: {constraint.term}")
         said.append("content")
     start = f"start: {' | '.join(said)}"
-    if inside:
-        start = f"start: thought /\\n{{0,2}}/ ({' | '.join(said)})"
-        rules.append(f'thought[suffix="{END}"]: /(.|\\n)*/')
+    if inside and form.thought is not None:
+        free, after = free_text("thought", terms(form.thought[1]))
+        start = f"start: thought {after} /\\n{{0,2}}/ ({' | '.join(said)})"
+        rules.append(free)
     return _followed(served, "\n".join([start, *rules]), constraint)
+
+
+def _tell_left_out(function: Mapping[str, Any]) -> None:
+    """Logs what a grammar cannot say of a tool's arguments, so that it stays free."""
+    _, left_out = expressible(function.get("parameters") or {})
+    if left_out:
+        _log.warning("tool %s: the grammar of its calls leaves out %s", function["name"], ", ".join(left_out[:8]))
 
 
 def grammar_of(served: Served, constraint: Constraint | None) -> Compiling | None:

@@ -42,12 +42,14 @@ _LIMITS: Json = {"max_lexer_states": 20_000, "verbose_errors": False}
 _STARVED_S = 60  # on a machine that gives a trial no time, or has no limits of processor time
 _KNOWN = 256  # outcomes of trials that are remembered
 _BETWEEN = r"\n? {0,16}"  # a model may not go on with blanks for ever
+_TOKEN = re.compile(r"<\[\d+\]>")  # a special token by its id
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)  # one that no backslash precedes
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """The term for JSON of a schema in the rules of a grammar."""
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _BETWEEN}})}"
+def json_rule(schema: Mapping[str, Any], lenient: bool = False) -> str:
+    """The term for JSON of a schema in the rules of a grammar. lenient: what no grammar can say is left free."""
+    options = {"whitespace_pattern": _BETWEEN, **({"lenient": True} if lenient else {})}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def regex_rule(regex: str) -> str:
@@ -68,7 +70,7 @@ class Grammars:
     """Compiler of grammars over a tokenizer. vocabulary: tokens that the model has logits for. ends: tokens that end an
     answer."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int, ends: set[int]) -> None:
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._ends = sorted(ends)
@@ -121,7 +123,8 @@ class Grammars:
         if fault is None:
             added = self._tokenizer.added_tokens_decoder.values()
             special = [each.content for each in added if each.special and each.content in rules]
-            found, fault = _run_trial({"rules": rules, "special": special, "limits": _LIMITS})
+            tried = _TOKEN.sub('"#"', rules)  # a trial's vocabulary has no such ids
+            found, fault = _run_trial({"rules": tried, "special": special, "limits": _LIMITS})
             fault = fault or own_words(found)
             with self._lock:
                 self._faults[key] = fault

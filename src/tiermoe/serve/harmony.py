@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiermoe.engine.detokenize import overlap
+from tiermoe.model.chat.literals import ObjectReader
+from tiermoe.model.chat.reader import CallPiece, Chunk, ToolCall
+from tiermoe.serve.call_rules import expressible
 from tiermoe.serve.dialects import Json
 from tiermoe.serve.grammar import json_rule
-from tiermoe.serve.tool_calls import CallPiece, JsonObject, ToolCall
 
 CHANNEL, MESSAGE, END, START = "<|channel|>", "<|message|>", "<|end|>", "<|start|>"
 _ENDS = (END, "<|call|>", "<|return|>", START, CHANNEL)
@@ -31,9 +33,9 @@ _HEADERS = (START, CHANNEL, MESSAGE, "to=")
 """Beginnings of a header, or of the rest of one."""
 
 
-def speaks(template: str | None) -> bool:
+def speaks(template: str) -> bool:
     """Whether a chat template is of this format."""
-    return CHANNEL in (template or "")
+    return CHANNEL in template
 
 
 def message_of(message: Mapping[str, Any]) -> Json:
@@ -56,7 +58,8 @@ def rules_of(functions: Sequence[Mapping[str, Any]], term: str | None) -> str:
     rules, either = [], []
     for number, function in enumerate(functions):
         header = json.dumps(f"commentary to={_FUNCTIONS}{function['name']} ", ensure_ascii=False)
-        arguments = json_rule({"type": "object", **(function.get("parameters") or {})})
+        schema, _ = expressible(function.get("parameters") or {"additionalProperties": False})
+        arguments = json_rule({"type": "object", **schema}, lenient=True)
         rules.append(f'f{number}: {CHANNEL} {header} <|constrain|> "json" {MESSAGE} a{number}\na{number}: {arguments}')
         either.append(f"f{number}")
     if term is not None:
@@ -78,7 +81,7 @@ class _Message:
     thinks: bool = False  # whether it is no part of the answer
     call: ToolCall | None = None  # that it is; None: it is text
     begun: bool = False  # whether some of it has been emitted
-    arguments: JsonObject = field(default_factory=JsonObject)  # of the call
+    arguments: ObjectReader = field(default_factory=ObjectReader)  # of the call
     withheld: str = ""  # content that may begin the arguments
 
     def add_call(self, call: ToolCall, content: str) -> list[CallPiece]:
@@ -101,7 +104,7 @@ class _Message:
 
 
 class ChannelReader:
-    """Reads one answer as it comes: text with its special tokens in, (thought, answer, calls) out. Messages of a kind
+    """Reads one answer as it comes: text with its special tokens in, thought, text and calls out. Messages of a kind
     have a line break between them.
 
     goes_on: whether the answer begins within a message. thinks: that is a thought, and not to the user."""
@@ -118,7 +121,7 @@ class ChannelReader:
         """Whether a thought is under way."""
         return self._message is not None and self._message.thinks
 
-    def add(self, text: str, last: bool = False, cut: bool = False) -> tuple[str, str, list[CallPiece]]:
+    def add(self, text: str, last: bool = False, cut: bool = False) -> Chunk:
         """Thought, answer and what is new of calls that are certain with more text. last: no more text comes. cut:
         because the answer was cut off; then a call that has begun ends without being whole. A message to a function
         that is no JSON object is part of the answer."""
@@ -140,7 +143,7 @@ class ChannelReader:
         if last:
             self._message = None
         self.called = self.called or any(piece.call.whole for piece in calls)
-        return said[True], said[False], calls
+        return Chunk(said[True], said[False], calls)
 
     def _read_header(self, last: bool) -> _Message | None:
         """The message after a whole header. Text without a header is an answer as it is."""

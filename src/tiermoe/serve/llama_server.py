@@ -47,7 +47,7 @@ def routes(app: FastAPI, served: Served) -> None:
             "model_alias": served.name,
             "model_path": served.name,  # where the model lies is the server's affair
             "modalities": {"vision": False, "audio": False},
-            "chat_template": served.template or "",
+            "chat_template": served.chat.text,
             "bos_token": getattr(tokenizer, "bos_token", None) or "",
             "eos_token": getattr(tokenizer, "eos_token", None) or "",
             "build_info": f"tiermoe-{VERSION}",

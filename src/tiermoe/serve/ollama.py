@@ -16,9 +16,10 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tiermoe.engine.request import Piece, Request
+from tiermoe.model.chat.reader import ToolCall
 from tiermoe.serve import harmony
 from tiermoe.serve.answers import LineStream, Logprobs, failure, submitted, whole
-from tiermoe.serve.chats import AnswerReader, Chat, ParsedChunk, Prepared, grammar_of, prepare, thinks
+from tiermoe.serve.chats import Chat, ParsedChunk, PieceReader, Prepared, grammar_of, prepare
 from tiermoe.serve.dialects import (
     LATEST,
     OLLAMA,
@@ -38,13 +39,13 @@ from tiermoe.serve.fields import (
     StopFields,
     Tools,
     check_fields,
+    readable_object,
     thinking_variables,
 )
 from tiermoe.serve.grammar import Constraint, json_constraint
 from tiermoe.serve.intake import aside
 from tiermoe.serve.openai import CalledFunction, Function
 from tiermoe.serve.served import Served
-from tiermoe.serve.tool_calls import ToolCall, format_of
 
 _FOR_EVER = "9999-12-31T23:59:59Z"
 _LINES: dict[int | str, Json] = {
@@ -170,7 +171,7 @@ class GrowingReply:
 
     model: the model's name. chat: the text is in a message. prompt: tokens of the prompt."""
 
-    def __init__(self, model: str, chat: bool, reader: AnswerReader, logprobs: Logprobs, prompt: int) -> None:
+    def __init__(self, model: str, chat: bool, reader: PieceReader, logprobs: Logprobs, prompt: int) -> None:
         self._model = model
         self._chat = chat
         self._reader = reader
@@ -220,7 +221,10 @@ class GrowingReply:
 
     def _call(self, call: ToolCall) -> Json:
         self._calls += 1
-        return {"id": call.id, "function": {"index": self._calls - 1, "name": call.name, "arguments": call.values}}
+        return {
+            "id": call.id,
+            "function": {"index": self._calls - 1, "name": call.name, "arguments": readable_object(call.arguments)},
+        }
 
 
 def routes(app: FastAPI, served: Served) -> None:
@@ -288,7 +292,7 @@ def check_model(served: Served, name: str) -> None:
 
 
 def _thinks(served: Served) -> bool:
-    return thinks(served.template) or harmony.speaks(served.template)
+    return served.chat.form.thought is not None or harmony.speaks(served.chat.text)
 
 
 def _loaded(served: Served, said: Json) -> Json:
@@ -373,18 +377,18 @@ def _details(served: Served) -> Json:
 
 def _shown(served: Served) -> Json:
     """What `/api/show` says: capabilities, the context, and sampling of a request that names none."""
-    config, sampling, template = served.engine.config, served.sampling, served.template
+    config, sampling, template = served.engine.config, served.sampling, served.chat.text
     family = config.model_type
     sizes = {"block_count": "num_hidden_layers", "embedding_length": "hidden_size", "vocab_size": "vocab_size"}
     known = {f"{family}.{name}": getattr(config, field, None) for name, field in sizes.items()}
-    tools = harmony.speaks(template) or format_of(template) is not None
+    tools = harmony.speaks(template) or served.chat.form.calls is not None
     parameters = {"num_ctx": served.context} | {
         name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")
     }
     return {
         "modelfile": "",
         "parameters": "\n".join(f"{name} {value}" for name, value in parameters.items()),
-        "template": template or "",
+        "template": template,
         "modified_at": _created(served),
         "details": _details(served),
         "model_info": {

@@ -16,8 +16,9 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import ConfigError
+from tiermoe.model.chat.reader import CallPiece, ToolCall
 from tiermoe.serve.answers import ANSWERS, Logprobs, Stream, failure, submitted, whole
-from tiermoe.serve.chats import AnswerReader, Chat, Prepared, grammar_of, prepare
+from tiermoe.serve.chats import Chat, PieceReader, Prepared, grammar_of, prepare
 from tiermoe.serve.dialects import Json, Refused, openai_error
 from tiermoe.serve.fields import (
     CallArguments,
@@ -35,7 +36,6 @@ from tiermoe.serve.grammar import ConstraintFields
 from tiermoe.serve.intake import aside
 from tiermoe.serve.llama_server import timings_of
 from tiermoe.serve.served import Served
-from tiermoe.serve.tool_calls import CallPiece, ToolCall
 
 # --- requests ---
 
@@ -242,7 +242,7 @@ class ChoiceReader:
     """Reader of one choice, as its pieces come."""
 
     logprobs: Logprobs
-    reader: AnswerReader
+    reader: PieceReader
     echo: str = ""  # text of the prompt, if it comes before the answer's
     calls: list[ToolCall] = field(default_factory=list)  # so far
 

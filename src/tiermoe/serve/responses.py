@@ -15,14 +15,14 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag
 
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.sampling import Sampling
+from tiermoe.model.chat.reader import CallPiece
 from tiermoe.serve.answers import ANSWERS, Logprobs, Stream, events_of, submitted, whole
-from tiermoe.serve.chats import AnswerReader, Chat, Prepared, prepare
+from tiermoe.serve.chats import Chat, PieceReader, Prepared, prepare
 from tiermoe.serve.dialects import Json, Refused
 from tiermoe.serve.fields import CallArguments, Options, Several, TextPart, Tools, check_fields, thinking_variables
 from tiermoe.serve.grammar import json_constraint
 from tiermoe.serve.intake import aside
 from tiermoe.serve.served import Served
-from tiermoe.serve.tool_calls import CallPiece
 
 # --- requests ---
 
@@ -249,7 +249,7 @@ class GrowingResponse:
 
     response: without output yet. prompt: tokens of the prompt."""
 
-    def __init__(self, response: Json, reader: AnswerReader, logprobs: Logprobs, prompt: int) -> None:
+    def __init__(self, response: Json, reader: PieceReader, logprobs: Logprobs, prompt: int) -> None:
         self.response = response
         self._reader = reader
         self._logprobs = logprobs

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -18,10 +16,12 @@ from tiermoe.engine.engine import Engine, numerics
 from tiermoe.engine.expectation import OtherBudget, other_budgets
 from tiermoe.engine.request import Piece
 from tiermoe.engine.request_loop import RequestLoop
-from tiermoe.engine.sampling import Sampling, end_tokens
+from tiermoe.engine.sampling import Sampling
 from tiermoe.engine.speculation import Speculation
+from tiermoe.errors import first_line
 from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.cache.prefix_disk import PrefixDisk, PrefixFolder, first_name
+from tiermoe.model.chat.template import ChatTemplate, LeftOutError, chat_template
 from tiermoe.serve.dialects import TOO_LONG, Json, Refused
 from tiermoe.serve.grammar import Grammars
 from tiermoe.serve.intake import hold_tokens, longest_text
@@ -40,6 +40,7 @@ class Served:
     sampling: Sampling  # of a request that names none
     created: int  # seconds since the epoch
     grammars: Grammars
+    chat: ChatTemplate
 
     @property
     def context(self) -> int:
@@ -52,12 +53,6 @@ class Served:
         known."""
         plan, scheduler = self.engine.plan, self.engine.scheduler
         return other_budgets(plan, scheduler.size_curve(plan.slots, self.worker.loop.decoding))
-
-    @property
-    def template(self) -> str | None:
-        """The model's chat template."""
-        found: str | None = getattr(self.tokenizer, "chat_template", None) or None
-        return found
 
     def check_model(self, name: str) -> None:
         """Refused if a client names another model than this one."""
@@ -79,14 +74,7 @@ class Served:
     def text_ids(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text. special: with the tokens that every text begins with. Refused if the text is longer
         than `longest_text`."""
-        size, most = len(text.encode()), longest_text(self.context)
-        if size > most:
-            raise Refused(
-                400,
-                f"the text is too long: {size:,} bytes, {most:,} at most with a context of {self.context:,} tokens",
-                "prompt",
-                code=TOO_LONG,
-            )
+        self._check_length(text)
         ids: list[int] = self.tokenizer(text, add_special_tokens=special).input_ids
         hold_tokens(len(ids))
         return ids
@@ -97,40 +85,40 @@ class Served:
         tools: Sequence[Json] = (),
         variables: Mapping[str, Any] | None = None,
         new_turn: bool = False,
-    ) -> list[int]:
-        """Token ids of a conversation in the model's chat template, ready for the answer.
+    ) -> tuple[list[int], str]:
+        """Token ids and text of a conversation in the model's chat template, ready for the answer.
 
         messages: with role and content. The answer continues the last message where that is `continued`, unless it is
-        to be a `new_turn`. variables: of the template; those that it does not know are left out. A model without a
-        template is given the contents, one after the other. A template that does not take the messages is given
-        `system_first` of them. Refused if it does not take that either, or if it leaves out what the answer
-        continues, as some do with thoughts."""
+        to be a `new_turn`. variables: of the template. A model without a template is given the contents, one after the
+        other. Refused if the template does not take the messages, or if it leaves out what the answer continues, as
+        some do with thoughts."""
         goes_on = None if new_turn else continued(messages)
-        template, render = self.template, self.tokenizer.apply_chat_template
-        if template is None:
+        if not self.chat.text:
             if goes_on == "reasoning_content":
                 raise _left_out("thought")
-            return self.text_ids("\n".join(message["content"] for message in messages))
-        own = inspect.signature(render).parameters
-        known = {name: value for name, value in (variables or {}).items() if name in template and name not in own}
+            text = "\n".join(message["content"] for message in messages)
+            return self.text_ids(text), text
+        if why := self.chat.form.refused:
+            raise Refused(400, f"the model's chat template is not used: {why}", "messages")
+        try:
+            prompt = self.chat.prompt(messages, tools, variables, goes_on)
+        except LeftOutError as error:
+            raise _left_out("thought" if goes_on == "reasoning_content" else "text") from error
+        except Exception as error:  # a template refuses what it does not know with errors of its own
+            why = first_line(error)
+            raise Refused(400, f"the model's chat template does not take these messages: {why}", "messages") from error
+        self._check_length(prompt.text)
+        return [token for piece in prompt.pieces for token in self.text_ids(piece, special=False)], prompt.text
 
-        def rendered(turns: Sequence[Json]) -> str:
-            ending = {"add_generation_prompt": goes_on is None, "continue_final_message": goes_on or False}
-            text: str = render(turns, tools=list(tools) or None, tokenize=False, **ending, **known)
-            return text
-
-        refused = None
-        for turns in (messages, system_first(messages)):
-            try:
-                text = rendered(turns)
-            except Exception as error:  # a template refuses what it does not know with errors of its own
-                refused = refused or error
-            else:
-                return self.text_ids(text, special=False)
-        if goes_on and isinstance(refused, ValueError):  # transformers', which does not find it in the prompt
-            raise _left_out("thought" if goes_on == "reasoning_content" else "text") from refused
-        why = str(refused).partition("\n")[0]
-        raise Refused(400, f"the model's chat template does not take these messages: {why}", "messages") from refused
+    def _check_length(self, text: str) -> None:
+        size, most = len(text.encode()), longest_text(self.context)
+        if size > most:
+            raise Refused(
+                400,
+                f"the text is too long: {size:,} bytes, {most:,} at most with a context of {self.context:,} tokens",
+                "prompt",
+                code=TOO_LONG,
+            )
 
 
 def _left_out(part: str) -> Refused:
@@ -149,19 +137,6 @@ def continued(messages: Sequence[Mapping[str, Any]]) -> str | None:
     if not messages or messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
         return None
     return "content" if messages[-1]["content"] or not messages[-1].get("reasoning_content") else "reasoning_content"
-
-
-def system_first(messages: Sequence[Json]) -> list[Json]:
-    """A conversation with at most one system message, at its beginning: the first ones become one, later ones the
-    user's. Agents send several, and some in the middle."""
-    first = list(takewhile(_is_system, messages))
-    later = [{**each, "role": "user"} if _is_system(each) else each for each in messages[len(first) :]]
-    text = "\n\n".join(each["content"] for each in first)
-    return [{"role": "system", "content": text}, *later] if first else later
-
-
-def _is_system(message: Mapping[str, Any]) -> bool:
-    return bool(message["role"] == "system")
 
 
 # --- metrics, in Prometheus' text format; names are vLLM's if it has one ---
@@ -291,20 +266,25 @@ def served_of(
     most_waiting: int,
     disk: Callable[[KVCache], PrefixDisk] | None = None,
     speculation: Speculation | None = None,
+    chat: ChatTemplate | None = None,
 ) -> Served:
     """Starts the loop of a loaded engine, in a thread.
 
     As many requests run at once as the engine was planned for; `most_waiting` more may wait. name: the model's, for
-    clients. disk, speculation: as in `RequestLoop`."""
+    clients. disk, speculation: as in `RequestLoop`. chat: the tokenizer's chat template; None: its format is learned
+    now."""
+    chat = chat or chat_template(tokenizer)
+    ends = engine.ends | chat.ends
     loop = RequestLoop(
         engine,
         tokenizer,
         engine.settings.batch,
+        ends=ends,
         disk=disk,
         times_decoding=True,
         speculation=speculation,
     )
-    grammars = Grammars(tokenizer, engine.config.vocab_size, end_tokens(engine.generation_config))
+    grammars = Grammars(tokenizer, engine.config.vocab_size, ends)
     metrics = PrometheusMetrics(engine, loop)
     worker = Worker(loop, most_waiting, metrics.ended)
-    return Served(name, tokenizer, worker, metrics, engine, sampling, int(time.time()), grammars)
+    return Served(name, tokenizer, worker, metrics, engine, sampling, int(time.time()), grammars, chat)

@@ -50,7 +50,7 @@ def trace(
     options["preset"], options["warm"] = "lru", False
     cut_text: dict[str, Any] = {}
 
-    def context_for(tokenizer: Any, blueprint: Any) -> int:
+    def context_for(tokenizer: Any, blueprint: Any, chat: Any) -> int:
         from tiermoe.formats.neurons import neuron_layer
         from tiermoe.lab.measure.texts import SequenceShape, cut_sequences
 

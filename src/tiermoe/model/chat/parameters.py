@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tiermoe.serve.dialects import Json, from_json
+from tiermoe.model.chat.format import KEY
+from tiermoe.model.chat.literals import ObjectReader, from_json
 
 Kinds = frozenset[str]
 """Names of JSON schema's types that a parameter may have; empty: its schema does not say."""
@@ -14,7 +15,8 @@ Parameters = Mapping[str, Mapping[str, Kinds]]
 """Function → parameter → its kinds."""
 
 TEXT = Kinds({"string"})
-_ALL = Kinds({"string", "number", "integer", "boolean", "null", "array", "object"})
+TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+_ALL = Kinds(TYPES)
 _DEPTH = 16
 """Schemas within each other that are looked at, references among them: one may refer to itself."""
 
@@ -80,17 +82,51 @@ def _names(value: Any) -> tuple[str, ...]:
     return (named[type(value)],)
 
 
-_PYTHON: Json = {"True": True, "False": False, "None": None}
-
-
 def value_of(text: str, kinds: Kinds) -> Any:
-    """Parses the text between a parameter's tags as JSON, or as True, False or None of Python. The text itself is the
-    value if it does not parse, or if the schema allows a string and not the type that was parsed."""
-    text = text.removeprefix("\n").removesuffix("\n")
+    """Parses the text between a parameter's tags as JSON, or as a literal of Python. The text itself is the value if it
+    is neither, or if the schema allows a string and not the type that was parsed."""
     try:
-        value = _PYTHON[text.strip()] if text.strip() in _PYTHON and kinds else from_json(text)
-        json.dumps(value, allow_nan=False)  # 1e999 is none
+        value = _WORDS[text.strip()] if kinds and text.strip() in _WORDS else _parsed(text)
     except ValueError:
         return text
     fits = not kinds or kinds & (Kinds(_names(value)) - TEXT)
     return value if fits or "string" not in kinds else text
+
+
+def nested(text: str, before: str, after: str) -> Any:
+    """The value of a text whose parts are between tags of their own (MiniMax-M3): an object by its entries, a list by
+    its `item`s; None if it has none. before, after: what is around a part, with `KEY` for its name."""
+    opener = re.compile(re.escape(before).replace(KEY, r"([\w.-]{1,256})"))
+    found, rest, depth = list[tuple[str, Any]](), text.strip(), text.count(before.partition(KEY)[0])
+    while (begun := opener.match(rest)) and depth <= _PARTS:
+        end, at, within = after.replace(KEY, begun[1]), begun.end(), 1
+        same = before.replace(KEY, begun[1])
+        while within and (closed := rest.find(end, at)) >= 0:
+            within += rest.count(same, at, closed) - 1
+            at = closed + len(end)
+        if within:
+            return None
+        part = rest[begun.end() : at - len(end)]
+        inner = nested(part, before, after)
+        found.append((begun[1], value_of(part, Kinds()) if inner is None else inner))
+        rest = rest[at:].strip()
+    if rest or not found:
+        return None
+    return [value for _, value in found] if all(name == "item" for name, _ in found) else dict(found)
+
+
+_PARTS = 4096
+"""Tags within a value that is read: their number bounds the depth and the time."""
+_WORDS = {"True": True, "False": False, "None": None}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return from_json(text)
+    except ValueError:
+        if not text.strip().startswith(("[", "{")):
+            raise
+        made, rest = ObjectReader().take(text.strip())
+        if rest:
+            raise
+        return from_json(made)
