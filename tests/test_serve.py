@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.load import counters_broken, metrics, settled
 from benchmarks.load_clients import Clients
+from chat_templates import OWN
 from commands import Command
 from patience import PATIENCE_S
 from serving import CALL, KEY, TEMPLATE, Scripted, Stage, call_app, running, use_template
@@ -124,6 +125,19 @@ def test_a_prompt_is_read_afresh_where_no_cache_is_wanted(complete: Callable[...
     cached = [told["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0) for told in (again, fresh)]
     assert cached[0] > 0 == cached[1]
     assert first["choices"][0]["text"] == fresh["choices"][0]["text"]
+
+
+def test_prefixes_are_shared_among_requests_of_one_salt(complete: Callable[..., Any]) -> None:
+    def cached(**more: Any) -> int:
+        told = complete(prompt="salt and pepper", max_tokens=1, **more)["usage"]
+        found: int = told.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        return found
+
+    cached()
+    assert cached() > 0
+    assert cached(cache_salt="a") == cached(cache_salt="b") == 0
+    assert cached(cache_salt="a") > 0
+    assert cached() > 0
 
 
 def test_fields_that_change_nothing_may_be_there(text: Callable[..., str]) -> None:
@@ -671,3 +685,66 @@ def test_bad_options(tiermoe_: Command) -> None:
         assert f"cannot listen on 127.0.0.1:{port}" in cause
         assert "another --port" in cause
     assert "another --host" in tiermoe_("serve", "nowhere", "--host", "192.0.2.1").cause  # of nobody: RFC 5737
+
+
+ODD = {
+    "pattern": {"type": "string", "pattern": "^(?=x)a"}, "format": {"type": "string", "format": "unheard-of"},
+    "unique": {"type": "array", "uniqueItems": True}, "not": {"not": {"type": "string"}},
+    "if": {"if": {"type": "string"}, "then": {"minLength": 3}}, "upper": {"type": "STRING"}, "any": {"type": "any"},
+    "null": {"type": "object", "properties": None, "required": None}, "far": {"$ref": "https://elsewhere/"},
+    "self": {"$ref": "#"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", ["json", "parameters", "python", "own-quotes"])
+def test_what_a_grammar_cannot_say_of_a_tool_is_left_free(stage: Stage, template: str, caplog: Any) -> None:
+    """A forced call is one of JSON whatever the schema; the log names what is left out."""
+    stage.says("x", OWN[template])
+    for key, schema in ODD.items():
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {key: schema}}}}
+        body = {"messages": [ASKED], "tools": [tool], "tool_choice": "required"}
+        assert stage.ask("/v1/chat/completions", body).status_code == 200, (
+            key,
+            stage.ask("/v1/chat/completions", body).text,
+        )
+    for odd in (
+        {"properties": None},
+        {"required": None},
+        {"type": "OBJECT"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}},
+        {},
+    ):
+        tool = {"type": "function", "function": {"name": "f", "parameters": odd}}
+        body = {"messages": [ASKED], "tools": [tool], "tool_choice": "required"}
+        assert stage.ask("/v1/chat/completions", body).status_code == 200, odd
+    assert "tool f: the grammar of its calls leaves out properties.pattern.pattern" in caplog.text
+
+
+def test_a_schema_that_is_none_names_tool_and_parameter(stage: Stage) -> None:
+    stage.says("x", OWN["json"])
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": name, "parameters": {"properties": {"good": {"type": "string"}, **more}}},
+        }
+        for name, more in (("fine", {}), ("wrong", {"bad": {"type": "string", "pattern": "("}}))
+    ]
+    body = {"messages": [ASKED], "tools": tools, "tool_choice": "required"}
+    error = error_of(stage.ask("/v1/chat/completions", body))
+    assert error["param"] == "tools"
+    assert "parameter 'bad' of the tool 'wrong'" in error["message"]
+
+
+def test_five_hundred_parameters_and_odd_names(stage: Stage) -> None:
+    names = [f"p{number}" for number in range(500)]
+    odd = ['a"b', "</function>", "<tool_call>", "ö x", "a\\b"]
+    for template in ("json", "parameters", "invoke", "own-quotes"):
+        stage.says("x", OWN[template])
+        for keys in (names, odd):
+            schema = {"type": "object", "properties": {key: {"type": "string"} for key in keys}}
+            for name in ("f", 'g"<b>'):
+                tool = {"type": "function", "function": {"name": name, "parameters": schema}}
+                body = {"messages": [ASKED], "tools": [tool], "tool_choice": "required"}
+                told = stage.ask("/v1/chat/completions", body)
+                assert told.status_code in (200, 400)
+                assert told.status_code == 200 or error_of(told)["message"]

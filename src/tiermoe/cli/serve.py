@@ -4,6 +4,7 @@ of it behind one address, on Ray Serve (`--replicas`). Several models are `serve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -158,6 +159,14 @@ def serve(
     min_p: opt.MinP = None,
     repetition_penalty: opt.RepetitionPenalty = None,
     chat_template_file: opt.ChatTemplateFile = None,
+    special_tokens_in_text: Annotated[
+        bool,
+        typer.Option(
+            "--special-tokens-in-text",
+            help="Let texts of messages and tools contain special tokens: whoever writes <|im_end|> ends the turn. "
+            "Otherwise it is text.",
+        ),
+    ] = False,
     name: Annotated[
         str | None, typer.Option(help="Name of the model in the API. Default: as named here.", show_default=False)
     ] = None,
@@ -201,7 +210,8 @@ def serve(
     if several:
         passed = opt.given(
             kv_memory=kv_memory, max_queue=max_queue, prefix_disk=prefix_disk, prefix_disk_size=prefix_disk_size,
-            draft=draft, chat_template_file=chat_template_file, **named,
+            draft=draft, chat_template_file=chat_template_file, special_tokens_in_text=special_tokens_in_text or None,
+            **named,
         )  # fmt: skip
         keep_alive = keep_alive or KEEP_ALIVE
         serve_models(models, models_dir, alias or [], keep_alive, models_max, options, passed, named, listener)
@@ -228,7 +238,10 @@ def serve(
         place = str(Path(model).resolve()) if Path(model).exists() else model  # a replica may run in another folder
         guesses, access = draft != "none", listener.access
         serve_replicas(
-            Deployed(place, share, name, chosen["sampling"], access, max_queue, guesses, kv_share, template),
+            Deployed(
+                place, share, name, chosen["sampling"], access, max_queue, guesses, kv_share, template,
+                not special_tokens_in_text,
+            ),
             replicas, listener,
         )  # fmt: skip
         return
@@ -240,6 +253,7 @@ def serve(
             model, options, no_context, headers=headers, on_progress=gate.report, served=True, kv_memory=kv_bytes,
             draft=draft, template=template,
         )  # fmt: skip
+        session.chat = replace(session.chat, guards=not special_tokens_in_text)
         _answer(session, gate, listener, name, max_queue, **chosen)
 
 

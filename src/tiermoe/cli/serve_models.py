@@ -221,7 +221,8 @@ def _words(options: Mapping[str, Any], passed: Mapping[str, Any]) -> list[str]:
     words = [word for part, value in options.get("set", {}).items() for word in ("--set", f"{part}={value}")]
     for option, value in {**options, **passed}.items():
         if option not in ("set", "memory"):
-            words += ["--max-batch" if option == "batch" else f"--{option.replace('_', '-')}", str(value)]
+            words.append("--max-batch" if option == "batch" else f"--{option.replace('_', '-')}")
+            words += [] if value is True else [str(value)]
     return words
 
 

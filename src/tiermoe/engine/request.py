@@ -75,6 +75,7 @@ class Request:
     grammar: Grammar | None = None  # what the answer must follow
     budget: ThoughtBudget | None = None  # of its thoughts
     prompt_logprobs: bool = False  # log probabilities of the prompt's tokens too; then all of it is read
+    salt: str = ""  # prefixes are shared with requests of the same one
     fresh: bool = False  # all of the prompt is read, whatever prefix of it earlier requests have left
     special: frozenset[int] = frozenset()  # special tokens that are part of the text
     progress: bool = False  # a piece for each chunk of the prompt, too
@@ -149,8 +150,8 @@ class RequestState:
         self.text = Detokenizer(tokenizer, request.stops, request.special)
         self.slab = -1  # of the KV cache; -1: none
         self.room = 0  # tokens that memory is reserved for
-        self.contents = SlabContents()  # of the slab
-        self.before = SlabContents()  # of the slab that it lost amid its answer
+        self.contents = SlabContents(salt=request.salt)  # of the slab
+        self.before = SlabContents(salt=request.salt)  # of the slab that it lost amid its answer
         self.saved: StoredPrefix | None = None  # what of these is on disk
         self.stored: StoredPrefix | None = None  # a prefix that is being read into the slab from disk
         self.answer: list[int] = []  # chosen tokens; the last one has not run
@@ -256,7 +257,8 @@ class RequestState:
             self.before = self.contents
         if saved is not None and (self.saved is None or saved.length > self.saved.length):
             self.saved = saved
-        self.slab, self.room, self.stored, self.contents, self.under_way = -1, 0, None, SlabContents(), 0
+        self.slab, self.room, self.stored, self.under_way = -1, 0, None, 0
+        self.contents = SlabContents(salt=self.request.salt)
 
     def choose(self, logits: Tensor, ends: frozenset[int], context: int) -> Piece:
         """Chooses the next token of the answer, from the logits (vocabulary) of the one before.

@@ -257,7 +257,7 @@ class RequestLoop:
             return
         if row.request.progress:
             pieces.append(Piece(row.number, read=row.read, cached=row.cached))
-        self.scheduler.prefixes.prompt_read(row.slab, row.contents.tokens, row.is_read)
+        self.scheduler.prefixes.prompt_read(row.slab, row.contents, row.is_read)
         if row.is_read:
             self.counts.cached_tokens += row.cached
             self.counts.prompt_tokens += row.length - row.cached

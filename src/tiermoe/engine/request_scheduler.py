@@ -191,7 +191,7 @@ class RequestScheduler:
                     opened = self.prefixes.reopen(row.before, row.saved, wanted, at_work)
                 else:  # a prompt of which all tokens run is read from its beginning
                     ids = [] if row.request.prompt_logprobs or row.request.fresh else row.request.ids
-                    opened = self.prefixes.open(ids, wanted, at_work)
+                    opened = self.prefixes.open(ids, wanted, at_work, row.request.salt)
             except Exception as error:
                 self.drop(row.number, failed=True)
                 failed.append((row, error))

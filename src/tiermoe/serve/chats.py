@@ -4,17 +4,18 @@ by the model's chat format; and the reader of its answer. gpt-oss answers in cha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tiermoe.engine.request import Piece, Request, Thinking, ThoughtBudget
 from tiermoe.engine.sampling import Grammar, Sampling
 from tiermoe.errors import ConfigError
-from tiermoe.model.chat.parameters import parameters_of
+from tiermoe.model.chat.parameters import parameters_of, properties
 from tiermoe.model.chat.reader import AnswerReader, CallPatterns, CallPiece
 from tiermoe.serve import harmony
-from tiermoe.serve.call_rules import call_rule, expressible, free_text, terms_with
+from tiermoe.serve.call_rules import Terms, call_rule, expressible, free_text, terms_with
 from tiermoe.serve.dialects import Json, Refused
 from tiermoe.serve.grammar import Compiling, Constraint
 from tiermoe.serve.served import Served, continued
@@ -198,7 +199,8 @@ def _grammar(served: Served, chat: Chat, tools: Sequence[Json], inside: bool) ->
         free, after = free_text("thought", terms(form.thought[1]))
         start = f"start: thought {after} /\\n{{0,2}}/ ({' | '.join(said)})"
         rules.append(free)
-    return _followed(served, "\n".join([start, *rules]), constraint)
+    culprit = partial(_culprit, served, named, terms) if form.calls is not None and named else None
+    return _followed(served, "\n".join([start, *rules]), constraint, culprit)
 
 
 def _tell_left_out(function: Mapping[str, Any]) -> None:
@@ -213,15 +215,42 @@ def grammar_of(served: Served, constraint: Constraint | None) -> Compiling | Non
     return None if constraint is None else _followed(served, f"start: {constraint.term}", constraint)
 
 
-def _followed(served: Served, rules: str, constraint: Constraint | None) -> Compiling:
+async def _culprit(served: Served, functions: Sequence[Json], terms: Terms) -> str:
+    """The tool, and its parameter, whose schema no grammar can follow; empty if each can be by itself."""
+    form = served.chat.form.calls
+    assert form is not None
+
+    async def fails(function: Json) -> bool:
+        try:
+            await served.grammars.compiled(f"start: call\n{call_rule(form, [function], terms)}", 1)
+        except ConfigError:
+            return True
+        return False
+
+    for function in functions:
+        if not await fails(function):
+            continue
+        schema = function.get("parameters") or {}
+        for name, each in properties(schema).items():
+            alone = {**schema, "properties": {name: each}, "required": [name]}
+            if await fails({**function, "parameters": alone}):
+                return f"parameter '{name}' of the tool '{function['name']}': "
+        return f"the parameters of the tool '{function['name']}': "
+    return ""
+
+
+def _followed(
+    served: Served, rules: str, constraint: Constraint | None, culprit: Callable[[], Awaitable[str]] | None = None
+) -> Compiling:
     """Compiler of these rules, which raises Refused if they cannot be followed. constraint: what they say of the
-    answer; None: a call of a tool."""
+    answer; None: a call of a tool. culprit: finds which tool is the cause, in words."""
     param, grammar = ("tools", "") if constraint is None else (constraint.field, constraint.grammar)
 
     async def compiled(count: int) -> list[Grammar]:
         try:
             return await served.grammars.compiled(rules, count, grammar)
         except ConfigError as error:
-            raise Refused(400, str(error), param) from error
+            where = await culprit() if culprit is not None else ""
+            raise Refused(400, f"{where}{error}", "tools" if where else param) from error
 
     return compiled

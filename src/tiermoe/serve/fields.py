@@ -92,7 +92,7 @@ PASSED = frozenset({
     "anthropic_version", "betas", "cache_control", "context_management", "diagnostics", "fallbacks", "inference_geo",
     "speed", "user_profile_id", "workspace_id",
     # vLLM's, llama-server's, Ollama's
-    "request_id", "priority", "cache_salt", "id_slot", "n_keep", "timings_per_token", "return_progress",
+    "request_id", "priority", "id_slot", "n_keep", "timings_per_token", "return_progress",
     "keep_alive", "num_keep", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "vocab_only", "use_mmap",
     "use_mlock", "num_thread", "numa", "guided_decoding_backend",
     # of gateways and agents

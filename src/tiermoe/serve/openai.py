@@ -62,6 +62,7 @@ class Common(SamplerFields, ConstraintFields, StopFields):
     n: int | None = Field(None, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=-1)  # -1: as many as there is room for
     cache_prompt: bool = True
+    cache_salt: str | None = Field(None, max_length=1024)
 
 
 class CalledFunction(BaseModel):
@@ -416,7 +417,10 @@ def _requests(
             raise Refused(400, str(error)) from error
         scored = echo and logprobs is not None
         progress = asked.stream and isinstance(asked, ChatRequest) and asked.return_progress is True
-        more = {"logprobs": logprobs, "prompt_logprobs": scored, "progress": progress, "fresh": not asked.cache_prompt}
+        more = {
+            "logprobs": logprobs, "prompt_logprobs": scored, "progress": progress, "fresh": not asked.cache_prompt,
+            "salt": asked.cache_salt or "",
+        }  # fmt: skip
         text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
         for request in requests_of(each, asked, sampling, more):
             readings[len(requests)] = ChoiceReader(Logprobs(served.tokenizer, chat), each.reader(), text)

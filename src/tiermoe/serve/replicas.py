@@ -52,6 +52,7 @@ class Deployed:
     guesses: bool  # whether answers' next tokens are guessed
     kv_memory: int | None  # bytes for the keys and values of a replica's requests
     template: str | None = None  # chat template in place of the model's
+    guards: bool = True  # of `ChatTemplate`
 
 
 def start(deployed: Deployed, replicas: int, host: str, port: int, tls: Mapping[str, Path], grace_s: int) -> None:
@@ -104,6 +105,7 @@ def app_of(deployed: Deployed) -> FastAPI:
     from tiermoe.engine.drafts import Lookup
     from tiermoe.engine.load import start as start_engine
     from tiermoe.engine.speculation import Speculation
+    from tiermoe.model.chat.template import chat_template
     from tiermoe.model.hf.blueprint import inspect_model
     from tiermoe.model.hf.hub import resolve_model
     from tiermoe.model.tokenizer import load_tokenizer
@@ -122,6 +124,7 @@ def app_of(deployed: Deployed) -> FastAPI:
     served = served_of(
         engine, tokenizer, deployed.name, deployed.sampling, deployed.most_waiting,
         speculation=Speculation(Lookup()) if deployed.guesses else None,
+        chat=replace(chat_template(tokenizer), guards=deployed.guards),
     )  # fmt: skip
     return create_app(served, **deployed.access)
 

@@ -37,10 +37,11 @@ class Part:
 @dataclass(slots=True)
 class SlabContents:
     """Tokens whose keys and values lie in a slab, and the steps in which they ran: the same steps give the same bits
-    again."""
+    again. salt: prefixes are shared among requests of one salt; those of a salt are not kept on disk."""
 
     tokens: list[int] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
+    salt: str = ""
 
     def add(self, tokens: Sequence[int], source: Kind | StoredPrefix) -> None:
         """Appends tokens as a part of their own; generated tokens in a row are one part."""
@@ -55,7 +56,7 @@ class SlabContents:
 
     def prefix(self, length: int) -> SlabContents:
         """The first `length` tokens."""
-        found, at = SlabContents(self.tokens[:length]), 0
+        found, at = SlabContents(self.tokens[:length], salt=self.salt), 0
         for part in self.parts:
             count = min(part.count, length - at)
             if count <= 0:
@@ -99,7 +100,7 @@ class SlabContents:
     def reusable(self, other: SlabContents) -> int:
         """Length of the prefix that `other` holds with the same bits, where the rest can run after it in the steps of
         these contents."""
-        same, at = common_prefix(self.tokens, other.tokens), 0
+        same, at = common_prefix(self.tokens, other.tokens) if self.salt == other.salt else 0, 0
         for part, their in zip(self.parts, other.parts, strict=False):
             if part.source is not their.source:
                 break
@@ -120,7 +121,7 @@ class OpenedSlab:
     """A slab for a request, with the prefix that was found."""
 
     slab: int
-    contents: SlabContents = field(default_factory=SlabContents)
+    contents: SlabContents
     stored: StoredPrefix | None = None  # a prefix on disk that is still to be read into the slab
 
 
@@ -149,16 +150,22 @@ class PrefixCache:
             return sum(self._cache.nbytes_held(slab) for slab in list(self._reserved))
         return sum(self._reserved.values())
 
-    def open(self, ids: list[int], tokens: int, at_work: Iterable[tuple[int, SlabContents]]) -> OpenedSlab | None:
+    def open(
+        self, ids: list[int], tokens: int, at_work: Iterable[tuple[int, SlabContents]], salt: str = ""
+    ) -> OpenedSlab | None:
         """A slab for the prompt `ids`, with a prefix of all but its last token at most; None while requests at work
-        leave too little memory. tokens: to reserve memory for. at_work: slabs of the requests at work."""
-        known = ids[:-1]
+        leave too little memory. tokens: to reserve memory for. at_work: slabs of the requests at work. salt: of
+        `SlabContents`."""
+        known, disk = ids[:-1], None if salt else self.disk
+
+        def usable(contents: SlabContents) -> int:
+            return common_prefix(contents.tokens, known) if contents.salt == salt else 0
 
         def stored_beyond(length: int) -> StoredPrefix | None:
-            stored = self.disk.find(known) if self.disk is not None and length < len(known) else None
+            stored = disk.find(known) if disk is not None and length < len(known) else None
             return stored if stored is not None and stored.length > length else None
 
-        return self._open(at_work, tokens, lambda contents: common_prefix(contents.tokens, known), stored_beyond)
+        return self._open(at_work, tokens, usable, stored_beyond, salt)
 
     def reopen(
         self,
@@ -178,7 +185,7 @@ class PrefixCache:
                 return None
             return first.source.unread()
 
-        return self._open(at_work, tokens, before.reusable, stored_beyond)
+        return self._open(at_work, tokens, before.reusable, stored_beyond, before.salt)
 
     def _open(
         self,
@@ -186,6 +193,7 @@ class PrefixCache:
         tokens: int,
         usable: Callable[[SlabContents], int],
         stored_beyond: Callable[[int], StoredPrefix | None],
+        salt: str,
     ) -> OpenedSlab | None:
         """usable: length of the prefix of a slab's contents that the request can use. stored_beyond: the prefix on disk
         that is longer than so many tokens."""
@@ -203,7 +211,7 @@ class PrefixCache:
         self._make_room(needed)
         fresh: int = self._cache.open()
         self._reserved[fresh] = needed
-        return OpenedSlab(fresh, stored=stored)
+        return OpenedSlab(fresh, SlabContents(salt=salt), stored)
 
     def grow(self, slab: int, tokens: int) -> bool:
         """Reserves memory for so many tokens of a request at work; False while the others leave too little."""
@@ -216,20 +224,23 @@ class PrefixCache:
         self._reserved[slab] += more
         return True
 
-    def prompt_read(self, slab: int, tokens: list[int], done: bool) -> None:
+    def prompt_read(self, slab: int, contents: SlabContents, done: bool) -> None:
         """Offers what has been read of a prompt to the disk, so that it is there when the request is preempted: all but
         its last token, as the same prompt would look for it; until it is done whole blocks, where they are enough to go
         on from."""
-        if self.disk is not None and done:
+        tokens = contents.tokens
+        if self.disk is None or contents.salt:
+            return
+        if done:
             self.disk.offer(slab, tokens[:-1])
-        elif self.disk is not None and not self._cache.has_ends:
+        elif not self._cache.has_ends:
             self.disk.offer(slab, tokens[: len(tokens) // BLOCK * BLOCK])
 
     def leave(self, slab: int, contents: SlabContents) -> None:
         """Keeps the slab of a finished request until its slab or memory is needed."""
         self._left[slab] = contents.prefix(self._cache.length(slab))
         self._reserved[slab] = min(self._reserved[slab], self._cache.nbytes(self._cache.reached(slab)))
-        if self.disk is not None:
+        if self.disk is not None and not contents.salt:
             self.disk.offer(slab, self._left[slab].tokens)
 
     def close(self, slab: int) -> None:

@@ -70,6 +70,11 @@ def _said(text: str = "", **more: Any) -> Message:
     return {"role": "assistant", "content": text, **more}
 
 
+def _in_parts(message: Message) -> Message:
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
+
+
 class _Unlearned(Exception):
     """A template that cannot be learned from, and why."""
 
@@ -83,12 +88,15 @@ class _Probe:
     blank: str | None = ""  # content of a message with calls alone
     arguments: Literal["object", "text"] = "object"
     names: bool = False  # whether ids hold the function
+    parts: bool = False  # whether contents must be lists of parts
     error: str = ""
     dangling: str = ""  # the next prompt, which some templates always add
     known: dict[str, str | None] = field(default_factory=dict)
 
     def text(self, messages: Sequence[Message], **variables: Any) -> str | None:
         """A rendered conversation; None if the template refuses it."""
+        if self.parts:
+            messages = [_in_parts(each) for each in messages]
         key = json.dumps([messages, variables])
         if key not in self.known:
             try:
@@ -223,6 +231,7 @@ def _roles(probe: _Probe) -> dict[str, Any]:
     def has(*messages: Message) -> bool:
         return odd in (probe.text(messages) or "")
 
+    probe.parts = not has(_asked(odd)) and has(_in_parts(_asked(odd)))
     system, developer = ({"role": role, "content": odd} for role in ("system", "developer"))
     roles |= {each["role"] for each in (system, developer) if has(each, _asked())}
     two = [system, {"role": "system", "content": "qzagainq"}, _asked()]
@@ -234,10 +243,9 @@ def _roles(probe: _Probe) -> dict[str, Any]:
     probe.arguments = "object"
     if has(_asked(), called, tool) or has(_asked(), also, tool):
         roles.add("tool")
-    parts = not has(_asked(odd)) and has({"role": "user", "content": [{"type": "text", "text": odd}]})
     return {
-        "roles": frozenset(roles), "first_system": not later, "parts": parts,
-        "alternates": not parts and not has(_asked(odd), _asked()),
+        "roles": frozenset(roles), "first_system": not later, "parts": probe.parts,
+        "alternates": not has(_asked(odd), _asked()),
     }  # fmt: skip
 
 

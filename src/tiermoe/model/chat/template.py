@@ -25,6 +25,8 @@ from tiermoe.model.chat.jinja import render
 Message = dict[str, Any]
 
 KEPT = "chat-format.json"
+VERSION = 1
+"""Of what is learned: another one is learned again."""
 MOST_SECONDS = 10
 """Of processor time for learning a format; a usual template takes a tenth of a second."""
 MOST_MEMORY = 1 << 30
@@ -249,7 +251,7 @@ def chat_template(tokenizer: Any, root: Path | None = None) -> ChatTemplate:
     if not text:
         return replace(found, form=replace(PLAIN, no_calls="the model has no chat template"))
     asked = json.dumps([with_tools or text, found.special_tokens, sorted(found.special)], default=str)
-    origin = Origin(xxhash.xxh3_64(asked.encode()).hexdigest(), "")
+    origin = Origin(xxhash.xxh3_64(asked.encode()).hexdigest(), f"learned {VERSION}")
     kept = None if root is None else read_kept(root / KEPT, origin)
     try:
         return replace(found, form=ChatFormat.of(kept or {}))
