@@ -167,6 +167,7 @@ class WrappedEngine:
 
 
 TEMPLATE = (
+    '{# {"name": <function-name>, "arguments": <args-json-object>} #}'
     "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ m.role }}"
     "{{ m.name or '' }}:{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
     "{% for call in m.tool_calls or [] %}({{ call.function.arguments.city }}){% endfor %};{% endfor %}"

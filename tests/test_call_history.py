@@ -9,7 +9,8 @@ import pytest
 from serving import Stage
 
 TEMPLATE = (
-    "{# <tool_call> #}{% for m in messages %}{% for call in m.tool_calls or [] %}"
+    '{# {"name": <function-name>, "arguments": <args-json-object>} #}'
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}"
     "{% for key, value in call.function.arguments.items() %}[{{ key }}={{ value }}]{% endfor %}{% endfor %}"
     "{{ m.content }};{% endfor %}"
 )

@@ -12,6 +12,7 @@ from chat_templates import NAMED, OWN, TEMPLATES, TOOLS, call_of, format_of, tem
 from serving import calls_of, parts_of
 from tiermoe.model.chat.format import ChatFormat
 from tiermoe.model.chat.jinja import render
+from tiermoe.model.chat.learn import learned
 from tiermoe.model.chat.parameters import parameters_of
 from tiermoe.model.chat.reader import AnswerReader, CallPatterns, ToolCall
 from tiermoe.serve.call_rules import call_rule, terms_with
@@ -172,3 +173,29 @@ def test_calls_come_back_as_history(name: str) -> None:
     text = template.prompt(asked, TOOLS).text
     for each in ("get_weather", "am Rhein", "17 degrees", "And now?"):
         assert each in text
+
+
+ODD = {
+    "letters are changed between tags": OWN["invoke"].replace(
+        "v if v is string", "v | replace('<', '&lt;') if v is string"
+    ),
+    "no separator between keywords": OWN["python"].replace("{{ ', ' if not loop.last }}", ""),
+    "arguments before the function": OWN["json"].replace(
+        '{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}',
+        '{"arguments": {{ c.arguments | tojson }}, "name": "{{ c.name }}"}',
+    ),
+    "the function in other letters": OWN["json"].replace("c.name", "c.name | upper"),
+    "the first argument alone": OWN["parameters"].replace("c.arguments.items()", "(c.arguments.items() | list)[:1]"),
+    "calls are left out": OWN["json"].replace("m.tool_calls", "m.other"),
+    "every call is refused": "{% if messages[-1].tool_calls %}{{ raise_exception('no tools') }}{% endif %}"
+    + OWN["json"],
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_cannot_be_learned_is_said(name: str) -> None:
+    """Never is a format believed that does not read what the template writes."""
+    form = learned(lambda messages, **more: render(ODD[name], messages, NAMED, **more), ODD[name])
+    assert form.no_calls
+    assert form.calls is None
+    assert form.thought == ("<think>", "</think>")

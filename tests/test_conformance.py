@@ -23,7 +23,10 @@ from llm_comply.schema import SpecLoader  # noqa: E402
 from llm_comply.test_case import TestCategory as Category  # noqa: E402
 from llm_comply.tests import get_tests  # noqa: E402
 
-TEMPLATE = "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+TEMPLATE = (
+    '{# {"name": <function-name>, "arguments": <args-json-object>} #}'
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+)
 CALL = 'Let me look.<tool_call>{"name": "get_weather", "arguments": {"location": "San Francisco"}}</tool_call>'
 TEXT = "one two three"
 SCHEMAS = {"open-responses": "openresponses.json", "openai-chat": "openai_chat.json", "anthropic": "anthropic.json"}

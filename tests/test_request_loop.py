@@ -241,7 +241,7 @@ def test_what_answers_take_says_what_more_memory_would_bring(loaded: Any) -> Non
     assert batch.decoding.tokens == (38 if missing else 0)  # the first ones are of the prompts' steps
     none: Any = None
     worker: Any = SimpleNamespace(loop=batch)
-    found = Served("a", Letters(), worker, none, loaded, Sampling(), 0, none).other_budgets
+    found = Served("a", Letters(), worker, none, loaded, Sampling(), 0, none, none).other_budgets
     assert bool(found) == missing
     if missing:
         own = [each.slots for each in found].index(loaded.plan.slots)

@@ -302,22 +302,22 @@ def test_a_call_of_json_ends_where_json_does(pieces: int) -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 5, 40])
-@pytest.mark.parametrize("form", [form for form in WAYS if form.tags and form.tags.head.startswith("<")])
+@pytest.mark.parametrize("form", [form for form in WAYS if form.tags and form.tags.head.lstrip().startswith("<")])
 def test_a_call_may_lack_the_tags_around_it(form: Way, pieces: int) -> None:
     whole = WRITTEN[form.name]
     bare = whole.removeprefix(form.begin).removesuffix(form.end).strip()
     call = ("weather", {"city": "Bonn", "days": 3})
     for text, said, count in (
-        (f"So: {bare}", "So: ", 1),
-        (f"So: {bare}\n{bare}\n", "So: ", 2),
-        (f"{bare}\n{form.end} and {whole}.", " and .", 2),
-        (f"{bare} and {bare} end", " and  end", 2),
+        (f"So: {bare}", "So:", 1),
+        (f"So: {bare}\n{bare}\n", "So:", 2),
+        (f"{bare}\n{form.end} and {whole}.", " and.", 2),
+        (f"{bare} and {bare} end", " and end", 2),
     ):
         assert read(form, text, pieces) == (said, [call] * count)
     other = bare.replace("weather", "whether")  # no tool of that name
     assert read(form, other, pieces) == (other, [])
     _, (cut,) = fed(reader_of(form, KINDS), [bare[:-3]], cut=True)
-    assert (cut.name, cut.whole, cut.values) == ("weather", False, {"city": "Bonn", "days": 3})
+    assert (cut.name, cut.whole, values_of(cut)) == ("weather", False, {"city": "Bonn", "days": 3})
 
 
 @pytest.mark.parametrize("pieces", [1, 5])
@@ -331,6 +331,17 @@ def test_a_call_ends_where_the_next_begins(form: Way, pieces: int) -> None:
     if form.tags is not None:  # a value may say how a call begins
         said = text.replace("Bonn", f"a{form.begin}b")
         assert read(form, said, pieces) == ("", [("weather", {"city": f"a{form.begin}b", "days": 3})])
+
+
+@pytest.mark.parametrize("pieces", [1, 5, 60])
+@pytest.mark.parametrize("form", [form for form in WAYS if form.tags], ids=lambda form: form.name)
+def test_a_value_ends_where_its_tag_is_followed_by_what_may_follow_it(form: Way, pieces: int) -> None:
+    """A string may have the tag that closes it, and those after it."""
+    assert form.tags is not None
+    ends = form.tags.value_end.strip()
+    for city in (f"a {ends} b", f"{ends}{ends} x", f"{form.end} b", f"a{ends}\n\nb", f"{ends}"):
+        text = WRITTEN[form.name].replace("Bonn", city)
+        assert read(form, text, pieces) == ("", [("weather", {"city": city, "days": 3})])
 
 
 def test_nothing_comes_after_the_first_of_several_calls(form: Way) -> None:

@@ -1488,13 +1488,10 @@ BREAKAGES = (
     ),
     Breakage(
         "a call that is cut off is whole",
-        "CallReader._within",
-        "bool(end) or not cut",
+        "AnswerReader._call",
+        "ended or not self._cut",
         "True",
-        (
-            "tests/test_tool_calls.py",
-            "tests/test_dialects.py",
-        ),
+        ("tests/test_tool_calls.py",),
     ),
     Breakage(
         "an assistant's message at the end is followed by a new turn",
@@ -1515,10 +1512,41 @@ BREAKAGES = (
     ),
     Breakage(
         "a template that takes one system message alone is given several",
-        "Served.chat_ids",
-        "(messages, system_first(messages))",
-        "(messages,)",
-        ("tests/test_dialects.py",),
+        "ChatTemplate._ordered",
+        "system_first(turns) if form.first_system else turns",
+        "turns",
+        (
+            "tests/test_chat_template.py",
+            "tests/test_dialects.py",
+        ),
+    ),
+    Breakage(
+        "a text becomes a special token",
+        "ChatTemplate.prompt",
+        "self.guards and self.special",
+        "False",
+        ("tests/test_chat_template.py",),
+    ),
+    Breakage(
+        "a format is believed that does not read the template's own calls",
+        "_tried",
+        "read != kept or thought or said.strip()",
+        "False",
+        ("tests/test_chat_formats.py",),
+    ),
+    Breakage(
+        "a value between tags ends at its closing tag, whatever follows it",
+        "AnswerReader._value",
+        "(yield from self._followed(calls)) is False",
+        "False",
+        ("tests/test_tool_calls.py",),
+    ),
+    Breakage(
+        "requests of another salt share prefixes",
+        "PrefixCache.open",
+        "contents.salt == salt",
+        "True",
+        ("tests/test_serve.py",),
     ),
     Breakage(
         "a server is asked by a name that is not its own",

@@ -101,6 +101,8 @@ class _Probe:
         if key not in self.known:
             try:
                 self.known[key] = self.rendered(messages, tools=_TOOLS, **variables)
+            except MemoryError:
+                raise
             except Exception as error:  # templates raise errors of every kind
                 self.error = first_line(error)
                 self.known[key] = None
@@ -497,7 +499,9 @@ STATED = {
     "respond only with <|tool_call|> followed by a JSON list": CallFormat(
         _JSON, "<|tool_call|>[", ", ", "]"
     ),  # Granite 3
-    "<tool_call>": CallFormat(f"<tool_call>\n{_JSON}\n</tool_call>", between="\n"),  # SmolLM3
+    '{"name": <function-name>, "arguments": <args-json-object>}': (  # SmolLM3
+        CallFormat(f"<tool_call>\n{_JSON}\n</tool_call>", between="\n")
+    ),
 }
 """Words of a template that shows no calls → how its model writes them; the first that it has counts."""
 
@@ -623,6 +627,8 @@ def main(seconds: int, memory: int) -> None:
 
     try:
         form = learned(rendered, template, special)
+    except MemoryError:
+        raise SystemExit(f"it needs more than {memory >> 20} MiB") from None
     except Exception as error:  # a template of a kind that nobody has seen
         form = replace(PLAIN, no_calls=f"nothing is learned from the chat template ({first_line(error)})")
     print(json.dumps(form.as_dict()))

@@ -165,8 +165,10 @@ class CallPatterns:
         self.follows = [*(way.before for way in self.ways), *map(_pattern, around)]
         """What may follow a parameter."""
         self.next = regex.compile(f"(?={'|'.join(each.pattern for each in self.follows) or '$'})", regex.DOTALL)
-        closed = _BLANK.join(map(_written, tags))
-        self.closed = [f"(?={closed})"] if closed else []
+        self.closed = _pattern(*map(_written, tags)) if tags else None
+        """The end of a call as a whole, where a parameter lacks its own."""
+        self.beyond = [*self.anywhere, *filter(None, (self.later, self.end))]
+        """What may follow a call within an answer, beside text."""
 
     def _follows(self, tags: Sequence[str]) -> str:
         """What must follow the function."""
@@ -398,7 +400,8 @@ class AnswerReader:
         """Reads a value; whether it is whole. It ends where its tag is followed by what may follow it."""
         text, string = list[str](), kinds == TEXT
         after = _written(way.after.replace(KEY, key))
-        ends = regex.compile("|".join(("\n?" * way.breaks[1]) + each for each in (after, *calls.closed)), regex.DOTALL)
+        closed = [] if calls.closed is None else [f"(?={calls.closed.pattern.removeprefix(_BLANK)})"]
+        ends = regex.compile("|".join("\n?" * way.breaks[1] + each for each in (after, *closed)), regex.DOTALL)
         if way.breaks[0]:
             yield from self._match(_LINE)
 
@@ -416,6 +419,10 @@ class AnswerReader:
             self._buffer = self._buffer[found.end() :]
             if found[0].strip() and (yield from self._followed(calls)) is False:
                 more(found[0])
+                continue
+            if not found[0].strip() and (yield from self._closes(calls)) is False:
+                more(found[0] + self._buffer[:1])
+                self._buffer = self._buffer[1:]
                 continue
             if string:
                 self._chunk.calls += call.add('"')
@@ -435,6 +442,18 @@ class AnswerReader:
                 return True
             yield
         return True
+
+    def _closes(self, calls: CallPatterns) -> Generator[None, None, bool]:
+        """Whether the end of a call comes next, with nothing after it or another call."""
+        while calls.closed is not None and (found := calls.closed.match(self._buffer, partial=True)):
+            rest = "" if found.partial else self._buffer[found.end() :]
+            beyond = [each.match(rest, partial=True) for each in calls.beyond]
+            if rest.strip() and not any(beyond):
+                return False
+            if self._last or any(each is not None and not each.partial for each in beyond):
+                return True
+            yield
+        return False
 
     def _whole(self, calls: CallPatterns) -> Generator[None, None, tuple[bool, str]]:
         """Reads calls as JSON that is written otherwise than in the template; whether it was some, and the text."""
