@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -39,6 +38,23 @@ def given(*calls: tuple[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "", **more, **({"tool_calls": made} if made else {})}
 
 
+def begun_alike(text: str, prompt: str) -> str:
+    """What a text begins with as a prompt does, whatever blanks they have; up to a whole tag where the prompt goes on,
+    since others may begin alike."""
+    at = to = 0
+    while at < len(text) and to < len(prompt):
+        if text[at] == prompt[to]:
+            at, to = at + 1, to + 1
+        elif text[at].isspace():
+            at += 1
+        elif prompt[to].isspace():
+            to += 1
+        else:
+            break
+    same = text[:at]
+    return same[: max(same.rfind(letter) for letter in ">]\n") + 1] if prompt[to:].strip() else same
+
+
 def written(name: str, message: dict[str, Any]) -> str:
     """What the model has written of a message, by its template: what follows the prompt, with the thought's beginning
     even if that is in the prompt."""
@@ -50,9 +66,7 @@ def written(name: str, message: dict[str, Any]) -> str:
     if form.thought is not None and form.thought[0] in text:
         text = form.thought[0] + text.partition(form.thought[0])[2]
     else:
-        same = "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False)))
-        if same != prompt:  # up to a whole tag, of which others may begin alike
-            same = same[: max(same.rfind(letter) for letter in ">]\n") + 1]
+        same = begun_alike(text, prompt)
         text = text[len(same) :]
     for end in form.ends:
         text = text.partition(end)[0]
@@ -72,6 +86,13 @@ def values(calls: list[ToolCall]) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
+def called(name: str) -> tuple[str, dict[str, Any]]:
+    """The first call; of templates that put quotes around a string and leave the letters as they are, a plain one."""
+    form = format_of(name).calls
+    plain = form is not None and form.style == "literals" and not form.quote and name not in OWN
+    return FIRST[0], {**FIRST[1], "city": "Köln" if plain else CITY}
+
+
 def test_every_way_of_writing_calls_is_learned() -> None:
     assert set(OWN) <= set(KNOWN), {name: format_of(name).no_calls for name in OWN}
 
@@ -79,8 +100,8 @@ def test_every_way_of_writing_calls_is_learned() -> None:
 @pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize("pieces", [1, 4, 50])
 def test_a_call_is_read_as_the_template_writes_it(name: str, pieces: int) -> None:
-    form, city = format_of(name), "Köln" if "LFM2.5" in name else CITY
-    call = (FIRST[0], {**FIRST[1], "city": city})
+    form = format_of(name)
+    call = called(name)
     text = written(name, given(call))
     thought, said, calls = read(form, parts_of(text, pieces))
     assert (thought, said.strip(), values(calls)) == ("", "", [call])
@@ -92,24 +113,27 @@ def test_a_call_is_read_as_the_template_writes_it(name: str, pieces: int) -> Non
 def test_two_calls_after_a_text(name: str, pieces: int) -> None:
     form = format_of(name)
     assert form.calls is not None
-    first, second = (written(name, given(each)) for each in (FIRST, SECOND))
-    both = written(name, given(FIRST, SECOND))
+    first = called(name)
+    both = written(name, given(first, SECOND))
     for tag in form.thought or ():
         both = both.replace(tag, "")
-    assert first != second != both
+    assert values(read(form, parts_of(both, pieces))[2]) == [first, SECOND]
+    assert [call.name for call in read(form, [both], one=True)[2]] == ["get_weather"]
     if form.text[0].startswith("to="):
         both = f"{form.calls.between}{both}"  # each part of a turn has a header
-    thought, said, calls = read(form, parts_of(f"{form.text[0]}I look.{form.text[1]}{both}", pieces))
-    assert (thought, said.strip(), values(calls)) == ("", "I look.", [FIRST, SECOND])
-    assert read(form, [both], one=True)[2][0].name == "get_weather"
-    assert len(read(form, [both], one=True)[2]) == 1
+    answer = f"{form.text[0]}I look.{form.text[1]}{both}"
+    thought, said, calls = read(form, parts_of(answer, pieces))
+    if CallPatterns(form.calls, {}).anywhere or CallPatterns(form.calls, parameters_of(TOOLS)).anywhere:
+        assert (thought, said.strip(), values(calls)) == ("", "I look.", [first, SECOND])
+    else:  # nothing tells a call without a mark from an example
+        assert (thought, said.strip(), calls) == ("", answer.strip(), [])
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_is_cut_is_neither_lost_nor_invented(name: str) -> None:
     """At each letter: what has come only grows, a call has the arguments so far, and nothing that the whole answer
     lacks is said."""
-    form, whole = format_of(name), written(name, given(FIRST))
+    form, whole = format_of(name), written(name, given(called(name)))
     so_far = ""
     for end in range(len(whole)):
         thought, said, calls = read(form, [whole[:end]], cut=True)
@@ -150,7 +174,7 @@ def test_the_grammar_of_a_forced_call_takes_what_the_template_writes(name: str) 
         text = written(name, given((call[0], {**call[1], **({"city": "Bonn"} if call[1] else {})})))
         if form.thought is not None:
             text = text.replace(form.thought[0], "").replace(form.thought[1], "")
-        text = text.replace("'Bonn'", '"Bonn"').strip()
+        text = text.replace("'Bonn'", '"Bonn"').replace("=Bonn,", '="Bonn",').strip()
         ends = []
         for each in (text, text.replace("\n\n", "\n")):  # some have a line more without parameters
             matcher = LLMatcher(tokens, rules, log_level=0)
