@@ -40,12 +40,16 @@ Options = Annotated[dict[str, _T], Field(max_length=64)]
 
 
 def readable_object(text: str) -> Json:
-    """The object of a JSON text, as far as it can be read: an unfinished string counts as far as it is there. Empty
-    where the text is no object."""
-    try:
-        found = pydantic_core.from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
-    except ValueError:
-        return {}
+    """The object of a JSON text, or of one that is a string of JSON itself, as far as it can be read: an unfinished
+    string counts as far as it is there. Empty where the text is no object."""
+    found: Any = text
+    for _ in range(2):
+        try:
+            found = pydantic_core.from_json(found, allow_inf_nan=False, allow_partial="trailing-strings")
+        except ValueError:
+            return {}
+        if not isinstance(found, str):
+            break
     return found if isinstance(found, dict) else {}
 
 
