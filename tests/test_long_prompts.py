@@ -131,9 +131,41 @@ def test_chunks_that_take_the_memory_of_slots_have_the_same_bits(tmp_path: Path)
     engine.observe(OnRoute(lambda *_: lent.append(engine.loader.cache.lent)))
     found = engine.step(Batch((prompt(cache.open(), ids),)), cache)
     assert torch.equal(found, want)
-    assert lent[0] == engine.plan.lent(engine.plan.prompt_chunks) > 0
+    assert lent[0] == engine.plan.lent(engine.plan.prompt_chunks, large=True) > 0
     assert engine.loader.cache.lent == 0
     engine.close()
+
+
+def test_slots_have_the_memory_of_large_steps_until_one_comes(tmp_path: Path) -> None:
+    """A long prompt, and one whose tokens are scored, take it; short prompts and answers do not. The bits are equal."""
+    sizes = {**NATIVE, "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 32, "num_experts_per_tok": 4}
+    sizes["max_position_embeddings"] = 512
+    directory = write(tmp_path, "qwen3_moe", torch.bfloat16, **sizes)
+    options: dict[str, Any] = {"chunk": 512, "context": 512, "bits": 16, "dense_bits": 16}
+    whole, ids = engine_of(directory, **options), tokens(400)
+    plan = tiermoe.plan(directory, memory="4GiB", device="cpu", **options)
+    tight = plan.total - plan.idle_activations - plan.experts // 2
+    engine = tiermoe.load(directory, memory=tight, device="cpu", **options)[0].tiermoe
+    assert engine.plan.slots - engine.plan.step_slots < engine.plan.slots < engine.plan.all_slots
+    assert engine.plan.total <= tight
+    lent = set[int]()
+    engine.observe(OnRoute(lambda *_: lent.add(engine.loader.cache.lent)))
+    caches = [(each, each.new_cache(3)) for each in (engine, whole)]
+    assert [[cache.open() for _ in range(3)] for _, cache in caches] == [[0, 1, 2]] * 2
+    for rows, every, taken in (
+        ((prompt(0, ids[:40], 0),), False, 0),
+        ((decode(0, 40, 7),), False, 0),
+        ((prompt(1, ids, 0),), False, engine.plan.step_slots),
+        ((prompt(2, ids[:40], 0),), True, engine.plan.step_slots),
+        ((decode(1, 400, 7),), False, 0),
+    ):
+        lent.clear()
+        found = [each.step(Batch(rows), cache, every) for each, cache in caches]
+        assert torch.equal(*found)
+        assert lent == {taken}
+        assert engine.loader.cache.lent == 0
+    engine.close()
+    whole.close()
 
 
 def test_all_tokens_of_chunks_together_are_scored_as_those_of_each_alone(missing: Any) -> None:

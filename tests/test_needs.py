@@ -272,7 +272,7 @@ taken = [resident_bytes()]
 engine.observe(Watch())
 read(engine.plan.prompt_chunks)
 plan = engine.plan
-lent = plan.lent(plan.prompt_chunks) * plan.slot_bytes
+lent = plan.lent(plan.prompt_chunks, large=True) * plan.slot_bytes
 print(json.dumps({
     "chunks": plan.prompt_chunks, "freed": taken[0] - taken[1], "lent": lent, "out_of_use": engine.loader.cache.lent,
 }))

@@ -146,11 +146,10 @@ def _lines(found: Preview) -> Iterator[tuple[str, str]]:
         yield "packing:", _packing(found.packing)
     yield "decoder:", found.backend.decoder
     yield "CPU kernels:", found.backend.kernels
-    if (chunks := found.plan.prompt_chunks) > 1:
-        lent = found.plan.lent(chunks)
-        text = f"{chunks} chunks read each expert once, layer by layer"
-        text += f", and take the memory of {lent} slots meanwhile" if lent else ""
-        yield "a long prompt:", text
+    chunks, lent = found.plan.prompt_chunks, found.plan.lent(found.plan.prompt_chunks, large=True)
+    if chunks > 1 or lent:
+        each = f"{chunks} chunks read each expert once, layer by layer" if chunks > 1 else "it is read in chunks"
+        yield "a long prompt:", f"{each}, and take the memory of {lent} slots meanwhile" if lent else each
     if found.expectation is None:
         yield "expect:", f"not known: {found.unknown}"
     else:

@@ -196,17 +196,15 @@ class Engine:
             passes = passes_of(batch, self.decoder, self.settings.chunk, self.plan.prompt_chunks)
             found = []
             for each in passes:
-                together = len(each.rows) > len(batch.rows)
-                if together:
-                    self.service.lend(len(each.rows))
+                chunks = max(len(each.rows) - len(batch.rows), 0) + 1
+                self.service.lend(chunks, len(each.tokens), every and each.phase == "prefill")
                 context.begin(each)
                 if self.confident is None or every or each.phase != "decode":
                     found.append(run(each, cache, every))
                 else:
                     once_or_twice = functools.partial(run, each, cache)
                     found.append(self.confident.decode(once_or_twice, lambda logits: logits))
-                if together:
-                    self.loader.cache.take_back()
+                self.loader.cache.take_back()
             logits = found[0] if len(found) == 1 else gathered(passes, found, batch, every)
             if not is_finite(logits):
                 raise self._not_finite(passes, cache)
@@ -224,7 +222,7 @@ class Engine:
             self.check_open()
             with context.lock:
                 context.start()
-                self.service.lend(len(batch.rows))
+                self.service.lend(len(batch.rows), len(batch.tokens), False)
                 if passing is None:
                     context.begin(batch)
                     passing = decoder.begin(batch, cache)

@@ -48,6 +48,8 @@ class MemoryPlan:
     kv_memory: int | None = None  # bytes that all sequences' keys and values share; None: each has its whole context
     prompt_chunks: int = 1  # chunks of a prompt that go through a layer before the next one does
     chunk_bytes: int = 0  # that each of these chunks but the first takes
+    large_step: int = 0  # tokens of a step from which on it takes the memory of `step_slots`
+    step_slots: int = 0
     packers: int = 1  # how many pieces are packed at a time
     idle_activations: int = 0  # bytes in `activations` that stay in the process between passes; 0: all is given back
     types: str = ""  # what experts lie in where they are used as published, else empty
@@ -123,10 +125,11 @@ class MemoryPlan:
         """The most main memory that packing, loading or running takes."""
         return max(self.total, self.packing, self.loading)
 
-    def lent(self, chunks: int) -> int:
-        """Slots whose memory so many chunks of a prompt take while they go through a layer together."""
-        beyond = (chunks - 1) * self.chunk_bytes - max(self.budget - self.total, 0)
-        return max(-(-beyond // self.slot_bytes), 0)
+    def lent(self, chunks: int, large: bool) -> int:
+        """Slots whose memory a step takes, in so many chunks of a prompt that go through a layer together. large: it
+        has `large_step` tokens, or scores those of a prompt."""
+        beyond = 0 if chunks == 1 else (chunks - 1) * self.chunk_bytes - max(self.budget - self.total, 0)
+        return max(-(-beyond // self.slot_bytes), 0) + self.step_slots * large
 
     def parts(self) -> dict[str, int]:
         """Name → bytes while the model runs."""

@@ -28,7 +28,7 @@ from tiermoe.model.stored_weights import loading_needs, table_keys
 from tiermoe.model.streams import streams_of
 from tiermoe.offload.disk import few_lanes, most_lanes, staging_bytes
 from tiermoe.offload.presets import Resolved
-from tiermoe.types import Need, Phase, Use, Workload
+from tiermoe.types import FEW_TOKENS, Need, Phase, Use, Workload
 
 if TYPE_CHECKING:
     from tiermoe.model.hf.generic import LayerCache
@@ -37,6 +37,8 @@ _ALLOCATOR = 1.15  # what the allocator holds beyond the tensors that live, meas
 _PACKED_OPERATOR_TOKENS = 12  # from more tokens on, kernels may decode a matrix first (kernels/cpu.py)
 _PROBED = 256  # tokens after which every layer keeps something, a compressed cache too
 _LOGIT_BYTES = 16  # of a token's logits: in the model's dtype, as float32, and what a draw makes of them
+_OF_A_CHUNK, _OF_SCORED = "of one prefill chunk", "logits of tokens that are scored"
+_SMALL_CHUNK = 64  # tokens of a prompt's part in a step that takes no slot's memory
 _SCORED_COPIES = 2  # of the logits of tokens that are scored, in the model's dtype: some decoders scale them
 _GROUPED_STATES = 5  # hidden states of a token of several chunks that live at once, besides its experts' outputs
 _CHOICE_BYTES = 96  # of one of a token's experts: index, weight and place, as tensors and in lists
@@ -73,10 +75,7 @@ def while_running(model: PlanInputs) -> list[Need]:
     """Needs while the model runs, besides the slots of experts."""
     blueprint, settings = model.blueprint, model.settings
     formats = [form for forms in model.formats.values() for form in forms]
-    load = Workload(
-        model.context, settings.chunk, settings.batch, blueprint.dtype.itemsize,
-        settings.threads or torch.get_num_threads(), settings.kv_bits, model.use,
-    )  # fmt: skip
+    load = _workload(model)
     in_memory = 0
     if model.resolved.composition.store == "memory":
         in_memory = sum(form.stored.nbytes * form.layer.experts for form in formats)
@@ -115,12 +114,47 @@ def prompt_chunks(model: PlanInputs, slots: int, slot_bytes: int, spare: int) ->
     return min(most, 1 + (spare + lent * slot_bytes) // (states + choices)), states + choices
 
 
+def of_large_steps(model: PlanInputs) -> tuple[int, int]:
+    """Tokens of a step from which on it takes more than others, and the bytes: of a chunk's tensors, and of logits that
+    are scored. They are slots' until such a step comes (`MemoryPlan.lent`). (0, 0) where slots cannot be lent.
+
+    What stays for other steps has room for the logits of tokens that are verified."""
+    blueprint, settings = model.blueprint, model.settings
+    if not _lends(model):
+        return 0, 0
+    formats = [form for forms in model.formats.values() for form in forms]
+    load = _workload(model)
+    small = replace(load, chunk=_SMALL_CHUNK)
+
+    def taken(load: Workload) -> int:
+        needs = decoder_needs(blueprint, formats, settings, load, model.device)
+        return sum(need.nbytes for need in needs if need.what in (_OF_A_CHUNK, _OF_SCORED))
+
+    verified = FEW_TOKENS * int(blueprint.config.vocab_size) * load.itemsize * _SCORED_COPIES
+    beyond = taken(load) - taken(replace(small, use=replace(load.use, scored=0))) - verified
+    return (small.tokens + 1, beyond) if beyond > 0 else (0, 0)
+
+
+def _lends(model: PlanInputs) -> bool:
+    """Whether steps may take the memory of slots: not in transformers' code, on a GPU, by neurons, or under rules that
+    look at all that runs at once."""
+    composition = model.resolved.composition
+    exact = not composition.lossy and composition.unit == "expert" and composition.store == "disk"
+    return exact and layers_of(model.blueprint, model.settings, model.device) is not None
+
+
+def _workload(model: PlanInputs) -> Workload:
+    settings = model.settings
+    return Workload(
+        model.context, settings.chunk, settings.batch, model.blueprint.dtype.itemsize,
+        settings.threads or torch.get_num_threads(), settings.kv_bits, model.use,
+    )  # fmt: skip
+
+
 def _most_chunks(model: PlanInputs) -> int:
     """How many chunks of a prompt may go through a layer together, whatever they take."""
-    composition, settings = model.resolved.composition, model.settings
-    layers = layers_of(model.blueprint, settings, model.device)
-    exact = not composition.lossy and composition.unit == "expert" and composition.store == "disk"
-    if layers is None or not exact:
+    settings, layers = model.settings, layers_of(model.blueprint, model.settings, model.device)
+    if layers is None or not _lends(model):
         return 1
     chunks = -(-model.context // settings.chunk)
     return chunks if settings.batch == 1 else min(chunks, len(layers))
@@ -286,11 +320,11 @@ def _layer_needs(
     known = tokens * prepared_at_most(_widest_dense(blueprint)) if native.available() else 0
     prepared = max(prepared_bytes(formats, top_k, tokens, blueprint.dtype), known)
     found = {
-        "of one prefill chunk": int(tokens * (2 * streams * item + max(norm, attention, experts, dense)) * _ALLOCATOR),
+        _OF_A_CHUNK: int(tokens * (2 * streams * item + max(norm, attention, experts, dense)) * _ALLOCATOR),
         "a decoded matrix": decoded if tokens > _PACKED_OPERATOR_TOKENS else 0,
         "what products know of their tokens": prepared,
         "logits": load.sequences * int(config.vocab_size) * _LOGIT_BYTES,
-        "logits of tokens that are scored": load.use.scored * int(config.vocab_size) * item * _SCORED_COPIES,
+        _OF_SCORED: load.use.scored * int(config.vocab_size) * item * _SCORED_COPIES,
     }
     return [Need("activations", nbytes, Phase.RUNNING, what) for what, nbytes in found.items()]
 

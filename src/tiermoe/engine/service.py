@@ -94,10 +94,11 @@ class ExpertService:
         """Whether slots are extents of the store's files, mapped."""
         return self._files is not None
 
-    def lend(self, chunks: int) -> None:
-        """Frees memory for chunks of a prompt that go through a layer together, until the cache takes the slots back
-        (`ExpertCache.take_back`)."""
-        for slot in self.scheduler.loader.lend(self.plan.lent(chunks), self.plan.layer_slots):
+    def lend(self, chunks: int, tokens: int, scored: bool) -> None:
+        """Frees memory for a step of so many tokens, in chunks of a prompt that go through a layer together, until the
+        cache takes the slots back (`ExpertCache.take_back`). scored: logits of a prompt's tokens are asked for."""
+        large = scored or tokens >= self.plan.large_step
+        for slot in self.scheduler.loader.lend(self.plan.lent(chunks, large), self.plan.layer_slots):
             self._free_slot(slot)
 
     def before_step(self, interrupted: bool) -> None:
