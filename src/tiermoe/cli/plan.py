@@ -148,8 +148,9 @@ def _lines(found: Preview) -> Iterator[tuple[str, str]]:
     yield "CPU kernels:", found.backend.kernels
     chunks, lent = found.plan.prompt_chunks, found.plan.lent(found.plan.prompt_chunks, large=True)
     if chunks > 1 or lent:
-        each = f"{chunks} chunks read each expert once, layer by layer" if chunks > 1 else "it is read in chunks"
-        yield "a long prompt:", f"{each}, and take the memory of {lent} slots meanwhile" if lent else each
+        text = f"{chunks} chunks read each expert once, layer by layer, and" if chunks > 1 else "its chunks"
+        text = f"{text} take the memory of {lent} slots meanwhile" if lent else text.removesuffix(", and")
+        yield "a long prompt:", text
     if found.expectation is None:
         yield "expect:", f"not known: {found.unknown}"
     else:
