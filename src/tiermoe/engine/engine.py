@@ -197,14 +197,16 @@ class Engine:
             found = []
             for each in passes:
                 chunks = max(len(each.rows) - len(batch.rows), 0) + 1
-                self.service.lend(chunks, len(each.tokens), every and each.phase == "prefill")
+                scored = every and each.phase == "prefill"
+                lent = self.plan.lends and self.service.lend(chunks, len(each.tokens), scored)
                 context.begin(each)
                 if self.confident is None or every or each.phase != "decode":
                     found.append(run(each, cache, every))
                 else:
                     once_or_twice = functools.partial(run, each, cache)
                     found.append(self.confident.decode(once_or_twice, lambda logits: logits))
-                self.loader.cache.take_back()
+                if lent:
+                    self.loader.cache.take_back()
             logits = found[0] if len(found) == 1 else gathered(passes, found, batch, every)
             if not is_finite(logits):
                 raise self._not_finite(passes, cache)

@@ -94,12 +94,15 @@ class ExpertService:
         """Whether slots are extents of the store's files, mapped."""
         return self._files is not None
 
-    def lend(self, chunks: int, tokens: int, scored: bool) -> None:
+    def lend(self, chunks: int, tokens: int, scored: bool) -> bool:
         """Frees memory for a step of so many tokens, in chunks of a prompt that go through a layer together, until the
-        cache takes the slots back (`ExpertCache.take_back`). scored: logits of a prompt's tokens are asked for."""
-        large = scored or tokens >= self.plan.large_step
-        for slot in self.scheduler.loader.lend(self.plan.lent(chunks, large), self.plan.layer_slots):
-            self._free_slot(slot)
+        cache takes the slots back (`ExpertCache.take_back`); whether it has to. scored: logits of a prompt's tokens are
+        asked for."""
+        count = self.plan.lent(chunks, large=scored or tokens >= self.plan.large_step)
+        if count:
+            for slot in self.scheduler.loader.lend(count, self.plan.layer_slots):
+                self._free_slot(slot)
+        return count > 0
 
     def before_step(self, interrupted: bool) -> None:
         """interrupted: the step before was, anywhere; then nothing is under way any more, and what is resident stays.
