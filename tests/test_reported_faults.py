@@ -29,11 +29,12 @@ from test_call_history import anthropics, ollamas, openais, responses
 from test_chat_formats import FIRST, KNOWN, THINKING, given, read, values, written
 from test_gguf_tokenizers import BYTES, KIND, put
 from test_leaving import Counted, Held
+from test_serve import followed
 from tiermoe.engine.detokenize import Detokenizer
 from tiermoe.engine.generate import Conversation
 from tiermoe.engine.request import Piece, Request
 from tiermoe.engine.request_loop import RequestLoop
-from tiermoe.engine.sampling import Grammar, Sampling
+from tiermoe.engine.sampling import Sampling
 from tiermoe.formats.gguf_file import GgufFile
 from tiermoe.model.chat.template import chat_template
 from tiermoe.model.gguf.tokenizer import load_tokenizer
@@ -321,15 +322,6 @@ def test_a_user_defined_token_within_a_word_is_taken_whole(
 # --- schemas of models that think ---
 
 
-def follows(served: Served, grammar: Grammar, text: str) -> bool:
-    """Whether a grammar lets a text pass, to its end."""
-    for token in served.tokenizer(text, add_special_tokens=False).input_ids:
-        if grammar.restrict(torch.zeros(128))[token] != 0:
-            return False
-        grammar.accept(token)
-    return grammar.ended
-
-
 def test_a_schema_holds_for_the_answer_and_not_for_the_thought_before(served: Served, stage: Stage) -> None:
     pet, other = '{"kind": "cat"}', '{"kind": "cow"}'
     worker = stage.says(f"is {other} one?\n</think>\n\n{pet}", OWN["opened"])
@@ -341,7 +333,7 @@ def test_a_schema_holds_for_the_answer_and_not_for_the_thought_before(served: Se
         f"so\n</think>\n\nwell, {pet}": False,
     }  # fmt: skip
     for asked, (text, passes) in zip(worker.asked, texts.items(), strict=True):
-        assert follows(served, asked.grammar, text) is passes, text
+        assert followed(served, asked.grammar, text) is passes, text
 
 
 THINKS = (
@@ -378,7 +370,7 @@ def test_a_schema_without_effort_is_followed_from_the_first_token(
     assert stage.prompt.endswith("<think>\n</think>\n")
     assert (told["content"], "reasoning_content" in told) == (pet, False)
     assert [
-        follows(served, each.grammar, text) for each, text in zip(worker.asked, (pet, f"</think>{pet}"), strict=True)
+        followed(served, each.grammar, text) for each, text in zip(worker.asked, (pet, f"</think>{pet}"), strict=True)
     ] == [True, False]
     use_template(monkeypatch, served, THINKS)
     said = http.post(CHAT, json=asked | {"temperature": 0, "logit_bias": LETTERS}).json()["choices"][0]

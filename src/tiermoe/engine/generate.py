@@ -200,7 +200,7 @@ def generate(
 def request_loop(
     engine: Engine, tokenizer: Tokenizer, speculation: Speculation | None, chat: ChatTemplate | None
 ) -> RequestLoop:
-    """A loop whose answers end where the model's configurations and its chat template say."""
+    """A loop whose stop tokens are those of the model's configurations and of its chat template."""
     ends = engine.ends | (frozenset() if chat is None else chat.ends)
     return RequestLoop(engine, tokenizer, ends=ends, speculation=speculation)
 

@@ -127,8 +127,8 @@ class MemoryPlan:
         return max(self.total, self.packing, self.loading)
 
     def lent(self, chunks: int, large: bool) -> int:
-        """Slots whose memory a step takes, in so many chunks of a prompt that go through a layer together. large: it
-        has `large_step` tokens, or scores those of a prompt."""
+        """Slots whose memory a step takes. chunks: of a prompt, which one pass over a layer computes. large: the step
+        has `large_step` tokens, or computes logits of a prompt's tokens."""
         beyond = 0 if chunks == 1 else (chunks - 1) * self.chunk_bytes - max(self.budget - self.total, 0)
         return max(-(-beyond // self.slot_bytes), 0) + self.step_slots * large
 

@@ -95,9 +95,9 @@ class ExpertService:
         return self._files is not None
 
     def lend(self, chunks: int, tokens: int, scored: bool) -> bool:
-        """Frees memory for a step of so many tokens, in chunks of a prompt that go through a layer together, until the
-        cache takes the slots back (`ExpertCache.take_back`); whether it has to. scored: logits of a prompt's tokens are
-        asked for."""
+        """Frees slots' memory for a step until the cache takes it back (`ExpertCache.take_back`); whether it has to.
+        chunks: of a prompt, which one pass over a layer computes. scored: the step computes logits of a prompt's
+        tokens."""
         count = self.plan.lent(chunks, large=scored or tokens >= self.plan.large_step)
         if count:
             for slot in self.scheduler.loader.lend(count, self.plan.layer_slots):

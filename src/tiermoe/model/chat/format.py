@@ -19,8 +19,8 @@ class CallFormat:
     """How calls are written. The texts are a template's own, blanks included.
 
     call: one call, with slots. parameter: how a parameter is written, by the JSON type of its value; the second of a
-    kind is of values that the first cannot hold. style: of arguments: `json`, one object; `tags`, parameters between
-    texts; `literals`, parameters whose values end by themselves, strings by their quotes."""
+    kind is of values that the first cannot hold. style: of arguments: `json`, one object; `tags`, each parameter
+    between two delimiters; `literals`, keyword arguments with values of JSON or Python, whose strings have quotes."""
 
     call: str
     begin: str = ""  # before the first call
@@ -29,7 +29,6 @@ class CallFormat:
     style: Literal["json", "tags", "literals"] = "json"
     parameter: Mapping[str, list[str]] = field(default_factory=dict)
     python: bool = False  # whether constants are written as Python does
-    separator: str = ""  # between parameters
     quote: str = ""  # of strings in literals, where they have quotes of their own
     single: bool = False  # whether the template takes no second call
 

@@ -81,7 +81,7 @@ class _Unlearned(Exception):
 
 @dataclass(slots=True)
 class _Probe:
-    """A template that is asked. error: the last one that it raised."""
+    """A template and its renderings. error: the last that a rendering raised."""
 
     rendered: Callable[..., str]  # render, of messages and variables
     atoms: _Atoms
@@ -441,7 +441,6 @@ def _with_parameters(probe: _Probe, header: str, form: CallFormat, one: _Cut, ta
     key = probe.atoms.ending(form.call, gap)
     head = form.call[: len(form.call) - len(key)]
     after = probe.atoms.beginning(gap[: len(gap) - len(key)], tail)
-    separator = gap[len(after) : len(gap) - len(key)]
     rest = one.after[len(after) :]
     ways = dict[str, list[str]]()
     spans = dict[str, tuple[str, str]]()
@@ -469,7 +468,7 @@ def _with_parameters(probe: _Probe, header: str, form: CallFormat, one: _Cut, ta
     way = f"{key}{KEY}{before}{VALUE}{ended.replace(_KEYS[0], KEY)}"
     ways["string"] += [] if way in ways["string"] else [way]
     call = f"{head}{ARGUMENTS}{tail[len(after) :]}"
-    return replace(form, call=call, style="tags", parameter=ways, separator=separator)
+    return replace(form, call=call, style="tags", parameter=ways)
 
 
 def _span(written: str, value: Any) -> tuple[int, int] | None:
@@ -612,7 +611,7 @@ _LONGEST = 16 << 20  # characters of a rendered conversation of a few words
 
 def main(seconds: int, memory: int) -> None:
     """Prints the format of the template on standard input, as JSON: [template, special tokens by variable, special
-    tokens]. seconds, memory: bounds of the process, which ends where it needs more."""
+    tokens]. seconds, memory: limits of the process (CPU seconds, bytes)."""
     template, variables, special = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     if sys.platform == "linux":
