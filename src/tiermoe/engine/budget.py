@@ -201,7 +201,7 @@ def _divided(base: MemoryPlan, wanted: int, model: PlanInputs, sizes: Mapping[in
         )
     plan = replace(base, slots=slots, pools=pools)
     chunks, chunk_bytes = prompt_chunks(model, slots, base.slot_bytes, plan.budget - plan.total)
-    plan = replace(plan, prompt_chunks=chunks, chunk_bytes=chunk_bytes, lends=chunks > 1)
+    plan = replace(plan, prompt_chunks=chunks, chunk_bytes=chunk_bytes)
     tokens, beyond = of_large_steps(model) if len(pools) == 1 and not model.resolved.settings.cache else (0, 0)
     more = min(min(beyond, wanted - room) // base.slot_bytes, base.all_slots - 1 - slots)  # all of them are no cache
     if more <= 0:
@@ -210,7 +210,7 @@ def _divided(base: MemoryPlan, wanted: int, model: PlanInputs, sizes: Mapping[in
     more = sum(pool.slots for pool in pools) - slots
     lent = Need("activations", -more * base.slot_bytes, Phase.RUNNING, "of large steps, slots until one comes")
     needs = (*base.needs, lent)
-    return replace(plan, slots=slots + more, pools=pools, needs=needs, lends=True, large_step=tokens, step_slots=more)
+    return replace(plan, slots=slots + more, pools=pools, needs=needs, large_step=tokens, step_slots=more)
 
 
 def memory_budget(settings: Settings) -> tuple[int, str]:

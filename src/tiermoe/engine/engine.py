@@ -198,7 +198,8 @@ class Engine:
             for each in passes:
                 chunks = max(len(each.rows) - len(batch.rows), 0) + 1
                 scored = every and each.phase == "prefill"
-                lent = self.plan.lends and self.service.lend(chunks, len(each.tokens), scored)
+                lends = chunks > 1 or self.plan.step_slots > 0
+                lent = lends and self.service.lend(chunks, len(each.tokens), scored)
                 context.begin(each)
                 if self.confident is None or every or each.phase != "decode":
                     found.append(run(each, cache, every))

@@ -48,7 +48,6 @@ class MemoryPlan:
     kv_memory: int | None = None  # bytes that all sequences' keys and values share; None: each has its whole context
     prompt_chunks: int = 1  # chunks of a prompt that go through a layer before the next one does
     chunk_bytes: int = 0  # that each of these chunks but the first takes
-    lends: bool = False  # whether a step may take the memory of slots
     large_step: int = 0  # tokens of a step from which on it takes the memory of `step_slots`
     step_slots: int = 0
     packers: int = 1  # how many pieces are packed at a time

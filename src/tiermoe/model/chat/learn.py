@@ -412,9 +412,10 @@ def _calls(probe: _Probe, header: str, thought: Sequence[str], after_text: str) 
         tail, rest = one.after.rstrip()[: len(one.after.rstrip()) - len(kept)], kept
     else:
         before = _without(first.before, thought)
-        lead = _indexed(probe.atoms.of(before)[::-1], probe.atoms.of(second.before)[::-1])[::-1]
-        size = len("".join(probe.atoms.of(before)[len(probe.atoms.of(before)) - len(lead) :]))
-        gap = probe.atoms.of(second.before)[: len(probe.atoms.of(second.before)) - len(lead)]
+        atoms, seconds = probe.atoms.of(before), probe.atoms.of(second.before)
+        lead = _indexed(atoms[::-1], seconds[::-1])[::-1]
+        size = len("".join(atoms[len(atoms) - len(lead) :]))
+        gap = seconds[: len(seconds) - len(lead)]
         tail = probe.atoms.beginning("".join(gap), one.after)
         head = _indexed(probe.atoms.of(_slotted(probe, first.head, 0)), probe.atoms.of(_slotted(probe, second.head, 1)))
         begin, between = before[: len(before) - size], "".join(gap)[len(tail) :]
