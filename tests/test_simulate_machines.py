@@ -174,16 +174,27 @@ def test_times_follow_from_what_a_processor_reads_and_calculates() -> None:
 
 
 def test_what_the_papers_measured_comes_out() -> None:
-    """HOBBIT: a float16 Mixtral layer loads for 85.5 % of its time, and an expert takes the CPU 5 ms. EdgeMoE: six
-    experts of 18.9 MB on a card take 2.55 times as long as the rest of a token."""
-    expert, attention = 352.4e6, 83.8e6
-    rtx = MACHINES["rtx4090"]
+    """HOBBIT: a float16 Mixtral layer computes for 3 ms, an int8 one on an Orin loads for 94.5 % of its time, and an
+    expert takes the CPU 5 ms. EdgeMoE: six experts of 18.9 MB on a card take 2.55 times as long as the rest of a token.
+    CORM: Mixtral loads for 2,100 ms of a token and computes for 350, DeepSeekMoE for 706 and 130."""
+    expert, attention = 176.2e6, 41.9e6
+    rtx, orin, corm = (MACHINES[name] for name in ("rtx4090", "jetson-orin", "rtx3090ti"))
     assert rtx.processor is not None
     assert rtx.cpu is not None
-    loading = 2 * expert / LINKS["pcie4"].bandwidth
-    computing = (2 * expert + attention) / rtx.processor.rate
-    assert loading / (loading + computing) == pytest.approx(0.855, abs=1e-3)
-    assert expert / rtx.cpu.rate == pytest.approx(5e-3, rel=1e-3)
+    assert orin.processor is not None
+    assert corm.processor is not None
+    assert (4 * expert + 2 * attention) / rtx.processor.rate == pytest.approx(3e-3)
+    assert 2 * expert / rtx.cpu.rate == pytest.approx(5e-3)
+    loading, computing = 2 * expert / LINKS["nvme"].bandwidth, (2 * expert + attention) / orin.processor.rate
+    assert loading / (loading + computing) == pytest.approx(0.945)
+    for layers, k, weights, dense, loading, computing in (
+        (32, 2, expert, attention, 2.1, 0.35),
+        (27, 6, 8.65e6, 2 * 8.65e6 + 16.8e6, 0.706, 0.13 * 27 / 28),
+    ):
+        nbytes = weights * 4.25 / 8
+        assert layers * k * (corm.link.latency + nbytes / corm.link.bandwidth) == pytest.approx(loading)
+        computed = layers * (corm.processor.layer_s + (k * nbytes + 2 * dense) / corm.processor.rate)
+        assert computed == pytest.approx(computing)
     pi = MACHINES["raspberry-pi-4b"]
     assert pi.processor is not None
     assert 6 * 18.9e6 / pi.link.bandwidth / (0.495e9 / pi.processor.rate) == pytest.approx(2.55)

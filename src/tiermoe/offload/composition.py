@@ -223,6 +223,13 @@ class Composition:
             parts.append(f"misses={self.misses}")
         return parts
 
+    @property
+    def tokens_by_residency(self) -> bool:
+        """Whether what a token is computed with depends on which experts are resident, and so, if any are prefetched,
+        on time: two runs may differ."""
+        by_rule = self.routing == "cached" or self.precision in ("gate-score", "popularity")
+        return by_rule or self.unit == "neuron" or self.proceeds or self.misses == "measured"
+
     def exact(self) -> Composition:
         """The same composition with every lossy part off: the exact preset's tokens, bit for bit."""
         routing = "all" if self.routing in _FEWER_OR_OTHERS else self.routing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,7 @@ from tiermoe.errors import ConfigError, TiermoeError
 
 if TYPE_CHECKING:
     from tiermoe.lab.papers import Figure, Paper, Row
-    from tiermoe.lab.papers.figure import Measure, Runs, Side
+    from tiermoe.lab.papers.figure import Measure, Runs, Side, Windows
 
 
 Name = Annotated[
@@ -55,8 +55,16 @@ class Found:
     moved: dict[str, str]
 
     def as_dict(self) -> dict[str, Any]:
-        what = {"figure": self.figure.name, "title": self.figure.title, "what": self.row.what}
-        return {**what, "paper": self.row.paper, "ours": self.ours, "moved": self.moved}
+        what = {"figure": self.figure.name, "title": self.figure.title, "what": self.row.what, "kind": self.row.kind}
+        values = {"paper": self.row.paper, "ours": self.ours, "moved": self.moved, "given": self.row.given}
+        return {**what, **values, "same_order": self.row.same_order(self.ours), "turned_by": self.turned_by}
+
+    @property
+    def turned_by(self) -> list[str]:
+        """What turns the order of a ratio into the paper's, if it is the other one."""
+        if self.row.same_order(self.ours) is not False:
+            return []
+        return [what for what, value in self.moved.items() if self.row.same_order(value)]
 
 
 def paper(
@@ -79,6 +87,8 @@ def paper(
     (simulate --machine), with the cache that the row names or 45 % of the
     experts (EdgeMoE: 20 %).
 
+    kind: measured by the engine, replayed with named costs, or counted in a
+    trace. What is given follows from what was put in, and stands apart.
     moved by: the same with what may be the cause of a difference taken away.
     """
     from tiermoe.lab.papers import PAPERS
@@ -104,7 +114,7 @@ def paper(
     if as_json:
         print(json.dumps([each.as_dict() for each in found]))
     elif as_markdown:
-        print("\n\n".join(_markdown(figure, [each for each in found if each.figure is figure]) for figure in chosen))
+        print(_markdown(found))
     else:
         _print(chosen, found)
 
@@ -147,20 +157,20 @@ def _made(
             ]
 
 
-def _evaluation(model: str, content: str, tokens: int, folder: str) -> Callable[[Side], dict[str, Any]]:
+def _evaluation(model: str, content: str, tokens: int, folder: str) -> Callable[[Side, Windows], dict[str, Any]]:
     """Evaluations in processes of their own, beside the checkpoint's own weights, which are scored once."""
     from tiermoe.lab.measure.compare import Case, evaluate_apart
+    from tiermoe.lab.papers.figure import BITS
     from tiermoe.offload.presets import PRESETS
 
-    reference = Path(folder) / "reference"
-    shape = (32, 256, tokens)
-
-    def evaluate(side: Side) -> dict[str, Any]:
+    def evaluate(side: Side, windows: Windows) -> dict[str, Any]:
+        shape = (*windows, tokens)
+        reference = Path(folder) / f"reference-{windows[0]}-{windows[1]}"
         with progress_bar() as progress:
             if not reference.exists():
                 evaluate_apart(Case(model, content, shape, {}, str(reference), reference), progress)
             options = {"preset": side.preset, "set": dict(side.changes), "cache": side.share or "45%"}
-            bits = {} if PRESETS[side.preset].bits else {"bits": side.bits}
+            bits = {"bits": side.bits or PRESETS[side.preset].bits or BITS}
             return evaluate_apart(Case(model, content, shape, options | bits, str(reference)), progress)
 
     return evaluate
@@ -220,30 +230,57 @@ def _print(figures: Sequence[Figure], found: Sequence[Found]) -> None:
         table, reasons = Table(title=_titled(figure), title_justify="left", box=SIMPLE_HEAD), _Reasons()
         for heading in _HEADINGS:
             table.add_column(heading)
-        for cells in _cells(figure, found, reasons, "\n"):
-            table.add_row(*cells)
+        for each in found:
+            if each.figure is figure:
+                table.add_row(*_cells(each, reasons, "\n"))
         Terminal(piped=WIDE).print(table)
         for line in reasons.lines():
             note(line)
+    note(_orders(found))
 
 
-def _markdown(figure: Figure, found: Sequence[Found]) -> str:
+def _markdown(found: Sequence[Found]) -> str:
+    """One table of what could have come out otherwise, one of what is given, and how many ratios have the paper's
+    order."""
     reasons = _Reasons()
-    rows = ["| " + " | ".join(cells) + " |" for cells in _cells(figure, found, reasons, "; ")]
-    heads = ["| " + " | ".join(_HEADINGS) + " |", "|---|--:|--:|---|"]
-    return "\n".join([_titled(figure), "", *heads, *rows, *(f"\n{line}" for line in reasons.lines())])
+    lines = [_orders(found), "", f"| figure | {' | '.join(_HEADINGS)} |", "|---|---|---|--:|--:|---|"]
+    lines += [_line(each, reasons) for each in found if not each.row.given]
+    lines += [f"\n{line}" for line in reasons.lines()]
+    if given := [each for each in found if each.row.given]:
+        lines += ["", "Given, and no evidence:", "", "| figure | what | paper | ours | follows from |"]
+        lines += ["|---|---|--:|--:|---|"]
+        lines += [f"| {_short(e)} | {e.row.what} | {e.row.paper} | {e.ours} | {e.row.given} |" for e in given]
+    return "\n".join(lines)
 
 
-_HEADINGS = ("what", "paper", "ours", "moved by")
+def _line(each: Found, reasons: _Reasons) -> str:
+    return f"| {_short(each)} | {' | '.join(_cells(each, reasons, '; '))} |"
+
+
+def _short(each: Found) -> str:
+    """A figure's name, as a table has it."""
+    return each.figure.name.replace("figure ", "").replace("section", "s.").replace("table", "t.")
+
+
+def _orders(found: Sequence[Found]) -> str:
+    """How many of the rows with a ratio in the paper lie on the paper's side of 1; the others, with what turns them."""
+    ratios = [each for each in found if each.row.same_order(each.ours) is not None]
+    others = [each for each in ratios if not each.row.same_order(each.ours)]
+    turned = [f"{_short(each)}, {each.row.what} ({'; '.join(each.turned_by)})" for each in others if each.turned_by]
+    unexplained = [f"{_short(each)}, {each.row.what}" for each in others if not each.turned_by]
+    text = f"{len(ratios) - len(others)} of {len(ratios)} ratios have the paper's order."
+    text += f" Turned by a cause: {'. '.join(turned)}." if turned else ""
+    return text + (f" Not explained: {'. '.join(unexplained)}." if unexplained else "")
+
+
+_HEADINGS = ("what", "kind", "paper", "ours", "moved by")
 
 
 def _titled(figure: Figure) -> str:
     return f"{figure.name}: {figure.title}"
 
 
-def _cells(figure: Figure, found: Sequence[Found], reasons: _Reasons, separator: str) -> Iterator[tuple[str, ...]]:
-    """The cells of a figure's rows. separator: between the entries of the column 'moved by'."""
-    for each in found:
-        if each.figure is figure:
-            moved = separator.join(f"{what}: {reasons.cell(ours)}" for what, ours in each.moved.items())
-            yield each.row.what, each.row.paper, reasons.cell(each.ours), moved
+def _cells(each: Found, reasons: _Reasons, separator: str) -> tuple[str, ...]:
+    """The cells of a row. separator: between the entries of the column 'moved by'."""
+    moved = separator.join(f"{what}: {reasons.cell(ours)}" for what, ours in each.moved.items())
+    return each.row.what, each.row.kind, each.row.paper, reasons.cell(each.ours), moved

@@ -4,15 +4,17 @@ one after the other from the baseline of its paper up."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from tiermoe.config import CacheSize, parse_cache
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.lab.papers.statistics import windows
-from tiermoe.lab.trace import Trace
+from tiermoe.lab.trace import Header, Trace
 from tiermoe.offload.composition import Composition, changed, parsed, unread
 from tiermoe.offload.presets import compose
 from tiermoe.offload.profiles import Profile, profile_of
@@ -56,8 +58,19 @@ DEFAULT_LADDER = Ladder(
 """Of our `default`."""
 
 
+KINDS = {
+    "measured": "by the engine, on this machine",
+    "replayed": "a trace on a virtual clock, whose costs are named",
+    "counted": "in a trace",
+    "given": "follows from what was put in: no evidence",
+}
+"""What a value of ours is."""
+
+
 class Measure(Protocol):
     """How a value is had."""
+
+    kind: ClassVar[str]  # of `KINDS`
 
     def value(self, runs: Runs) -> str:
         """Ours, as text. TiermoeError where `runs` lacks what it takes."""
@@ -73,6 +86,19 @@ class Row:
     ours: Measure
     moved: Mapping[str, Measure] = field(default_factory=dict)
     """What may be the cause of a difference, taken away → ours without it."""
+    given: str = ""  # what ours follows from, if it could not have come out otherwise
+
+    @property
+    def kind(self) -> str:
+        """Of `KINDS`."""
+        return "given" if self.given else self.ours.kind
+
+    def same_order(self, value: str) -> bool | None:
+        """Whether a ratio of ours lies on the paper's side of 1; None if the paper has no ratio, or `value` is none.
+        A paper that has ratios on both sides, or within 2 % of 1, has either order."""
+        if not isinstance(self.ours, Ratio) or not (papers := _sides(self.paper)) or not (ours := _sides(value)):
+            return None
+        return 0 in papers or len(papers) > 1 or ours[0] in (0, papers[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +120,18 @@ class Paper:
     missing: Mapping[str, str]  # name of a figure that cannot be had here → why
 
 
-OF_FIGURE = "{} (how fast the machines compute is of this figure)"
-"""Title of a figure that `simulate.machines` takes a processor's rate from."""
+def _sides(text: str) -> list[int]:
+    """On which side of 1 each number of a text lies: -1, 1, or 0 within 2 % of it, which 'above' and 'below' exclude;
+    each side once."""
+    found = []
+    for word, number in re.findall(r"(above|below)? ?(\d*\.\d+|\d+)", text):
+        near = 0 if not word else 1 if word == "above" else -1
+        found.append(near if abs(float(number) - 1) <= 0.02 else 1 if float(number) > 1 else -1)
+    return list(dict.fromkeys(found))
+
+
+RATE = "the machine computes at the rate that this figure gives"
+"""Why a row is given that `simulate.machines` takes a processor's rate from."""
 
 
 def decoding(result: Result) -> float:
@@ -123,20 +159,34 @@ def waiting(result: Result) -> float:
     return result.metrics.decode.wait_s / result.metrics.decode.seconds
 
 
+BITS = 4
+"""Of the experts of a side that names none and whose preset names none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """One composition in one precision."""
 
     preset: str
     changes: Mapping[str, str] = field(default_factory=dict)  # part or setting → value, as `--set` takes them
-    bits: int = 4
+    bits: int | None = None  # of the experts; None: the preset's own, or 4
     share: str | None = None  # of the experts that are cached; None: the place's
     share_of: int | None = None  # bits of the experts that the share is of, where two sides have the same bytes
+    cpu: float = 1.0  # how many times as fast the CPU computes an expert as the machine's
 
     def but(self, **changes: object) -> Side:
         """The same with other settings, and with another precision or share where these are named."""
-        own: dict[str, Any] = {name: changes.pop(name) for name in ("bits", "share", "share_of") if name in changes}
+        names = ("bits", "share", "share_of", "cpu")
+        own: dict[str, Any] = {name: changes.pop(name) for name in names if name in changes}
         return replace(self, changes={**self.changes, **{name: str(value) for name, value in changes.items()}}, **own)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a paper's model, in weights."""
+
+    expert: float
+    dense: float  # of a MoE layer and what runs beside it for each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +195,13 @@ class Place:
 
     machine: str  # as `tiermoe simulate --machine` takes it
     share: str = "45%"  # of the experts that are cached
+    sizes: Sizes | None = None  # of the paper's model; None: the trace's own
     seconds: tuple[float, float] | None = None  # of computing: a decoded token, a prompt's token; None: the machine's
+    block: float | None = None  # seconds of a decoded token's layer over those of an expert at 16 bits on the link
+
+
+Windows = tuple[int, int]
+"""Tokens that a window of the text begins with, and tokens that are scored after them."""
 
 
 @dataclass
@@ -156,7 +212,7 @@ class Runs:
 
     recorded: Trace | None
     profiles: Path | None = None
-    evaluate: Callable[[Side], dict[str, Any]] | None = None
+    evaluate: Callable[[Side, Windows], dict[str, Any]] | None = None
     _replays: dict[str, Result] = field(default_factory=dict)
     _evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -167,12 +223,12 @@ class Runs:
             raise ConfigError("needs a trace; give --trace FILE, which tiermoe trace makes")
         return self.recorded
 
-    def evaluated(self, side: Side) -> dict[str, Any]:
-        """A side's evaluation. ConfigError where no model was given."""
+    def evaluated(self, side: Side, windows: Windows, run: int = 0) -> dict[str, Any]:
+        """A side's evaluation number `run`. ConfigError where no model was given."""
         if self.evaluate is None:
             raise ConfigError("needs an evaluation; give --model MODEL and --text FILE")
-        if (name := repr(side)) not in self._evaluations:
-            self._evaluations[name] = self.evaluate(side)
+        if (name := repr((side, windows, run))) not in self._evaluations:
+            self._evaluations[name] = self.evaluate(side, windows)
         return self._evaluations[name]
 
     def replayed(self, side: Side, place: Place) -> Result:
@@ -182,17 +238,27 @@ class Runs:
         return self._replays[name]
 
     def _replay(self, side: Side, place: Place) -> Result:
-        from tiermoe.lab.simulate import machine_of, replay, run_bits, settings_on
+        from tiermoe.lab.simulate import machine_of, replay, settings_on
+        from tiermoe.lab.simulate.costs import expert_bytes, resized
 
         trace, composition = self.trace, compose(side.preset, dict(side.changes))
+        if place.sizes is not None:
+            trace = Trace(resized(trace.header, place.sizes.expert, place.sizes.dense), trace.passes)
         machine = machine_of(place.machine, None, None)
-        settings = settings_on(machine, trace.header, self._cache(side, place), place.seconds)
+        seconds = place.seconds
+        if place.block is not None:
+            expert_s = machine.link.latency + expert_bytes(trace.header, 0, 16) / machine.link.bandwidth
+            token_s = place.block * expert_s * len(trace.header.experts)
+            seconds = token_s, token_s / 10
+        settings = settings_on(machine, trace.header, self._cache(side, place, trace.header), seconds)
+        bits = side.bits or composition.bits or BITS
         if composition.prefetch == "percentile" and "window" not in side.changes:
             # the windows that Fate's calibration would find on the machine that is replayed
             timed = Trace(replace(trace.header, times=settings.times or trace.header.times), [])
-            found = windows(timed, run_bits(trace.header), settings.bandwidth)
+            found = windows(timed, bits, settings.bandwidth, settings.latency)
             composition = composition.having({"window": tuple(found)})
-        settings = replace(settings, bits=composition.bits or side.bits, profile=self.profile(composition))
+        cpu = {precision: seconds / side.cpu for precision, seconds in settings.cpu.items()}
+        settings = replace(settings, bits=bits, cpu=cpu, profile=self.profile(composition))
         return replay(trace, composition, settings)
 
     def profile(self, composition: Composition) -> Profile | None:
@@ -201,10 +267,10 @@ class Runs:
             return None
         return profile_of(self.profiles, composition.profile, self.trace.header.model, None)
 
-    def _cache(self, side: Side, place: Place) -> CacheSize:
+    def _cache(self, side: Side, place: Place, header: Header) -> CacheSize:
         from tiermoe.lab.simulate.costs import slot_sizes
 
-        cache, header = parse_cache(side.share or place.share), self.trace.header
+        cache = parse_cache(side.share or place.share)
         if side.share_of is None or cache.fraction is None:
             return cache
         unit = slot_sizes(header, [side.share_of])[side.share_of]
@@ -215,6 +281,7 @@ class Runs:
 class Ratio:
     """A figure of `ours` over that of `theirs`, both replayed in one place."""
 
+    kind: ClassVar[str] = "replayed"
     ours: Side
     theirs: Side
     place: Place
@@ -228,18 +295,12 @@ class Ratio:
         """Other caches, by their names."""
         return {f"{share} cached": replace(self, place=replace(self.place, share=share)) for share in shares}
 
-    def slower(self, *seconds: float) -> dict[str, Measure]:
-        """Slower computing, in seconds of a decoded token, by its names."""
-        return {
-            f"computing in {1000 * each:g} ms": replace(self, place=replace(self.place, seconds=(each, each / 10)))
-            for each in seconds
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """A figure of one replay. form: of the figure, as `format` takes it."""
 
+    kind: ClassVar[str] = "replayed"
     side: Side
     place: Place
     figure: Callable[[Result], float]
@@ -253,6 +314,7 @@ class Replayed:
 class Counted:
     """A statistic of the trace, or one for each layer. form: of a number, as `format` takes it."""
 
+    kind: ClassVar[str] = "counted"
     count: Callable[[Trace], float | Sequence[float | None]]
     form: str
 
@@ -266,22 +328,35 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What an evaluation loses of perplexity against the checkpoint's own weights, with its standard error."""
+    """What an evaluation loses of perplexity against the checkpoint's own weights, with its standard error over the
+    windows. Where tokens depend on time, the mean and the range of three runs: that error is not the spread of runs."""
 
+    kind: ClassVar[str] = "measured"
     side: Side
+    windows: Windows = (32, 256)
 
     def value(self, runs: Runs) -> str:
-        found = runs.evaluated(self.side)
-        lost, error = found["perplexity_loss"], found["perplexity_loss_se"]
-        return f"{lost:.2%}" if error is None else f"{lost:.2%} ± {error:.2%}"
+        composition = compose(self.side.preset, dict(self.side.changes))
+        count = 3 if composition.tokens_by_residency and composition.prefetch != "none" else 1
+        found = [runs.evaluated(self.side, self.windows, run) for run in range(count)]
+        losses = [each["perplexity_loss"] for each in found]
+        error = found[0]["perplexity_loss_se"]
+        text = f"{fmean(losses):.2%}" if error is None else f"{fmean(losses):.2%} ± {error:.2%}"
+        if count == 1:
+            return text
+        return f"{text} ({min(losses):.2%} to {max(losses):.2%} in {count} runs)"
 
 
-def rungs(preset: Composition, ladder: Ladder, place: Place, papers: Sequence[str]) -> list[Row]:
+def rungs(
+    preset: Composition, ladder: Ladder, place: Place, papers: Sequence[str], blocks: Mapping[str, float] | None = None
+) -> list[Row]:
     """A row for each part of a preset's ladder: decoding over the baseline, with the part and those before it. papers:
-    the paper's ratios, one for each part."""
+    the paper's ratios, one for each part. blocks: name → `Place.block` of other places."""
     steps = ladder.steps(preset, {})
     sides = [Side(preset.name, {name: str(value) for name, value in changes.items()}) for _, changes in steps]
+    places = {name: replace(place, block=block) for name, block in (blocks or {}).items()}
     return [
-        Row(f"with {part}", value, Ratio(side, sides[0], place))
+        Row(f"with {part}", value, Ratio(side, sides[0], place),
+            {name: Ratio(side, sides[0], other) for name, other in places.items()})
         for (part, _), side, value in zip(steps[1:], sides[1:], papers, strict=True)
-    ]
+    ]  # fmt: skip

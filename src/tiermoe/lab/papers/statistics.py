@@ -142,9 +142,34 @@ def most_used(share: float, per_sequence: bool) -> Statistic:
     return count
 
 
-def paths_covered(share: float) -> Statistic:
-    """The share of tokens whose path, their experts in all layers, is among the most frequent `share` of the paths."""
-    return lambda trace: _covered(Counter(str(token) for token in routings(trace)).values(), share)
+def _first(layer: LayerTrace) -> int | None:
+    """The expert that a decoded token's router weighs highest; None if the layer did not run."""
+    return layer.experts[0][0] if layer.experts and layer.experts[0] else None
+
+
+def paths_covered(share: float, apart: int = 0) -> Statistic:
+    """The share of decoded tokens' paths that are among the most frequent `share` of the paths that occur. A path is
+    the first expert of each of three layers in a row, as long as the keys and values of EdgeMoE's dictionary (section
+    3.3.2). apart: each layer of a path is of a token so many later, so that nothing but the layers' own frequencies
+    counts. TraceError if no path occurs twice: the share is then that of any model."""
+
+    def count(trace: Trace) -> float:
+        tokens = [[*map(_first, passed.layers)] for passed in decode_passes(trace)]
+        paths = Counter[tuple[int | None, ...]]()
+        for number in range(len(tokens)):
+            three = [tokens[(number + apart * place) % len(tokens)] for place in range(3)]
+            for layer in range(trace.header.encoder_layers, len(trace.header.experts) - 2):
+                path = [token[layer + place] for place, token in enumerate(three)]
+                if None not in path:
+                    paths[layer, *path] += 1
+        if max(paths.values(), default=1) == 1:
+            raise TraceError(
+                f"no path occurs twice in the trace of {trace.header.model}, so that {share:.0%} of the paths have "
+                f"{share:.0%} of the tokens whatever the routing; record a longer one with tiermoe trace"
+            )
+        return _covered(paths.values(), share)
+
+    return count
 
 
 def popular_tokens(share: float) -> Statistic:
@@ -272,15 +297,16 @@ def fallback_ratio(gamma: float) -> Statistic:
     return count
 
 
-def hits(policy: str, share: float) -> Statistic:
-    """The hit rate of an eviction policy alone, with slots for a share of the experts in one pool."""
+def hits(policy: str, share: float, **settings: str) -> Statistic:
+    """The hit rate of an eviction policy alone, with slots for a share of the experts in one pool. settings: its
+    own."""
 
     def count(trace: Trace) -> float:
         from tiermoe.lab.simulate.costs import run_bits
         from tiermoe.lab.simulate.evictions import hits_of
 
         slots = max(1, int(share * sum(trace.header.experts)))
-        return float(hits_of(trace, policy, slots, run_bits(trace.header)).headline_hit_rate or 0.0)
+        return float(hits_of(trace, policy, slots, run_bits(trace.header), settings).headline_hit_rate or 0.0)
 
     return count
 
@@ -308,10 +334,11 @@ def memory_saved(share: float, bits: int) -> Statistic:
     return count
 
 
-def windows(trace: Trace, bits: int, bandwidth: float) -> list[int]:
+def windows(trace: Trace, bits: int, bandwidth: float, latency: float = 0.0) -> list[int]:
     """N_prefetch = floor(T_window / T_io) of each layer (Fate, section 4.3): T_window = T_moe + T_gate + T_attn is the
     layer's share of a decode pass, T_io the time of one expert of the next layer. 0 where no expert can be read
-    meanwhile, and for the last layer. bandwidth: of the link, bytes per second. TraceError without times."""
+    meanwhile, and for the last layer. bandwidth: of the link, bytes per second. latency: of a transfer, seconds.
+    TraceError without times."""
     from tiermoe.lab.simulate.costs import expert_bytes
 
     header = trace.header
@@ -322,7 +349,7 @@ def windows(trace: Trace, bits: int, bandwidth: float) -> list[int]:
     found = []
     for layer in range(layers - 1):
         t_window = header.times.dense / layers + header.top_k[layer] * expert
-        t_io = expert_bytes(header, layer + 1, bits) / bandwidth
+        t_io = latency + expert_bytes(header, layer + 1, bits) / bandwidth
         found.append(math.floor(t_window / t_io))
     return [*found, 0]
 

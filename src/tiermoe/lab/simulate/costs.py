@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from tiermoe.errors import TraceError
@@ -87,6 +87,24 @@ def _sized(known: Mapping[int, Sequence[int]], layer: int, bits: int) -> int:
     return known[nearest][layer] * bits // nearest
 
 
+def resized(header: Header, expert: float, dense: float) -> Header:
+    """The header of a model of the same routing whose experts have `expert` weights, and each layer `dense` others in
+    16 bits."""
+    precise = max(header.expert_bytes)
+    factor = expert * precise / 8 / fmean(header.expert_bytes[precise])
+
+    def times(sizes: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+        return {bits: [round(factor * nbytes) for nbytes in row] for bits, row in sizes.items()}
+
+    return replace(
+        header, expert_bytes=times(header.expert_bytes), slot_bytes=times(header.slot_bytes),
+        copied_bytes=times(header.copied_bytes), dense_bytes=round(2 * dense * len(header.experts)),
+        head_bytes=round(factor * header.head_bytes), neuron_bytes=round(factor * header.neuron_bytes),
+        neuron_slot_bytes={bits: round(factor * nbytes) for bits, nbytes in header.neuron_slot_bytes.items()},
+        made_from={**header.made_from, "dense_bits": 16},
+    )  # fmt: skip
+
+
 def shape_of(header: Header) -> ModelShape:
     """The shape of a traced model, without hash tables."""
     return ModelShape(header.experts, header.top_k, header.encoder_layers)
@@ -126,7 +144,8 @@ def computed_times(header: Header, processor: Processor) -> Times:
     dense_weights = header.dense_bytes * 8 / int(header.made_from.get("dense_bits", precise))
     expert = expert_times(header, processor.rate)
     further = dict.fromkeys(expert, 2 * weights / processor.arithmetic)
-    return Times(header.dense_bytes / processor.rate, expert, 2 * dense_weights / processor.arithmetic, further)
+    dense = header.dense_bytes / processor.rate + len(header.experts) * processor.layer_s
+    return Times(dense, expert, 2 * dense_weights / processor.arithmetic, further)
 
 
 def expert_times(header: Header, rate: float) -> dict[int, float]:

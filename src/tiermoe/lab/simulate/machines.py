@@ -36,6 +36,7 @@ class Processor:
     rate: float  # bytes a second of weights that it gets through while it decodes
     source: str  # of the figures, for people
     arithmetic: float = 0.0  # float operations a second in prompts; 0 of one that computes none
+    layer_s: float = 0.0  # seconds of a decoded token's layer, whatever its size
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +99,26 @@ _ST_BASE_8_TOKEN = 0.495e9
 experts of 18.9 MB, and the vocabulary's 32,128."""
 
 
-def _layer_rate(loading: float, link: NamedLink, nbytes: int) -> float:
-    """Bytes a second of a processor that computes a Mixtral layer of `nbytes` a weight in the share 1 - `loading` of
-    the time, while two experts come over `link` in the other share (HOBBIT, figure 3-(a))."""
-    loading_s = 2 * _MIXTRAL_EXPERT * nbytes / link.bandwidth
-    return (2 * _MIXTRAL_EXPERT + _MIXTRAL_ATTENTION) * nbytes / (loading_s * (1 - loading) / loading)
+# CORM's table 3, seconds of a token with int4 experts on demand: Mixtral (32 layers, two experts), and DeepSeekMoE (27
+# MoE layers of 28, six experts of 8.65 M weights, two more and an attention of 16.8 M in 16 bits). Two models give two
+# unknowns each: what a transfer and a layer take whatever their size, and a rate.
+_INT4 = 4.25 / 8  # bytes a weight: groups of 64 with scales that are quantised again (CORM, section 5)
+_DEEPSEEK_EXPERT, _DEEPSEEK_ATTENTION = 8.65e6, 16.8e6
+_LOADING = ((2.1 / (32 * 2), _MIXTRAL_EXPERT * _INT4), (0.706 / (27 * 6), _DEEPSEEK_EXPERT * _INT4))
+_COMPUTING = (
+    (0.35 / 32, 2 * _MIXTRAL_EXPERT * _INT4 + 2 * _MIXTRAL_ATTENTION),
+    (0.13 / 28, 6 * _DEEPSEEK_EXPERT * _INT4 + 2 * (2 * _DEEPSEEK_EXPERT + _DEEPSEEK_ATTENTION)),
+)
 
+
+def _fitted(measured: tuple[tuple[float, float], tuple[float, float]]) -> tuple[float, float]:
+    """(bytes a second, seconds of no bytes) of two (seconds, bytes)."""
+    (long, many), (short, few) = measured
+    rate = (many - few) / (long - short)
+    return rate, short - few / rate
+
+
+_CORM_LINK, _CORM_GPU = _fitted(_LOADING), _fitted(_COMPUTING)
 
 _TX2 = Processor(
     _ST_BASE_8_TOKEN / (0.789 / 3.55),
@@ -118,8 +133,8 @@ MACHINES: dict[str, Machine] = {
             "rtx4090",
             LINKS["pcie4"],
             Processor(
-                _layer_rate(0.855, LINKS["pcie4"], 2),
-                "HOBBIT, figure 3-(a): 85.5 % of a float16 Mixtral layer is loading, here two experts over PCIe",
+                2 * (2 * _MIXTRAL_EXPERT + _MIXTRAL_ATTENTION) / 3e-3,
+                "HOBBIT, section 2: a float16 layer of Mixtral takes about 3 ms",
                 82.6 * ARITHMETIC_SHARE * 1e12,  # NVIDIA
             ),
             LINKS["nvme"],
@@ -129,7 +144,7 @@ MACHINES: dict[str, Machine] = {
             "jetson-orin",
             _unified(204.8),
             Processor(
-                _layer_rate(0.945, LINKS["nvme"], 1),
+                (1 + _MIXTRAL_ATTENTION / (2 * _MIXTRAL_EXPERT)) * LINKS["nvme"].bandwidth * 0.945 / (1 - 0.945),
                 "HOBBIT, figure 3-(a): 94.5 % of an int8 Mixtral layer is loading, here two experts from the SSD",
                 5.3 * ARITHMETIC_SHARE * 1e12,  # NVIDIA: 2,048 cores at 1.3 GHz
             ),
@@ -161,7 +176,12 @@ MACHINES: dict[str, Machine] = {
             cpu=_cpu(51.2, "Intel i5-12400 (MoBiLE, section IV), two channels of DDR4-3200"),
         ),
         Machine(
-            "rtx3090ti", LINKS["pcie4"], _gpu(1008, 40.0, "NVIDIA (CORM, section 5)"),
+            "rtx3090ti",
+            NamedLink("corm", *_CORM_LINK, "CORM, table 3: experts on demand in Mixtral and DeepSeekMoE", True),
+            Processor(
+                _CORM_GPU[0], "CORM, table 3: computing of Mixtral and DeepSeekMoE", 40.0 * ARITHMETIC_SHARE * 1e12,
+                _CORM_GPU[1],
+            ),
             cpu=_cpu(140.8, "Intel Xeon Gold 6226R (CORM, section 5), six channels of DDR4-2933"),
         ),
     )

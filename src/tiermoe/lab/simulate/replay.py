@@ -188,6 +188,7 @@ def replay(
     header = trace.header
     require(composition, header)
     _require_machine(composition, settings)
+    composition = replace(composition, bits=settings.bits or composition.bits)
     composition = _with_theta(filled(composition, settings.profile), header)
     require_calibration(composition, settings.profile, header.model)
     composition = with_low_share(composition, len(header.experts))
@@ -242,11 +243,11 @@ def _require_machine(composition: Composition, settings: ReplaySettings) -> None
 
 def _with_theta(composition: Composition, header: Header) -> Composition:
     """The composition with the theta that the trace's active neurons were recorded with. TraceError where it has
-    another."""
+    another: in four digits, as `tiermoe calibrate` prints them, for a user gives `tiermoe trace` what he read."""
     recorded = header.made_from.get("theta")
     if composition.unit != "neuron" or recorded is None:
         return composition
-    if composition.theta not in (None, float(recorded)):
+    if composition.theta is not None and f"{composition.theta:.4g}" != f"{float(recorded):.4g}":
         raise TraceError(
             f"the trace of {header.model} holds the neurons active at theta {recorded}, preset {composition.name} asks "
             f"for {composition.theta:g}; make the trace again with that theta"
@@ -264,7 +265,7 @@ class _Run:
             shape = replace(shape, hash_tables=hash_tables(trace))
         self.steps = steps_of(trace, composition)
         self.metrics = Metrics(bandwidth=settings.bandwidth)
-        self.bits = settings.bits or composition.bits or run_bits(header)
+        self.bits = composition.bits or run_bits(header)
         sizes = slot_sizes(header, precisions(composition, self.bits, found.bits), composition.unit)
         self.nbytes = cache_bytes(composition, settings.cache, shape, sizes)
         self.slots = divide(self.nbytes, composition, sizes, found.bits.values(), sum(header.experts))
