@@ -11,7 +11,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -93,6 +93,29 @@ class Times:
     prefill_layers: float = 0.0  # likewise of `prefill_token`
 
 
+DECIDING = ("unit", "precision", "prefetch", "routing", "cache")
+"""Parts of a composition that what a layer's decisions take follows from, the dearest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deciding:
+    """What the engine spent on deciding under one composition, beside kernels, loads and waiting."""
+
+    parts: dict[str, str]  # `DECIDING` → value
+    decode: float  # seconds of a layer of a decoded token's pass
+    prefill: float  # seconds of a layer of a prompt's pass
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What the engine spends that is no computing, measured where the trace was made."""
+
+    bandwidth: float  # of the link while it read, bytes per second
+    lanes: int  # reads at once
+    load: float  # seconds of asking for an expert and of placing it, beside its transfer
+    presets: dict[str, Deciding]
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a trace was made from and holds."""
@@ -116,6 +139,7 @@ class Header:
     neuron_slot_bytes: dict[int, int] = field(default_factory=dict)
     """Bits → bytes of a slot of the neuron unit; none: as of whole experts."""
     hash_layers: Sequence[int] = ()  # MoE layers whose experts follow from the token alone
+    costs: Costs | None = None  # None where none were measured
 
 
 @dataclass(slots=True)
@@ -234,11 +258,13 @@ def _document(line: bytes, number: int, path: Path) -> dict[str, Any]:
 def _header_to_json(header: Header) -> dict[str, Any]:
     fields = {name: getattr(header, name) for name in Header.__slots__}
     times = header.times and {name: getattr(header.times, name) for name in Times.__slots__}
-    return {"format": FORMAT, "version": VERSION, **fields, "times": times, "holds": sorted(header.holds)}
+    costs = header.costs and asdict(header.costs)
+    more = {"times": times, "costs": costs, "holds": sorted(header.holds)}
+    return {"format": FORMAT, "version": VERSION, **fields, **more}
 
 
 def _header_from_json(document: dict[str, Any]) -> Header:
-    values = {name: document[name] for name in Header.__slots__ if name not in (*_LATER, "hash_layers")}
+    values = {name: document[name] for name in Header.__slots__ if name not in (*_LATER, "hash_layers", "costs")}
     values |= {name: _by_number(document.get(name, {})) for name in _LATER}
     values["hash_layers"] = tuple(map(int, document.get("hash_layers", [])))
     if len(values["experts"]) != len(values["top_k"]):
@@ -254,6 +280,9 @@ def _header_from_json(document: dict[str, Any]) -> Header:
             times["dense"], _by_number(times["expert"]), times["prefill_token"], _by_number(times["prefill_expert"]),
             **{name: times.get(name, 0.0) for name in _LATER_TIMES},
         )  # fmt: skip
+    if (costs := document.get("costs")) is not None:
+        presets = {name: Deciding(**deciding) for name, deciding in costs["presets"].items()}
+        values["costs"] = Costs(costs["bandwidth"], costs["lanes"], costs["load"], presets)
     return Header(
         **values | {"expert_bytes": _by_number(values["expert_bytes"]), "holds": frozenset(values["holds"])}
         | {"times": times}

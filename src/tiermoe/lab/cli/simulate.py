@@ -35,6 +35,7 @@ from tiermoe.lab.simulate import (
     BeladyHits,
     EvictionRow,
     Machine,
+    NamedLink,
     ReplaySettings,
     all_evictions,
     compare_evictions,
@@ -52,6 +53,9 @@ from tiermoe.offload.profiles import profile_of
 
 CACHE = "20%"
 """Size of the cache where none is given."""
+
+TRACED = "traced"
+"""Name of the link that a trace's own costs have."""
 
 TraceFile = Annotated[
     Path, typer.Argument(help="A routing trace: a file of `tiermoe trace`, or a route_trace CSV.", show_default=False)
@@ -204,7 +208,8 @@ class _Place:
     def check(self, rows: Sequence[Variant]) -> None:
         """ConfigError for a place that is none, and for an option that no row reads."""
         values = {**self.options, **rows[0].options}
-        self.machine(values)
+        if values.keys() & {"link", "machine"}:
+            self.machine(values)
         if self.drive is not None and "ram" not in values:
             raise ConfigError(
                 f"--drive {self.drive} fills main memory, and --ram does not say how much of it; give --ram 16GiB"
@@ -215,9 +220,13 @@ class _Place:
             composition = compose(rows[-1].preset, rows[-1].set)
             _refuse_unread_by(composition, self.gather is not None, self.cpu_expert_s is not None)
 
-    def machine(self, values: Mapping[str, Any]) -> Machine:
-        """The machine of a row. values: of the options in `SWEPT`, the row's own first."""
-        found = machine_of(values.get("machine"), values.get("link"), self.drive)
+    def machine(self, values: Mapping[str, Any], header: Header | None = None) -> Machine:
+        """The machine of a row. values: of the options in `SWEPT`, the row's own first. header: of the trace, whose own
+        link is taken if none is named."""
+        if header is not None and header.costs is not None and not values.keys() & {"link", "machine"}:
+            found = Machine("this", NamedLink(TRACED, header.costs.bandwidth, 0.0, "as the trace measured"))
+        else:
+            found = machine_of(values.get("machine"), values.get("link"), self.drive)
         found = replace(found, processor=None) if "compute" in values else found
         return found if self.cpu_expert_s is None else replace(found, cpu=None)
 
@@ -225,7 +234,7 @@ class _Place:
         """The settings of a row but precision, profile, lanes and seed."""
         seconds = (values["compute"], self.prefill_s or values["compute"]) if "compute" in values else None
         cache = values.get("cache") or parse_cache(CACHE)
-        found = settings_on(self.machine(values), header, cache, seconds, values.get("ram"))
+        found = settings_on(self.machine(values, header), header, cache, seconds, values.get("ram"))
         if self.cpu_expert_s is not None:
             found = replace(found, cpu={run_bits(header): self.cpu_expert_s})
         return found if self.gather is None else replace(found, gather=1 / self.gather)
@@ -236,11 +245,14 @@ class _Place:
         header, profile = trace.header, None
         if self.profiles is not None and composition.needs_profile:
             profile = profile_of(self.profiles, composition.profile, header.model, header.fingerprint or None)
+        machine = self.machine(values, header)
+        traced = header.costs is not None and machine.link.name == TRACED
         settings = replace(
-            self.settings(values, header), lanes=self.lanes, bits=self.bits, seed=self.seed, profile=profile
-        )
+            self.settings(values, header), lanes=header.costs.lanes if traced and header.costs else self.lanes,
+            bits=self.bits, seed=self.seed, profile=profile,
+        )  # fmt: skip
         result = replay(trace, composition, settings, belady).as_dict()
-        described = self.machine(values).described("ram" in values)
+        described = machine.described("ram" in values)
         return {**described, **result, "set": dict(row.set), "lossy": composition.lossy}
 
     def described(self, results: Sequence[dict[str, Any]]) -> str:
@@ -249,10 +261,10 @@ class _Place:
         times = "as given" if "compute" in self.options else "as swept" if swept == "compute" else ""
         if swept in ("link", "machine"):
             return f"{swept}: as swept; computing times: {times or 'as the trace measured, or as of the processor'}"
-        machine = self.machine(self.options)
-        parts = machine.described("ram" in self.options or swept == "ram")
-        times = times or ("as of its processor" if machine.processor else "as the trace measured")
-        return "; ".join(f"{part}: {told}" for part, told in parts.items()) + f"; computing times: {times}"
+        row = results[0]
+        times = times or ("as of its processor" if "processor" in row else "as the trace measured")
+        named = [f"{part}: {row[part]}" for part in ("machine", "link", "drive", "processor", "cpu") if part in row]
+        return "; ".join(named) + f"; computing times: {times}"
 
 
 def _evictions(

@@ -12,7 +12,7 @@ from tiermoe.cli import options as opt
 from tiermoe.cli.output import note, progress_bar
 from tiermoe.cli.session import open_session
 from tiermoe.config import format_size
-from tiermoe.errors import ConfigError
+from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.lab.cli import options as lab
 
 Neurons = Annotated[
@@ -22,6 +22,11 @@ Neurons = Annotated[
         metavar="THETA",
         show_default=False,
     ),
+]
+
+Costs = Annotated[
+    str | None,
+    typer.Option(help="Presets to run for what they cost, like all or fate,hobbit.", show_default=False),
 ]
 
 
@@ -40,8 +45,13 @@ def trace(
         typer.Option(min=1, help="Experts of a token in that pass. Default: half of its experts.", show_default=False),
     ] = None,
     neurons: Neurons = None,
+    costs: Costs = None,
 ) -> None:
-    """Record routing, gate weights, predictions for later layers, and compute times, for `tiermoe simulate`."""
+    """Record routing, gate weights, predictions for later layers, and compute times, for `tiermoe simulate`.
+
+    --costs runs presets in the engine on the same text, 45 % of the experts
+    cached, and records what their decisions and loads take and how fast the link
+    is. `tiermoe simulate` without --link and --machine charges that."""
     content = opt.read_text(text)
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"the folder of {out} does not exist; make it, or choose another --out")
@@ -63,6 +73,7 @@ def trace(
             options["chunk"] = shape.chunk
         return sequence + 1
 
+    runs = _runs(model, content, (prompt, sequence - prompt, tokens), costs, options) if costs else None
     session = open_session(model, options, context_for)
     from tiermoe.lab.measure.record import made_from, write_trace
 
@@ -72,10 +83,32 @@ def trace(
             write_trace(
                 out, session.engine, cut_text["ids"], cut_text["shape"],
                 made_from(text.name, content, cut_text["shape"], settings), progress, little=little, theta=neurons,
-                little_k=little_k,
+                little_k=little_k, runs=runs,
             )  # fmt: skip
     finally:
         session.engine.close()
     recorded = cut_text["ids"].numel()
     note(f"[{recorded:,} tokens in {len(cut_text['ids'])} sequences, {format_size(out.stat().st_size)}]")
     print(out)
+
+
+def _runs(
+    model: str, content: str, shape: tuple[int, int, int], presets: str, options: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """What each preset, and `NEEDED`, took on the text, in processes of their own. A preset that cannot run, as one
+    without its calibration, is left out with a line that says why."""
+    from tiermoe.lab.measure.compare import Case, evaluate_apart, presets_asked
+    from tiermoe.lab.measure.costs import COST_CACHE, NEEDED
+
+    found = {}
+    with progress_bar() as progress:
+        for name in dict.fromkeys((*NEEDED, *presets_asked(presets))):
+            try:
+                found[name] = evaluate_apart(
+                    Case(model, content, shape, {**options, "preset": name, "cache": COST_CACHE}), progress
+                )
+            except TiermoeError as error:
+                if name in NEEDED:
+                    raise
+                note(f"left out {name}: {error}")
+    return found

@@ -104,7 +104,7 @@ def settings_of(engine: Engine) -> dict[str, Any]:
 
 def speed_of(engine: Engine, metrics: Metrics) -> dict[str, Any]:
     """Settings and figures of a run, by the names that `--json` prints."""
-    plan = engine.plan
+    plan, decode = engine.plan, metrics.decode
     figures = named(
         engine.complete(metrics), "hit_rate", "prefill_hit_rate", "decode_hit_rate", "prefill_tok_s", "decode_tok_s",
         "bound_tok_s", "bytes_read", "prefill_bytes_per_token", "bytes_per_token", "wait_s", "decode_wait_s",
@@ -116,7 +116,10 @@ def speed_of(engine: Engine, metrics: Metrics) -> dict[str, Any]:
         **figures,
         **metrics.total.expert_counts,
         **engine.service.unit.stats(),
-        "other_budgets": [asdict(each) for each in engine.other_budgets(metrics.decode)],
+        "decode_loads": sum(each.loads + each.speculative_loads for each in (decode.counts, decode.discarded)),
+        "bandwidth": metrics.bandwidth,
+        "lanes": engine.link.lanes,
+        "other_budgets": [asdict(each) for each in engine.other_budgets(decode)],
         "threads": torch.get_num_threads(),
         "memory_budget_bytes": plan.budget,
     }

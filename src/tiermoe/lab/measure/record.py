@@ -8,8 +8,8 @@ the model's own passes as they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +26,7 @@ from tiermoe.formats.expert_format import expert_format
 from tiermoe.formats.neurons import neuron_format, record_place
 from tiermoe.formats.store import Store, precision_key
 from tiermoe.kernels.linear import machine_layout
+from tiermoe.lab.measure.costs import costs_of
 from tiermoe.lab.measure.neurons import NeuronWatch
 from tiermoe.lab.measure.texts import Feed, SequenceShape
 from tiermoe.lab.papers import corm
@@ -33,6 +34,7 @@ from tiermoe.lab.trace import Header, LayerTrace, Little, Pass, Times, TraceWrit
 from tiermoe.model.families import family_of
 from tiermoe.model.prepare_store import Progress
 from tiermoe.offload.policies.routing import require_little
+from tiermoe.offload.presets import PRESETS
 from tiermoe.types import Ready, Routed
 
 DISTANCES = (1, 2, 3)
@@ -52,17 +54,21 @@ def write_trace(
     little: bool = True,
     theta: float | None = None,
     little_k: int | None = None,
+    runs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Records the sequences `ids` (sequences, length) in a trace file at `path`, which appears whole or not at all.
-    Times are measured before, on the first sequence. distances, little, theta, little_k: as for `Recorder`. TraceError
-    where `path` cannot be written."""
-    times = measure_times(model, ids[0], shape.prompt)
+    Times are measured before, on the first sequence. distances, little, theta, little_k: as for `Recorder`. runs: of
+    presets on the same text, as `costs_of` takes them. TraceError where `path` cannot be written."""
+    times, costs = measure_times(model, ids[0], shape.prompt), None
+    if runs:
+        top_k = [layer.top_k for layer in engine_of(model).store.layers]
+        times, costs = costs_of(runs, {name: PRESETS[name] for name in runs}, times, top_k)
     if theta is not None:
         made_from = {**made_from, "theta": theta}
     if little_k is not None:
         made_from = {**made_from, "little": little_k}
     with Recorder(model, distances, little, theta, little_k) as recorder:
-        header = header_of(model, times, recorder.holds, recorder.distances, made_from)
+        header = replace(header_of(model, times, recorder.holds, recorder.distances, made_from), costs=costs)
         with TraceWriter(path, header) as writer:
             done = 0
             for number, sequence in enumerate(ids):

@@ -10,7 +10,7 @@ from statistics import fmean
 from tiermoe.errors import TraceError
 from tiermoe.lab.simulate.link import Move
 from tiermoe.lab.simulate.machines import Processor
-from tiermoe.lab.trace import Header, LayerTrace, Times, Trace
+from tiermoe.lab.trace import DECIDING, Deciding, Header, LayerTrace, Times, Trace
 from tiermoe.offload.assembly import ModelShape
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.neurons import NeuronCache, Records, to_load, whole
@@ -35,6 +35,18 @@ class Costs:
     header: Header
     times: Times
     copies: bool = False  # the link moves copies to a GPU, not stored bytes
+    deciding: Deciding | None = None  # of the composition; None: nothing is charged for deciding
+
+    def decide_s(self, phase: str) -> float:
+        """Seconds of deciding a layer."""
+        if self.deciding is None:
+            return 0.0
+        return self.deciding.decode if phase == "decode" else self.deciding.prefill
+
+    @property
+    def load_s(self) -> float:
+        """Seconds of asking for a load, beside its transfer."""
+        return self.header.costs.load if self.deciding is not None and self.header.costs else 0.0
 
     def nbytes(self, key: ExpertKey) -> int:
         """Bytes that a load moves. A precision without a size in the trace is taken in proportion from the nearest."""
@@ -151,6 +163,18 @@ def computed_times(header: Header, processor: Processor) -> Times:
 def expert_times(header: Header, rate: float) -> dict[int, float]:
     """Bits → seconds of one expert on one token, of a processor that reads so many bytes a second of slots."""
     return {bits: fmean(sizes) / rate for bits, sizes in (header.slot_bytes or header.expert_bytes).items()}
+
+
+def deciding_of(header: Header, composition: Composition) -> Deciding | None:
+    """What deciding takes under a composition: as measured for the one with most parts in common, the dearest parts
+    first; None if nothing was measured."""
+    if header.costs is None:
+        return None
+
+    def alike(measured: Deciding) -> list[bool]:
+        return [measured.parts.get(part) == str(composition[part]) for part in DECIDING]
+
+    return max(header.costs.presets.values(), key=alike)
 
 
 def nearest(times: Mapping[int, float], bits: int) -> float:

@@ -22,11 +22,17 @@ class VirtualClock:
 
     now: float = 0.0  # seconds since the replay began
     compute_s: float = 0.0  # seconds of computing among them
+    deciding_s: float = 0.0  # seconds of deciding among them, as the engine measured them
 
     def compute(self, seconds: float) -> None:
         """The processor computes for `seconds`; the link goes on meanwhile."""
         self.now += seconds
         self.compute_s += seconds
+
+    def decide(self, seconds: float) -> None:
+        """Decisions take `seconds`; the link goes on meanwhile."""
+        self.now += seconds
+        self.deciding_s += seconds
 
 
 class Move(NamedTuple):

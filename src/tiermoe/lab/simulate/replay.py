@@ -15,6 +15,7 @@ from tiermoe.lab.simulate.costs import (
     Costs,
     NeuronLoads,
     computed_times,
+    deciding_of,
     expert_times,
     nearest,
     run_bits,
@@ -102,6 +103,7 @@ class Result:
     metrics: Metrics
     optimum: Callable[[], Metrics]  # makes `belady`
     cached_experts: int  # in the end
+    deciding_s: float = 0.0  # seconds of deciding and asking, as the engine measured them; 0 if nothing was measured
     second_level: dict[str, int] = field(default_factory=dict)  # a GPU's counters, named as in `stats()`; with `ram`
 
     @property
@@ -176,6 +178,7 @@ class Result:
             "fallback_ratio": metrics.fallback_ratio,
             "prefetching": metrics.prefetching,
             "bound_fraction": self.bound_fraction,
+            "deciding_s": self.deciding_s,
         }
 
 
@@ -195,7 +198,8 @@ def replay(
     times = settings.times or header.times
     if times is None:
         raise TraceError(f"the trace of {header.model} holds no computing times; give them with --compute 20ms")
-    run = _Run(trace, composition, settings, Costs(header, times, settings.copies))
+    deciding = deciding_of(header, composition) if settings.times is None else None
+    run = _Run(trace, composition, settings, Costs(header, times, settings.copies, deciding))
     run.all_steps()
     unit = slot_sizes(header, [run.bits], composition.unit)[run.bits]
     return Result(
@@ -205,6 +209,7 @@ def replay(
         slots={",".join(map(str, share.bits)): share.slots for share in run.slots},
         metrics=run.metrics,
         cached_experts=run.cached_experts,
+        deciding_s=run.deciding_s,
         optimum=partial((belady or BeladyHits(trace)).of, max(run.nbytes // unit, 1), run.bits),
         second_level=run.second_level,
     )
@@ -294,10 +299,15 @@ class _Run:
             lambda: MissCosts(link.seconds_per_load, cpu.seconds_per_expert),
         )  # fmt: skip
         self._sequence: int | None = None
+        self._loads = 0  # whose asking is charged
 
     @property
     def cached_experts(self) -> int:
         return len(self._scheduler.loader.cache)
+
+    @property
+    def deciding_s(self) -> float:
+        return self._clock.deciding_s
 
     def all_steps(self) -> None:
         """Every pass in order; fills `metrics`."""
@@ -337,6 +347,7 @@ class _Run:
         used = self._meter().since(before)
         if step.discarded:
             self._scheduler.discard_pass()
+            self._loads = self._asked
         self.metrics.by_phase[step.phase].add(used, 0 if step.discarded else step.size, step.discarded)
 
     def _layer(self, step: Step, layer: int, forecasts: RecordedForecasts) -> None:
@@ -346,6 +357,8 @@ class _Run:
         tokens = routed.tokens_per_expert()
         groups = self._scheduler.run_layer(routed, forecasts)
         self._clock.compute(self._costs.layers_s(step.phase, step.size) / len(step.running))
+        if not self._hits_at_once or self._scheduler.loader.cache.in_flight:
+            self._clock.decide(self._costs.decide_s(step.phase))
         for ready in chain.from_iterable(groups):
             key = ExpertKey(layer, ready.expert, ready.bits)
             if ready.slot == CPU_FALLBACK:
@@ -355,6 +368,19 @@ class _Run:
                 self._link.fetch(more)
             self._clock.compute(self._costs.expert_s(ready.bits, tokens.get(ready.expert, 0)))
         self._clock.compute_s += self._cpu.finish()
+        self._clock.decide(self._costs.load_s * (self._asked - self._loads))
+        self._loads = self._asked
+
+    @property
+    def _asked(self) -> int:
+        """Loads, urgent and ahead, of the passes that were not discarded."""
+        counts = self._scheduler.loader.counts
+        return counts.loads + counts.speculative_loads
+
+    @property
+    def _hits_at_once(self) -> bool:
+        """Whether the engine computes a layer of resident experts in one call, without deciding anything."""
+        return self._scheduler.computes_hits_at_once and len(self.slots) == len(self.slots[0].bits) == 1
 
     def _substituted(self, routed: Routed, predicted: list[int]) -> Routed:
         """The choice of tokens that go on with `predicted` experts, the likeliest first. No trace has the router's
