@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tiermoe.platform.json_files import read_json
 FORMAT = "tiermoe-profile"
 VERSION = 1
 FOLDER = "profiles"
+_LATER = ("model", "experts", "top_k")  # fields that files of earlier versions of tiermoe lack
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,9 @@ class Profile:
     made_from: dict[str, Any]  # text, tokens, bits, command, for people
     settings: dict[str, Any]  # values for the composition's open settings: t1, t2, weights, gamma, window, …
     data: dict[str, Any]  # tables: bits per expert, frequencies, paths
+    model: str = ""  # of the checkpoint; empty in older files, as are these:
+    experts: Sequence[int] = ()  # per MoE layer; in older files of their tables, if they have any
+    top_k: Sequence[int] = ()  # per MoE layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,6 @@ def to_json(profile: Profile) -> bytes:
     return json.dumps({"format": FORMAT, "version": VERSION, **document}, separators=(",", ":")).encode()
 
 
-def profile_of(folder: Path, name: str, model: str, fingerprint: str | None) -> Profile:
-    """The profile `name` in a folder of calibrations of a traced model. ProfileError as `read_profile`."""
-    return read_profile(folder / f"{name}.json", fingerprint, f"tiermoe calibrate {model} --text FILE --for {name}")
-
-
 def read_profile(path: Path, fingerprint: str | None, command: str) -> Profile:
     """The profile at `path`. ProfileError, naming the `command` that makes it, if it is missing, damaged, of another
     version, or made for another checkpoint than `fingerprint` (None: any)."""
@@ -75,7 +74,9 @@ def read_profile(path: Path, fingerprint: str | None, command: str) -> Profile:
     if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
         raise ProfileError(f"{path} is not a calibration profile of version {VERSION}; make it again with: {command}")
     try:
-        profile = Profile(**{each.name: document[each.name] for each in fields(Profile)})
+        values = {each.name: document[each.name] for each in fields(Profile) if each.name not in _LATER}
+        values |= {name: document[name] for name in _LATER if name in document}
+        profile = Profile(**values)
     except KeyError as error:
         raise ProfileError(f"{path} lacks {error}; make it again with: {command}") from None
     if fingerprint is not None and profile.fingerprint != fingerprint:

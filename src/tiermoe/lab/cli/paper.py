@@ -150,11 +150,14 @@ def _made(
         evaluate = None if model is None or text is None else _evaluation(model, opt.read_text(text), tokens, folder)
         with spinner("replaying"):
             runs = Runs(None if trace is None else read_trace(trace), profiles, evaluate)
-            return [
+            found = [
                 Found(figure, row, _ours(row.ours, runs), {what: _ours(each, runs) for what, each in row.moved.items()})
                 for figure in figures
                 for row in figure.rows
             ]
+        for line in sorted(runs.borrowed - {""}):
+            note(line)
+        return found
 
 
 def _evaluation(model: str, content: str, tokens: int, folder: str) -> Callable[[Side, Windows], dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,18 @@ from tiermoe.cli.output import note, spinner
 from tiermoe.cli.terminal import WIDE, Terminal
 from tiermoe.config import BITS, CacheSize, format_size, parse_cache
 from tiermoe.errors import ConfigError
+from tiermoe.lab.cli.traced import (
+    DRAWN,
+    FROM_TRACE,
+    Fallback,
+    Neurons,
+    RecallOption,
+    TraceToReplay,
+    read_fallback,
+    read_recall,
+    refuse_undrawn,
+    refuse_unread,
+)
 from tiermoe.lab.cli.variants import (
     Column,
     Ladder,
@@ -32,7 +45,6 @@ from tiermoe.lab.cli.variants import (
 )
 from tiermoe.lab.measure.compare import Measured, Variant, measure_all, ratios
 from tiermoe.lab.simulate import (
-    BeladyHits,
     EvictionRow,
     Machine,
     NamedLink,
@@ -45,11 +57,12 @@ from tiermoe.lab.simulate import (
     run_bits,
     settings_on,
 )
+from tiermoe.lab.simulate.profiles import borrowed, profile_of
+from tiermoe.lab.simulate.synthetic import Synthetic
 from tiermoe.lab.trace import Header, Trace, read_trace
 from tiermoe.offload.composition import Composition, declarations, parsed, unread
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.presets import compose
-from tiermoe.offload.profiles import profile_of
 
 CACHE = "20%"
 """Size of the cache where none is given."""
@@ -96,7 +109,11 @@ ExpertBits = Annotated[
     typer.Option(help="Precision of the experts. Default: the preset's, else that of the traced run."),
 ]
 Profiles = Annotated[
-    Path | None, typer.Option(help="Folder of calibration profiles (NAME.json) for the presets that need one.")
+    Path | None,
+    typer.Option(
+        help="Folder of calibration profiles (NAME.json) for the presets that need one. from-trace: count them on half "
+        "of the trace, and replay the other half."
+    ),
 ]
 SeedOption = Annotated[int, typer.Option(help="Seed of random choices.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a list of JSON objects instead of the table.")]
@@ -125,21 +142,25 @@ def simulate(
     gather: Gather = None,
     bits: ExpertBits = None,
     profiles: Profiles = None,
+    recall: RecallOption = None,
+    fallback: Fallback = None,
+    neurons: Neurons = None,
     seed: SeedOption = 0,
     picture: Picture = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay a routing trace without weights: speed of presets on a given machine, or hit rates of eviction policies.
 
-    --sweep takes cache, link, machine, ram and compute beside the settings of --set."""
+    --sweep takes cache, link, machine, ram, compute, recall and fallback beside the settings of --set."""
     if sum(given is not None for given in (preset, presets, evictions)) > 1:
         raise ConfigError("--preset, --presets and --evictions exclude each other; give one of them")
     changes = opt.changes(set_) or {}
     given = {"cache": cache, "link": link, "machine": machine, "ram": ram, "compute": compute}
+    given |= {"recall": recall, "fallback": fallback}
     other = {"drive": drive, "prefill-compute": prefill_compute, "cpu-expert": cpu_expert, "gather": gather}
     if evictions is not None:
         rows = {"sweep": sweep or None, "ladder": ladder or None, "picture": picture, "bits": bits}
-        rows |= {"profiles": profiles, "lanes": None if lanes == 1 else lanes}
+        rows |= {"profiles": profiles, "neurons": neurons, "lanes": None if lanes == 1 else lanes}
         _refuse_without_effect({**given, "cache": None, **other, **rows}, changes)
         caches = [parse_cache(text) for text in (cache or CACHE).split(",")]
         with spinner("replaying"):
@@ -164,17 +185,18 @@ def simulate(
         lanes,
         bits,
         profiles,
+        neurons,
         seed,
     )
     place.check(chosen)
     if picture is not None:
         check_picture(picture)
     with spinner("replaying"):
-        recorded = read_trace(trace)
-        belady = BeladyHits(recorded)
-        measured = measure_all(chosen, 1, lambda row: place.replay(row, recorded, belady), lambda done, total: None)
+        recorded = TraceToReplay(read_trace(trace), profiles == FROM_TRACE)
+        measured = measure_all(chosen, 1, lambda row: place.replay(row, recorded), lambda done, total: None)
     failed = failures(measured, "replayed")
     results = [_result(row, measured) for row in measured]
+    _mark_alike(results, measured, bits, recorded.header)
     whole = [result for result in results if "refused" not in result]
     if as_json:
         print(json.dumps(results))
@@ -191,6 +213,27 @@ def _result(row: Measured, rows: Sequence[Measured]) -> dict[str, Any]:
     return {**row.rounds[0], **row.variant.point, **ratios(row, rows)}
 
 
+_UNSEEN = ("quantizer", "dense_bits")
+"""Settings that change no replay: no trace says what bytes or times follow from them."""
+
+
+def _mark_alike(results: Sequence[dict[str, Any]], rows: Sequence[Measured], bits: int | None, header: Header) -> None:
+    """Names in `same_as` the earlier preset that a row replays exactly as, since they differ in `_UNSEEN` alone. bits:
+    of the experts, as given."""
+    seen: list[tuple[dict[str, Any], str]] = []
+    for result, row in zip(results, rows, strict=True):
+        if row.error is not None:
+            continue
+        composition = compose(row.variant.preset, row.variant.set)
+        own = composition.settings() | dict.fromkeys(_UNSEEN) | {"bits": bits or composition.bits or run_bits(header)}
+        own |= {} if composition.needs_profile else {"profile": ""}
+        own["point"] = row.variant.point
+        other = next((preset for known, preset in seen if known == own and preset != row.variant.preset), None)
+        if other is not None:
+            result["same_as"] = other
+        seen.append((own, row.variant.preset))
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where and how rows are replayed: what was given beside what they name themselves."""
@@ -202,7 +245,8 @@ class _Place:
     gather: float | None  # bytes a second at which neurons are gathered; None: `GATHER` times the link's
     lanes: int  # transfers at once
     bits: int | None  # precision of the experts; None: the preset's
-    profiles: Path | None  # folder of calibration profiles
+    profiles: Path | None  # folder of calibration profiles, or `FROM_TRACE`
+    neurons: int | None  # of an expert, whose activity is drawn; None: the trace's
     seed: int
 
     def check(self, rows: Sequence[Variant]) -> None:
@@ -216,6 +260,11 @@ class _Place:
             )
         if self.prefill_s is not None and "compute" not in values:
             raise ConfigError("--prefill-compute needs --compute beside it; give both")
+        compositions = []
+        for row in rows:
+            with contextlib.suppress(ConfigError):  # the row is listed with its reason
+                compositions.append(compose(row.preset, row.set))
+        refuse_unread(self.synthetic(values), compositions)
         if len({row.preset for row in rows}) == 1:
             composition = compose(rows[-1].preset, rows[-1].set)
             _refuse_unread_by(composition, self.gather is not None, self.cpu_expert_s is not None)
@@ -239,21 +288,32 @@ class _Place:
             found = replace(found, cpu={run_bits(header): self.cpu_expert_s})
         return found if self.gather is None else replace(found, gather=1 / self.gather)
 
-    def replay(self, row: Variant, trace: Trace, belady: BeladyHits) -> dict[str, Any]:
+    def replay(self, row: Variant, recorded: TraceToReplay) -> dict[str, Any]:
         """The replay of a row. TiermoeError, with the reason, where it cannot be replayed."""
         composition, values = compose(row.preset, row.set), {**self.options, **row.options}
-        header, profile = trace.header, None
+        synthetic = self.synthetic(values)
+        refuse_undrawn(synthetic, row.set)
+        trace, counted = recorded.drawn(synthetic, composition)
+        header, origin = trace.header, ""
+        settings = replace(self.settings(values, header), lanes=self.lanes, bits=self.bits, seed=self.seed)
         if self.profiles is not None and composition.needs_profile:
-            profile = profile_of(self.profiles, composition.profile, header.model, header.fingerprint or None)
+            if counted is not None:
+                profile, origin = recorded.profile(composition.profile, counted, settings, synthetic.recall)
+            else:
+                profile = profile_of(self.profiles, composition.profile, header)
+                origin = borrowed(profile, header)
+            settings = replace(settings, profile=profile)
         machine = self.machine(values, header)
-        traced = header.costs is not None and machine.link.name == TRACED
-        settings = replace(
-            self.settings(values, header), lanes=header.costs.lanes if traced and header.costs else self.lanes,
-            bits=self.bits, seed=self.seed, profile=profile,
-        )  # fmt: skip
-        result = replay(trace, composition, settings, belady).as_dict()
-        described = machine.described("ram" in values)
+        if header.costs is not None and machine.link.name == TRACED:
+            settings = replace(settings, lanes=header.costs.lanes)
+        result = replay(trace, composition, settings, recorded.belady).as_dict()
+        described = machine.described("ram" in values) | recorded.described(synthetic, composition)
+        described |= {"profile": origin} if origin else {}
         return {**described, **result, "set": dict(row.set), "lossy": composition.lossy}
+
+    def synthetic(self, values: Mapping[str, Any]) -> Synthetic:
+        """What is drawn for a row. values: of the options in `SWEPT`."""
+        return Synthetic(values.get("recall"), values.get("fallback"), self.neurons, self.seed)
 
     def described(self, results: Sequence[dict[str, Any]]) -> str:
         """What the rows were replayed on, for people."""
@@ -265,6 +325,17 @@ class _Place:
         times = times or ("as of its processor" if "processor" in row else "as the trace measured")
         named = [f"{part}: {row[part]}" for part in ("machine", "link", "drive", "processor", "cpu") if part in row]
         return "; ".join(named) + f"; computing times: {times}"
+
+    @staticmethod
+    def assumed(results: Sequence[dict[str, Any]]) -> list[str]:
+        """What rows replay that the trace does not hold: what is drawn, and profiles that are not its model's own."""
+        lines = [f"{part.replace('_', ' ')}: {result[part]}" for part in DRAWN for result in results if part in result]
+        profiles: dict[str, list[str]] = {}
+        for result in results:
+            if origin := result.get("profile"):
+                profiles.setdefault(origin, []).append(result["preset"])
+        lines += [f"profiles of {', '.join(dict.fromkeys(presets))}: {told}" for told, presets in profiles.items()]
+        return list(dict.fromkeys(lines))
 
 
 def _evictions(
@@ -339,6 +410,8 @@ SWEPT: dict[str, Callable[[str], Any]] = {
     "machine": str,
     "ram": parse_cache,
     "compute": _seconds,
+    "recall": read_recall,
+    "fallback": read_fallback,
     "prompt": _prompt,
 }
 """Option → what makes a value of its text."""
@@ -361,6 +434,10 @@ def _print_evictions(rows: list[EvictionRow]) -> None:
 
 def _print_results(results: list[dict[str, Any]], failed: list[str], place: _Place) -> None:
     note(place.described(results))
+    for line in place.assumed(results):
+        note(line)
+    same = [result for result in results if "same_as" in result]
+    results = [result for result in results if "same_as" not in result]
     columns = _columns(results)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # as wide as 80 columns allow
     for index, (title, _) in enumerate(columns):
@@ -370,6 +447,11 @@ def _print_results(results: list[dict[str, Any]], failed: list[str], place: _Pla
     Terminal(piped=WIDE).print(table)
     if any(result["lossy"] for result in results):
         note("* lossy: may change what the model says")
+    for result in same:
+        note(
+            f"left out {result['preset']}: a replay cannot tell it from {result['same_as']}; they differ in "
+            f"{' or '.join(_UNSEEN)} alone, and the trace says of neither what bytes and times follow from that"
+        )
     for line in failed:
         note(f"left out {line}")
 

@@ -254,7 +254,10 @@ def _make(calibration: Calibration, name: str, progress: Progress) -> MadeProfil
         raise ModelError(f"preset {name} is made for decoder-only models, not {family}; calibrate edgemoe alone")
     settings, data, facts = CALIBRATORS[name](calibration, progress)
     made_from = _made_from(calibration, name)
-    profile = Profile(name, calibration.fingerprint, made_from, settings, {**data, "found": facts})
+    blueprint = calibration.blueprint()
+    shape = [layer.experts for layer in blueprint.layers], [layer.top_k for layer in blueprint.layers]
+    data = {**data, "found": facts}
+    profile = Profile(name, calibration.fingerprint, made_from, settings, data, blueprint.name, *shape)
     write_atomically(profile_path(calibration.store, name), to_json(profile))
     return MadeProfile(name, profile, facts)
 

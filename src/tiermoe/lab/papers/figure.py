@@ -17,7 +17,7 @@ from tiermoe.lab.papers.statistics import windows
 from tiermoe.lab.trace import Header, Trace
 from tiermoe.offload.composition import Composition, changed, parsed, unread
 from tiermoe.offload.presets import compose
-from tiermoe.offload.profiles import Profile, profile_of
+from tiermoe.offload.profiles import Profile
 
 if TYPE_CHECKING:
     from tiermoe.lab.simulate import Result
@@ -213,6 +213,7 @@ class Runs:
     recorded: Trace | None
     profiles: Path | None = None
     evaluate: Callable[[Side, Windows], dict[str, Any]] | None = None
+    borrowed: set[str] = field(default_factory=set)  # what to say of profiles of another checkpoint; '' of the trace's
     _replays: dict[str, Result] = field(default_factory=dict)
     _evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -265,7 +266,11 @@ class Runs:
         """The calibration of a composition; None where it needs none, or no folder was given."""
         if self.profiles is None or not composition.needs_profile:
             return None
-        return profile_of(self.profiles, composition.profile, self.trace.header.model, None)
+        from tiermoe.lab.simulate.profiles import borrowed, profile_of
+
+        found = profile_of(self.profiles, composition.profile, self.trace.header)
+        self.borrowed.add(borrowed(found, self.trace.header))
+        return found
 
     def _cache(self, side: Side, place: Place, header: Header) -> CacheSize:
         from tiermoe.lab.simulate.costs import slot_sizes

@@ -215,7 +215,8 @@ def require(composition: Composition, header: Header) -> None:
     if lacking:
         raise TraceError(
             f"preset {composition.name} cannot be replayed: the trace of {header.model} holds no "
-            f"{' and no '.join(lacking)}; make one that does with tiermoe trace, or switch the part off with --set"
+            f"{' and no '.join(lacking)}; make one that does with tiermoe trace, have them simulated (tiermoe simulate "
+            f"--recall, --fallback, --neurons), or switch the part off with --set"
         )
 
 
@@ -233,7 +234,8 @@ def require_calibration(composition: Composition, profile: Profile | None, model
         given = f", or the values with --set {open_[0]}=…" if open_ else ""
         raise ProfileError(
             f"preset {composition.name} has no {' and no '.join(lacking)}; make them with tiermoe calibrate {model} "
-            f"--text FILE --for {made_for} and give the folder of the profiles with --profiles{given}"
+            f"--text FILE --for {made_for} and give the folder of the profiles with --profiles{given}, or have tiermoe "
+            f"simulate count them with --profiles from-trace"
         )
 
 
