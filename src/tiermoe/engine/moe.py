@@ -60,13 +60,15 @@ class MoELayer:
         self._chooses = chooses
         self.batch_invariant = all(isinstance(kernel, FusedExperts) for kernel in self._kernels.values())
         self.native: _native.MoeBlock | None = None  # computes few tokens, from the addresses of experts
-        (kernel, *others) = self._kernels.values()
-        if not others and isinstance(kernel, FusedExperts):
-            self._fused = kernel
-            self.native = _native.MoeBlock(kernel.native.absent(), experts)
+        self._one_precision = len(self._kernels) == 1
+        self._fused = {bits: kernel for bits, kernel in self._kernels.items() if isinstance(kernel, FusedExperts)}
+        if self.batch_invariant:
+            fused = [kernel.native for kernel in self._fused.values()]
+            self.native = _native.MoeBlock(b"".join(each.absent() for each in fused), experts)
             self._run, self._compute = self.native.run, self.native.compute
-            self._out = torch.empty((1, kernel.native.hidden), dtype=torch.bfloat16)
-        self.placed: dict[int, int] = {}  # expert → the slot that the native block has its addresses of
+            self._out = torch.empty((1, fused[0].hidden), dtype=torch.bfloat16)
+        # expert → the slot that the native block has its addresses of, and the bits of the copy there
+        self.placed: dict[int, tuple[int, int]] = {}
         self._router: tuple[NativeRouter | int | None, bytes] = None, b""  # or experts of a token; as C takes it
 
     def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -95,7 +97,8 @@ class MoELayer:
         room = self._begin(native, router.native, hidden)
         out = self._out if tokens == 1 else torch.empty_like(hidden)
         added = 0 if residual is None else residual.data_ptr()
-        if scheduler.settles or (scheduler.computes_hits_at_once and not scheduler.loader.uncommitted):
+        at_once = self._one_precision and scheduler.computes_hits_at_once and not scheduler.loader.uncommitted
+        if scheduler.settles or at_once:
             hits = self._run(room, added, out.data_ptr())
             if hits:
                 scheduler.all_hit(self._index, hits, () if scheduler.settles else native.chosen())
@@ -141,8 +144,8 @@ class MoELayer:
         if self.native is not None:
             views = self._views_of(ExpertKey(self._index, expert, bits), slot)
             packed = views.packed if isinstance(views, SlotViews) else None
-            self.native.place(expert, packed or self._fused.packed(views))
-            self.placed[expert] = slot  # after it: an interruption may come between
+            self.native.place(expert, packed or self._fused[bits].packed(views))
+            self.placed[expert] = slot, bits  # after it: an interruption may come between
 
     def computes(self, ready: Ready) -> tuple[ExpertKernel, Views]:
         """What computes an expert that is ready, and what it computes with."""
@@ -200,7 +203,7 @@ class MoELayer:
         came = {expert for row in routed.experts for expert in row}
         scheduler = context.scheduler
         asked = context.observer is not None or context.needs_weights or context.proceed or context.unsure is not None
-        at_once = not asked and scheduler.computes_hits_at_once and not scheduler.loader.uncommitted
+        at_once = self._one_precision and not asked and scheduler.computes_hits_at_once and not scheduler.loader.uncommitted
         if at_once and came <= self.placed.keys():
             self._compute(list(came))
             scheduler.all_hit(self._index, len(came), () if scheduler.settles else routed.experts)
@@ -216,7 +219,7 @@ class MoELayer:
         for group in groups:
             experts = []
             for expert, slot, bits in group:
-                if self.placed.get(expert) != slot:
+                if self.placed.get(expert) != (slot, bits):
                     self.place(expert, bits, slot)
                 experts.append(expert)
             self._compute(experts)

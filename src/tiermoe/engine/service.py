@@ -131,7 +131,7 @@ class ExpertService:
     def _tiers(self, files: MappedFiles | None) -> Tiers:
         settings = self.resolved.settings
         if files is not None:
-            return mapped_tiers(files, self.plan.slots, self._extent_of, self._format_of, few_lanes(settings))
+            return mapped_tiers(files, self.plan.slots, self.extent_of, self._format_of, few_lanes(settings))
         formats = [form for packed in self.packed.values() for form in packed.formats]
         return tiers_of(
             [(pool.addresses, pool.slot_bytes, bool(pool.sizes)) for pool in self.plan.pools],
@@ -145,9 +145,10 @@ class ExpertService:
 
     def _filler(self) -> SlotFiller:
         as_stored = not any(form.widened for packed in self.packed.values() for form in packed.formats)
-        return self.unit.filler(self._reader(), self._extent_of, self._format_of, as_stored)
+        return self.unit.filler(self._reader(), self.extent_of, self._format_of, as_stored)
 
-    def _extent_of(self, key: ExpertKey) -> Extent:
+    def extent_of(self, key: ExpertKey) -> Extent:
+        """Where an expert lies in the store's files."""
         return self.packed[key.bits].extents[key.layer][key.expert]
 
     def _format_of(self, key: ExpertKey) -> ExpertFormat:
@@ -165,7 +166,7 @@ class ExpertService:
             for layer, extents in enumerate(packed.extents)
             for expert in range(len(extents))
         )
-        return HeldReader(reader, ((key, self._extent_of(key)) for key in places))
+        return HeldReader(reader, ((key, self.extent_of(key)) for key in places))
 
     def _key_of(self, bits: int) -> str:
         settings, unit = self.resolved.settings, self.resolved.composition.unit

@@ -110,7 +110,8 @@ class Deciding:
 class Costs:
     """What the engine spends that is no computing, measured where the trace was made."""
 
-    bandwidth: float  # of the link while it read, bytes per second
+    bandwidth: float  # of the link, bytes per second
+    latency: float  # seconds before a transfer's first byte
     lanes: int  # reads at once
     load: float  # seconds of asking for an expert and of placing it, beside its transfer
     presets: dict[str, Deciding]
@@ -282,7 +283,7 @@ def _header_from_json(document: dict[str, Any]) -> Header:
         )  # fmt: skip
     if (costs := document.get("costs")) is not None:
         presets = {name: Deciding(**deciding) for name, deciding in costs["presets"].items()}
-        values["costs"] = Costs(costs["bandwidth"], costs["lanes"], costs["load"], presets)
+        values["costs"] = Costs(**costs | {"presets": presets})
     return Header(
         **values | {"expert_bytes": _by_number(values["expert_bytes"]), "holds": frozenset(values["holds"])}
         | {"times": times}

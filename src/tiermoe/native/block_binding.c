@@ -1,5 +1,6 @@
 /* The Python face of moe_block.h: the type `MoeBlock`, a layer's table of experts and the call that runs over it. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "binding.h"
 #include "moe_block.h"
@@ -7,8 +8,8 @@
 typedef struct {
     PyObject_HEAD
     size_t count;    /* of experts */
-    Expert absent;   /* without addresses */
-    Expert *experts; /* `absent` where one is not here */
+    Expert *forms;   /* of each precision, without addresses */
+    Expert *experts; /* the first form where one is not here */
     MoeBlock block;  /* the router of the running call, over `experts` */
     const bf16 *x;
     size_t tokens, threads, row; /* row: of the results, the next free one */
@@ -17,26 +18,37 @@ typedef struct {
 
 static PyObject *block_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     Py_ssize_t count;
-    Expert absent;
+    Py_buffer forms;
     if (named && PyDict_Size(named)) return PyErr_Format(PyExc_TypeError, "MoeBlock takes no names");
-    if (!PyArg_ParseTuple(args, "O&n", STRUCT(absent), &count)) return NULL;
-    if (count < 1) return PyErr_Format(PyExc_ValueError, "a block has experts, not %zd", count);
-    Block *block = (Block *)PyType_GenericAlloc(type, 0);
-    if (!block) return NULL;
-    block->absent = absent, block->count = (size_t)count;
-    block->experts = malloc(block->count * sizeof absent);
-    if (!block->experts) {
-        Py_DECREF(block);
-        return PyErr_NoMemory();
+    if (!PyArg_ParseTuple(args, "y*n", &forms, &count)) return NULL;
+    const size_t form_count = (size_t)forms.len / sizeof(Expert);
+    Block *block = NULL;
+    if (count < 1)
+        PyErr_Format(PyExc_ValueError, "a block has experts, not %zd", count);
+    else if (!form_count || (size_t)forms.len % sizeof(Expert))
+        PyErr_Format(PyExc_ValueError, "%zd bytes are no experts of %zu bytes", forms.len, sizeof(Expert));
+    else
+        block = (Block *)PyType_GenericAlloc(type, 0);
+    if (block) {
+        block->count = (size_t)count;
+        block->forms = malloc((size_t)forms.len), block->experts = malloc(block->count * sizeof(Expert));
+        if (block->forms && block->experts) {
+            memcpy(block->forms, forms.buf, (size_t)forms.len);
+            for (size_t e = 0; e < block->count; e++) block->experts[e] = block->forms[0];
+            block->block = (MoeBlock){.experts = block->experts, .forms = block->forms, .form_count = form_count};
+        } else {
+            Py_CLEAR(block);
+            PyErr_NoMemory();
+        }
     }
-    for (size_t e = 0; e < block->count; e++) block->experts[e] = absent;
-    block->block.experts = block->experts;
+    PyBuffer_Release(&forms);
     return (PyObject *)block;
 }
 
 static void block_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     free(((Block *)self)->experts);
+    free(((Block *)self)->forms);
     PyObject_Free(self);
     Py_DECREF(type);
 }
@@ -61,7 +73,7 @@ static PyObject *block_remove(PyObject *self, PyObject *number) {
     Block *block = (Block *)self;
     const long long expert = PyLong_AsLongLong(number);
     if (!has(block, expert)) return NULL;
-    block->experts[expert] = block->absent;
+    block->experts[expert] = block->forms[0];
     Py_RETURN_NONE;
 }
 

@@ -20,9 +20,14 @@ static const size_t NONE = (size_t)-1;
 
 /* The parts of the workspace, each on a line of its own. */
 static size_t lay_out(Job *job, size_t tokens, size_t threads, char *begin) {
-    const Expert *expert = job->block->experts;
+    const Expert *form = job->block->forms;
     const size_t count = job->block->router.experts, choices = tokens * job->block->router.k;
     const size_t rows = tokens > 1 ? choices : 1;
+    size_t room = 0;
+    for (size_t f = 0; f < job->block->form_count; f++) {
+        const size_t own = experts_prepared(&form[f], rows, choices, threads);
+        room = own > room ? own : room;
+    }
     char *end = begin;
 #define PART(field, n)       \
     job->field = (void *)end; \
@@ -34,10 +39,10 @@ static size_t lay_out(Job *job, size_t tokens, size_t threads, char *begin) {
     PART(next, count)
     PART(summands, choices)
     PART(shares, count < choices ? count : choices)
-    PART(gathered, tokens > 1 ? choices * expert->first.columns : 0)
-    PART(inner, choices * expert->second.columns)
-    PART(outputs, choices * expert->second.rows)
-    PART(prepared, experts_prepared(expert, rows, choices, threads))
+    PART(gathered, tokens > 1 ? choices * form->first.columns : 0)
+    PART(inner, choices * form->second.columns)
+    PART(outputs, choices * form->second.rows)
+    PART(prepared, room)
 #undef PART
     return (size_t)(end - begin);
 }
@@ -106,6 +111,18 @@ void moe_block_routed(const MoeBlock *block, const int64_t *chosen, const float 
     begin(&job, tokens);
 }
 
+/* Moves the shares of the precision of share `begun` to those after it; returns where they end. */
+static size_t alike_first(Share *shares, size_t begun, size_t count) {
+    const Expert *one = &shares[begun].expert;
+    size_t end = begun + 1;
+    for (size_t i = end; i < count; i++) {
+        const Share share = shares[i];
+        if (!matrices_alike(&one->first, &share.expert.first) || !matrices_alike(&one->second, &share.expert.second)) continue;
+        shares[i] = shares[end], shares[end++] = share;
+    }
+    return end;
+}
+
 /* One token's row of x serves all its experts, and an expert that it names twice computes it once; the rows of several
  * tokens are gathered by expert. */
 size_t moe_block_experts(const MoeBlock *block, const bf16 *x, size_t tokens, void *workspace, size_t threads,
@@ -130,9 +147,11 @@ size_t moe_block_experts(const MoeBlock *block, const bf16 *x, size_t tokens, vo
         memcpy(job.gathered + at * columns, x + c / k * columns, columns * sizeof(bf16));
         job.next[job.chosen[c]]++;
     }
-    if (shares)
-        experts_run(job.shares, shares, tokens > 1 ? job.gathered : x, tokens > 1 ? rows : 1, rows, job.inner, job.prepared,
-                    outputs, threads, OWN);
+    for (size_t begun = 0, end; begun < shares; begun = end) {
+        end = alike_first(job.shares, begun, shares);
+        experts_run(job.shares + begun, end - begun, tokens > 1 ? job.gathered : x, tokens > 1 ? rows : 1, rows, job.inner,
+                    job.prepared, outputs, threads, OWN);
+    }
     return row + rows;
 }
 

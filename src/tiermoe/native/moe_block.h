@@ -8,6 +8,8 @@
 typedef struct {
     Router router;
     const Expert *experts; /* one for each of the router's, of one shape; without weights where an expert is not here */
+    const Expert *forms;   /* what they may be, in one precision or several: without weights */
+    size_t form_count;
 } MoeBlock;
 
 /* Bytes of workspace. */

@@ -273,7 +273,9 @@ class _Place:
         """The machine of a row. values: of the options in `SWEPT`, the row's own first. header: of the trace, whose own
         link is taken if none is named."""
         if header is not None and header.costs is not None and not values.keys() & {"link", "machine"}:
-            found = Machine("this", NamedLink(TRACED, header.costs.bandwidth, 0.0, "as the trace measured"))
+            found = Machine(
+                "this", NamedLink(TRACED, header.costs.bandwidth, header.costs.latency, "as the trace measured")
+            )
         else:
             found = machine_of(values.get("machine"), values.get("link"), self.drive)
         found = replace(found, processor=None) if "compute" in values else found

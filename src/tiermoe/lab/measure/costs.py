@@ -7,18 +7,65 @@ prediction and with different numbers of loads (load on demand, LRU) tell these 
 
 from __future__ import annotations
 
+import random
+import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
+from tiermoe.engine.engine import Engine
+from tiermoe.errors import ConfigError
 from tiermoe.lab.trace import DECIDING, Costs, Deciding, Times
 from tiermoe.offload.composition import Composition
+from tiermoe.types import Load
 
 NEEDED = ("io-free", "load-on-demand", "lru")
 """Presets that are run in any case."""
 
 COST_CACHE = "45%"
 """Of the runs; replays of other sizes charge by layer and load."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimes:
+    """A link, as a replay has it: transfers share the bandwidth, each after the latency."""
+
+    bandwidth: float  # bytes per second
+    latency: float  # seconds before a transfer's first byte
+    lanes: int  # transfers at once
+
+    @staticmethod
+    def of(nbytes: int, alone: float, together: float, count: int, lanes: int) -> LinkTimes:
+        """Of a transfer of `nbytes` that took `alone` seconds, and of `count` at once that took `together`."""
+        each = max((together - alone) / (count - 1), 0.1 * alone)  # a tenth: more at once are hardly slower than one
+        return LinkTimes(nbytes / each, max(alone - each, 0.0), lanes)
+
+
+_LOADS, _REPEATS = 8, 30
+
+
+def measure_link(engine: Engine) -> LinkTimes:
+    """The link of an engine that has resident experts, which are read again into their own slots."""
+    cache, link, chance = engine.scheduler.loader.cache, engine.link, random.Random(0)
+    resident = list(cache.resident.items())
+    count = min(_LOADS, len(resident))
+    if count < 2:
+        raise ConfigError("a link is measured with at least two resident experts; run the model before")
+
+    def seconds(number: int) -> float:
+        began = time.perf_counter()
+        for key, slot in chance.sample(resident, number):
+            link.submit(Load(key, slot, True))
+        for _ in range(number):
+            if (error := link.wait().error) is not None:
+                raise error
+        return time.perf_counter() - began
+
+    alone, together = (statistics.median(seconds(number) for _ in range(_REPEATS)) for number in (1, count))
+    nbytes = round(fmean(engine.service.extent_of(key).nbytes for key, _ in resident))
+    return LinkTimes.of(nbytes, alone, together, count, link.lanes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +98,11 @@ def phases(evaluated: Mapping[str, Any]) -> tuple[Phase, Phase]:
 
 
 def costs_of(
-    runs: Mapping[str, Mapping[str, Any]], compositions: Mapping[str, Composition], times: Times, used: Sequence[int]
+    runs: Mapping[str, Mapping[str, Any]],
+    compositions: Mapping[str, Composition],
+    times: Times,
+    used: Sequence[int],
+    link: LinkTimes,
 ) -> tuple[Times, Costs]:
     """Times whose dense part is of a run with every expert resident, and costs, of runs by preset (`NEEDED` among
     them). used: experts of a token, by layer."""
@@ -69,8 +120,7 @@ def costs_of(
     }
     experts = sum(used) * min(times.expert.values())
     dense = max(resident - experts, 0.0)
-    link = runs["load-on-demand"]
-    costs = Costs(link["bandwidth"], link["lanes"], load, deciding)
+    costs = Costs(link.bandwidth, link.latency, link.lanes, load, deciding)
     return replace(times, dense=dense, layers=min(times.layers, dense)), costs
 
 

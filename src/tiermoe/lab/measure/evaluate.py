@@ -117,8 +117,6 @@ def speed_of(engine: Engine, metrics: Metrics) -> dict[str, Any]:
         **metrics.total.expert_counts,
         **engine.service.unit.stats(),
         "decode_loads": sum(each.loads + each.speculative_loads for each in (decode.counts, decode.discarded)),
-        "bandwidth": metrics.bandwidth,
-        "lanes": engine.link.lanes,
         "other_budgets": [asdict(each) for each in engine.other_budgets(decode)],
         "threads": torch.get_num_threads(),
         "memory_budget_bytes": plan.budget,

@@ -26,7 +26,7 @@ from tiermoe.formats.expert_format import expert_format
 from tiermoe.formats.neurons import neuron_format, record_place
 from tiermoe.formats.store import Store, precision_key
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.lab.measure.costs import costs_of
+from tiermoe.lab.measure.costs import costs_of, measure_link
 from tiermoe.lab.measure.neurons import NeuronWatch
 from tiermoe.lab.measure.texts import Feed, SequenceShape
 from tiermoe.lab.papers import corm
@@ -62,7 +62,8 @@ def write_trace(
     times, costs = measure_times(model, ids[0], shape.prompt), None
     if runs:
         top_k = [layer.top_k for layer in engine_of(model).store.layers]
-        times, costs = costs_of(runs, {name: PRESETS[name] for name in runs}, times, top_k)
+        compositions = {name: PRESETS[name] for name in runs}
+        times, costs = costs_of(runs, compositions, times, top_k, measure_link(engine_of(model)))
     if theta is not None:
         made_from = {**made_from, "theta": theta}
     if little_k is not None:
