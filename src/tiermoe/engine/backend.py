@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tiermoe import native
 from tiermoe.engine.needs import formats_of
 from tiermoe.formats.int4 import CPU_LAYOUT
@@ -14,7 +16,7 @@ def kernels_of(blueprint: Blueprint, resolved: Resolved, device: str) -> str:
     """The name in reports: 'native avx2', 'torch', or 'triton'. device: its type. ConfigError as `native.available`."""
     if device != "cpu":
         return "triton"
-    used = native.instruction_set()
+    used = native.instruction_set() if blueprint.dtype == torch.bfloat16 else None
     return "torch" if used is None or left_to_torch(blueprint, resolved) else f"native {used}"
 
 

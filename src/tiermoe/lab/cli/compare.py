@@ -139,8 +139,11 @@ def _print(results: list[dict[str, Any]], failed: list[str]) -> None:
         console.print(_table([*naming, *counters], results))
     if any(result["lossy"] for result in results):
         note("* lossy: may change what the model says")
-    rounds, threads = results[0]["rounds"], results[0]["threads"]
-    note(f"[{scored(results[0])}; compute threads: {threads}; rounds: {rounds}; the figures: tiermoe compare --help]")
+    first, kernels = results[0], " and ".join(dict.fromkeys(result["kernels"] for result in results))
+    note(
+        f"[{scored(first)}; kernels {kernels}; compute threads: {first['threads']}; rounds: {first['rounds']}; the "
+        f"figures: tiermoe compare --help]"
+    )
     for line in failed:
         note(f"not measured: {line}")
 
