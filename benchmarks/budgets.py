@@ -50,7 +50,7 @@ def measure(words: Sequence[str], limit: int) -> dict[str, Any]:
     if done.returncode == 0:
         found = last_object(done.stdout)
         names = ("peak_memory_bytes", "memory_budget_bytes", "prompt_tokens", "ttft_s", "decode_tok_s", "load_s",
-                 "hit_rate")  # fmt: skip
+                 "hit_rate", "kernels")  # fmt: skip
         return {"ended": "answered", "oom_kills": kills, **{name: found.get(name) for name in names}}
     if kills or done.returncode < 0:
         return {"ended": "killed", "oom_kills": kills, "exit": done.returncode}

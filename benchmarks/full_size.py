@@ -54,6 +54,7 @@ from tiermoe.lab.simulate.costs import run_bits
 from tiermoe.lab.simulate.evictions import hits_of
 from tiermoe.model.gguf.checkpoint import config_of
 from tiermoe.offload.presets import PRESETS
+from tiermoe.platform.built import require_kernels
 from tiermoe.platform.machine import processors
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -176,6 +177,7 @@ def row(case: Case, prompt: int, least: dict[str, float], beside: Case | None) -
         "memory": case.memory,
         "preset": case.preset,
         "bits": last["bits"],
+        "kernels": last["kernels"],
         "set": list(case.changes),
         "slots": last["slots"],
         "all_slots": last["all_slots"],
@@ -268,6 +270,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not tokens.before:
         raise CaseFailed(f"--tokens {args.tokens} leaves nothing to measure; ask for 2 or more")
     cases = cases_of(args)
+    for case in cases:
+        require_kernels(args.without_kernels, case.tree / "src")
     for case in cases:
         if case.bits or PRESETS[case.preset].bits:
             first = measure(args.model, case, Tokens(tokens.prompt[:1], tokens.before[:1], tokens.measured[:1]))

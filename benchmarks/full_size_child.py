@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tiermoe import native
 from tiermoe.batch import Batch, Row, decode, prompt
 from tiermoe.cli.session import open_session
 from tiermoe.engine.observer import Observer
@@ -101,6 +102,7 @@ def run(model: str, options: dict[str, Any], prompt: list[int], before: list[int
         "chosen": chosen,
         "lossy": engine.lossy,
         "bits": bits,
+        "kernels": native.instruction_set() or "torch",
         "expert_bytes": [layer.extents[0].nbytes for layer in engine.store.precisions[key].layers],
         "slots": stats["cache_slots"],
         "all_slots": stats["all_experts"],

@@ -90,7 +90,7 @@ def convert(model: Path, converter: Path, kind: str, out: Path, peer: Peer) -> N
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, measures=False)
     parser.add_argument("model", type=Path)
     parser.add_argument("--converter", type=Path, required=True, help="folder of convert_hf_to_gguf.py")
     parser.add_argument("--type", choices=[*CONVERTED, *QUANTISED], required=True)

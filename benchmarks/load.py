@@ -45,6 +45,7 @@ from benchmarks.rounds import parser_of
 from benchmarks.serving import Group, Server, free_port, limited
 from tiermoe.config import parse_size
 from tiermoe.errors import TiermoeError
+from tiermoe.kernels.linear import cpu_kernels
 from tiermoe.lab.bench.child import usage
 
 MOST_DRIFT = 0.02
@@ -237,6 +238,7 @@ def measure(args: argparse.Namespace, server: Loaded) -> tuple[dict[str, Any], l
         broken += hostile_broken(unexpected, waited(before), waited(clients), step, peak, memory)
     broken += broken_rules(clients.tally, last.tally, ended, drifted if args.seconds >= SETTLES_S else None)
     figures = {
+        "kernels": cpu_kernels(),
         "clients": args.clients,
         "seconds": args.seconds,
         "context": context,

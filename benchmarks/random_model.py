@@ -400,7 +400,7 @@ def _write(kind: str, out: Path, config: Config, drawing: Drawing) -> int:
 
 def model_parser(text: str | None, out: str, kinds: Mapping[str, Kind] = KINDS) -> argparse.ArgumentParser:
     """The options of a model of random weights. out: what is written, a folder or a file."""
-    parser = parser_of(text)
+    parser = parser_of(text, measures=False)
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("out", type=Path, help=f"{out} to write, which must not be there yet")
     parser.add_argument("--layers", type=at_least_one, help="default: as many as the model has")

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from tiermoe import native
+from tiermoe.errors import ConfigError
+from tiermoe.kernels.linear import cpu_kernels
 from tiermoe.lab.bench.cases import alternating
 from tiermoe.lab.bench.summary import describe_machine, number, spread
+from tiermoe.platform.built import require_kernels
 
 Spread = dict[str, Any]
 """{median, low, high}."""
@@ -50,11 +52,12 @@ def ratios(seconds: Mapping[str, Sequence[float]], mine: str) -> dict[str, Sprea
 
 
 def about(rounds: int, threads: int | None = None) -> dict[str, Any]:
-    """Machine, command and date."""
+    """Machine, kernels, command and date."""
     machine = describe_machine() if threads is None else {**describe_machine(), "threads": threads}
     command = shlex.join(["python", "-m", _module(), *sys.argv[1:]])
     return {
         "machine": machine,
+        "kernels": cpu_kernels(),
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "rounds": rounds,
@@ -66,13 +69,29 @@ def _module() -> str:
     return spec.name.removesuffix(".__main__") if spec else sys.argv[0]
 
 
-def parser_of(text: str | None, rounds: int | None = None, **options: Any) -> argparse.ArgumentParser:
+class MeasuringParser(argparse.ArgumentParser):
+    """The parser of a module that measures tiermoe: it ends the program where the kernels are missing, unless
+    `--without-kernels` measures torch."""
+
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+        args, rest = super().parse_known_args(*given, **named)
+        try:
+            require_kernels(args.without_kernels)
+        except ConfigError as error:
+            sys.exit(f"{self.prog}: {error}")
+        return args, rest
+
+
+def parser_of(
+    text: str | None, rounds: int | None = None, measures: bool = True, **options: Any
+) -> argparse.ArgumentParser:
     """The parser of the running module, with its text as help. rounds: the default of `--rounds`; None: no such option.
-    options: as `ArgumentParser` takes them. A line on standard error where kernels are missing."""
-    if not native.available():
-        say("note: without kernels, torch computes, slowly: 'pip install -e .' builds them in a checkout")
+    measures: whether the module measures tiermoe. options: as `ArgumentParser` takes them."""
+    made = MeasuringParser if measures else argparse.ArgumentParser
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(f"python -m {_module()}", description=text, formatter_class=layout, **options)
+    parser = made(f"python -m {_module()}", description=text, formatter_class=layout, **options)
+    if measures:
+        parser.add_argument("--without-kernels", action="store_true", help="measure torch, not the compiled kernels")
     if rounds is not None:
         parser.add_argument("--rounds", type=at_least_one, default=rounds, help=f"default {rounds}")
     return parser

@@ -168,7 +168,7 @@ def give_profiles(directory: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, measures=False)
     parser.add_argument("source", type=Path, help="directory of a Qwen3-MoE checkpoint")
     parser.add_argument("out", type=Path, help="directory to write")
     parser.add_argument("--m", type=int, default=16, help="copies of hidden units and heads (default 16)")

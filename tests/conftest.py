@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,12 @@ import tiny
 from commands import Command, command_runner
 from tiermoe import native
 from tiermoe.engine import machine_rates
-from tiermoe.offload import probe
+from tiermoe.offload import plugins, probe
+from tiermoe.offload.policies.allotment import ALLOTMENTS
+from tiermoe.offload.policies.eviction import EVICTIONS
+from tiermoe.offload.policies.precision import PRECISIONS
+from tiermoe.offload.policies.prediction import PREDICTIONS
+from tiermoe.offload.presets import PRESETS
 from tiermoe.platform import process_memory
 
 pytest_plugins = ["gpu_models", "gpu_rig", "serving"]
@@ -141,6 +147,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def plain_tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What plugins have added leaves again, and each can be loaded once more."""
+    monkeypatch.delenv(plugins.VARIABLE, raising=False)
+    monkeypatch.setenv(plugins.VARIABLE, "")
+    monkeypatch.setattr(plugins, "_packages_loaded", False)
+    tables, modules = (EVICTIONS, PREDICTIONS, PRECISIONS, ALLOTMENTS, PRESETS), set(sys.modules)
+    before = [dict(table.data) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.data = entries
+    for name in set(sys.modules) - modules:
+        if name.endswith(".py"):
+            del sys.modules[name]
 
 
 @pytest.fixture

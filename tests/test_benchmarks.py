@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -19,8 +21,11 @@ from benchmarks.load import broken_rules, drift, hostile_broken
 from benchmarks.load_clients import Tally
 from benchmarks.rounds import ratios, timed
 from benchmarks.surprisals import surprisals
+from commands import Command
 from tiermoe import native
+from tiermoe.config import NATIVE_SWITCH
 from tiermoe.lab.bench.child import CaseFailed
+from tiermoe.platform import built
 
 
 def test_surprisals_are_cross_entropies_of_windows_that_do_not_overlap() -> None:
@@ -88,6 +93,10 @@ SHARED = {"__init__", "rounds", "serving", "surprisals", "load_clients", "load_d
           "run_converter", "peer", "full_size_child", "recorded_routing"}  # fmt: skip
 
 
+MAKES = {"llamacpp", "random_gguf", "random_model", "widen"}
+"""Commands that measure nothing."""
+
+
 COMMANDS = sorted({path.stem for path in FOLDER.glob("*.py")} - SHARED)
 
 
@@ -102,17 +111,32 @@ def test_every_command_says_how_it_is_called(
     out = capsys.readouterr().out
     assert ended.value.code == 0
     assert f"python -m {module}" in out
+    assert ("--without-kernels" in out) == (module.removeprefix("benchmarks.") not in MAKES)
 
 
-@pytest.mark.parametrize("built", [True, False])
-def test_a_checkout_that_was_not_built_is_told_of(
-    built: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a checkout that was not built. What is done to the environment is undone."""
+    monkeypatch.setattr(built, "_compiled", lambda sources: None)
+    monkeypatch.setenv(NATIVE_SWITCH, "1")
+
+
+@pytest.mark.usefixtures("not_built")
+def test_nothing_is_measured_without_kernels_unless_that_is_asked_for(
+    tiermoe_: Command, shipped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "available", lambda: built)
-    rounds.parser_of("what it measures")
-    told = capsys.readouterr().err
-    assert ("without kernels" in told) == (not built)
-    assert len(told.splitlines()) == (not built)
+    told = "the compiled kernels are missing from .*'pip install -e .' in the checkout, .* --without-kernels"
+    text = ("--text", shipped.parents[1] / "README.md")
+    for words in (("bench", shipped, "--peers", "none"), ("compare", shipped, *text, "--presets", "lru")):
+        assert re.search(told, tiermoe_(*words).cause)
+    parser = rounds.parser_of("what it measures")
+    with pytest.raises(SystemExit, match=told):
+        parser.parse_args([])
+    parser.parse_args(["--without-kernels"])
+    assert os.environ[NATIVE_SWITCH] == "0"  # for processes that it starts
+    parser.parse_args([])  # which name nothing
+    monkeypatch.setenv(NATIVE_SWITCH, "1")
+    rounds.parser_of("what it makes", measures=False).parse_args([])
 
 
 def test_calls_alternate_after_one_that_does_not_count() -> None:

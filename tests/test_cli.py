@@ -50,6 +50,7 @@ KEYS = {
     "preset": str,
     "bits": int,
     "dense_bits": int,
+    "kernels": str,
     "bound_tok_s": float,
     "prefetching": str,
     "displaced_share": float,
@@ -75,7 +76,8 @@ def test_run_prints_the_answer_and_nothing_else(tiermoe_: Command, tiny: Path, t
     outcome = tiermoe_("run", tiny, "once upon", *FAST, "--bits", "16", "--max-tokens", "8")
     assert (outcome.code, outcome.out) == (0, wanted + "\n")
     summary = (
-        r"\[8 tokens, [\d.]+ tok/s, {}first token after [\d.]+ s, hit rate \d+%, .* read, peak memory .* of 4 GiB\]"
+        r"\[8 tokens, [\d.]+ tok/s, {}first token after [\d.]+ s, hit rate \d+%, .* read, kernels torch, "
+        r"peak memory .* of 4 GiB\]"  # for experts in float32
     )
     assert re.fullmatch(summary.format("(.* allow, )?"), outcome.err.splitlines()[-1])
     words = ("run", tiny, "once upon", *FAST, "--bits", "16", "--max-tokens", "8", "--set", "prefetch=none")

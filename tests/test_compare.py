@@ -167,7 +167,15 @@ def answered(case: Case, progress: Any) -> dict[str, Any]:
     if case.save is not None:
         return {}
     more = dict.fromkeys(("hit_rate", "wait_s", "bytes_per_token", "perplexity_loss", "same_top1"), 0.0)
-    more |= {"perplexity_loss_se": None, "kl_se": None, "windows": 1, "window": 8, "dense_bits": 16, "threads": 1}
+    more |= {
+        "perplexity_loss_se": None,
+        "kl_se": None,
+        "windows": 1,
+        "window": 8,
+        "dense_bits": 16,
+        "threads": 1,
+        "kernels": "torch",
+    }
     counts = {"expert_hits": 30, "prefetched_hits": 3, "loads": 8, "speculative_loads": 0, "low_loads": 2}
     asked = {"prompt": case.shape[0], "reference": case.reference, "options": case.options}
     return result(case.options["preset"], 10.0, 100.0, **more, **counts, **asked)

@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,32 +13,8 @@ import pytest
 
 from patience import PATIENCE_S
 from serving import KEY
-from tiermoe.offload.policies.eviction import EVICTIONS
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-@pytest.fixture
-def registered() -> Iterator[None]:
-    """Policies that an example adds leave again."""
-    before = dict(EVICTIONS)
-    yield
-    EVICTIONS.clear()
-    EVICTIONS.update(before)
-
-
-def test_an_eviction_policy(registered: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its setting reaches it: with one expert drawn it evicts at random, with many those that are used least."""
-    module = runpy.run_path(str(EXAMPLES / "eviction_policy.py"))
-    module["main"]()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [
-        f"cache={name}" for name in ("lru", "lfu", "random", "fewest-of-some", "fewest-of-some")
-    ]
-    misses = [int(found[1]) for line in lines if (found := re.search(r"(\d+) experts read", line))]
-    assert len(set(misses)) == len(misses) == 5
-    texts = {module["answer"](cache=name).text for name in ("lru", "fewest-of-some")}
-    assert len(texts) == 1
 
 
 def test_a_client(address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

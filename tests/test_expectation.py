@@ -20,6 +20,7 @@ from tiermoe import native
 from tiermoe.cli.describe import backend_of
 from tiermoe.config import CacheSize, settings
 from tiermoe.engine import machine_rates as measured
+from tiermoe.engine.backend import kernels_of
 from tiermoe.engine.expectation import RECORDINGS, LayerWork, Range, Work, expect, hit_rates
 from tiermoe.engine.load import resolve_for
 from tiermoe.lab.simulate import ReplaySettings, replay
@@ -290,6 +291,13 @@ def test_why_no_faster_code_runs(
         assert "compute in bfloat16, the checkpoint is in float32" in runs(single).kernels
         narrow = write(tmp_path / "narrow", "qwen3_moe", torch.bfloat16, moe_intermediate_size=48)
         assert "torch's operators for experts' matrices of 96 x 64 at 4 bits" in runs(narrow).kernels
+        for directory, computed in (
+            (model, f"native {native.instruction_set()}"),
+            (narrow, "torch"),
+            (single, "torch"),
+        ):
+            blueprint = inspect_model(directory, "tiny")
+            assert kernels_of(blueprint, resolve_for(blueprint, settings(device="cpu")), "cpu") == computed
     shown = tiermoe_("show", model)
     assert "tiermoe's own, for qwen3_moe" in shown.out
     monkeypatch.delenv(native.ISA, raising=False)

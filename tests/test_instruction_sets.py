@@ -19,6 +19,7 @@ from small_engines import logits_of_steps
 from tiermoe import native
 from tiermoe.cli.describe import missing_kernels
 from tiermoe.errors import ConfigError
+from tiermoe.lab.measure.evaluate import settings_of
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 
@@ -90,6 +91,20 @@ def test_what_to_do_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) ->
     assert "install a C compiler and reinstall tiermoe, or install one of its wheels" in missing_kernels(torch.bfloat16)
     assert missing_kernels(torch.float32) == ""
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", native.instruction_sets())
+def test_reports_name_what_computed(shipped: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Each instruction set, and torch without them; `tests/test_cli.py` has a model that no native kernel takes."""
+    for switch, computed in (("1", f"native {name}"), ("0", "torch")):
+        monkeypatch.setenv(native.SWITCH, switch)
+        native.available.cache_clear()
+        native.use(name)
+        with tiermoe.load(shipped, memory="4GiB", lanes=1) as (model, tokenizer):
+            ids = tokenizer("Once", return_tensors="pt").input_ids
+            report = tiermoe.generate(model, tokenizer, ids, tiermoe.Sampling(max_tokens=1)).as_dict()
+            assert {report["kernels"], model.tiermoe.stats()["kernels"]} == {computed}
+            assert settings_of(model.tiermoe)["kernels"] == computed
 
 
 def test_a_plan_counts_the_speed_of_torch(tiermoe_: Command, shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,9 +149,9 @@ class Evictions:
         self.found: Counter[str] = Counter()
         self.named: set[tuple[int, int]] = set()
         for name, policy in list(EVICTIONS.items()):
-            patch.setitem(EVICTIONS, name, type(f"Watched{name}", (Shadowed, policy), {"watch": self}))
+            patch.setitem(EVICTIONS.data, name, type(f"Watched{name}", (Shadowed, policy), {"watch": self}))
         for name, predictor in list(PREDICTIONS.items()):
-            patch.setitem(PREDICTIONS, name, type(f"Watched{name}", (Naming, predictor), {"watch": self}))
+            patch.setitem(PREDICTIONS.data, name, type(f"Watched{name}", (Naming, predictor), {"watch": self}))
 
     def note(self, incoming: ExpertKey, victim: ExpertKey, differing: Sequence[str]) -> None:
         self.found.update(differing)

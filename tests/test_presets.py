@@ -111,6 +111,25 @@ def test_the_command_lists_and_shows(tiermoe_: Command) -> None:
     assert (described["dense_bits"], described["quantizer"]) == (16, "linear")
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_first_run_asks_for_what_the_list_says(tiermoe_: Command, tiny: Path, tmp_path: Path, name: str) -> None:
+    """Or for nothing. A pack that it asks for is enough; `tests/test_calibrate.py` runs presets that are calibrated."""
+    store = ("--store", tmp_path)
+    words = ("run", tiny, "hi", "--preset", name, "--max-tokens", "1", "--memory", "4GiB", "--lanes", "1", *store)
+    (told,) = json.loads(tiermoe_("presets", name, "--json").out)
+    shown = " ".join(tiermoe_("presets", name).out.split())
+    for step in told["first_steps"]:
+        assert f"before the first run: {step}" in shown
+    if told["first_steps"]:
+        first, *others = told["first_steps"]
+        assert first in tiermoe_(*words).cause.replace(str(tiny), "MODEL")
+        if "pack" not in first:
+            return
+        assert others == []
+        assert tiermoe_(*(tiny if word == "MODEL" else word for word in first.split()[1:]), *store).code == 0
+    assert tiermoe_(*words).code == 0
+
+
 def test_errors_of_the_command_line(tiermoe_: Command, shipped: Path) -> None:
     failed = tiermoe_("presets", "fat")
     assert (failed.code, "did you mean fate" in failed.err) == (2, True)
@@ -126,7 +145,8 @@ def test_a_preset_that_stands_elsewhere_is_imported_when_it_is_asked_for() -> No
         "import sys; from tiermoe.offload.presets import PRESETS\n"
         "def lab(): return [name for name in sys.modules if name.startswith('tiermoe.lab')]\n"
         "assert 'corm' in PRESETS and PRESETS['default'].name == 'default'; print(lab())\n"
-        "PRESETS['mine'] = 'tiermoe.lab.papers.corm:PRESET'; assert PRESETS['mine'].name == 'corm'; print(bool(lab()))"
+        "PRESETS.data['mine'] = 'tiermoe.lab.papers.corm:PRESET'; assert PRESETS['mine'].name == 'corm'\n"
+        "print(bool(lab()))"
     )
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert printed.stdout.split() == ["[]", "True"]

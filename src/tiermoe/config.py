@@ -25,6 +25,9 @@ _UNITS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
 
+NATIVE_SWITCH = "TIERMOE_NATIVE"
+"""Environment variable: 0 keeps the native kernels out, so that they can be compared with torch's."""
+
 BY_SHAPE = "by shape"
 BITS: dict[int, str] = {
     16: "tiermoe.formats.plain:Plain", 8: "tiermoe.formats.int8:Int8", 4: BY_SHAPE, 3: BY_SHAPE, 2: BY_SHAPE,
@@ -36,6 +39,8 @@ KV_BITS = (16, 8, 4)
 DEFAULT_BITS = 4
 QUANTIZERS = ("nonlinear", "hqq", "hqq-double", "linear", "gptq", "gptq-nonlinear")
 DEFAULT_QUANTIZER = "hqq"
+CALIBRATED = ("gptq", "gptq-nonlinear")
+"""Quantizers that need to know the inputs of the matrices (`formats.gptq`), below 8 bits."""
 
 
 def parse_size(text: str | int, what: str = "size") -> int:

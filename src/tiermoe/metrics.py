@@ -168,6 +168,7 @@ class Metrics:
     peak_memory_bytes: int = 0  # the most that the process has held; 0 of a replay
     fallback_ratio: float = 0.0  # share of the decoded tokens that all K experts computed again (MoBiLE)
     prefetching: str = ""  # what speculate=measured has decided, with its figures; empty if nothing
+    kernels: str = ""  # what computes the experts (`Engine.kernels`); empty of a replay
     also_warning: str = ""  # what the second drive failed to give; empty if nothing
 
     hit_rate = property(attrgetter("total.hit_rate"))

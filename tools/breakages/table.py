@@ -1335,6 +1335,35 @@ BREAKAGES = (
         "self._context.forecasts.router_input(parts[-1:])",
         ("tests/test_forecasts.py",),
     ),
+    # plugins, and measuring
+    Breakage(
+        "a user's file replaces a policy of the project's",
+        "Registry.__setitem__",
+        "name in self.data",
+        "False",
+        ("tests/test_plugins.py",),
+    ),
+    Breakage(
+        "a process that compare forks lacks the user's file",
+        "_evaluate",
+        "load_files(plugins)",
+        "pass",
+        ("test_compare_forks_processes_with_plugins",),
+    ),
+    Breakage(
+        "a checkout that was not built is measured",
+        "require_kernels",
+        "_compiled(sources) is None",
+        "False",
+        ("test_nothing_is_measured_without_kernels_unless_that_is_asked_for",),
+    ),
+    Breakage(
+        "a preset's list leaves out the pack that its first run asks for",
+        "first_steps",
+        "quantizer in CALIBRATED",
+        "False",
+        ("test_the_first_run_asks_for_what_the_list_says",),
+    ),
     # conversations on disk
     Breakage(
         "a prefix on disk is used whatever its checksum",

@@ -16,15 +16,14 @@ import torch
 
 from tiermoe import native
 from tiermoe.config import Settings
+from tiermoe.engine.backend import left_to_torch
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import resolve_for
-from tiermoe.engine.needs import formats_of
 from tiermoe.errors import LoadError
-from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.registry import encoding_named
 from tiermoe.formats.source import label_of
 from tiermoe.formats.store import MTP_FOLDER, Store, open_store, precision_key
-from tiermoe.kernels.linear import cpu_kernels, machine_layout, matrix_form
+from tiermoe.kernels.linear import cpu_kernels, machine_layout
 from tiermoe.model.families import FAMILIES, has_decoder, not_computed
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.hub import inspect_without_download
@@ -306,7 +305,7 @@ def _kernels(blueprint: Blueprint, resolved: Resolved) -> tuple[str, bool]:
     if blueprint.dtype != torch.bfloat16:
         lacking = f"compute in bfloat16, the checkpoint is in {str(blueprint.dtype).removeprefix('torch.')}"
         return f"torch's operators: the native kernels ({found}) {lacking}", True
-    left_out = _left_out(blueprint, resolved)
+    left_out = left_to_torch(blueprint, resolved)
     if left_out:
         return f"{found}; torch's operators for experts' matrices of {left_out}, which it does not take: slower", True
     asked = os.environ.get(native.ISA)
@@ -318,15 +317,3 @@ def _kernels(blueprint: Blueprint, resolved: Resolved) -> tuple[str, bool]:
 
 def _switched_off() -> bool:
     return os.environ.get(native.SWITCH) == "0"
-
-
-def _left_out(blueprint: Blueprint, resolved: Resolved) -> str:
-    """The first matrix of an expert that the native kernels do not compute, as '96 x 64 at 4 bits'; empty if they
-    compute all."""
-    for bits, forms in formats_of(blueprint, resolved, CPU_LAYOUT).items():
-        for form in forms:
-            for part in form.layer.parts:
-                encoding = form.encodings.get(part.name)
-                if encoding is not None and matrix_form(encoding, *part.out_in, form.dtype) is None:
-                    return "{} x {} at {} bits".format(*part.out_in, bits)
-    return ""

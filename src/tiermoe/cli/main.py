@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
-from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -15,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from tiermoe import __version__
 from tiermoe.cli.output import TRACEBACK, cause, ends_at_once, one_line
+from tiermoe.platform.built import instruction_sets
 
 _ANSWER, _MODELS, _MEASURE, _STUDY = "Answer", "Models and this machine", "Speed and quality", "Routing and papers"
 COMMANDS = {
@@ -63,6 +61,11 @@ COMMANDS = {
 }
 """Command → (module:function, its line in the list of commands, its group there), in the order of that list."""
 
+_TAKE_PLUGINS = {
+    "run", "chat", "serve", "plan", "bench", "eval", "compare", "calibrate", "presets", "trace", "simulate",
+}  # fmt: skip
+"""Commands that take presets or measure for them."""
+
 
 class LazyCommands(TyperGroup):
     """Group of commands whose modules are imported when a command or its help is invoked: `--version` and `--help`
@@ -86,6 +89,10 @@ class LazyCommands(TyperGroup):
             alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             with ends_at_once():
                 command = getattr(importlib.import_module(module), function)
+            if args[0] in _TAKE_PLUGINS:
+                from tiermoe.cli.options import with_plugins
+
+                command = with_plugins(command)
             alone.command(args[0])(command)
             self.add_command(typer.main.get_command(alone))
         return super().resolve_command(ctx, args)
@@ -102,20 +109,9 @@ app = typer.Typer(
 
 def _version(named: bool) -> None:
     if named:
-        kernels = ", ".join(_instruction_sets()) or "none, torch computes, slowly"
+        kernels = ", ".join(instruction_sets()) or "none, torch computes, slowly"
         print(f"tiermoe {__version__} (kernels: {kernels})")
         raise typer.Exit
-
-
-def _instruction_sets() -> list[str]:
-    """`native.instruction_sets()`, from the compiled module alone: `tiermoe.native` imports torch."""
-    spec = PathFinder.find_spec("_native", [str(Path(__file__).parents[1] / "native")])
-    if spec is None or spec.loader is None:
-        return []
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: list[str] = module.instruction_sets()
-    return found
 
 
 @app.callback(epilog=f"{TRACEBACK}=1 in the environment shows the traceback of an unexpected error.")

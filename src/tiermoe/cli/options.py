@@ -17,6 +17,7 @@ import typer
 
 from tiermoe.config import DEFAULT_QUANTIZER, MIB, QUANTIZERS, Settings, format_size
 from tiermoe.errors import ConfigError
+from tiermoe.offload.plugins import VARIABLE, load_files
 
 Model = Annotated[
     str,
@@ -128,6 +129,14 @@ ENGINE: dict[str, Any] = {
 }
 """Setting → the option of that name."""
 
+Plugin = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin", envvar=VARIABLE, metavar="FILE", show_default=False,
+        help="Run a Python file of yours first, which adds policies and presets (docs/research.md); again for another.",
+    ),
+]  # fmt: skip
+
 # --- the chat template and sampling: run, chat, serve ---
 
 ChatTemplateFile = Annotated[
@@ -226,6 +235,26 @@ def engine_options(only: Sequence[str] = (), without: Sequence[str] = ()) -> Cal
         return expanded
 
     return decorate
+
+
+def with_plugins(command: Command) -> Command:
+    """The command with an option `--plugin`: the files run before it does."""
+
+    @functools.wraps(command)
+    def expanded(plugin: list[Path] | None = None, **named: Any) -> None:
+        load_files(plugin or ())
+        command(**named)
+
+    signature = inspect.signature(command)
+    last = inspect.Parameter("plugin", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Plugin)
+    hints = {**get_type_hints(command, include_extras=True), "plugin": Plugin}
+    parameters = [
+        each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[each.name])
+        for each in (*signature.parameters.values(), last)
+    ]
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads these two
+    expanded.__annotations__ = hints
+    return expanded
 
 
 def _option(name: str) -> inspect.Parameter:

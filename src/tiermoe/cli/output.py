@@ -249,6 +249,7 @@ def summary(report: Report) -> str:
         f"hit rate {report.hit_rate:.0%}",
         f"{format_size(report.bytes_read)} read"
         + (f" ({format_size(report.bytes_read_also)} from --also)" if report.bytes_read_also else ""),
+        f"kernels {report.kernels}",
         f"peak memory {format_size(report.peak_memory_bytes)} of {format_size(report.memory_budget_bytes)}",
     ]
     if report.guessed_tokens:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tiermoe.cli.terminal import Terminal
 from tiermoe.offload.composition import Composition, declarations
-from tiermoe.offload.presets import PRESETS, preset_named
+from tiermoe.offload.presets import all_presets, first_steps, preset_named
 
 
 def presets(
@@ -18,7 +18,7 @@ def presets(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the presets, or show one: its parts and settings, and whether it is exact or lossy."""
-    chosen = [preset_named(name)] if name else list(PRESETS.values())
+    chosen = [preset_named(each) for each in ([name] if name else all_presets())]
     if as_json:
         print(json.dumps([_described(preset) for preset in chosen]))
     elif name:
@@ -30,17 +30,18 @@ def presets(
 def _described(preset: Composition) -> dict[str, Any]:
     return {
         "preset": preset.name, "summary": preset.summary, "source": preset.source, "lossy": preset.lossy,
-        "needs_calibration": preset.profile if preset.needs_profile else "", **preset.settings(),
+        "needs_calibration": preset.profile if preset.needs_profile else "", "first_steps": first_steps(preset),
+        **preset.settings(),
     }  # fmt: skip
 
 
 def _list(chosen: list[Composition]) -> None:
     table = Table(box=None, pad_edge=False)
-    for column in ("preset", "what it does", "tokens", "calibration"):
+    for column in ("preset", "what it does", "tokens", "before the first run"):
         table.add_column(column, no_wrap=column == "preset")
     for preset in chosen:
-        tokens, calibration = "lossy" if preset.lossy else "exact", preset.profile if preset.needs_profile else "-"
-        table.add_row(preset.name, preset.summary, tokens, calibration)
+        tokens, steps = "lossy" if preset.lossy else "exact", first_steps(preset)
+        table.add_row(preset.name, preset.summary, tokens, "\n".join(steps) or "-")
     Terminal().print(table)
 
 
@@ -49,8 +50,8 @@ def _show(preset: Composition) -> None:
     if preset.source:
         print(f"source: {preset.source}")
     print(f"tokens: {', '.join(preset.lossy) + ' can change them' if preset.lossy else 'exact'}")
-    if preset.needs_profile:
-        print(f"calibration: tiermoe calibrate MODEL --text FILE --for {preset.profile}")
+    for step in first_steps(preset):
+        print(f"before the first run: {step}")
     table = Table(box=None, pad_edge=False)
     for column in ("part or setting (--set NAME=VALUE)", "value", "can be"):
         table.add_column(column)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tiermoe.cli.describe import Backend, backend_of
-from tiermoe.config import Settings
+from tiermoe.config import CALIBRATED, Settings
 from tiermoe.engine.expectation import (
     Expectation,
     LayerWork,
@@ -33,7 +33,7 @@ from tiermoe.formats.encode_experts import encoded_experts
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.gptq import SECONDS_A_WEIGHT
 from tiermoe.formats.in_place import OWN_BITS
-from tiermoe.formats.quantizers import CALIBRATED, QUANTIZERS
+from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import quantizer_used
 from tiermoe.formats.source import ExpertSource
 from tiermoe.formats.store import precision_key

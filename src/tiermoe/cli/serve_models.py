@@ -26,6 +26,7 @@ from tiermoe.cli.output import cause, note, spinner
 from tiermoe.config import MIB, Settings, format_size
 from tiermoe.errors import ConfigError
 from tiermoe.model.hf.local_models import check_local
+from tiermoe.offload.plugins import load_named
 
 if TYPE_CHECKING:
     from tiermoe.serve.loaded_models import Model, ModelProcess
@@ -303,6 +304,7 @@ def _print_budgets() -> None:
 
     import_libraries(own_process=True)
     try:
+        load_named()
         answer = _budgets(**json.load(sys.stdin))
     except Exception as error:
         answer = {"refused": cause(error)}

@@ -16,6 +16,7 @@ import xxhash
 
 from tiermoe import native
 from tiermoe.batch import Batch
+from tiermoe.engine.backend import kernels_of
 from tiermoe.engine.budget import shape_of
 from tiermoe.engine.expectation import OtherBudget, other_budgets
 from tiermoe.engine.forecasts import Forecaster
@@ -104,6 +105,11 @@ class Engine:
         """What can change tokens: parts of the composition, keys and values in fewer bits; empty: exact."""
         return self.composition.lossy + ([f"kv_bits={self.settings.kv_bits}"] if self.settings.kv_bits != 16 else [])
 
+    @functools.cached_property
+    def kernels(self) -> str:
+        """What computes the experts: 'native avx2' (the instruction set), 'torch' or 'triton'."""
+        return kernels_of(self._blueprint, self.service.resolved, self.device.type)
+
     def snapshot(self) -> PhaseMetrics:
         """The clock and the counters now; two of them tell what happened between. Tokens are the caller's to count."""
         seconds, wait_s, link = time.perf_counter(), self.service.wait_s, self.link.counters()
@@ -130,6 +136,7 @@ class Engine:
         run.fallback_ratio = self.confident.fallback_ratio if self.confident else 0.0
         run.prefetching = self.scheduler.prefetching
         run.also_warning = self.service.second.warning
+        run.kernels = self.kernels
         return run
 
     def stats(self) -> dict[str, float | int | str]:
@@ -141,6 +148,7 @@ class Engine:
             "bits": self.settings.bits_used,
             "dense_bits": self.settings.dense_bits_used,
             "kv_bits": self.settings.kv_bits,
+            "kernels": run.kernels,
             **now.expert_counts,
             "expert_evictions": self.loader.cache.evictions,
             "cached_experts": len(self.loader.cache),

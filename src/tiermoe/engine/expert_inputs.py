@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from tiermoe.batch import Batch, prompt
-from tiermoe.config import Settings, format_size
+from tiermoe.config import CALIBRATED, Settings, format_size
 from tiermoe.config import settings as make_settings
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import start
@@ -24,7 +24,6 @@ from tiermoe.engine.observer import Observer
 from tiermoe.errors import ConfigError, PackError
 from tiermoe.formats.expert_format import expert_format
 from tiermoe.formats.int4 import CPU_LAYOUT
-from tiermoe.formats.quantizers import CALIBRATED
 from tiermoe.formats.store import Store, precision_key
 from tiermoe.formats.store_files import exclusive, write_atomically
 from tiermoe.kernels.experts import UnfusedExperts

@@ -53,8 +53,8 @@ class Report(Metrics):
         figures = named(
             self, "text", "token_ids", "prompt_tokens", "completion_tokens", "load_s", "ttft_s", "prefill_tok_s",
             "decode_tok_s", "hit_rate", "expert_hits", "expert_misses", "bytes_read", "bytes_read_also", "also_warning",
-            "wait_s", "peak_memory_bytes", "memory_budget_bytes", "preset", "bits", "dense_bits", "bound_tok_s",
-            "prefetching", "displaced_share", "moved_weight_share", "guessed_tokens", "right_guesses",
+            "wait_s", "peak_memory_bytes", "memory_budget_bytes", "preset", "bits", "dense_bits", "kernels",
+            "bound_tok_s", "prefetching", "displaced_share", "moved_weight_share", "guessed_tokens", "right_guesses",
         )  # fmt: skip
         return {**figures, "other_budgets": [asdict(each) for each in self.other_budgets]}
 

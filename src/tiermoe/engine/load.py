@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tiermoe.config import Settings
+from tiermoe.config import CALIBRATED, Settings
 from tiermoe.config import settings as make_settings
 from tiermoe.engine.budget import plan_memory
 from tiermoe.engine.engine import Engine, Model
@@ -22,7 +22,7 @@ from tiermoe.engine.reading import Reading, open_reading, rows_stay_on_disk
 from tiermoe.engine.service import ExpertService
 from tiermoe.errors import ConfigError
 from tiermoe.formats.in_place import OWN_BITS
-from tiermoe.formats.quantizers import CALIBRATED, UNCALIBRATED
+from tiermoe.formats.quantizers import UNCALIBRATED
 from tiermoe.formats.store import Store, joined
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.decoder import Decoder, decoder_for

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import xxhash
 
-from tiermoe.config import format_size
+from tiermoe.config import CALIBRATED, format_size
 from tiermoe.errors import ModelError, PackError
 from tiermoe.formats.encode_experts import Inputs, encoded_experts, working_bytes
 from tiermoe.formats.encoding import scratch
@@ -26,7 +26,7 @@ from tiermoe.formats.gptq import SECONDS_A_WEIGHT
 from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.neurons import GATE, NEURONS, neuron_layer, unit_format
 from tiermoe.formats.outline import NAME as OUTLINE
-from tiermoe.formats.quantizers import CALIBRATED, QUANTIZERS, UNCALIBRATED
+from tiermoe.formats.quantizers import QUANTIZERS, UNCALIBRATED
 from tiermoe.formats.registry import quantizer_used
 from tiermoe.formats.source import ExpertSource
 from tiermoe.formats.store import (

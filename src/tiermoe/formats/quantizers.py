@@ -32,8 +32,6 @@ NONLINEAR = "nonlinear"
 HQQ_DOUBLE = "hqq-double"
 """HQQ whose scales and zeros are quantised again, in the neuron unit (`formats.neurons`)."""
 GPTQ, GPTQ_NONLINEAR = "gptq", "gptq-nonlinear"
-CALIBRATED = (GPTQ, GPTQ_NONLINEAR)
-"""Quantizers that need to know the inputs of the matrices (`formats.gptq`)."""
 UNCALIBRATED = {GPTQ: "hqq", GPTQ_NONLINEAR: NONLINEAR}
 """Calibrated quantizer → one that finds such codes from the weights alone."""
 

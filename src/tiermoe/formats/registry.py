@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 
 import torch
 
-from tiermoe.config import BITS, BY_SHAPE
+from tiermoe.config import BITS, BY_SHAPE, CALIBRATED
 from tiermoe.errors import ConfigError, StoreError
 from tiermoe.formats import int4, nonuniform, trellis
 from tiermoe.formats.checkpoint_quant import PREFIX as CHECKPOINT
@@ -19,7 +19,7 @@ from tiermoe.formats.int6 import Int6
 from tiermoe.formats.int8 import Int8
 from tiermoe.formats.nonuniform import NonUniform
 from tiermoe.formats.plain import HALVES, VALUES, halves_encoding, values_encoding
-from tiermoe.formats.quantizers import CALIBRATED, GPTQ, GPTQ_NONLINEAR, HQQ_DOUBLE, NONLINEAR
+from tiermoe.formats.quantizers import GPTQ, GPTQ_NONLINEAR, HQQ_DOUBLE, NONLINEAR
 from tiermoe.formats.trellis import Trellis
 
 _PACKED: dict[int, tuple[Callable[[str, int], Encoding], Callable[[int], Encoding]]] = {

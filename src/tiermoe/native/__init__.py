@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from tiermoe.config import NATIVE_SWITCH
 from tiermoe.errors import ConfigError
 from tiermoe.native import structs
 
@@ -25,9 +26,7 @@ try:
 except ImportError:
     _native = None  # type: ignore[assignment]
 
-SWITCH = "TIERMOE_NATIVE"
-"""Environment variable: 0 keeps these kernels out, so that they can be compared with torch's."""
-
+SWITCH = NATIVE_SWITCH
 ISA = "TIERMOE_ISA"
 """Environment variable: the instruction set whose kernels run, one of `instruction_sets`; else the fastest."""
 

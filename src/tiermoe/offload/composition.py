@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from tiermoe.config import BITS, DENSE_BITS, QUANTIZERS, parse_size
 from tiermoe.errors import ConfigError, ProfileError
+from tiermoe.offload.plugins import load_packages
 from tiermoe.offload.policies.allotment import ALLOTMENTS
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.policies.neurons import DISK_GAP_BYTES
@@ -49,6 +50,11 @@ def _errs(composition: Composition) -> bool:
 def _absent(composition: Composition) -> bool:
     """Whether a loaded expert may be absent again, or is never loaded."""
     return composition.cache != "all" or composition.precision != "fixed" or composition.misses != "load"
+
+
+def _evicts(composition: Composition) -> bool:
+    """Whether a policy chooses what leaves."""
+    return composition.cache in EVICTIONS
 
 
 def _finds_some(composition: Composition) -> bool:
@@ -109,7 +115,7 @@ class Composition:
     cache: str = _part("lru", ChainMap[str, Any](EVICTIONS, {"none": None, "all": None}).keys())
     # 'pool' one for all layers, 'even' the same for each, 'by-use' more where experts are used most, 'shallow' all
     # experts of the layers below `boundary` first; 'pool' too if slots do not give every layer its K
-    allotment: str = _part("pool", ALLOTMENTS.keys(), read_by=(_is("cache", *EVICTIONS),), off=True)
+    allotment: str = _part("pool", ALLOTMENTS.keys(), read_by=(("cache", _evicts),), off=True)
     # of the eviction policy: forgotten at each sequence, or kept for the model
     records: str = _part("model", ("model", "sequence"), read_by=(("cache", _forgets),), off=True)
     # what is loaded: 'neuron' the rows where |act(W1 x)| > `theta`, all above the share `upper_limit` (CORM)
@@ -149,7 +155,7 @@ class Composition:
     )
     # slots of the cache for experts that are fetched, until their layer has run and the eviction policy says who stays
     # (Fate's cache list); 0: they take the place of others at once
-    room: int = setting(0, read=int, low=0, high=1 << 16, read_by=(_is("cache", *EVICTIONS),), off=True)
+    room: int = setting(0, read=int, low=0, high=1 << 16, read_by=(("cache", _evicts),), off=True)
     # share of the cache's bytes for a pool of low copies, in slots of their own size; 0: they take slots of high ones,
     # None: what follows from the precision (`with_low_share`)
     low_share: float | None = setting(
@@ -308,7 +314,17 @@ def unread(
 
 
 def parsed(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Parts and settings by name, their values as text or not, as values. ConfigError for an unknown part or value."""
+    """Parts and settings by name, their values as text or not, as values. ConfigError for an unknown part or value, if
+    no installed package has it either."""
+    try:
+        return _parsed(changes)
+    except ConfigError:
+        if not load_packages():
+            raise
+    return _parsed(changes)
+
+
+def _parsed(changes: Mapping[str, Any]) -> dict[str, Any]:
     known = declarations()
     for name in changes:
         if name not in known:

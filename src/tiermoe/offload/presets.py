@@ -4,17 +4,18 @@ table, `compose` applies `--set` to a preset, `resolve` makes one ready for a mo
 from __future__ import annotations
 
 import importlib
-from collections import UserDict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tiermoe.config import Settings
+from tiermoe.config import CALIBRATED, DEFAULT_BITS, Settings
 from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.offload.assembly import precisions
-from tiermoe.offload.composition import Composition, changed, filled, require_settings, unread, with_low_share
-from tiermoe.offload.policies.settings import near
+from tiermoe.offload.composition import Composition, changed, filled, parsed, require_settings, unread, with_low_share
+from tiermoe.offload.plugins import load_packages
+from tiermoe.offload.policies.registry import Registry
+from tiermoe.offload.policies.settings import declared, near
 from tiermoe.offload.profiles import Tables, profile_path, read_profile, tables
 
 _OURS = (
@@ -44,7 +45,7 @@ _OURS = (
         "nimble with a weaker prior, on experts that gptq packs at 3 bits: a miss is fewer bytes, and more are here",
         "Cache-Prior (Skliar and others, 2024); GPTQ (Frantar and others, 2023)",
         routing="cached", cache="weighted", allotment="even", prior=0.1, always=2, untouched=1,
-        bits=3, quantizer="gptq",
+        bits=3, quantizer="gptq-nonlinear",
         own={"weights": (0.25, 0.25, 0.25, 0.25)},
     ),
 )  # fmt: skip
@@ -84,8 +85,9 @@ _PAPERS = {name: f"tiermoe.lab.papers.{name}:PRESET" for name in ("hobbit", "edg
 """Published systems: their presets are the laboratory's."""
 
 
-class Presets(UserDict[str, Any]):
-    """Preset by name. One that is given as "module:NAME" is imported when it is first asked for."""
+class Presets(Registry[Any]):
+    """Preset by name. Ours may be given as "module:NAME", which is imported when it is first asked for; one that is
+    added is a `Composition` of that name, whose parts and settings there are."""
 
     def __getitem__(self, name: str) -> Composition:
         preset = self.data[name]
@@ -96,20 +98,43 @@ class Presets(UserDict[str, Any]):
         return preset
 
 
-PRESETS: MutableMapping[str, Composition] = Presets(
+def _fault(name: str, preset: Any) -> str:
+    """What keeps a value from being a preset. ConfigError for a part or setting that there is none of."""
+    if not isinstance(preset, Composition):
+        return f"must be a Composition, not {preset!r}"
+    if preset.name != name:
+        return f"calls itself '{preset.name}'; give it one name"
+    parsed({part: value for part, value in {**preset.settings(), **preset.own}.items() if value is not None})
+    return _without_profile(preset) if preset.needs_profile and not preset.profile else ""
+
+
+def _without_profile(preset: Composition) -> str:
+    lacking = " and no ".join(preset.missing()) or "table"
+    return f"has no {lacking}, and names no calibration that has it, like profile=hobbit; give it one of both"
+
+
+PRESETS = Presets(
+    "PRESETS",
+    _fault,
     {
         **{preset.name: preset for preset in _OURS},
         **_PAPERS,
         **{preset.name: preset for preset in _BASELINES},
-    }
+    },
 )
 
 
 def preset_named(name: str) -> Composition:
-    """ConfigError names the near ones if there is none of that name."""
-    if name in PRESETS:
+    """ConfigError names the near ones if there is none of that name, also in an installed package."""
+    if name in PRESETS or (load_packages() and name in PRESETS):
         return PRESETS[name]
     raise ConfigError(f"unknown preset '{name}'{near(name, PRESETS)}")
+
+
+def all_presets() -> list[str]:
+    """Every preset's name, also of installed packages."""
+    load_packages()
+    return list(PRESETS)
 
 
 def compose(name: str, changes: Mapping[str, Any] | None = None) -> Composition:
@@ -119,6 +144,19 @@ def compose(name: str, changes: Mapping[str, Any] | None = None) -> Composition:
 
 OPTIONS = ("bits", "dense_bits", "quantizer")
 """Options of the engine that a preset may set. The user's values take precedence."""
+
+
+def first_steps(composition: Composition) -> list[str]:
+    """Commands that must have run on a model, MODEL, before the composition runs on it for the first time."""
+    steps = [_calibrate(composition, "MODEL")] if composition.needs_profile else []
+    quantizer, high = composition.quantizer, composition.bits or DEFAULT_BITS
+    low = [composition["low_bits"]] if "low_bits" in declared(composition.policy("precision")) else []
+    packed = [bits for bits in (high, *low) if quantizer in CALIBRATED and bits < 8]
+    return steps + [f"tiermoe pack MODEL --bits {bits} --quantizer {quantizer}" for bits in packed]
+
+
+def _calibrate(composition: Composition, model: str) -> str:
+    return f"tiermoe calibrate {model} --text FILE --for {composition.profile}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +178,11 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str, layer
     composition = compose(settings.preset, settings.set)
     composition = composition.having({name: value for name, value in options.items() if name not in settings.set})
     profile = None
-    command = f"tiermoe calibrate {model} --text FILE --for {composition.profile}"
+    command = _calibrate(composition, model)
     path = profile_path(store, composition.profile)
     if composition.needs_profile:
+        if not composition.profile:
+            raise ProfileError(f"preset {composition.name} {_without_profile(composition)}")
         profile = read_profile(path, fingerprint, command)
         composition = filled(composition, profile)
         asked = given.get("quantizer")

@@ -21,6 +21,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tiermoe.config import settings
+from tiermoe.offload.plugins import load_named
 from tiermoe.platform.ray import start_ray
 from tiermoe.serve.dialects import from_json
 
@@ -102,6 +103,7 @@ def app_of(deployed: Deployed) -> FastAPI:
     from tiermoe.platform import process_memory
 
     process_memory.import_libraries(own_process=True)
+    load_named()
     from tiermoe.engine.drafts import Lookup
     from tiermoe.engine.load import start as start_engine
     from tiermoe.engine.speculation import Speculation

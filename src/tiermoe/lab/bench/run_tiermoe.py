@@ -73,6 +73,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "dense_bytes": engine.plan.dense - engine.plan.looked_up,  # read whole for each pass
         "planned_bytes": engine.plan.total,
         "lossy": engine.lossy,
+        "kernels": engine.kernels,
+        "bits": engine.settings.bits_used,
         "lanes": stats["lanes"],
         "direct_io": stats["direct_io"],
         "batch": len(ids),
@@ -201,8 +203,10 @@ def _kernel_seconds(engine: Any, ids: Any, prompt: int) -> float:
 
 def main() -> None:
     from tiermoe.errors import TiermoeError
+    from tiermoe.offload.plugins import load_named
 
     try:
+        load_named()
         print(json.dumps(measure(json.loads(sys.argv[1]))))
     except TiermoeError as error:
         sys.exit(" ".join(str(error).split()))

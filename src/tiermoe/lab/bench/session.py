@@ -22,7 +22,7 @@ from tiermoe.engine.load import resolve_for
 from tiermoe.engine.sampling import end_tokens
 from tiermoe.errors import ConfigError, ModelError, ProfileError, TiermoeError
 from tiermoe.formats.store import precision_key
-from tiermoe.kernels.linear import machine_layout
+from tiermoe.kernels.linear import cpu_kernels, machine_layout
 from tiermoe.lab.bench.cases import (
     ACCELERATE,
     LLAMA,
@@ -237,8 +237,8 @@ class Session:
         self.model = {"name": subject.name, "fingerprint": subject.fingerprint}
         options = {name: str(value) for name, value in config.options.items()}
         text = RANDOM if config.text is None else xxhash.xxh3_64_hexdigest(config.text.encode())
-        key = {"model": subject.fingerprint, "text": text, "threads": config.threads, **options}
-        journal = Journal(config.out, key)
+        key = {"model": subject.fingerprint, "text": text, "threads": config.threads, "kernels": cpu_kernels()}
+        journal = Journal(config.out, {**key, **options})
         bandwidth = memory_bandwidth(config.threads, config.timeout)
         self.machine = {**describe_machine(), "threads": config.threads, "memory_bandwidth": bandwidth}
         base = subject.store_root.parent

@@ -4,6 +4,7 @@ columns of its tables."""
 from __future__ import annotations
 
 import platform
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -18,6 +19,7 @@ from tiermoe.platform.machine import fields_of, installed_version, processors, t
 
 _PACKAGES = ("torch", "transformers", "accelerate", "numpy")
 _FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+_GIT_S = 10  # seconds that git may take
 _LEAST = 1 << 30  # bytes of the cgroup that is tried
 
 SPEEDS = ("decode_tok_s", "prefill_tok_s")
@@ -29,7 +31,7 @@ NUMBERS = (
     "link_bandwidth", "slots", "all_experts", "dense_bytes", "planned_bytes",
 )  # fmt: skip
 """Of a run; a case has their medians."""
-_KEPT = ("limited", "limit_missing", "lossy", "note", "version", "gguf", "lanes", "direct_io")
+_KEPT = ("limited", "limit_missing", "lossy", "kernels", "bits", "note", "version", "gguf", "lanes", "direct_io")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -53,9 +55,23 @@ def describe_machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "tiermoe": __version__,
+        "commit": commit(),
         **{package: version for package in _PACKAGES if (version := installed_version(package))},
         "no_limit": no_limit,
     }
+
+
+def commit() -> str:
+    """The commit of the checkout that this package runs from, with '+' if files differ from it; empty for an installed
+    package."""
+    root = Path(__file__).resolve().parents[4]
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def summarise(rows: Sequence[Measured]) -> list[dict[str, Any]]:
@@ -164,13 +180,39 @@ def spent() -> list[Column]:
     ]
 
 
+def issue_rows(document: dict[str, Any]) -> list[str]:
+    """A line for an issue report of each case: machine, file, memory, speed, bytes, hits, version."""
+    machine, model = document["machine"], document["model"]["name"]
+    if Path(model).exists():
+        model = Path(model).name  # where it lies is nobody's business
+    version = f"tiermoe {machine['tiermoe']}" + (f" ({machine['commit']})" if machine["commit"] else "")
+    lines = []
+    for case in document["cases"]:
+        if case["error"]:
+            lines.append(f"not measured: {failure(case)}")
+            continue
+        threads, whole = machine["threads"], case_of(case)
+        named_kernels = f", {case['kernels']}" if case["kernels"] else ""
+        parts = [
+            f"{machine['cpu']}, {machine['cores']} cores, {threads} threads{named_kernels}",
+            model + (f", {case['bits']} bits" if case["bits"] else ""),
+            f"{whole.name}, {whole.condition.label}",
+            f"peak {size(case['peak_memory_bytes'])}",
+            f"{_speed(case['decode_tok_s'] or case['prefill_tok_s'])} tok/s, rounds: {case['rounds']}",
+        ]
+        if case["bytes_per_token"] is not None:
+            parts += [f"{case['bytes_per_token'] / 1e6:.2f} MB a token", f"hits {share(case['hit_rate'])}"]
+        lines.append("; ".join([*parts, version]))
+    return lines
+
+
 def notes(document: dict[str, Any]) -> list[str]:
     """What the figures hold for, what was not measured, and why."""
     machine = document["machine"]
     lines = [
         f"[{machine['cpu']}, {machine['cores']} cores, {format_size(machine['memory_bytes'])}; threads: "
         f"{machine['threads']}; rounds: {document['rounds']}, of which medians and ranges; memory "
-        f"{machine['memory_bandwidth'] / 1e9:.1f} GB/s]",
+        f"{machine['memory_bandwidth'] / 1e9:.1f} GB/s; kernels: {_kernels(document)}]",
         *(f"not measured: {failure(case)}" for case in document["cases"] if case["error"]),
     ]
     for case in document["cases"]:
@@ -179,6 +221,11 @@ def notes(document: dict[str, Any]) -> list[str]:
     missing = {case["limit_missing"] for case in document["cases"] if case["limit_missing"]}
     lines += [f"memory was not bounded: {reason}" for reason in sorted(missing)]
     return lines
+
+
+def _kernels(document: dict[str, Any]) -> str:
+    """What computed our own cases; '-' where there are none."""
+    return " and ".join(dict.fromkeys(filter(None, (case.get("kernels") for case in document["cases"])))) or "-"
 
 
 def failure(case: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from tiermoe.cli.options import read_text
 from tiermoe.cli.output import note, progress_bar, starting
 from tiermoe.cli.terminal import Terminal
 from tiermoe.config import settings
+from tiermoe.errors import ConfigError
 from tiermoe.lab.bench.cases import (
     RANDOM,
     BenchConfig,
@@ -31,8 +32,10 @@ from tiermoe.lab.bench.cases import (
     text_file,
 )
 from tiermoe.lab.bench.report import missing_plots
-from tiermoe.lab.bench.summary import Column, case_of, figures, notes, speeds, spent, split_up
+from tiermoe.lab.bench.summary import Column, case_of, figures, issue_rows, notes, speeds, spent, split_up
+from tiermoe.lab.cli import options as lab
 from tiermoe.lab.measure.compare import presets_asked
+from tiermoe.platform.built import require_kernels
 from tiermoe.platform.machine import processors
 
 if TYPE_CHECKING:
@@ -71,7 +74,10 @@ def bench(
     batch: Annotated[str, typer.Option(help="Sequences decoded together, like 1,4,16.")] = "1",
     start: Annotated[str, typer.Option(help="warm (after a first pass), cold (empty caches), or warm,cold.")] = "warm",
     presets: Annotated[str, typer.Option(help="Ours: names with commas, all, or none.")] = "default",
-    peers: Annotated[str, typer.Option(help="all, none, or of llama.cpp,transformers,accelerate.")] = "all",
+    peers: Annotated[
+        str | None,
+        typer.Option(help="all, none, or of llama.cpp,transformers,accelerate.", show_default="all"),
+    ] = None,
     rounds: Rounds = 3,
     text: Annotated[
         Path | None,
@@ -97,10 +103,18 @@ def bench(
     report: Annotated[
         Path | None, typer.Option(help="Write a picture and tables into this .html file.", show_default=False)
     ] = None,
+    row: Annotated[
+        bool,
+        typer.Option("--row", help="Print a line for an issue report; without peers, unless --peers names them."),
+    ] = False,
+    without_kernels: lab.WithoutKernels = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> None:
     """Measure presets and the programs people run instead: same model, text, threads and memory, in one run."""
     settings(**options)
+    require_kernels(without_kernels)
+    if row and as_json:
+        raise ConfigError("--row and --json exclude each other; give one of them")
     threads = options.pop("threads", None) or processors()
     if "store" in options:
         options["store"] = str(options["store"])  # it goes to other processes as JSON
@@ -111,7 +125,7 @@ def bench(
             parse_numbers(batch, "batch"), parse_starts(start),
         ),
         presets=[] if presets.strip() == "none" else presets_asked(presets),
-        peers=parse_peers(peers),
+        peers=parse_peers(peers or ("none" if row else "all")),
         options=options,
         rounds=rounds,
         threads=threads,
@@ -134,6 +148,8 @@ def bench(
         document = session.document()
         if as_json:
             print(json.dumps(document, indent=1))
+        elif row:
+            print("\n".join(issue_rows(document)))
         else:
             _print(document)
         if report is not None:

@@ -34,6 +34,7 @@ from tiermoe.lab.cli.variants import (
     write_picture,
 )
 from tiermoe.lab.measure.compare import Case, Measured, Variant, evaluate_apart, measure_all, summarise
+from tiermoe.platform.built import require_kernels
 
 
 @opt.engine_options(without=["context", "preset", "also"])
@@ -52,6 +53,7 @@ def compare(
     rounds: Annotated[int, typer.Option(help="Times that each row is measured.")] = 3,
     reference: lab.Reference = "16bit",
     picture: Picture = None,
+    without_kernels: lab.WithoutKernels = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of JSON objects, one for each row.")] = False,
 ) -> None:
     """Measure presets on the same text, or summaries, and budget: speed, bytes, hits, and quality against 16 bits.
@@ -72,6 +74,7 @@ def compare(
     The second table has what parts did, where they did anything.
     """
     settings(**options)
+    require_kernels(without_kernels)
     material = lab.read_material(text, pairs, prompt)
     given = options.pop("set", {})
     swept = {"cache": parse_cache, "memory": lambda value: parse_size(value, "memory"), "prompt": _prompt}
@@ -136,8 +139,11 @@ def _print(results: list[dict[str, Any]], failed: list[str]) -> None:
         console.print(_table([*naming, *counters], results))
     if any(result["lossy"] for result in results):
         note("* lossy: may change what the model says")
-    rounds, threads = results[0]["rounds"], results[0]["threads"]
-    note(f"[{scored(results[0])}; compute threads: {threads}; rounds: {rounds}; the figures: tiermoe compare --help]")
+    first, kernels = results[0], " and ".join(dict.fromkeys(result["kernels"] for result in results))
+    note(
+        f"[{scored(first)}; kernels {kernels}; compute threads: {first['threads']}; rounds: {first['rounds']}; the "
+        f"figures: tiermoe compare --help]"
+    )
     for line in failed:
         note(f"not measured: {line}")
 

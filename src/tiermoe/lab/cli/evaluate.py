@@ -118,6 +118,7 @@ def conditions(result: dict[str, Any]) -> str:
         parts += [
             f"experts at {result['bits']} bits, other layers at {result['dense_bits']}",
             f"{result['cache_fraction']:.0%} of the experts cached",
+            f"kernels {result['kernels']}",
             f"compute threads: {result['threads']}",
             f"peak memory {format_size(result['peak_memory_bytes'])} of {format_size(result['memory_budget_bytes'])}",
         ]

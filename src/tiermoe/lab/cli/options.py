@@ -12,6 +12,13 @@ from tiermoe.cli.options import read_text
 from tiermoe.errors import ConfigError
 from tiermoe.lab.measure.pairs import Pair, read_pairs, require_pairs
 
+# --- what is timed: bench, compare ---
+
+WithoutKernels = Annotated[
+    bool,
+    typer.Option("--without-kernels", help="Measure torch's operators in the place of the compiled kernels."),
+]
+
 # --- a text that is scored: eval, compare ---
 
 ScoredText = Annotated[Path | None, typer.Option("--text", help="A text file to score, UTF-8.", show_default=False)]

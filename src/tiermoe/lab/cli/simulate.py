@@ -61,6 +61,7 @@ from tiermoe.lab.simulate.profiles import borrowed, profile_of
 from tiermoe.lab.simulate.synthetic import Synthetic
 from tiermoe.lab.trace import Header, Trace, read_trace
 from tiermoe.offload.composition import Composition, declarations, parsed, unread
+from tiermoe.offload.plugins import load_packages
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.presets import compose
 
@@ -347,7 +348,7 @@ def _evictions(
     settings = parsed(changes)
     names = all_evictions() if evictions == "all" else [name.strip() for name in evictions.split(",")]
     for name in names:
-        if name not in EVICTIONS:
+        if name not in EVICTIONS and not (load_packages() and name in EVICTIONS):
             raise ConfigError(f"unknown eviction policy '{name}'; known: {', '.join(EVICTIONS)}, or all")
     _refuse_unread(settings, names)
     per_sequence = settings.pop("records", "model") == "sequence"

@@ -32,6 +32,7 @@ from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.prepare_store import Progress, ensure_packed, open_or_create, store_root
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.cuda import resolve_device
+from tiermoe.offload.plugins import load_named
 from tiermoe.offload.policies.precision import PrecisionContext, Table
 from tiermoe.offload.presets import Resolved
 from tiermoe.offload.profiles import Tables
@@ -338,6 +339,7 @@ class AloneMeter:
     next, so as many models are in memory as there are processes."""
 
     def __init__(self, source: ModelSource, task: Task, places: Sequence[ExpertPlace]) -> None:
+        load_named()
         self._meter, self._task, self._places = BitsMeter(source), task, places
 
     def values(self, place: ExpertPlace) -> tuple[ExpertPlace, list[float]]:

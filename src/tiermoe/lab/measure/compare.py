@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from tiermoe.errors import ConfigError, TiermoeError
 from tiermoe.lab.measure.pairs import Pair
-from tiermoe.offload.presets import PRESETS, preset_named
+from tiermoe.offload.plugins import load_files, named_files
+from tiermoe.offload.presets import all_presets, preset_named
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -53,7 +54,7 @@ class Measured:
 def presets_asked(text: str) -> list[str]:
     """'all', or names with commas, each once. ConfigError for an unknown one."""
     if text.strip() == "all":
-        return list(PRESETS)
+        return all_presets()
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise ConfigError("no preset is named; use --presets all, or names like hobbit,lru")
@@ -167,7 +168,7 @@ def evaluate_apart(case: Case, progress: Callable[[str, int, int], None]) -> dic
     context: Any = multiprocessing.get_context(start)
     context.set_forkserver_preload(["tiermoe.lab.measure.fork_server"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_evaluate, args=(case, sender), daemon=True)
+    process = context.Process(target=_evaluate, args=(case, named_files(), sender), daemon=True)
     process.start()
     sender.close()
     try:
@@ -194,7 +195,7 @@ def _ended(code: int) -> str:
     return f"its process ended with {code}"
 
 
-def _evaluate(case: Case, sender: Connection) -> None:
+def _evaluate(case: Case, plugins: Sequence[Path], sender: Connection) -> None:
     """Runs in the process: sends progress, and in the end the result or the error."""
     import signal
 
@@ -206,6 +207,7 @@ def _evaluate(case: Case, sender: Connection) -> None:
             sender.send(("progress", (what, done, total)))
 
     try:
+        load_files(plugins)  # the server may have been started without them
         shape = texts.WindowShape(*case.shape)
         evaluation = evaluate.prepare(case.model, case.pairs or case.text, shape, case.options, case.metric)
         if case.save is not None:

@@ -99,6 +99,7 @@ def settings_of(engine: Engine) -> dict[str, Any]:
         "bits": engine.settings.bits_used,
         "dense_bits": engine.settings.dense_bits_used,
         "quantizer": engine.settings.quantizer_used,
+        "kernels": engine.kernels,
     }
 
 

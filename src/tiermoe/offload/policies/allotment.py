@@ -11,6 +11,7 @@ from itertools import chain
 
 from tiermoe.errors import ConfigError
 from tiermoe.offload.policies.eviction import Eviction
+from tiermoe.offload.policies.registry import Registry, a_function
 from tiermoe.types import ExpertKey
 
 
@@ -88,12 +89,12 @@ def shallow_and_shared(share: Share) -> list[Pool]:
     return [*_pools(sizes, share.bits), rest]
 
 
-ALLOTMENTS: dict[str, Callable[[Share], list[Pool]]] = {
+ALLOTMENTS = Registry[Callable[[Share], list[Pool]]]("ALLOTMENTS", a_function, {
     "pool": one_pool,
     "even": even,
     "by-use": by_use,
     "shallow": shallow_first,
-}
+})  # fmt: skip
 
 
 def _evenly(slots: int, layers: int) -> list[int]:

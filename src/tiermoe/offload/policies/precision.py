@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from tiermoe.config import BITS
 from tiermoe.errors import ConfigError
+from tiermoe.offload.policies.registry import Registry, subclass_of
 from tiermoe.offload.policies.settings import setting
 from tiermoe.types import Demand, Routed
 
@@ -248,9 +249,9 @@ class Table(Precision):
         return self.context.table.get((layer, expert), self.context.bits)
 
 
-PRECISIONS: dict[str, type[Precision]] = {
+PRECISIONS = Registry[type[Precision]]("PRECISIONS", subclass_of(Precision), {
     "fixed": Fixed,
     "gate-score": GateScore,
     "popularity": Popularity,
     "table": Table,
-}
+})  # fmt: skip

@@ -14,10 +14,11 @@ from tiermoe.offload.policies.eviction.classic import (
 from tiermoe.offload.policies.eviction.edgemoe import DistanceByFrequency
 from tiermoe.offload.policies.eviction.hobbit import FarthestLayer, LeastHighPrecisionUsed, Weighted
 from tiermoe.offload.policies.eviction.next_use import EstimatedNextUse
+from tiermoe.offload.policies.registry import Registry, with_methods
 
 __all__ = ["EVICTIONS", "Clock", "Eviction", "EvictionContext", "NextUse", "Popularity", "Undoable"]
 
-EVICTIONS: dict[str, Callable[..., Eviction]] = {
+EVICTIONS = Registry[Callable[..., Eviction]]("EVICTIONS", with_methods(Eviction), {
     "random": RandomChoice,
     "fifo": FirstInFirstOut,
     "lru": LeastRecentlyUsed,
@@ -29,4 +30,4 @@ EVICTIONS: dict[str, Callable[..., Eviction]] = {
     "arc": AdaptiveReplacement,
     "next-use": EstimatedNextUse,
     "belady": Belady,
-}
+})  # fmt: skip

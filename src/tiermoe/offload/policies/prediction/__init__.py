@@ -22,6 +22,7 @@ from tiermoe.offload.policies.prediction.path import (
     paths_to_json,
 )
 from tiermoe.offload.policies.prediction.percentile import AbovePercentile
+from tiermoe.offload.policies.registry import Registry, subclass_of
 
 __all__ = [
     "PREDICTIONS",
@@ -39,7 +40,7 @@ __all__ = [
     "paths_to_json",
 ]
 
-PREDICTIONS: dict[str, type[Predictor]] = {
+PREDICTIONS = Registry[type[Predictor]]("PREDICTIONS", subclass_of(Predictor), {
     "none": Nothing,
     "next-gate": NextGate,
     "stacked-gates": StackedGates,
@@ -53,4 +54,4 @@ PREDICTIONS: dict[str, type[Predictor]] = {
     "hash": HashRouted,
     "hash+path": HashThenPath,
     "oracle": Oracle,
-}
+})  # fmt: skip

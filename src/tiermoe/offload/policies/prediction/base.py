@@ -12,7 +12,7 @@ from tiermoe.offload.policies.settings import setting
 from tiermoe.types import Routed, Wanted
 
 Ranked = Sequence[tuple[int, float]]
-"""Experts of one layer with their predicted gate weights (softmax over all experts), likeliest first."""
+"""Experts of one layer with their predicted gate weights, likeliest first (`Forecasts.ranked` says on which scale)."""
 
 Available = Callable[[int, int], bool]
 """(layer, expert) → whether it is cached or on its way in a precision that would do."""
@@ -33,7 +33,9 @@ class Forecasts(Protocol):
 
     def ranked(self, target: int) -> Ranked:
         """Layer `target`'s router on the running layer's input, weights summed over the tokens; empty if nothing is
-        known (no such layer, a trace without it)."""
+        known (no such layer, a trace without it). Weights are a softmax over all experts, and all experts are ranked,
+        for a predictor or precision rule with `ranks_all`, and in a replay; else the engine may rank the chosen experts
+        alone, by the weights that the model's router gives them."""
 
     def counted(self, target: int) -> Ranked:
         """The experts that layer `target`'s router chooses for the pass's tokens on the running layer's input, with how
@@ -85,7 +87,7 @@ class Predictor(ABC):
     phase: str = field(default="prefill", init=False)  # or "decode"
 
     asks_routers: ClassVar[bool] = False  # calls `Forecasts.ranked` or `recalled`, which not every model answers
-    ranks_all: ClassVar[bool] = False  # needs the weights of all experts, not of the K alone
+    ranks_all: ClassVar[bool] = False  # needs all experts and their softmax, not the K alone (`Forecasts.ranked`)
     errs: ClassVar[bool] = True  # may leave out an expert that a predicted layer chooses
     in_one_product: ClassVar[bool] = False  # predicts several layers at once: one product evaluates their routers
     reads_table: ClassVar[str] = ""  # the calibrated table without which it cannot be made
