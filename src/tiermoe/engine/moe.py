@@ -60,7 +60,6 @@ class MoELayer:
         self._chooses = chooses
         self.batch_invariant = all(isinstance(kernel, FusedExperts) for kernel in self._kernels.values())
         self.native: _native.MoeBlock | None = None  # computes few tokens, from the addresses of experts
-        self._one_precision = len(self._kernels) == 1
         self._fused = {bits: kernel for bits, kernel in self._kernels.items() if isinstance(kernel, FusedExperts)}
         if self.batch_invariant:
             fused = [kernel.native for kernel in self._fused.values()]
@@ -97,8 +96,7 @@ class MoELayer:
         room = self._begin(native, router.native, hidden)
         out = self._out if tokens == 1 else torch.empty_like(hidden)
         added = 0 if residual is None else residual.data_ptr()
-        at_once = self._one_precision and scheduler.computes_hits_at_once and not scheduler.loader.uncommitted
-        if scheduler.settles or at_once:
+        if scheduler.settles or (scheduler.computes_hits_at_once and not scheduler.loader.uncommitted):
             hits = self._run(room, added, out.data_ptr())
             if hits:
                 scheduler.all_hit(self._index, hits, () if scheduler.settles else native.chosen())
@@ -203,7 +201,7 @@ class MoELayer:
         came = {expert for row in routed.experts for expert in row}
         scheduler = context.scheduler
         asked = context.observer is not None or context.needs_weights or context.proceed or context.unsure is not None
-        at_once = self._one_precision and not asked and scheduler.computes_hits_at_once and not scheduler.loader.uncommitted
+        at_once = not asked and scheduler.computes_hits_at_once and not scheduler.loader.uncommitted
         if at_once and came <= self.placed.keys():
             self._compute(list(came))
             scheduler.all_hit(self._index, len(came), () if scheduler.settles else routed.experts)

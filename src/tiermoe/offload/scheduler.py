@@ -69,12 +69,14 @@ class Scheduler:
     uses: Uses = field(init=False)  # tokens that each expert has served, as far as `record_hits` knows
     reuse: Reuse = field(init=False)
     _depth: int = field(init=False)  # layers of a pass that does not draft
+    _any_copy_serves: bool = field(init=False)  # experts are loaded in one precision
     discarded: ExpertCounts = field(default_factory=ExpertCounts)
     _hits: list[tuple[int, Sequence[Sequence[int]]]] = field(default_factory=list)  # that policies have not learnt of
     _phase: str = "prefill"  # of the running pass
     computes_hits_at_once: bool = False
     """Whether a layer of the running pass all of whose experts are resident can be computed at once, and reported by
-    `all_hit`, while no prefetch is pending (`ExpertLoader.uncommitted`): nothing is read ahead."""
+    `all_hit`, while no prefetch is pending (`ExpertLoader.uncommitted`): nothing is read ahead, and there is one
+    precision."""
     _prefetches: bool = True  # the running pass does
     _watches: bool = False  # the running pass does not, and compares what it would have read with what is chosen
     _named: dict[int, set[int]] = field(default_factory=dict)  # layer → absent experts, in a pass that watches
@@ -93,6 +95,7 @@ class Scheduler:
         self.uses = Uses(self.experts)
         self.reuse = Reuse(self.experts)
         self._depth = len(self.experts) - self.drafting
+        self._any_copy_serves = len(self.precision.loaded) == 1
 
     @property
     def prefetching(self) -> str:
@@ -165,7 +168,7 @@ class Scheduler:
         self._watches = self.trial is not None and self._began is not None and self.trial.watching
         self._named.clear()
         predicts = self._prefetches or self._watches
-        self.computes_hits_at_once = not (predicts or self.whole_layer)
+        self.computes_hits_at_once = self._any_copy_serves and not (predicts or self.whole_layer)
         if predicts:
             self._prefetch(first - 1, forecasts)
 

@@ -357,7 +357,7 @@ class _Run:
         tokens = routed.tokens_per_expert()
         groups = self._scheduler.run_layer(routed, forecasts)
         self._clock.compute(self._costs.layers_s(step.phase, step.size) / len(step.running))
-        if not self._hits_at_once or self._scheduler.loader.cache.in_flight:
+        if not self._scheduler.computes_hits_at_once or self._scheduler.loader.cache.in_flight:
             self._clock.decide(self._costs.decide_s(step.phase))
         for ready in chain.from_iterable(groups):
             key = ExpertKey(layer, ready.expert, ready.bits)
@@ -376,11 +376,6 @@ class _Run:
         """Loads, urgent and ahead, of the passes that were not discarded."""
         counts = self._scheduler.loader.counts
         return counts.loads + counts.speculative_loads
-
-    @property
-    def _hits_at_once(self) -> bool:
-        """Whether the engine computes a layer of resident experts in one call, without deciding anything."""
-        return self._scheduler.computes_hits_at_once and len(self.slots) == len(self.slots[0].bits) == 1
 
     def _substituted(self, routed: Routed, predicted: list[int]) -> Routed:
         """The choice of tokens that go on with `predicted` experts, the likeliest first. No trace has the router's
