@@ -13,6 +13,7 @@ from tiermoe.offload.policies.prediction.base import (
 )
 from tiermoe.offload.policies.prediction.baselines import MostFrequent, Nothing, Oracle, WholeLayer
 from tiermoe.offload.policies.prediction.gates import NextGate, Recalled, RecalledAndNextGate, StackedGates
+from tiermoe.offload.policies.prediction.matrix import ActivationMatrix
 from tiermoe.offload.policies.prediction.path import (
     ActivationPath,
     HashRouted,
@@ -52,5 +53,6 @@ PREDICTIONS: dict[str, type[Predictor]] = {
     "layer": WholeLayer,
     "hash": HashRouted,
     "hash+path": HashThenPath,
+    "activation-matrix": ActivationMatrix,
     "oracle": Oracle,
 }
