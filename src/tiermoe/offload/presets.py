@@ -84,6 +84,18 @@ _PAPERS = {name: f"tiermoe.lab.papers.{name}:PRESET" for name in ("hobbit", "edg
 """Published systems: their presets are the laboratory's."""
 
 
+_LATER = {
+    "moe-infinity": "moe_infinity",
+    "adapmoe": "adapmoe",
+    "hybrimoe": "hybrimoe",
+    "pregated": "pregated",
+    "moe-stream": "moe_stream",
+    "fiddler": "fiddler",
+    "llama-cpu-moe": "llama_cpp",
+}
+"""Later systems: preset → module of `lab.papers.later`."""
+
+
 class Presets(UserDict[str, Any]):
     """Preset by name. One that is given as "module:NAME" is imported when it is first asked for."""
 
@@ -100,6 +112,7 @@ PRESETS: MutableMapping[str, Composition] = Presets(
     {
         **{preset.name: preset for preset in _OURS},
         **_PAPERS,
+        **{name: f"tiermoe.lab.papers.later.{module}:PRESET" for name, module in _LATER.items()},
         **{preset.name: preset for preset in _BASELINES},
     }
 )
