@@ -77,7 +77,8 @@ def test_every_slot_is_given_once_and_every_layer_is_served(data: st.DataObject)
     boundary = data.draw(st.integers(0, len(experts)))
     slots = data.draw(st.integers(minimum * len(experts), 1500))
     bits = data.draw(st.sampled_from([None, frozenset({2}), frozenset({4, 16})]))
-    pools = ALLOTMENTS[name](Share(slots, experts, boundary, minimum, bits))
+    recall = [data.draw(st.floats(0, 1)) for _ in experts]
+    pools = ALLOTMENTS[name](Share(slots, experts, boundary, minimum, bits, recall, [1.5] * len(experts)))
     assert sum(sizes(pools)) == slots
     assert min(sizes(pools)) >= minimum
     assert [layer for pool in pools for layer in pool.layers] == list(range(len(experts)))

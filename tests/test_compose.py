@@ -13,6 +13,7 @@ from tiermoe.config import CacheSize
 from tiermoe.lab.simulate.link import InstantLink
 from tiermoe.offload.assembly import FutureTrace, ModelShape, PrecisionSlots, assemble, cache_bytes, divide, precisions
 from tiermoe.offload.composition import Composition, filled, with_low_share
+from tiermoe.offload.policies.routing import MissCosts
 from tiermoe.offload.presets import PRESETS, compose
 from tiermoe.offload.profiles import Profile, Tables, tables
 from tiermoe.offload.scheduler import Scheduler
@@ -26,7 +27,7 @@ PROFILE = Profile(
     {},
     {
         "t1": 0.5, "t2": 0.8, "weights": [0.1, 0.2, 0.3, 0.4], "low_popularity": 0.3, "window": 3, "boundary": 1,
-        "theta": 0.1,
+        "theta": 0.1, "layer_recall": [0.5] * 4, "layer_uses": [1.5] * 4,
     },
     {"table": [[4, 2] * 4] * 4, "frequencies": [[1] * 8] * 4, "paths": {"1": {"0,1": {"2": 3}}}},
 )  # fmt: skip
@@ -38,7 +39,8 @@ def link() -> InstantLink:
 
 def assembled(composition: Composition, slots: list[PrecisionSlots]) -> Scheduler:
     foresight = FutureTrace(lambda key: 0.0, lambda layer: [])
-    return assemble(composition, SHAPE, slots, link(), 4, tables(PROFILE), foresight)
+    costs = MissCosts(None, None)
+    return assemble(composition, SHAPE, slots, link(), 4, tables(PROFILE), foresight, miss_costs=lambda: costs)
 
 
 FATE = compose("fate", {"low_popularity": 0.4, "low_share": 0})

@@ -33,6 +33,7 @@ from tiermoe.errors import ConfigError, LoadError
 from tiermoe.lab.simulate.link import Move, VirtualClock, VirtualLink
 from tiermoe.offload.assembly import ModelShape, PrecisionSlots, assemble
 from tiermoe.offload.cache import ExpertCache
+from tiermoe.offload.composition import NO_CACHE
 from tiermoe.offload.disk import DiskLink
 from tiermoe.offload.io_threads import IOThreads
 from tiermoe.offload.link import Finished
@@ -431,7 +432,7 @@ def test_a_prediction_goes_before_the_background() -> None:
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_only_where_no_token_depends_on_what_is_there(name: str) -> None:
     changes = {"t1": 0.6, "t2": 0.9, "weights": "0.25,0.25,0.25,0.25", "window": 2, "boundary": 1, "theta": 0.1}
-    changes |= {"low_popularity": 0.2}
+    changes |= {"low_popularity": 0.2, "layer_recall": (0.5,) * 3, "layer_uses": (2.0,) * 3}
     preset = PRESETS[name]
     made = {part: changes[part] for part in preset.missing()}
     composition = compose(name, made | ({"prefetch": "none"} if preset.prefetch == "path" else {}))
@@ -439,9 +440,11 @@ def test_only_where_no_token_depends_on_what_is_there(name: str) -> None:
     if composition.low_share:
         slots = [PrecisionSlots((4,), 12), PrecisionSlots((2,), 4)]
     found = Tables({(0, 0): 4}, {(0, 0): 1.0})
-    scheduler = assemble(composition, ModelShape([4, 4, 4], [2, 2, 2]), slots, link := FakeLink(), 4, found)
+    shape, costs = ModelShape([4, 4, 4], [2, 2, 2]), MissCosts(None, None)
+    scheduler = assemble(composition, shape, slots, link := FakeLink(), 4, found, miss_costs=lambda: costs)
     scheduler.fill([])
-    assert bool(link.submitted) is (not composition.lossy and composition.cache != "none")
+    static = composition.cache in ("last-layers", "most-frequent")  # what is here is given
+    assert bool(link.submitted) is (static or (not composition.lossy and composition.cache not in NO_CACHE))
 
 
 def test_not_all_fit_and_nothing_is_known_nothing_is_read() -> None:

@@ -58,7 +58,8 @@ def store(blueprint: Blueprint, sequences: torch.Tensor, tmp_path_factory: pytes
     tables = [[2 if expert % 3 == 0 else 4 for expert in range(layer.experts)] for layer in blueprint.layers]
     data = {"table": tables, "frequencies": frequencies(trace), "paths": paths_to_json(count_paths(routings(trace), 2))}
     found = {"theta": 0.25, "boundary": 1, "window": 3, "low_popularity": 0.5}
-    for name in ("edgemoe", "fate", "corm"):
+    found |= {"layer_recall": [0.0, 0.2] + [0.8] * 6, "layer_uses": [3.5] * 8}
+    for name in ("edgemoe", "fate", "corm", "adapmoe", "fiddler"):
         path = profile_path(folder, name)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(to_json(Profile(name, blueprint.checkpoint.fingerprint(), {}, found, data)))
@@ -292,6 +293,21 @@ PARTS = [
     Part("frugal", "skipping", "expert_skips", FIXED),
     Part("mixtral-offload", "prefetch", "prefetched_hits", ALONE),
     Part("mixtral-offload", "slots of a layer", "victims of other layers", {"allotment": "pool"}, still=True),
+    Part("moe-infinity", "matrices", "prefetched_hits", ALONE),
+    Part("moe-infinity", "layers ahead", "named two layers ahead", {"ahead": 1}),
+    Part("moe-infinity", "activation ratio", "not the least recent", {"cache": "lru", "records": "model"}),
+    Part("moe-infinity", "records of a sequence", "forgotten at a sequence", {"records": "model"}),
+    Part("adapmoe", "adaptive gating", "three of a token", {"routing": "all"}, ALONE),
+    Part("adapmoe", "prefetch", "prefetched_hits", ALONE),
+    Part("adapmoe", "slots of a layer", "victims of other layers", {"allotment": "pool"}, still=True),
+    Part("hybrimoe", "recent scores", "not the least recent", {"cache": "lru"}),
+    Part("hybrimoe", "layers ahead", "named two layers ahead", {"ahead": 1}),
+    Part("pregated", "prefetch", "prefetched_hits", ALONE),
+    Part("moe-stream", "decayed counts", "not the least recent", {"cache": "lru"}),
+    Part("moe-stream", "prefetch", "prefetched_hits", ALONE),
+    Part("fiddler", "the most frequent stay", "not the least recent", {"cache": "lru"}, {"misses": "load"}),
+    Part("fiddler", "room for fetched experts", "dropped_experts", {"room": 0}, {"misses": "load"}),
+    Part("llama-cpu-moe", "the last layers stay", "not the least recent", {"cache": "lru"}, {"misses": "load"}),
     Part("eap", "paths", "prefetched_hits", ALONE),
     Part("sti", "whole layers", "experts of no token", {"routing": "all"}),
     Part("load-on-demand", "no cache", "expert_hits", {"cache": "lru"}, still=True),

@@ -17,6 +17,7 @@ from tiermoe.offload.policies.settings import declared
 from tiermoe.offload.presets import PRESETS, compose
 
 FIVE = ("hobbit", "edgemoe", "mobile", "fate", "corm")
+LATER = ("moe-infinity", "adapmoe", "hybrimoe", "pregated", "moe-stream", "fiddler", "llama-cpu-moe")
 BASELINES = ("io-free", "load-on-demand", "io-qexp", "sti", "eap", "lru", "mixtral-offload")
 
 
@@ -39,16 +40,19 @@ def test_no_two_parts_declare_a_setting_of_one_name() -> None:
 def test_the_documents_name_parts_and_settings_that_there_are() -> None:
     docs = Path(__file__).parent.parent / "docs"
     known, found = declarations(), 0
-    for name, value in re.findall(r"`(\w+)=([\w.-]+)", (docs / "systems.md").read_text()):
+    pages = "".join((docs / page).read_text() for page in ("systems.md", "later-systems.md"))
+    for name, value in re.findall(r"`(\w+)=([\w.-]+)", pages):
         if name in known:
             known[name].setting.value(name, value)
             found += 1
     assert found > 50
 
 
-def test_the_five_and_ours_are_lossy_and_the_rest_exact() -> None:
-    assert {name for name, preset in PRESETS.items() if preset.lossy} == {*FIVE, "frugal", "nimble", "nimble-3bit"}
-    assert {*FIVE, *BASELINES, "default", "frugal", "nimble", "nimble-3bit"} == set(PRESETS)
+def test_what_is_lossy_says_so_and_the_rest_is_exact() -> None:
+    ours = ("frugal", "nimble", "nimble-3bit")
+    later = ("adapmoe", "fiddler", "llama-cpu-moe")
+    assert {name for name, preset in PRESETS.items() if preset.lossy} == {*FIVE, *ours, *later}
+    assert {*FIVE, *LATER, *BASELINES, *ours, "default"} == set(PRESETS)
 
 
 def test_frugal_is_the_default_but_for_what_it_skips() -> None:

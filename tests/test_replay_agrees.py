@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +133,11 @@ class Run:
         return [LayerTrace([], []) for _ in self._engine.store.layers]
 
     def replayed(self, trace: Trace, bandwidth: float = 1e8) -> Result:
-        """The replay of a trace with this run's cache, in slots that it divides by itself."""
+        """The replay of a trace with this run's cache, in slots that it divides by itself. Of its own trace all experts
+        run: adaptive gating has left the others out of it."""
         options = ReplaySettings(CACHE, bandwidth, profile=self.profile)
-        result = replay(trace, self.composition, options)
+        composition = replace(self.composition, threshold=0.0) if trace is self.trace else self.composition
+        result = replay(trace, composition, options)
         assert result.slots == {",".join(map(str, each.bits)): each.slots for each in self.slots}
         return result
 
@@ -198,6 +200,11 @@ CASES = {
     "default": Case("default", ALONE, recorded=True),
     "skipping": Case("frugal", {}, ("expert_skips",)),
     "mixtral-offload": Case("mixtral-offload", ALONE, recorded=True),
+    "activation ratio": Case("moe-infinity", ALONE, recorded=True),
+    "decayed counts": Case("moe-stream", ALONE, recorded=True),
+    "recent scores": Case("hybrimoe", ALONE, recorded=True),
+    "room for two layers": Case("pregated", ALONE, ("expert_misses",), recorded=True),
+    "adaptive gating": Case("adapmoe", ALONE),
     "eap": Case("eap", ALONE, recorded=True),
     "whole layers": Case("sti", ALONE, ("expert_misses",)),
     "all in memory": Case("io-free", {}, ("expert_hits",), recorded=True),
@@ -288,8 +295,9 @@ def calibrated(blueprint: Blueprint, recorded: Trace, tmp_path_factory: pytest.T
     load_blueprint(blueprint, settings(preset="lru", memory="4GiB", warm=False, store=store)).tiermoe.close()
     tables = [[2 if expert % 3 == 0 else 4 for expert in range(layer.experts)] for layer in blueprint.layers]
     data = {"table": tables, "frequencies": frequencies(recorded)}
-    paths = {"edgemoe": 2, "fate": 1, "corm": 1}
+    paths = {"edgemoe": 2, "fate": 1, "corm": 1, "adapmoe": 1}
     found = {"theta": 0.05, "boundary": 2, "window": 3, "low_popularity": 0.5}
+    found |= {"layer_recall": [0.0, 0.2] + [0.8] * 6, "layer_uses": [3.5] * 8}
     for name, order in paths.items():
         data["paths"] = paths_to_json(count_paths(routings(recorded), order))
         path = profile_path(store, name)
@@ -301,6 +309,11 @@ def calibrated(blueprint: Blueprint, recorded: Trace, tmp_path_factory: pytest.T
 AHEAD: dict[str, dict[str, Any]] = {
     "default": {"speculate": "always"},
     "mixtral-offload": {},
+    "moe-infinity": {},
+    "hybrimoe": {},
+    "moe-stream": {},
+    "adapmoe": {},
+    "pregated": {},
     "hobbit": HOBBIT,
     "mobile": {"gamma": 0.5},
     "edgemoe": {},
@@ -308,7 +321,7 @@ AHEAD: dict[str, dict[str, Any]] = {
     "eap": {},
     "corm": {},
 }
-CALIBRATED = ("edgemoe", "fate", "eap", "corm")
+CALIBRATED = ("edgemoe", "fate", "eap", "corm", "adapmoe")
 
 
 def _decided(phase: PhaseMetrics) -> dict[str, int]:

@@ -417,8 +417,8 @@ def profiles(tmp_path: Path) -> Path:
         "table": [[4, 2, 4, 4]] * 4, "frequencies": [[1, 2, 3, 4]] * 4,
         "paths": {str(layer_): {"0,1": {"2": 3}} for layer_ in range(1, 4)},
     }  # fmt: skip
-    settings_ = SETTINGS | {"weights": [0.25, 0.25, 0.25, 0.25]}
-    for name in ("hobbit", "edgemoe", "fate", "corm"):
+    settings_ = SETTINGS | {"weights": [0.25, 0.25, 0.25, 0.25], "layer_recall": [0.5] * 4, "layer_uses": [1.5] * 4}
+    for name in ("hobbit", "edgemoe", "fate", "corm", "adapmoe", "fiddler"):
         (tmp_path / f"{name}.json").write_bytes(to_json(Profile(name, "abc", {}, settings_, data)))
     return tmp_path
 
@@ -439,8 +439,9 @@ def test_all_presets_in_one_table(file: Path, profiles: Path, rows: Callable[...
     found = rows(file, presets="all", cache="50%,60%", link="1KB/s", profiles=profiles)
     assert [row["preset"] for row in found] == [*PRESETS, *PRESETS]
     refused = [row for row in found if "refused" in row]
-    assert [row["preset"] for row in refused] == ["nimble", "nimble-3bit"] * 2
+    assert [row["preset"] for row in refused] == ["nimble", "nimble-3bit", "fiddler", "llama-cpu-moe"] * 2
     assert "tiermoe eval" in refused[0]["refused"]  # a trace has no scores of experts that were not chosen
+    assert all("take --machine rtx4090" in row["refused"] for row in refused[2:4])
     for row in found:
         if row in refused:
             continue

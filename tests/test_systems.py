@@ -1,4 +1,4 @@
-"""The five systems and their baselines on the real engine, on tiny checkpoints of the families they were made for."""
+"""Published systems and their baselines on the real engine, on tiny checkpoints of the families they were made for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiermoe
-from tiermoe.errors import ProfileError
+from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.formats.store import open_store
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.prepare_store import store_root
@@ -27,6 +27,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "hobbit": {"t1": 0.4, "t2": 0.8, "weights": "0.4,0.3,0.2,0.1"},
     "fate": {"window": 2, "boundary": 1, "low_popularity": 0.3},
     "mobile": {"gamma": 0.1},
+    "adapmoe": {"layer_recall": "0,0.8", "layer_uses": "2,1.5"}, "moe-infinity": {}, "hybrimoe": {}, "pregated": {},
+    "moe-stream": {},
     "mixtral-offload": {}, "load-on-demand": {}, "io-free": {}, "io-qexp": {}, "sti": {}, "lru": {}, "default": {},
 }  # fmt: skip
 """Presets that need no table of a calibration, with settings for tiny random models."""
@@ -34,6 +36,8 @@ EXACT: dict[str, dict[str, Any]] = {
     "hobbit": {"precision": "fixed", "low_share": 0, "weights": "0.4,0.3,0.2,0.1"},
     "fate": {"precision": "fixed", "window": 2, "boundary": 1},
     "mobile": {"routing": "all"},
+    "adapmoe": {"routing": "all", **SETTINGS["adapmoe"]},
+    "llama-cpu-moe": {"misses": "load", "room": 1},
 }
 """Lossy ones with every lossy part off."""
 
@@ -81,7 +85,7 @@ def calibrated(checkpoint: Path) -> Path:
         "frequencies": [[1.0] * layer.experts for layer in layers],
         "paths": paths_to_json(count_paths(routings, 2)),
     }
-    for name in ("edgemoe", "fate", "corm"):
+    for name in ("edgemoe", "fate", "corm", "fiddler"):
         settings = {"theta": 0.02, "boundary": 1, "window": 2, "low_popularity": 0.3}
         settings |= {"quantizer": "linear"} if name == "edgemoe" else {}
         path = profile_path(store_root(blueprint, None), name)
@@ -104,6 +108,15 @@ def test_runs_from_a_profile_and_without_its_lossy_parts_exactly(preset: str, ca
     found = answer(calibrated, preset, off)
     assert found[2]["lossy"] == ""
     assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("checkpoint", FAMILIES[:1], indirect=True)
+def test_a_placement_by_popularity_runs_exactly_without_a_gpu_if_misses_load(calibrated: Path, answer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"misses=measured computes .* what a GPU lacks.*--set misses=load"):
+        answer(calibrated, "fiddler")
+    found = answer(calibrated, "fiddler", {"misses": "load", "room": 1})
+    assert found[2]["lossy"] == ""
+    assert torch.equal(found[1], answer(calibrated, "lru")[1])
 
 
 @pytest.mark.parametrize("checkpoint", FAMILIES[:1], indirect=True)
@@ -138,7 +151,7 @@ def test_runs_and_gives_the_exact_presets_bits_where_it_is_exact(
     assert torch.isfinite(logits).all()
     assert stats["preset"] == preset
     assert stats["lossy"] == ", ".join(PRESETS[preset].lossy)
-    if preset in ("mixtral-offload", "load-on-demand", "io-free", "lru"):
+    if preset not in EXACT and preset not in ("io-qexp", "sti"):
         assert torch.equal(logits, expected[1])
     if preset in ("load-on-demand", "io-qexp"):
         assert stats["hit_rate"] == 0

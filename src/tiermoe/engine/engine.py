@@ -36,7 +36,7 @@ from tiermoe.model.decoder import Decoder, NotFiniteError
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.moe import ExpertGate
 from tiermoe.model.mtp_head import Drafted, DraftToken, MtpHead
-from tiermoe.offload.policies.routing import require_little
+from tiermoe.offload.policies.routing import require_adaptive, require_little
 from tiermoe.platform.machine import installed_version, processor_identity
 from tiermoe.platform.process_memory import peak_resident_bytes, resident_bytes
 
@@ -87,6 +87,9 @@ class Engine:
         if isinstance(model.decoder, Decoder):
             model.decoder.attach(self.layers)
         self.confident = self._decode_little_first()
+        self.context.adaptive = self.composition.adaptive_gating
+        if self.context.adaptive is not None:
+            require_adaptive(self.context.adaptive, [layer.top_k for layer in self.store.layers])
         self._undo: list[Callable[[], None]] = []
         self._unwatch: list[Undo] = []
         self._closed = False
@@ -273,7 +276,7 @@ class Engine:
             self._unwatch = time_kernels(self.decoder, [layer.watch for layer in self.layers], observer)
         self.context.observer = observer if observer is not None and observer.layers else None
         rule, predictor = self.scheduler.precision, self.composition.policy("prefetch")
-        self.context.needs_weights = rule.reads_weights or (observer is not None and observer.weights)
+        self.context.needs_weights = self.composition.reads_weights or (observer is not None and observer.weights)
         whole = observer is not None and observer.whole_rankings
         self.forecaster.whole = whole or rule.ranks_all or predictor.ranks_all
 

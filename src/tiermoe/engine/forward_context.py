@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from tiermoe.engine.forecasts import Forecaster
 from tiermoe.engine.observer import Observer
 from tiermoe.errors import ConfigError
 from tiermoe.model.hf.configs import cache_of
-from tiermoe.offload.policies.routing import little
+from tiermoe.offload.policies.routing import AdaptiveGating, little
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.types import Ready, Routed
 
@@ -30,8 +30,8 @@ class ForwardContext:
     encoder_layers: MoE layers of an encoder, which run first (0: a decoder alone). `needs_weights`, `proceed`: what the
     composition asks of the layers. `unsure`: in a fallback pass, the rows of the batch that run with all K; None runs
     every row with all K, an empty list none (the little pass). `little`: experts that run in a little pass, None for
-    K/2. `observer`: is notified of the layers. before_step: called before each step with whether the last one was
-    interrupted. `lock`: owned by the step that runs.
+    K/2. `adaptive`: says how many run in decode, None: all K. `observer`: is notified of the layers. before_step:
+    called before each step with whether the last one was interrupted. `lock`: owned by the step that runs.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class ForwardContext:
         self.proceed = scheduler.proceed
         self.unsure: list[int] | None = None
         self.little: int | None = None
+        self.adaptive: AdaptiveGating | None = None
         self.observer: Observer | None = None
         self._batch: Batch | None = None  # of the last pass that began
         self._encoder_layers = encoder_layers
@@ -151,9 +152,14 @@ class ForwardContext:
     def route(
         self, layer: int, index: torch.Tensor, weights: torch.Tensor, none: int, renormalise: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts that run: all K of a token, or few where the pass is a little one for it. none: an index that
-        names no expert."""
-        if self.unsure is None or self.phase != "decode":
+        """The experts that run: all K of a token, or few where the pass is a little one for it or it needs no more.
+        none: an index that names no expert."""
+        if self.phase != "decode":
+            return index, weights
+        if self.adaptive is not None:
+            places = [self.adaptive.kept(layer, gates) for gates in weights.tolist()]
+            return keep(index, weights, places, none, renormalise)
+        if self.unsure is None:
             return index, weights
         if not self.unsure:
             self._record_little(layer, index, weights)
@@ -215,14 +221,24 @@ def keep_little(
     count: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """index, weights (T, K) with those of each row's experts that are not in the little pass replaced by `none`, except
-    in `whole_rows`. count: experts of the little pass, None for K/2.
-    What is left is scaled to the row's sum where the model normalises over the chosen ones."""
-    places = torch.tensor([little(gates, count) for gates in weights.tolist()], device=index.device)
-    dropped = torch.ones_like(index, dtype=torch.bool).scatter_(1, places, False)
-    dropped[whole_rows] = False
-    kept = weights.masked_fill(dropped, 0)
+    in `whole_rows`. count: experts of the little pass, None for K/2. The rest as `keep`."""
+    places = [
+        list(range(len(gates))) if row in whole_rows else little(gates, count)
+        for row, gates in enumerate(weights.tolist())
+    ]
+    return keep(index, weights, places, none, renormalise)
+
+
+def keep(
+    index: torch.Tensor, weights: torch.Tensor, places: Sequence[Sequence[int]], none: int, renormalise: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """index, weights (T, K) with `none` in the place of the experts of each row that are not at its `places`. What is
+    left is scaled to the row's sum where the model normalises over the chosen ones."""
+    k = index.shape[1]
+    dropped = torch.tensor([[place not in kept for place in range(k)] for kept in places], device=index.device)
+    left = weights.masked_fill(dropped, 0)
     if renormalise:
-        scale = weights.sum(1, keepdim=True) / kept.sum(1, keepdim=True)
-        scale[whole_rows] = 1
-        kept = kept * scale
-    return index.masked_fill(dropped, none), kept
+        scale = weights.sum(1, keepdim=True) / left.sum(1, keepdim=True)
+        scale[~dropped.any(1)] = 1
+        left = left * scale
+    return index.masked_fill(dropped, none), left

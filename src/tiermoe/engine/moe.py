@@ -180,8 +180,8 @@ class MoELayer:
         return scratch.address("block", needed)
 
     def _little(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """The experts that run: all, or few in a little pass, which is of all parts' tokens."""
-        if self._context.unsure is None:
+        """The experts that run: all, or few in a little pass, which is of all parts' tokens, or by adaptive gating."""
+        if self._context.unsure is None and self._context.adaptive is None:
             return parts
         index, weights = (torch.cat([part[which] for part in parts]) for which in (1, 2))
         found = self._context.route(self._index, index, weights, self._experts, self._renormalise)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError
 from tiermoe.offload.cache import ExpertCache
-from tiermoe.offload.composition import Composition, require_settings
+from tiermoe.offload.composition import NO_CACHE, NO_CHOICE, Composition, require_settings
 from tiermoe.offload.link import Link
 from tiermoe.offload.loader import ExpertLoader
 from tiermoe.offload.policies.allotment import ALLOTMENTS, Pool, Share, shallow_and_shared
@@ -22,6 +22,7 @@ from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
 from tiermoe.offload.policies.routing import CachePrior, MissCosts, misses_on_cpu
 from tiermoe.offload.profiles import Tables
 from tiermoe.offload.scheduler import Scheduler
+from tiermoe.types import Wanted
 
 _ALIKE = 1.2  # precisions whose slot sizes differ by at most this factor share one pool
 
@@ -69,8 +70,9 @@ def cache_bytes(composition: Composition, cache: CacheSize, shape: ModelShape, s
     """Bytes of expert cache that are asked for; a share counts slots of the highest precision. sizes: precision →
     bytes of a slot."""
     unit, experts = sizes[max(sizes)], sum(shape.experts)
-    if composition.cache == "none":
-        return max(max(shape.top_k) * unit, sum(sizes.values()))  # a slot of each precision in any case
+    if composition.cache in NO_CACHE:
+        layers = 2 if composition.cache == "double" else 1
+        return max(layers * max(shape.top_k) * unit, sum(sizes.values()))  # a slot of each precision in any case
     if composition.cache == "all":
         return experts * unit
     if cache.fraction is not None:
@@ -161,21 +163,25 @@ def assemble(
         )
     own = [slots[0]._replace(slots=slots[0].slots - room), *slots[1:]]
     undoable: list[Undoable] = []
+    placed: list[Wanted] = []
 
     def evictions(pools: Sequence[Pool]) -> list[Eviction]:
         undoable.clear()
+        placed.clear()
         spanning: dict[range, Eviction] = {}  # layers → policy of the pools of all precisions
         policies: list[Eviction] = []
         for pool in pools:
             policy = spanning.get(pool.layers)
             if policy is None:
                 context = EvictionContext(
-                    clock, pool.slots, len(shape.experts), encoder_layers=shape.encoder_layers, high_bits=loaded[0],
-                    per_sequence=composition.records == "sequence",
+                    clock, pool.slots, len(shape.experts), room, encoder_layers=shape.encoder_layers,
+                    high_bits=loaded[0], per_sequence=composition.records == "sequence",
                     next_use=future_trace.next_use if future_trace else None, seed=seed, popularity=popularity,
                     frequencies=tables.frequencies,
                 )  # fmt: skip
                 policy = _eviction(composition, shape, context, pool, len(loaded) == 1)
+                if initial := getattr(policy, "initial_experts", None):
+                    placed.extend(initial({layer: shape.experts[layer] for layer in pool.layers}))
                 spans = getattr(type(policy), "spans_precisions", False)
                 if composition.routing == "confident":
                     policy = Undoable(policy, context)
@@ -223,10 +229,12 @@ def assemble(
         # background reads change no token if no miss is skipped, computed on the CPU or read in part
         fills=len(loaded) == 1
         and composition.precision == "fixed"
-        and composition.cache != "none"
+        and composition.cache not in NO_CACHE
         and not composition.lossy,
         everything=all_fit,
         undoable=undoable,
+        placed=placed,
+        reads_weights=getattr(composition.policy("cache"), "reads_weights", False) and not all_fit,
         settles=all_fit and not on_cpu and composition.routing in ("all", "cached"),
         prior=_prior(composition),
         exact=not composition.lossy,
@@ -268,7 +276,10 @@ def _eviction(
     """single: experts are loaded in one precision."""
     # if nothing or everything stays, no choice is left: the policy that costs least will do
     all_fit = pool.slots >= sum(shape.experts[i] for i in pool.layers) and not pool.kept
-    if composition.cache in ("none", "all") or (single and all_fit):
+    policy = composition.policy("cache")
+    # each pool's policy can be told, and names what it begins with
+    own = getattr(policy, "reads_weights", False) or hasattr(policy, "initial_experts")
+    if composition.cache in NO_CHOICE or (single and all_fit and not own):
         return EVICTIONS["fifo"](context)
     return EVICTIONS[composition.cache](context, **composition.options("cache"))
 
@@ -278,7 +289,7 @@ def _allotted(composition: Composition, shape: ModelShape, slots: PrecisionSlots
 
     Slots that do not give every layer its K (in a divided cache: one slot) are one pool, in which the running layer has
     its K; with shallow-first that is what the shallow layers leave. So are low copies that serve one layer alone."""
-    no_choice = composition.cache in ("none", "all")
+    no_choice = composition.cache in NO_CHOICE
     if not only and composition.low_copies_pass and composition["low_bits"] in slots.bits:
         no_choice = True
     needed = max(shape.top_k) if only else 1
@@ -291,4 +302,9 @@ def _allotted(composition: Composition, shape: ModelShape, slots: PrecisionSlots
         minimum = min(needed, slots.slots)
         divide_slots = shallow_and_shared
     bits = None if only else frozenset(slots.bits)
-    return divide_slots(Share(slots.slots, shape.experts, composition.boundary or 0, minimum, bits))
+    return divide_slots(
+        Share(
+            slots.slots, shape.experts, composition.boundary or 0, minimum, bits, composition.layer_recall or (),
+            composition.layer_uses or (),
+        )
+    )  # fmt: skip

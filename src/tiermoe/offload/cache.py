@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from tiermoe.offload.policies.allotment import Pool, SlotPool, SlotShares, slot_numbers
 from tiermoe.offload.policies.eviction import Eviction
-from tiermoe.types import Demand, ExpertKey
+from tiermoe.types import Demand, ExpertKey, Routed
 
 SHARE_EVERY = 16
 """Tokens after which shares are computed again: 1 ms for 6,000 experts."""
@@ -324,6 +324,13 @@ class ExpertCache:
         """Tells the eviction policies that resident keys were computed with, one after the other."""
         for key, demand in zip(keys, demands, strict=True):
             self._pool_of[key.layer, key.bits].eviction.used(key, demand)
+
+    def routed(self, routed: Routed) -> None:
+        """A layer's router has chosen: tells the layer's policies, which say `reads_weights`."""
+        pools = {self._pool_of[routed.layer, bits].number for bits in self._precisions}
+        policies = {id(policy): policy for number in pools if (policy := self._pools[number].eviction)}
+        for policy in policies.values():
+            policy.routed(routed)  # type: ignore[attr-defined]
 
     def new_sequence(self) -> None:
         """Another request begins."""

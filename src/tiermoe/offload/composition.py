@@ -6,6 +6,7 @@ A published system is one choice of each part (`lab/papers`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,13 +20,20 @@ from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.policies.neurons import DISK_GAP_BYTES
 from tiermoe.offload.policies.precision import PRECISIONS
 from tiermoe.offload.policies.prediction import PREDICTIONS
+from tiermoe.offload.policies.routing import AdaptiveGating
 from tiermoe.offload.policies.settings import Setting, declared, near, setting
 from tiermoe.offload.profiles import Profile
 
 POLICIES: dict[str, Mapping[str, Any]] = {"precision": PRECISIONS, "prefetch": PREDICTIONS, "cache": EVICTIONS}
 """The parts whose values are classes that declare settings of their own."""
 
-_FEWER_OR_OTHERS = ("half", "confident", "cached")  # routings that do not run the router's K
+NO_CACHE = ("none", "double")
+"""Values of `cache` with room for what runs alone."""
+
+NO_CHOICE = (*NO_CACHE, "all")
+"""Values of `cache` that leave an eviction policy no choice."""
+
+_FEWER_OR_OTHERS = ("half", "confident", "adaptive", "cached")  # routings that do not run the router's K
 
 
 def _part(default: str, choices: Collection[str], **values: Any) -> Any:
@@ -59,7 +67,7 @@ def _evicts(composition: Composition) -> bool:
 
 def _finds_some(composition: Composition) -> bool:
     """Whether an expert can be cached when its layer runs, if routing depends on that."""
-    return composition.routing != "cached" or composition.cache != "none"
+    return composition.routing != "cached" or composition.cache not in NO_CACHE
 
 
 def _known_before(composition: Composition) -> bool:
@@ -84,6 +92,26 @@ def _share(given: Any) -> float | None:
     return None if given is None else float(given)
 
 
+def _numbers(given: Any) -> tuple[float, ...]:
+    several = given.split(",") if isinstance(given, str) else given if isinstance(given, list | tuple) else [given]
+    numbers = tuple(map(float, several))
+    if not numbers or not all(0 <= number < math.inf for number in numbers):
+        raise ValueError
+    return numbers
+
+
+def _shares(given: Any) -> tuple[float, ...] | None:
+    numbers = None if given is None else _numbers(given)
+    if numbers and max(numbers) > 1:
+        raise ValueError
+    return numbers
+
+
+def _one_or_more(given: Any) -> float | tuple[float, ...]:
+    numbers = _numbers(given)
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
 def _flag(given: Any) -> bool:
     return {"true": True, "false": False}[str(given).lower()]
 
@@ -101,9 +129,12 @@ class Composition:
     # parts
 
     # which experts run: 'all' K; 'half' the `little` of the largest weights; 'confident' these, and again with all K
-    # if the likeliest next token has a probability of at most `gamma` (MoBiLE); 'cached' K that are moved towards
-    # cached ones in decode (`policies.routing.CachePrior`); 'layer' all of the layer are fetched, routed or not (STI)
-    routing: str = _part("all", ("all", "half", "confident", "cached", "layer"), read_by=(("cache", _finds_some),))
+    # if the likeliest next token has a probability of at most `gamma` (MoBiLE); 'adaptive' in decode as many as a
+    # token needs (`policies.routing.AdaptiveGating`); 'cached' K that are moved towards cached ones in decode
+    # (`policies.routing.CachePrior`); 'layer' all of the layer are fetched, routed or not (STI)
+    routing: str = _part(
+        "all", ("all", "half", "confident", "adaptive", "cached", "layer"), read_by=(("cache", _finds_some),)
+    )
     precision: str = _part("fixed", PRECISIONS.keys())
     prefetch: str = _part(
         "none", PREDICTIONS.keys(), read_by=(("cache", _absent), ("routing", _known_before)), off=True
@@ -111,10 +142,12 @@ class Composition:
     # when decode prefetches; prefill always does. 'measured': only if passes are measured to be faster for it
     # (`policies.prefetch_trial`), which by itself changes no token
     speculate: str = _part("always", ("always", "measured"), read_by=(_is_not("prefetch", "none"),), off=True)
-    # eviction policy; 'none': room for one layer's K, 'all': every expert stays
-    cache: str = _part("lru", ChainMap[str, Any](EVICTIONS, {"none": None, "all": None}).keys())
+    # eviction policy; 'none': room for one layer's K, 'double': for two layers' K (Pre-gated MoE), 'all': every expert
+    # stays
+    cache: str = _part("lru", ChainMap[str, Any](EVICTIONS, dict.fromkeys(NO_CHOICE)).keys())
     # 'pool' one for all layers, 'even' the same for each, 'by-use' more where experts are used most, 'shallow' all
-    # experts of the layers below `boundary` first; 'pool' too if slots do not give every layer its K
+    # experts of the layers below `boundary` first, 'expected-loads' so that fewest loads are expected; 'pool' too if
+    # slots do not give every layer its K
     allotment: str = _part("pool", ALLOTMENTS.keys(), read_by=(("cache", _evicts),), off=True)
     # of the eviction policy: forgotten at each sequence, or kept for the model
     records: str = _part("model", ("model", "sequence"), read_by=(("cache", _forgets),), off=True)
@@ -141,6 +174,12 @@ class Composition:
     gamma: float = setting(0.7, low=0, high=1, read_by=(_is("routing", "confident"),))
     # experts of a little pass; None: K/2, rounded up
     little: int | None = setting(None, read=int, low=1, high=64, read_by=(_is("routing", "half", "confident"),))
+    # of `AdaptiveGating`, the fields of these names
+    threshold: float = setting(0.1, low=0, high=1e9, read_by=(_is("routing", "adaptive"),))
+    sensitivity: float | tuple[float, ...] = setting(
+        1.0, read=_one_or_more, kind="a number of at least 0, or one for each MoE layer like 1,0.5,0.5",
+        read_by=(_is("routing", "adaptive"),),
+    )  # fmt: skip
     # of `CachePrior`: `strength`, and the fields of these names
     prior: float | None = setting(None, low=0, high=4, calibrated=True, read_by=(_is("routing", "cached"),))
     always: int = setting(1, read=int, low=0, high=64, read_by=(_is("routing", "cached"),))
@@ -153,6 +192,17 @@ class Composition:
     boundary: int | None = setting(
         None, read=int, low=0, high=1 << 16, calibrated=True, read_by=(_is("allotment", "shallow"),)
     )
+    # of each MoE layer: the share of a token's experts that the next gate names, and the experts that a token runs, a
+    # mean (`policies.allotment.expected_loads`)
+    layer_recall: tuple[float, ...] | None = setting(
+        None, read=_shares, kind="a share for each MoE layer like 0,0.8,0.9", calibrated=True,
+        read_by=(_is("allotment", "expected-loads"),),
+    )  # fmt: skip
+    layer_uses: tuple[float, ...] | None = setting(
+        None, read=lambda given: None if given is None else _numbers(given),
+        kind="a number of at least 0 for each MoE layer like 2,1.9,1.5", calibrated=True,
+        read_by=(_is("allotment", "expected-loads"),),
+    )  # fmt: skip
     # slots of the cache for experts that are fetched, until their layer has run and the eviction policy says who stays
     # (Fate's cache list); 0: they take the place of others at once
     room: int = setting(0, read=int, low=0, high=1 << 16, read_by=(("cache", _evicts),), off=True)
@@ -191,7 +241,7 @@ class Composition:
         return replace(self, own={**self.own, **own}, **fields)
 
     def policy(self, part: str) -> Any:
-        """The class that `part` names; None if it names none ('none' and 'all' of cache)."""
+        """The class that `part` names; None if it names none (`NO_CHOICE` of cache)."""
         return POLICIES[part].get(getattr(self, part))
 
     def options(self, part: str) -> dict[str, Any]:
@@ -202,6 +252,11 @@ class Composition:
     def gap_bytes(self) -> int:
         """Bytes between two wanted neurons that are read through: a drive takes as long for another read."""
         return self.gap if self.gap is not None else 0 if self.store == "memory" else DISK_GAP_BYTES
+
+    @property
+    def adaptive_gating(self) -> AdaptiveGating | None:
+        """How many experts of a decoded token run, if not all K do."""
+        return AdaptiveGating(self.threshold, self.sensitivity) if self.routing == "adaptive" else None
 
     @property
     def proceeds(self) -> bool:
@@ -257,7 +312,19 @@ class Composition:
     @property
     def needs_profile(self) -> bool:
         """True if a setting is open or a part reads a calibrated table."""
-        return bool(self.missing() or self.policy("precision").reads_table or self.policy("prefetch").reads_table)
+        return bool(self.missing() or any(self.tables_read.values()))
+
+    @property
+    def tables_read(self) -> dict[str, str]:
+        """Part → the calibrated table that its policy reads, '' if none."""
+        return {part: getattr(self.policy(part), "reads_table", "") for part in POLICIES}
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether a part looks at the gate weights of the experts that a router chose."""
+        return self.routing == "adaptive" or any(
+            getattr(self.policy(part), "reads_weights", False) for part in POLICIES
+        )
 
 
 class Declaration(NamedTuple):

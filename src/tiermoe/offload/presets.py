@@ -85,6 +85,18 @@ _PAPERS = {name: f"tiermoe.lab.papers.{name}:PRESET" for name in ("hobbit", "edg
 """Published systems: their presets are the laboratory's."""
 
 
+_LATER = {
+    "moe-infinity": "moe_infinity",
+    "adapmoe": "adapmoe",
+    "hybrimoe": "hybrimoe",
+    "pregated": "pregated",
+    "moe-stream": "moe_stream",
+    "fiddler": "fiddler",
+    "llama-cpu-moe": "llama_cpp",
+}
+"""Later systems: preset → module of `lab.papers.later`."""
+
+
 class Presets(Registry[Any]):
     """Preset by name. Ours may be given as "module:NAME", which is imported when it is first asked for; one that is
     added is a `Composition` of that name, whose parts and settings there are."""
@@ -119,6 +131,7 @@ PRESETS = Presets(
     {
         **{preset.name: preset for preset in _OURS},
         **_PAPERS,
+        **{name: f"tiermoe.lab.papers.later.{module}:PRESET" for name, module in _LATER.items()},
         **{preset.name: preset for preset in _BASELINES},
     },
 )

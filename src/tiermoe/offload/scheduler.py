@@ -19,7 +19,7 @@ from tiermoe.offload.policies.prediction import Forecasts, Predictor
 from tiermoe.offload.policies.prefetch_trial import PrefetchTrial
 from tiermoe.offload.policies.routing import CachePrior
 from tiermoe.offload.usage import Reuse, SizeCurve, Uses, merged, most_used, shares_of
-from tiermoe.types import Demand, ExpertKey, Ready, Routed
+from tiermoe.types import Demand, ExpertKey, Ready, Routed, Wanted
 
 _LONG_ENOUGH = 16  # decoded tokens that say what others take
 _WARMED_A_PASS = 64  # experts that the background has brought: 50 µs each if kernels are given their addresses
@@ -31,16 +31,18 @@ class Scheduler:
 
     together: a layer computes when all its loads are there. whole_layer: every expert of a layer is fetched, routed or
     not; `experts` is how many each layer has, `top_k` how many of them a token uses. proceed: a decoding layer that was
-    predicted leaves out the experts that were not, as far as they are not resident (CORM's misprediction); if
-    nothing was predicted for it in its pass, or none of its experts, all come. substitutes: tokens use what was
-    predicted instead (`as_predicted`), which whoever computes has to do. cpu_fallback: in decode, how many of a
-    layer's misses are computed on the CPU and not loaded (HOBBIT, section 4, cooperative computing). settles: what has
-    come stays, in the one precision there is, and nothing is predicted: if all that a token chose has come there is
-    nothing to decide. trial: says which decode passes prefetch, by what they take from `begin_pass` to the end of the
-    last layer; None: all do, as prefills always do. fills: whether the background may read experts into free slots, for
-    it changes nothing but hits; `everything`: all of them fit. undoable: the eviction policies, if a decode pass may
-    be discarded. prior: moves the choices of decoded tokens towards experts that are resident. exact: what is read and
-    asked for does not depend on what is cached. `reuse` is counted since the beginning if exact and not all fits.
+    predicted leaves out the experts that were not, as far as they are not resident (CORM's misprediction); if nothing
+    was predicted for it in its pass, or none of its experts, all come. substitutes: tokens use what was predicted
+    instead (`as_predicted`), which whoever computes has to do. cpu_fallback: in decode, how many of a layer's misses
+    are computed on the CPU and not loaded (HOBBIT, section 4, cooperative computing). settles: what has come stays, in
+    the one precision there is, and nothing is predicted: if all that a token chose has come there is nothing to decide.
+    trial: says which decode passes prefetch, by what they take from `begin_pass` to the end of the last layer; None:
+    all do, as prefills always do. fills: whether the background may read experts into free slots, for it changes
+    nothing but hits; `everything`: all of them fit. undoable: the eviction policies, if a decode pass may be discarded.
+    placed: what the cache begins with if its policy is a static placement, most wanted first. reads_weights: eviction
+    policies do, and are told of each layer's choices. prior: moves the choices of decoded tokens towards experts that
+    are resident. exact: what is read and asked for does not depend on what is cached. `reuse` is counted since the
+    beginning if exact and not all fits.
     """
 
     loader: ExpertLoader
@@ -63,6 +65,8 @@ class Scheduler:
     fills: bool = False
     everything: bool = False
     undoable: Sequence[Undoable] = ()
+    placed: Sequence[Wanted] = ()
+    reads_weights: bool = False
     prior: CachePrior | None = None
     exact: bool = True
     drafting: int = 0
@@ -103,13 +107,13 @@ class Scheduler:
         return str(self.trial or "")
 
     def fill(self, uses: Sequence[Sequence[float]]) -> None:
-        """Begins to read experts into free slots, in the background: those that the prediction says the cache begins
-        with, else all of them if all fit, or those that earlier runs used most. uses: theirs, a row of experts for
-        each layer; empty if nothing is known."""
+        """Begins to read experts into free slots, in the background: those that the prediction or the eviction policy
+        says the cache begins with, else all of them if all fit, or those that earlier runs used most. uses: theirs, a
+        row of experts for each layer; empty if nothing is known."""
         self._earlier_uses = uses
         if uses:
             self._count_together()
-        first, bits = self.prediction.initial_experts(), self.precision.predicted
+        first, bits = self.prediction.initial_experts() or self.placed, self.precision.predicted
         if first:
             self.loader.fill([ExpertKey(layer, expert, bits(layer, (), expert)) for layer, expert, _ in first])
         elif self.fills and (uses or self.everything):
@@ -182,6 +186,7 @@ class Scheduler:
         self.clock.token -= self._pass_tokens
         self._took = None
         self.uses.discard_pass()
+        self.prediction.discard_pass()
         for policy in self.undoable:
             policy.undo()
         self._repeats = True
@@ -231,6 +236,8 @@ class Scheduler:
         layer, decoding = routed.layer, routed.phase == "decode"
         self.clock.layer = layer
         demands = self.precision.demands(routed)
+        if self.reads_weights:
+            self.loader.cache.routed(routed)
         if self.proceed and decoding:
             demands = self._as_predicted(layer, demands)
         if self.whole_layer:

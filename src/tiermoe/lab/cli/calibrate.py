@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from tiermoe.lab.measure.calibrate import MadeProfile
 
 NEEDED = ("hobbit", "edgemoe", "fate", "corm")
-"""Presets that cannot run without a calibration."""
+"""The papers' presets that cannot run without a calibration."""
 
-NAMES = (*NEEDED, "mobile", "nimble")
-"""Presets that can be calibrated. Without it mobile has the paper's gamma, nimble values found on other models."""
+NAMES = (*NEEDED, "mobile", "nimble", "adapmoe", "fiddler")
+"""Presets that can be calibrated. Without it adapmoe and fiddler cannot run, mobile has the paper's gamma and nimble
+values found on other models."""
 
 
 @opt.engine_options(without=["cache", "chunk", "context", "kv_bits", "preset", "set", "also"])

@@ -346,7 +346,8 @@ def _evictions(
 ) -> list[EvictionRow]:
     """Hit rates of the policies named in --evictions, a row for each policy and cache size."""
     settings = parsed(changes)
-    names = all_evictions() if evictions == "all" else [name.strip() for name in evictions.split(",")]
+    known = all_evictions("weights" in trace.header.holds)
+    names = known if evictions == "all" else [name.strip() for name in evictions.split(",")]
     for name in names:
         if name not in EVICTIONS and not (load_packages() and name in EVICTIONS):
             raise ConfigError(f"unknown eviction policy '{name}'; known: {', '.join(EVICTIONS)}, or all")

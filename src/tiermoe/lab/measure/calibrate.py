@@ -39,6 +39,7 @@ from tiermoe.lab.measure.texts import SequenceShape, WindowShape, cut_sequences
 from tiermoe.lab.papers import corm, fate, hobbit, statistics
 from tiermoe.lab.papers.corm import LOW_SHARE
 from tiermoe.lab.papers.hobbit import MissPenalties
+from tiermoe.lab.papers.later import adapmoe, fiddler
 from tiermoe.lab.papers.statistics import frequencies, halves, routings
 from tiermoe.lab.trace import Trace, read_trace
 from tiermoe.model.families.family import Family
@@ -444,6 +445,25 @@ def calibrate_nimble(calibration: Calibration, progress: Progress) -> Contents:
     return {"prior": found.strength}, data, facts
 
 
+def calibrate_adapmoe(calibration: Calibration, progress: Progress) -> Contents:
+    """AdapMoE: how often the next gate is right, and how many experts run, in each layer."""
+    trace, gating = calibration.trace(progress), PRESETS["adapmoe"].adaptive_gating
+    assert gating is not None
+    recall, uses = fate.accuracies(trace), adapmoe.uses(trace, gating)
+    facts = {
+        "next gate right": " ".join(f"{share:.0%}" for share in recall),
+        "experts that run": " ".join(f"{count:.2f}" for count in uses) + f" at threshold {gating.threshold:g}",
+    }
+    return {"layer_recall": recall, "layer_uses": uses}, {}, facts
+
+
+def calibrate_fiddler(calibration: Calibration, progress: Progress) -> Contents:
+    """Fiddler: how many tokens each expert served."""
+    trace = calibration.trace(progress)
+    facts = {"the most used": f"half of the experts have {fiddler.served(trace, 0.5):.0%} of the uses"}
+    return {}, {"frequencies": frequencies(trace)}, facts
+
+
 CALIBRATORS: dict[str, Callable[[Calibration, Progress], Contents]] = {
     "hobbit": calibrate_hobbit,
     "edgemoe": calibrate_edgemoe,
@@ -451,6 +471,8 @@ CALIBRATORS: dict[str, Callable[[Calibration, Progress], Contents]] = {
     "fate": calibrate_fate,
     "corm": calibrate_corm,
     "nimble": calibrate_nimble,
+    "adapmoe": calibrate_adapmoe,
+    "fiddler": calibrate_fiddler,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from tiermoe.config import CacheSize
 from tiermoe.lab.simulate.costs import expert_bytes, run_bits, shape_of, slot_sizes
 from tiermoe.lab.simulate.link import InstantLink
-from tiermoe.lab.simulate.steps import Future, RecordedForecasts, Step, steps_of
+from tiermoe.lab.simulate.steps import Future, RecordedForecasts, Step, require, steps_of
 from tiermoe.lab.trace import Trace
 from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.offload.assembly import FutureTrace, PrecisionSlots, assemble
@@ -68,10 +68,11 @@ def hits_of(
     seed: int = 0,
 ) -> Metrics:
     """Hits, misses and bytes of one pool of `slots` equal slots under policy `name`. With 'belady' the most that any
-    policy can hit there."""
+    policy can hit there. TraceError if the trace lacks what the policy reads."""
     header = trace.header
     own = {"weights": _EVEN, **(settings or {})}
     composition = Composition(name, "", cache=name, records="sequence" if per_sequence else "model", own=own)
+    require(composition, header)
     steps = steps_of(trace, composition)
     future = Future(steps, len(header.experts))
     link = InstantLink(lambda key: expert_bytes(header, key.layer, key.bits))
@@ -107,6 +108,8 @@ def run_instantly(scheduler: Scheduler, steps: Sequence[Step], future: Future | 
         yield step
 
 
-def all_evictions() -> list[str]:
-    """Every policy's name, Belady's last."""
-    return [*(name for name in EVICTIONS if name != "belady"), "belady"]
+def all_evictions(weights: bool = True) -> list[str]:
+    """The names of the policies that need no calibration, Belady's last. weights: those that read gate weights too."""
+    skipped = {"belady", *(name for name, policy in EVICTIONS.items() if getattr(policy, "reads_table", ""))}
+    skipped |= {name for name, policy in EVICTIONS.items() if getattr(policy, "reads_weights", False) and not weights}
+    return [*(name for name in EVICTIONS if name not in skipped), "belady"]

@@ -300,6 +300,8 @@ class _Run:
         )  # fmt: skip
         self._sequence: int | None = None
         self._loads = 0  # whose asking is charged
+        if self._scheduler.placed:
+            self._place()
 
     @property
     def cached_experts(self) -> int:
@@ -324,6 +326,13 @@ class _Run:
             return {}
         cache = self._host.cache
         return {"host_hits": cache.hits, "host_misses": cache.misses, "bytes_copied": self._link.bytes_copied}
+
+    def _place(self) -> None:
+        """The cache holds what a static placement has there before the first pass, as when a model has been loaded."""
+        self._scheduler.fill(())
+        loader = self._scheduler.loader
+        while loader.cache.in_flight:
+            loader.record(self._link.wait())
 
     def _step(self, number: int, step: Step) -> None:
         """Runs one pass and adds it to its phase's metrics."""

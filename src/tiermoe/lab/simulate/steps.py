@@ -4,14 +4,14 @@ or a calibration lacks what the composition needs."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tiermoe.errors import ProfileError, TraceError
 from tiermoe.lab.trace import Header, LayerTrace, Pass, Trace
-from tiermoe.offload.composition import Composition
+from tiermoe.offload.composition import POLICIES, Composition
 from tiermoe.offload.policies.prediction import Ranked
-from tiermoe.offload.policies.routing import is_confident, little, require_little
+from tiermoe.offload.policies.routing import is_confident, little, require_adaptive, require_little
 from tiermoe.offload.profiles import Profile, tables
 from tiermoe.types import ExpertKey, Routed
 
@@ -48,7 +48,9 @@ def steps_of(trace: Trace, composition: Composition) -> list[Step]:
     fewer experts, whose hidden states, and so later choices, would differ a little."""
     steps = []
     for passed in trace.passes:
-        if passed.phase == "decode" and composition.routing == "half":
+        if passed.phase == "decode" and (gating := composition.adaptive_gating):
+            steps.append(_step(passed, _kept(passed.layers, gating.kept)))
+        elif passed.phase == "decode" and composition.routing == "half":
             steps.append(_step(passed, _little(passed.layers, composition.little)))
         elif passed.phase == "decode" and composition.routing == "confident" and passed.little is not None:
             sure = is_confident(passed.little.confidence, composition.gamma)
@@ -84,9 +86,14 @@ def _parted(step: Step, encoder_layers: int) -> list[Step]:
 
 def _little(layers: Sequence[LayerTrace], count: int | None) -> list[LayerTrace]:
     """The layers as a little pass of `count` experts (None: K/2) runs them."""
+    return _kept(layers, lambda _, gates: little(gates, count))
+
+
+def _kept(layers: Sequence[LayerTrace], places_of: Callable[[int, Sequence[float]], list[int]]) -> list[LayerTrace]:
+    """The layers with fewer experts. places_of: (layer, a token's gate weights) → the positions of those that run."""
     passes = []
-    for layer in layers:
-        kept = [little(gates, count) for gates in layer.weights]
+    for number, layer in enumerate(layers):
+        kept = [places_of(number, gates) for gates in layer.weights]
         experts = [[row[place] for place in places] for row, places in zip(layer.experts, kept, strict=True)]
         weights = [[row[place] for place in places] for row, places in zip(layer.weights, kept, strict=True)]
         passes.append(replace(layer, experts=experts, weights=weights))
@@ -202,6 +209,8 @@ def require(composition: Composition, header: Header) -> None:
             f"(prefetch={composition.prefetch}), and the trace of {header.model} names none: the model has none, or an "
             f"older tiermoe made the trace; make it again with tiermoe trace, or use --set prefetch=next-gate"
         )
+    if gating := composition.adaptive_gating:
+        require_adaptive(gating, header.top_k)
     if composition.routing in ("half", "confident"):
         require_little(composition.routing, composition.little, header.top_k)
     recorded = header.made_from.get("little")
@@ -225,8 +234,7 @@ def require_calibration(composition: Composition, profile: Profile | None, model
     found = tables(profile)
     open_ = composition.missing()
     lacking = list(open_)
-    for part in ("precision", "prefetch"):
-        table = composition.policy(part).reads_table
+    for part, table in composition.tables_read.items():
         if table and not getattr(found, table):
             lacking.append(f"{_TABLES[table]} ({part}={getattr(composition, part)})")
     if lacking:
@@ -250,10 +258,11 @@ def _lacking(composition: Composition, header: Header) -> Iterator[str]:
         yield "predicted counts of tokens (popularity=counts)"
     if composition.prefetch in HASHED and "tokens" not in holds:
         yield f"ids of tokens (prefetch={composition.prefetch})"
-    if composition.policy("precision").reads_weights and "weights" not in holds:
-        yield f"gate weights (precision={composition.precision})"
-    if composition.routing == "half" and "weights" not in holds:
-        yield "gate weights (routing=half)"
+    for part in POLICIES:
+        if getattr(composition.policy(part), "reads_weights", False) and "weights" not in holds:
+            yield f"gate weights ({part}={getattr(composition, part)})"
+    if composition.routing in ("half", "adaptive") and "weights" not in holds:
+        yield f"gate weights (routing={composition.routing})"
     little = [f"{part}={value}" for part, value in _LITTLE if getattr(composition, part) == value]
     if little and "little" not in holds:
         yield f"little passes ({', '.join(little)})"

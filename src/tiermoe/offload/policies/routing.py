@@ -1,5 +1,5 @@
-"""Which experts run, and where: MoBiLE's little pass and when it is enough, Cache-Prior's choices moved towards cached
-experts, and which of a layer's misses the CPU computes."""
+"""Which experts run, and where: MoBiLE's little pass and when it is enough, AdapMoE's adaptive gating, Cache-Prior's
+choices moved towards cached experts, and which of a layer's misses the CPU computes."""
 
 from __future__ import annotations
 
@@ -33,6 +33,42 @@ def require_little(routing: str, count: int | None, top_k: Sequence[int]) -> Non
         )
     if count is not None and count >= max(top_k):
         raise ConfigError(f"little={count} leaves no expert out: this model uses {max(top_k)} for a token; name fewer")
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveGating:
+    """Fewer experts for tokens that hardly need the last ones (AdapMoE): those of the largest weights run, the fewest
+    for which the share of the token's gate weight that is left out, times the layer's sensitivity, is at most
+    `threshold`. For K = 2 this is the paper's rule, with sqrt(T) and the root of a layer's sensitivity: it leaves the
+    second expert out if (1 - alpha)^2 times the sensitivity is at most T. sensitivity: of each MoE layer, or one of
+    all."""
+
+    threshold: float
+    sensitivity: float | tuple[float, ...]
+
+    def kept(self, layer: int, weights: Sequence[float]) -> list[int]:
+        """Positions of the experts of a token that run, in the order given; of equal weights the earlier."""
+        of_layer = self.sensitivity[layer] if isinstance(self.sensitivity, tuple) else self.sensitivity
+        most = self.threshold * math.fsum(weights)
+        ranked = sorted(range(len(weights)), key=lambda position: -weights[position])
+        left = 0.0
+        while len(ranked) > 1 and (left := left + weights[ranked[-1]]) * of_layer <= most:
+            ranked.pop()
+        return sorted(ranked)
+
+
+def require_adaptive(gating: AdaptiveGating, top_k: Sequence[int]) -> None:
+    """ConfigError if there is nothing to leave out, or a sensitivity for another number of layers. top_k: per layer."""
+    if max(top_k) < 2:
+        raise ConfigError(
+            "routing=adaptive leaves out some of a token's experts, this model uses one; use another preset or "
+            "--set routing=all"
+        )
+    if isinstance(gating.sensitivity, tuple) and len(gating.sensitivity) != len(top_k):
+        raise ConfigError(
+            f"sensitivity has {len(gating.sensitivity)} numbers and the model {len(top_k)} MoE layers; give one for "
+            f"each, or one for all"
+        )
 
 
 def is_confident(probability: float, gamma: float) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from tiermoe.offload.policies.eviction.activation import ActivationRatio
 from tiermoe.offload.policies.eviction.arc import AdaptiveReplacement
 from tiermoe.offload.policies.eviction.base import Clock, Eviction, EvictionContext, NextUse, Popularity, Undoable
 from tiermoe.offload.policies.eviction.classic import (
@@ -11,9 +12,12 @@ from tiermoe.offload.policies.eviction.classic import (
     LeastRecentlyUsed,
     RandomChoice,
 )
+from tiermoe.offload.policies.eviction.decayed import DecayedCounts
 from tiermoe.offload.policies.eviction.edgemoe import DistanceByFrequency
 from tiermoe.offload.policies.eviction.hobbit import FarthestLayer, LeastHighPrecisionUsed, Weighted
 from tiermoe.offload.policies.eviction.next_use import EstimatedNextUse
+from tiermoe.offload.policies.eviction.recent_score import MinusRecentScore
+from tiermoe.offload.policies.eviction.static import LastLayersStay, MostFrequentStay
 from tiermoe.offload.policies.registry import Registry, with_methods
 
 __all__ = ["EVICTIONS", "Clock", "Eviction", "EvictionContext", "NextUse", "Popularity", "Undoable"]
@@ -29,5 +33,10 @@ EVICTIONS = Registry[Callable[..., Eviction]]("EVICTIONS", with_methods(Eviction
     "distance": DistanceByFrequency,
     "arc": AdaptiveReplacement,
     "next-use": EstimatedNextUse,
+    "activation-ratio": ActivationRatio,
+    "decayed": DecayedCounts,
+    "recent-score": MinusRecentScore,
+    "last-layers": LastLayersStay,
+    "most-frequent": MostFrequentStay,
     "belady": Belady,
 })  # fmt: skip

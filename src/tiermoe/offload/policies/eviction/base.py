@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
-from tiermoe.types import Demand, ExpertKey
+from tiermoe.types import Demand, ExpertKey, Routed
 
 NextUse = Callable[[ExpertKey], float]
 """Key → how far ahead its next use lies, in any unit; infinity for a key that is never used again (replay only)."""
@@ -20,8 +20,10 @@ class Eviction(Protocol):
     """The eviction policy of one pool of slots: it sees admissions, uses and removals, and names victims.
 
     A class that is a dataclass may declare settings (`policies.settings`). It may say `spans_precisions`: one instance
-    serves the pools of all precisions, since a use of an expert counts for each of its copies; and `forgets`: it reads
-    `EvictionContext.per_sequence` (records=sequence)."""
+    serves the pools of all precisions, since a use of an expert counts for each of its copies; `forgets`: it reads
+    `EvictionContext.per_sequence` (records=sequence); `reads_weights`: `routed` is called with each layer's choices and
+    gate weights before anybody leaves for them; and `reads_table`: the calibrated table without which it cannot be
+    made. One with `initial_experts` is told the experts of its layers, and names what the cache begins with."""
 
     def admitted(self, key: ExpertKey) -> None:
         """`key` has taken a slot; its load has begun."""
@@ -75,6 +77,7 @@ class EvictionContext:
     clock: Clock
     slots: int  # of the policy's pool
     layers: int  # MoE layers of the model
+    room: int = 0  # slots besides for what is fetched, until its layer has run (`Composition.room`)
     encoder_layers: int = 0  # the first of them, in an encoder
     high_bits: int = 4  # the precision whose uses count as high
     per_sequence: bool = False  # a new sequence forgets all records
@@ -204,6 +207,9 @@ class Undoable:
 
     def used(self, key: ExpertKey, demand: Demand) -> None:
         self._policy.used(key, demand)
+
+    def routed(self, routed: Routed) -> None:
+        self._policy.routed(routed)  # type: ignore[attr-defined]
 
     def removed(self, key: ExpertKey) -> None:
         self._change(lambda policy: policy.removed(key))

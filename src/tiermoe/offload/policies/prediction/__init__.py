@@ -13,6 +13,7 @@ from tiermoe.offload.policies.prediction.base import (
 )
 from tiermoe.offload.policies.prediction.baselines import MostFrequent, Nothing, Oracle, WholeLayer
 from tiermoe.offload.policies.prediction.gates import NextGate, Recalled, RecalledAndNextGate, StackedGates
+from tiermoe.offload.policies.prediction.matrix import ActivationMatrix
 from tiermoe.offload.policies.prediction.path import (
     ActivationPath,
     HashRouted,
@@ -53,5 +54,6 @@ PREDICTIONS = Registry[type[Predictor]]("PREDICTIONS", subclass_of(Predictor), {
     "layer": WholeLayer,
     "hash": HashRouted,
     "hash+path": HashThenPath,
+    "activation-matrix": ActivationMatrix,
     "oracle": Oracle,
 })  # fmt: skip

@@ -90,6 +90,7 @@ class Predictor(ABC):
     ranks_all: ClassVar[bool] = False  # needs all experts and their softmax, not the K alone (`Forecasts.ranked`)
     errs: ClassVar[bool] = True  # may leave out an expert that a predicted layer chooses
     in_one_product: ClassVar[bool] = False  # predicts several layers at once: one product evaluates their routers
+    reads_weights: ClassVar[bool] = False  # of the experts that a router chose, in `observe`
     reads_table: ClassVar[str] = ""  # the calibrated table without which it cannot be made
 
     def __post_init__(self) -> None:  # noqa: B027
@@ -113,8 +114,11 @@ class Predictor(ABC):
         self.tokens = max(1, len(list(filter(None, routed.experts))))
         self.phase = routed.phase
 
+    def discard_pass(self) -> None:  # noqa: B027
+        """The last pass does not count: its token is run again."""
+
     def new_sequence(self) -> None:  # noqa: B027
-        """Another request begins; the predictor remembers nothing of the last one."""
+        """Another request begins."""
 
     def most(self, each: int) -> int:
         """The most experts of a layer that the pass can ask for if a token asks for `each`: the choices of all
