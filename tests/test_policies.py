@@ -726,9 +726,9 @@ def by_path(moment: Moment, length: int = 2) -> Named:
             ]  # fmt: skip
             if alike and all(at >= 0 and chosen for at, chosen in way):
                 counts = Counter(expert for chosen in alike for expert in chosen)
-                yield from first(target, sorted(counts.items(), key=lambda each: (-each[1], each[0])), 4)
+                yield from first(target, sorted(counts.items(), key=lambda each: (-each[1], each[0])), TOP_K)
                 return
-        yield from first(target, by_frequency(target), 4)
+        yield from first(target, by_frequency(target), TOP_K)
 
 
 def by_hash(moment: Moment) -> Named:

@@ -27,6 +27,10 @@ class ExpertKey(NamedTuple):
     def __str__(self) -> str:
         return f"layer {self.layer}, expert {self.expert} ({self.bits} bits)"
 
+    def __deepcopy__(self, memo: object) -> ExpertKey:
+        """Itself: a copy of an eviction policy, made for each token that may be discarded, has thousands of them."""
+        return self
+
 
 class Demand(NamedTuple):
     """That the running layer needs `expert` for `tokens` tokens of the current chunk, in `bits` or more.

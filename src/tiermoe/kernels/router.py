@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
@@ -45,14 +45,19 @@ class Router:
     epsilon: float = 0.0
     scale: float = 1.0  # of the weights in the end
     dtype: torch.dtype = torch.float32  # what weights are rounded to
+    _packed: dict[int, bytes] = field(default_factory=dict, init=False, repr=False)
+    """Address of `weight` → the struct: it may move once, into a stack of all layers' matrices."""
 
     def pack(self) -> bytes:
         """A `structs.Router`; valid as long as the tensors live. ValueError where the groups do not divide the experts,
         or the kept ones have fewer than k."""
+        weight = self.weight.data_ptr()
+        if (known := self._packed.get(weight)) is not None:
+            return known
         experts, columns = self.weight.shape[-2:]
-        return _native.pack(
+        packed = self._packed[weight] = _native.pack(
             structs.Router(
-                weight=self.weight.data_ptr(), parts=self.weight[..., 0, 0].numel(), bias=address(self.bias),
+                weight=weight, parts=self.weight[..., 0, 0].numel(), bias=address(self.bias),
                 correction=address(self.correction),
                 corrects_logits=self.corrects_logits, experts=experts, columns=columns, k=self.k, groups=self.groups,
                 kept=self.kept, judges=self.judges,
@@ -60,6 +65,7 @@ class Router:
                 normalise=self.normalise, epsilon=self.epsilon, scale=self.scale,
             )
         )  # fmt: skip
+        return packed
 
     def suits(self) -> bool:
         """Whether the kernels take its tensors."""

@@ -28,6 +28,9 @@ class ActivationPath(Predictor):
     (EdgeMoE, section 3.3.2; with one layer EAP of Fate, section 5.1). A path that was never seen falls back to a
     shorter one, then to the layer's frequencies.
 
+    At most K are named ("1-3 experts each layer", says the paper of its models with K = 1): with several reads at once
+    more would make the router's own choice wait.
+
     A path is one token's: a pass over several tokens names nothing. In an encoder, where all tokens are re-batched by
     expert, the whole next layer is named in order, the first one when a request begins (section 3.3.3: the initial
     buffer). For an encoder alone, which needs no paths, the cache begins with the experts of the highest frequency
@@ -71,7 +74,7 @@ class ActivationPath(Predictor):
         elif layer in self._active:
             following = self._following(layer)
             total = sum(count for _, count in following)
-            for expert, count in following:
+            for expert, count in following[: self.context.top_k[target]]:
                 yield Wanted(target, expert, count / total)
 
     def new_sequence(self) -> None:
