@@ -132,14 +132,24 @@ class ExpertService:
         settings = self.resolved.settings
         if files is not None:
             return mapped_tiers(files, self.plan.slots, self.extent_of, self._format_of, few_lanes(settings))
+        return self.tiers(
+            [(pool.addresses, pool.slot_bytes, bool(pool.sizes)) for pool in self.plan.pools],
+            [(pool.bits, pool.slots, pool.slot_bytes) for pool in self.plan.host_pools],
+        )
+
+    def tiers(
+        self, sizes: Sequence[tuple[int, int, bool]], pinned: Sequence[tuple[Sequence[int], int, int]] = ()
+    ) -> Tiers:
+        """Slots that a link of their own fills from the store; sizes, pinned: as of `tiers_of`."""
+        settings = self.resolved.settings
         formats = [form for packed in self.packed.values() for form in packed.formats]
         return tiers_of(
-            [(pool.addresses, pool.slot_bytes, bool(pool.sizes)) for pool in self.plan.pools],
+            sizes,
             self._filler(),
             few_lanes(settings),
             lambda key: self._format_of(key).slot.nbytes,
             self.device,
-            [(pool.bits, pool.slots, pool.slot_bytes) for pool in self.plan.host_pools],
+            pinned,
             Lanes(most_lanes(settings, formats)) if settings.lanes is None and not self.keep else None,
         )
 

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from tiermoe.config import CacheSize
 from tiermoe.engine.engine import Engine
-from tiermoe.errors import ConfigError
-from tiermoe.lab.trace import DECIDING, Costs, Deciding, Times
+from tiermoe.lab.simulate import ReplaySettings, replay
+from tiermoe.lab.trace import DECIDING, Costs, Deciding, Times, Trace
 from tiermoe.offload.composition import Composition
-from tiermoe.types import Load
+from tiermoe.offload.presets import PRESETS
+from tiermoe.types import ExpertKey, Load
 
 NEEDED = ("io-free", "load-on-demand", "lru")
 """Presets that are run in any case."""
@@ -47,25 +49,28 @@ _LOADS, _REPEATS = 8, 30
 
 
 def measure_link(engine: Engine) -> LinkTimes:
-    """The link of an engine that has resident experts, which are read again into their own slots."""
-    cache, link, chance = engine.scheduler.loader.cache, engine.link, random.Random(0)
-    resident = list(cache.resident.items())
-    count = min(_LOADS, len(resident))
-    if count < 2:
-        raise ConfigError("a link is measured with at least two resident experts; run the model before")
+    """The link that fills slots of a model's store when not all experts fit, by experts drawn at random."""
+    service, chance = engine.service, random.Random(0)
+    (bits,) = service.resolved.precisions
+    keys = [ExpertKey(layer, each, bits) for layer, at in enumerate(engine.store.layers) for each in range(at.experts)]
+    count = min(_LOADS, len(keys))
+    tiers = service.tiers([(count, engine.plan.slot_bytes, False)])
 
     def seconds(number: int) -> float:
         began = time.perf_counter()
-        for key, slot in chance.sample(resident, number):
-            link.submit(Load(key, slot, True))
+        for slot, key in enumerate(chance.sample(keys, number)):
+            tiers.link.submit(Load(key, slot, True))
         for _ in range(number):
-            if (error := link.wait().error) is not None:
+            if (error := tiers.link.wait().error) is not None:
                 raise error
         return time.perf_counter() - began
 
-    alone, together = (statistics.median(seconds(number) for _ in range(_REPEATS)) for number in (1, count))
-    nbytes = round(fmean(engine.service.extent_of(key).nbytes for key, _ in resident))
-    return LinkTimes.of(nbytes, alone, together, count, link.lanes)
+    try:
+        alone, together = (statistics.median(seconds(number) for _ in range(_REPEATS)) for number in (1, count))
+        nbytes = round(fmean(service.extent_of(key).nbytes for key in keys))
+        return LinkTimes.of(nbytes, alone, together, count, tiers.link.lanes)
+    finally:
+        tiers.link.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,31 @@ def costs_of(
     dense = max(resident - experts, 0.0)
     costs = Costs(link.bandwidth, link.latency, link.lanes, load, deciding)
     return replace(times, dense=dense, layers=min(times.layers, dense)), costs
+
+
+_TRIED = 512
+"""Passes of a trace that a latency is fitted on."""
+
+
+def with_latency(trace: Trace, runs: Mapping[str, Mapping[str, Any]]) -> Costs:
+    """The costs of a trace with the latency at which a replay of load on demand waits as long as the engine did: a load
+    in an engine takes longer than one on an idle machine, since threads wake each other and share the cores."""
+    costs = trace.header.costs
+    assert costs is not None
+    decode, _ = phases(runs["load-on-demand"])
+    wanted, passes = decode.wait_s / decode.tokens, trace.passes[:_TRIED]
+
+    def waits(latency: float) -> float:
+        tried = Trace(replace(trace.header, costs=replace(costs, latency=latency)), passes)
+        settings = ReplaySettings(CacheSize(fraction=1.0), costs.bandwidth, latency, costs.lanes)
+        found = replay(tried, PRESETS["load-on-demand"], settings).metrics.decode
+        return found.wait_s / found.tokens
+
+    low, high = 0.0, costs.latency + wanted  # a layer's loads wait for one latency at least
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if waits(middle) < wanted else (low, middle)
+    return replace(costs, latency=(low + high) / 2)
 
 
 def _load_seconds(more: Phase, fewer: Phase, resident: float) -> float:

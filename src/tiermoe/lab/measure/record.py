@@ -26,11 +26,11 @@ from tiermoe.formats.expert_format import expert_format
 from tiermoe.formats.neurons import neuron_format, record_place
 from tiermoe.formats.store import Store, precision_key
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.lab.measure.costs import costs_of, measure_link
+from tiermoe.lab.measure.costs import costs_of, measure_link, with_latency
 from tiermoe.lab.measure.neurons import NeuronWatch
 from tiermoe.lab.measure.texts import Feed, SequenceShape
 from tiermoe.lab.papers import corm
-from tiermoe.lab.trace import Header, LayerTrace, Little, Pass, Times, TraceWriter
+from tiermoe.lab.trace import Header, LayerTrace, Little, Pass, Times, TraceWriter, read_trace
 from tiermoe.model.families import family_of
 from tiermoe.model.prepare_store import Progress
 from tiermoe.offload.policies.routing import require_little
@@ -77,6 +77,11 @@ def write_trace(
                     writer.add(passed)
                     done += 1
                     progress("recording", done, shape.passes)
+    if runs:
+        recorded = read_trace(path)
+        with TraceWriter(path, replace(recorded.header, costs=with_latency(recorded, runs))) as writer:
+            for passed in recorded.passes:
+                writer.add(passed)
 
 
 def made_from(text_name: str, text: str, shape: SequenceShape, settings: Settings) -> MadeFrom:

@@ -363,11 +363,14 @@ class _Run:
         routed = step.routed(layer)
         if self._scheduler.substitutes and step.phase == "decode" and (named := self._scheduler.predicted(layer)):
             routed = self._substituted(routed, named)
-        tokens = routed.tokens_per_expert()
+        tokens, decide_s = routed.tokens_per_expert(), self._costs.decide_s(step.phase)
+        ahead = not self._scheduler.computes_hits_at_once
+        if ahead:  # half of it before what is resident is known: what is read ahead goes on
+            self._clock.decide(decide_s / 2)
         groups = self._scheduler.run_layer(routed, forecasts)
         self._clock.compute(self._costs.layers_s(step.phase, step.size) / len(step.running))
-        if not self._scheduler.computes_hits_at_once or self._scheduler.loader.cache.in_flight:
-            self._clock.decide(self._costs.decide_s(step.phase))
+        if ahead or self._scheduler.loader.cache.in_flight:
+            self._clock.decide(decide_s / 2 if ahead else decide_s)
         for ready in chain.from_iterable(groups):
             key = ExpertKey(layer, ready.expert, ready.bits)
             if ready.slot == CPU_FALLBACK:
