@@ -131,34 +131,23 @@ class ExpertService:
     def _tiers(self, files: MappedFiles | None) -> Tiers:
         settings = self.resolved.settings
         if files is not None:
-            return mapped_tiers(files, self.plan.slots, self.extent_of, self._format_of, few_lanes(settings))
-        return self.tiers(
-            [(pool.addresses, pool.slot_bytes, bool(pool.sizes)) for pool in self.plan.pools],
-            [(pool.bits, pool.slots, pool.slot_bytes) for pool in self.plan.host_pools],
-        )
-
-    def tiers(
-        self, sizes: Sequence[tuple[int, int, bool]], pinned: Sequence[tuple[Sequence[int], int, int]] = ()
-    ) -> Tiers:
-        """Slots that a link of their own fills from the store; sizes, pinned: as of `tiers_of`."""
-        settings = self.resolved.settings
+            return mapped_tiers(files, self.plan.slots, self._extent_of, self._format_of, few_lanes(settings))
         formats = [form for packed in self.packed.values() for form in packed.formats]
         return tiers_of(
-            sizes,
+            [(pool.addresses, pool.slot_bytes, bool(pool.sizes)) for pool in self.plan.pools],
             self._filler(),
             few_lanes(settings),
             lambda key: self._format_of(key).slot.nbytes,
             self.device,
-            pinned,
+            [(pool.bits, pool.slots, pool.slot_bytes) for pool in self.plan.host_pools],
             Lanes(most_lanes(settings, formats)) if settings.lanes is None and not self.keep else None,
         )
 
     def _filler(self) -> SlotFiller:
         as_stored = not any(form.widened for packed in self.packed.values() for form in packed.formats)
-        return self.unit.filler(self._reader(), self.extent_of, self._format_of, as_stored)
+        return self.unit.filler(self._reader(), self._extent_of, self._format_of, as_stored)
 
-    def extent_of(self, key: ExpertKey) -> Extent:
-        """Where an expert lies in the store's files."""
+    def _extent_of(self, key: ExpertKey) -> Extent:
         return self.packed[key.bits].extents[key.layer][key.expert]
 
     def _format_of(self, key: ExpertKey) -> ExpertFormat:
@@ -176,7 +165,7 @@ class ExpertService:
             for layer, extents in enumerate(packed.extents)
             for expert in range(len(extents))
         )
-        return HeldReader(reader, ((key, self.extent_of(key)) for key in places))
+        return HeldReader(reader, ((key, self._extent_of(key)) for key in places))
 
     def _key_of(self, bits: int) -> str:
         settings, unit = self.resolved.settings, self.resolved.composition.unit

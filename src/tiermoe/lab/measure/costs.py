@@ -7,70 +7,21 @@ prediction and with different numbers of loads (load on demand, LRU) tell these 
 
 from __future__ import annotations
 
-import random
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
-from tiermoe.config import CacheSize
-from tiermoe.engine.engine import Engine
+from tiermoe.config import parse_cache
 from tiermoe.lab.simulate import ReplaySettings, replay
 from tiermoe.lab.trace import DECIDING, Costs, Deciding, Times, Trace
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.presets import PRESETS
-from tiermoe.types import ExpertKey, Load
 
 NEEDED = ("io-free", "load-on-demand", "lru")
 """Presets that are run in any case."""
 
 COST_CACHE = "45%"
 """Of the runs; replays of other sizes charge by layer and load."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkTimes:
-    """A link, as a replay has it: transfers share the bandwidth, each after the latency."""
-
-    bandwidth: float  # bytes per second
-    latency: float  # seconds before a transfer's first byte
-    lanes: int  # transfers at once
-
-    @staticmethod
-    def of(nbytes: int, alone: float, together: float, count: int, lanes: int) -> LinkTimes:
-        """Of a transfer of `nbytes` that took `alone` seconds, and of `count` at once that took `together`."""
-        each = max((together - alone) / (count - 1), 0.1 * alone)  # a tenth: more at once are hardly slower than one
-        return LinkTimes(nbytes / each, max(alone - each, 0.0), lanes)
-
-
-_LOADS, _REPEATS = 8, 30
-
-
-def measure_link(engine: Engine) -> LinkTimes:
-    """The link that fills slots of a model's store when not all experts fit, by experts drawn at random."""
-    service, chance = engine.service, random.Random(0)
-    (bits,) = service.resolved.precisions
-    keys = [ExpertKey(layer, each, bits) for layer, at in enumerate(engine.store.layers) for each in range(at.experts)]
-    count = min(_LOADS, len(keys))
-    tiers = service.tiers([(count, engine.plan.slot_bytes, False)])
-
-    def seconds(number: int) -> float:
-        began = time.perf_counter()
-        for slot, key in enumerate(chance.sample(keys, number)):
-            tiers.link.submit(Load(key, slot, True))
-        for _ in range(number):
-            if (error := tiers.link.wait().error) is not None:
-                raise error
-        return time.perf_counter() - began
-
-    try:
-        alone, together = (statistics.median(seconds(number) for _ in range(_REPEATS)) for number in (1, count))
-        nbytes = round(fmean(service.extent_of(key).nbytes for key in keys))
-        return LinkTimes.of(nbytes, alone, together, count, tiers.link.lanes)
-    finally:
-        tiers.link.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +58,10 @@ def costs_of(
     compositions: Mapping[str, Composition],
     times: Times,
     used: Sequence[int],
-    link: LinkTimes,
+    lanes: int,
 ) -> tuple[Times, Costs]:
-    """Times whose dense part is of a run with every expert resident, and costs, of runs by preset (`NEEDED` among
-    them). used: experts of a token, by layer."""
+    """Times whose dense part is of a run with every expert resident, and costs, without their link (`with_link`), of
+    runs by preset (`NEEDED` among them). used: experts of a token, by layer. lanes: reads at once."""
     layers, found = len(used), {name: phases(run) for name, run in runs.items()}
     (free, free_prompt), on_demand, lru = (found[name] for name in NEEDED)
     resident, resident_prompt = free.seconds / free.passes, free_prompt.seconds / free_prompt.passes
@@ -125,33 +76,47 @@ def costs_of(
     }
     experts = sum(used) * min(times.expert.values())
     dense = max(resident - experts, 0.0)
-    costs = Costs(link.bandwidth, link.latency, link.lanes, load, deciding)
+    costs = Costs(0.0, 0.0, lanes, load, deciding)
     return replace(times, dense=dense, layers=min(times.layers, dense)), costs
 
 
-_TRIED = 512
-"""Passes of a trace that a latency is fitted on."""
+_TRIED = 160
+"""Passes of a trace that a link is fitted on."""
+
+_HALVINGS = 10
 
 
-def with_latency(trace: Trace, runs: Mapping[str, Mapping[str, Any]]) -> Costs:
-    """The costs of a trace with the latency at which a replay of load on demand waits as long as the engine did: a load
-    in an engine takes longer than one on an idle machine, since threads wake each other and share the cores."""
-    costs = trace.header.costs
+def with_link(trace: Trace, runs: Mapping[str, Mapping[str, Any]]) -> Costs:
+    """The costs of a trace with the bandwidth and the latency at which replays of load on demand and of LRU wait as
+    long as the engine did. A load in an engine takes longer than one on an idle machine, since threads wake each other
+    and share the cores; the two presets differ in how many loads a layer waits for."""
+    costs, passes = trace.header.costs, trace.passes[:_TRIED]
     assert costs is not None
-    decode, _ = phases(runs["load-on-demand"])
-    wanted, passes = decode.wait_s / decode.tokens, trace.passes[:_TRIED]
+    on_demand, lru = (each.wait_s / each.tokens for each in (phases(runs[name])[0] for name in NEEDED[1:]))
 
-    def waits(latency: float) -> float:
-        tried = Trace(replace(trace.header, costs=replace(costs, latency=latency)), passes)
-        settings = ReplaySettings(CacheSize(fraction=1.0), costs.bandwidth, latency, costs.lanes)
-        found = replay(tried, PRESETS["load-on-demand"], settings).metrics.decode
+    def waits(name: str, bandwidth: float, latency: float) -> float:
+        settings = ReplaySettings(parse_cache(COST_CACHE), bandwidth, latency, costs.lanes)
+        found = replay(Trace(trace.header, passes), PRESETS[name], settings).metrics.decode
         return found.wait_s / found.tokens
 
-    low, high = 0.0, costs.latency + wanted  # a layer's loads wait for one latency at least
-    for _ in range(12):
+    def latency_of(bandwidth: float) -> float:
+        return _bisected(0.0, on_demand, lambda each: waits("load-on-demand", bandwidth, each) < on_demand)
+
+    # the faster, the more of a load is latency, which LRU's fewer loads a layer wait for as long as all of them
+    slow, most = 1e3, 34.0
+    slow *= 2 ** _bisected(0.0, most, lambda each: waits("load-on-demand", slow * 2**each, 0.0) > on_demand)
+    bandwidth = slow * 2 ** _bisected(
+        0.0, 8.0, lambda each: waits("lru", slow * 2**each, latency_of(slow * 2**each)) < lru
+    )
+    return replace(costs, bandwidth=bandwidth, latency=latency_of(bandwidth))
+
+
+def _bisected(low: float, high: float, is_below: Callable[[float], bool]) -> float:
+    """Where `is_below`, which holds from `low` on, ends."""
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if waits(middle) < wanted else (low, middle)
-    return replace(costs, latency=(low + high) / 2)
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return (low + high) / 2
 
 
 def _load_seconds(more: Phase, fewer: Phase, resident: float) -> float:

@@ -26,7 +26,7 @@ from tiermoe.formats.expert_format import expert_format
 from tiermoe.formats.neurons import neuron_format, record_place
 from tiermoe.formats.store import Store, precision_key
 from tiermoe.kernels.linear import machine_layout
-from tiermoe.lab.measure.costs import costs_of, measure_link, with_latency
+from tiermoe.lab.measure.costs import costs_of, with_link
 from tiermoe.lab.measure.neurons import NeuronWatch
 from tiermoe.lab.measure.texts import Feed, SequenceShape
 from tiermoe.lab.papers import corm
@@ -63,7 +63,7 @@ def write_trace(
     if runs:
         top_k = [layer.top_k for layer in engine_of(model).store.layers]
         compositions = {name: PRESETS[name] for name in runs}
-        times, costs = costs_of(runs, compositions, times, top_k, measure_link(engine_of(model)))
+        times, costs = costs_of(runs, compositions, times, top_k, engine_of(model).link.lanes)
     if theta is not None:
         made_from = {**made_from, "theta": theta}
     if little_k is not None:
@@ -79,7 +79,7 @@ def write_trace(
                     progress("recording", done, shape.passes)
     if runs:
         recorded = read_trace(path)
-        with TraceWriter(path, replace(recorded.header, costs=with_latency(recorded, runs))) as writer:
+        with TraceWriter(path, replace(recorded.header, costs=with_link(recorded, runs))) as writer:
             for passed in recorded.passes:
                 writer.add(passed)
 
