@@ -115,6 +115,7 @@ class Costs:
     lanes: int  # reads at once
     load: float  # seconds of asking for an expert and of placing it, beside its transfer
     presets: dict[str, Deciding]
+    memory: float = 0.0  # bytes per second of a copy within main memory, for `store=memory`; 0 if unknown
 
 
 @dataclass(frozen=True, slots=True)

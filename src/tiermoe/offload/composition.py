@@ -289,7 +289,7 @@ class Composition:
         """Whether what a token is computed with depends on which experts are resident, and so, if any are prefetched,
         on time: two runs may differ."""
         by_rule = self.routing == "cached" or self.precision in ("gate-score", "popularity")
-        return by_rule or self.unit == "neuron" or self.proceeds or self.misses == "measured"
+        return by_rule or self.proceeds or self.misses == "measured"
 
     def exact(self) -> Composition:
         """The same composition with every lossy part off: the exact preset's tokens, bit for bit."""

@@ -309,6 +309,8 @@ class _Place:
         machine = self.machine(values, header)
         if header.costs is not None and machine.link.name == TRACED:
             settings = replace(settings, lanes=header.costs.lanes)
+            if composition.store == "memory" and header.costs.memory:
+                settings = replace(settings, bandwidth=header.costs.memory, latency=0.0)
         result = replay(trace, composition, settings, recorded.belady).as_dict()
         described = machine.described("ram" in values) | recorded.described(synthetic, composition)
         described |= {"profile": origin} if origin else {}

@@ -7,9 +7,13 @@ prediction and with different numbers of loads (load on demand, LRU) tell these 
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from tiermoe.config import parse_cache
 from tiermoe.lab.simulate import ReplaySettings, replay
@@ -76,8 +80,22 @@ def costs_of(
     }
     experts = sum(used) * min(times.expert.values())
     dense = max(resident - experts, 0.0)
-    costs = Costs(0.0, 0.0, lanes, load, deciding)
+    costs = Costs(0.0, 0.0, lanes, load, deciding, _copy_rate())
     return replace(times, dense=dense, layers=min(times.layers, dense)), costs
+
+
+_COPIED, _COPIES = 1 << 28, 5
+
+
+def _copy_rate() -> float:
+    """Bytes per second of a copy within main memory by one thread, beyond the processor's caches."""
+    source, target = (torch.zeros(_COPIED, dtype=torch.uint8) for _ in range(2))
+    seconds = []
+    for _ in range(_COPIES):
+        began = time.perf_counter()
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), _COPIED)
+        seconds.append(time.perf_counter() - began)
+    return _COPIED / min(seconds)
 
 
 _TRIED = 160

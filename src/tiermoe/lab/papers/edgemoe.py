@@ -276,7 +276,7 @@ PAPER = Paper(
                 Ratio(OURS, IO_QEXP.but(bits=bits), TX2).shares("40%") if bits == 2 and share != 0.4 else {})
             for share in SHARES for bits in (4, 2)
         ]),
-        Figure("figure 15", "tokens a second by precision, TX2", [
+        Figure("figure 15", "tokens a second, TX2, by precision in the place of the tolerated loss", [
             Row(f"every expert at {bits} bits", "rises with the loss",
                 Replayed(OURS.but(precision="fixed", bits=bits), TX2, decoding, ".2f")) for bits in (8, 4, 2)
         ]),

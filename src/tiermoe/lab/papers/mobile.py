@@ -146,5 +146,5 @@ PAPER = Paper(
               for little in (1, 3)),
         ]),
     ],
-    {"figure 5, AdapMoE": "AdapMoE is not built"},
+    {"figure 5, AdapMoE": "its sensitivities and trained gate are not built: preset adapmoe has its rule without them"},
 )  # fmt: skip
