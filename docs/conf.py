@@ -29,7 +29,10 @@ CHAPTERS = {
     ],
     "Python": ["docs/api", "examples/README"],
     "Inside": ["docs/life-of-a-token", "docs/architecture", "docs/formats", "CONTRIBUTING", "training/README"],
-    "Figures": ["docs/results", "docs/systems", "docs/later-systems", "docs/research", "benchmarks/README", "data/README"],
+    "Figures": [
+        "docs/results", "docs/systems", "docs/papers", "docs/later-systems", "docs/research",
+        "benchmarks/README", "data/README",
+    ],
     "Changes": ["CHANGELOG"],
 }  # fmt: skip
 
