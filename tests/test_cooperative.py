@@ -69,7 +69,8 @@ class Layer:
         self.asked: list[tuple[int, int]] = []
         self._away, self._left = away, 2
         current = SimpleNamespace(
-            run_layer=self._run, phase="decode", needs_weights=False, proceed=False, observer=None, unsure=None
+            run_layer=self._run, phase="decode", needs_weights=False, proceed=False, observer=None, unsure=None,
+            adaptive=None,
         )  # fmt: skip
         views = lambda key, slot: slot  # noqa: E731
         kernels = {4: Kernel(self._kernel)}

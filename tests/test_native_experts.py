@@ -51,8 +51,8 @@ GATES = {
 class Block:
     """`_native.MoeBlock` of a kernel's experts, over tensors: x, residual and out (T, H)."""
 
-    def __init__(self, kernel: FusedExperts, experts: int) -> None:
-        self._native = _native.MoeBlock(kernel.native.absent(), experts)
+    def __init__(self, kernel: FusedExperts, experts: int, forms: bytes = b"") -> None:
+        self._native = _native.MoeBlock(forms or kernel.native.absent(), experts)
         self.place, self.compute = self._native.place, self._native.compute
 
     def __call__(self, router: Router, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> int:
@@ -228,6 +228,31 @@ def test_a_block_in_one_call_is_its_separate_calls(
         block.compute([*set(range(EXPERTS)) - {last, *others}, last])  # those that nobody chose compute nothing
         block.total(added, in_parts)
         assert torch.equal(in_parts, got)
+
+
+def test_a_block_of_several_precisions_is_its_separate_calls() -> None:
+    """Experts in 16, 8 and 4 bits by turns, for one token and for several."""
+    forms = {bits: expert_format(bits, "silu") for bits in ENCODINGS}
+    kernels = {bits: expert_kernel(form, GATES["silu"], "cpu") for bits, form in forms.items()}
+    fused = [kernel for kernel in kernels.values() if isinstance(kernel, FusedExperts)]
+    assert len(fused) == len(ENCODINGS)
+    block = Block(fused[0], EXPERTS, b"".join(kernel.native.absent() for kernel in fused))
+    experts = [(list(ENCODINGS)[at % len(ENCODINGS)], slot(forms[list(ENCODINGS)[at % len(ENCODINGS)]], 10 * at))
+               for at in range(EXPERTS)]  # fmt: skip
+    for at, (bits, views) in enumerate(experts):
+        block.place(at, fused[list(ENCODINGS).index(bits)].packed(views))
+    router = Router(random(EXPERTS, HIDDEN, seed=7) * 0.1, K)
+    for tokens in (1, 4, 12):
+        x = random(tokens, 1, HIDDEN, seed=8)
+        got, weights, chosen = torch.empty_like(x), *route(router, x)
+        want = []
+        for at in range(tokens):
+            order = chosen[at].argsort().tolist()
+            named = [experts[chosen[at, place]] for place in order]
+            outputs = [kernels[bits].forward_one(x[at], [views])[0] for bits, views in named]
+            want.append(weighted_sum(outputs, weights[at], order))
+        assert block(router, x, None, got) == len(set(chosen.flatten().tolist()))
+        assert torch.equal(got, torch.stack(want))
 
 
 def rows(count: int, width: int = 96, seed: int = 1) -> torch.Tensor:

@@ -244,7 +244,7 @@ def test_proceeding_leaves_out_what_was_not_predicted_for_that_token_alone(store
 class _Pass:
     """Loads every expert when it is asked for."""
 
-    phase, needs_weights, proceed, observer, unsure = "decode", False, False, None, None
+    phase, needs_weights, proceed, observer, unsure, adaptive = "decode", False, False, None, None, None
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit

@@ -37,6 +37,7 @@ UNSEEN = {
 NEEDED: dict[Any, dict[str, Any]] = {
     "gate-score": {"t1": 0.3, "t2": 0.6}, "popularity": {"low_popularity": 0.5}, "percentile": {"window": 2},
     "weighted": {"weights": (0.4, 0.3, 0.2, 0.1)}, "shallow": {"boundary": 1}, "neuron": {"theta": 0.1},
+    "adaptive": {"threshold": 0.2}, "expected-loads": {"layer_recall": (0.0, 0.9, 0.2), "layer_uses": (3.0, 2.0, 1.0)},
 }  # fmt: skip
 """A part's value → settings that a calibration would give."""
 

@@ -1198,7 +1198,7 @@ BREAKAGES = (
     Breakage(
         "a path names nobody",
         "ActivationPath.candidates",
-        "for expert, count in following:\n    ...",
+        "for expert, count in following[: self.context.top_k[target]]:\n    ...",
         "for expert, count in following[:0]:\n    ...",
         ("tests/test_parts.py",),
     ),
@@ -1709,5 +1709,26 @@ BREAKAGES = (
         "_Part((bits,), ..., ..., used.count(bits))",
         "_Part((bits,), ..., ..., all_slots)",
         ("tests/test_gpu_engine.py",),
+    ),
+    Breakage(
+        "a replay charges nothing for deciding",
+        "Costs.decide_s",
+        "self.deciding is None",
+        "True",
+        ("tests/test_costs.py",),
+    ),
+    Breakage(
+        "a baseline's own bits win over a row's",
+        "Runs._replay",
+        "side.bits or composition.bits or BITS",
+        "composition.bits or side.bits or BITS",
+        ("test_a_baseline_runs_in_the_bits_that_a_row_names",),
+    ),
+    Breakage(
+        "experts of another precision compute with the first one's products",
+        "C:moe_block_experts",
+        "end = alike_first(job.shares, begun, shares);",
+        "end = shares;",
+        ("test_a_block_of_several_precisions_is_its_separate_calls",),
     ),
 )
