@@ -9,8 +9,8 @@ from tiermoe.config import CacheSize
 from tiermoe.errors import TraceError
 from tiermoe.lab.papers import corm, fate, hobbit, statistics
 from tiermoe.lab.papers.hobbit import WEIGHTS, MissPenalties
-from tiermoe.lab.papers.statistics import frequencies, halves, recalls, routings
-from tiermoe.lab.trace import Little, Pass, Times, Trace
+from tiermoe.lab.papers.statistics import halves, recalls, routings
+from tiermoe.lab.trace import Little, Pass, Times, Trace, frequencies
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.prediction import count_paths
 from tiermoe.offload.presets import PRESETS

@@ -17,8 +17,8 @@ from tiermoe.engine.load import load_blueprint
 from tiermoe.engine.observer import Observer
 from tiermoe.lab.measure.record import Recorder
 from tiermoe.lab.measure.texts import Feed
-from tiermoe.lab.papers.statistics import frequencies, routings
-from tiermoe.lab.trace import Header, Trace
+from tiermoe.lab.papers.statistics import routings
+from tiermoe.lab.trace import Header, Trace, frequencies
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.tokenizer import load_tokenizer
 from tiermoe.offload.policies.eviction import EVICTIONS, EvictionContext

@@ -19,9 +19,9 @@ from tiermoe.engine.load import load_blueprint
 from tiermoe.engine.observer import Observer
 from tiermoe.lab.measure.record import Recorder, header_of
 from tiermoe.lab.measure.texts import Feed
-from tiermoe.lab.papers.statistics import frequencies, routings
+from tiermoe.lab.papers.statistics import routings
 from tiermoe.lab.simulate import ReplaySettings, Result, replay
-from tiermoe.lab.trace import LayerTrace, Little, Pass, Times, Trace
+from tiermoe.lab.trace import LayerTrace, Little, Pass, Times, Trace, frequencies
 from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.tokenizer import load_tokenizer

@@ -152,6 +152,17 @@ class Trace:
     passes: list[Pass]
 
 
+def frequencies(trace: Trace) -> list[list[int]]:
+    """Number of tokens that each expert served, a row per MoE layer."""
+    counts = [[0] * experts for experts in trace.header.experts]
+    for passed in trace.passes:
+        for row, layer in zip(counts, passed.layers, strict=True):
+            for chosen in layer.experts:
+                for expert in chosen:
+                    row[expert] += 1
+    return counts
+
+
 class TraceWriter:
     """Writes a trace pass by pass; `path` appears whole when the context ends well, and not at all otherwise."""
 

@@ -40,8 +40,8 @@ from tiermoe.lab.papers import corm, fate, hobbit, statistics
 from tiermoe.lab.papers.corm import LOW_SHARE
 from tiermoe.lab.papers.hobbit import MissPenalties
 from tiermoe.lab.papers.later import adapmoe, fiddler
-from tiermoe.lab.papers.statistics import frequencies, halves, routings
-from tiermoe.lab.trace import Trace, read_trace
+from tiermoe.lab.papers.statistics import halves, routings
+from tiermoe.lab.trace import Trace, frequencies, read_trace
 from tiermoe.model.families.family import Family
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import resolve_model

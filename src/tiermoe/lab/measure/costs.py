@@ -121,11 +121,9 @@ def with_link(trace: Trace, runs: Mapping[str, Mapping[str, Any]]) -> Costs:
         return _bisected(0.0, on_demand, lambda each: waits("load-on-demand", bandwidth, each) < on_demand)
 
     # the faster, the more of a load is latency, which LRU's fewer loads a layer wait for as long as all of them
-    slow, most = 1e3, 34.0
-    slow *= 2 ** _bisected(0.0, most, lambda each: waits("load-on-demand", slow * 2**each, 0.0) > on_demand)
-    bandwidth = slow * 2 ** _bisected(
-        0.0, 8.0, lambda each: waits("lru", slow * 2**each, latency_of(slow * 2**each)) < lru
-    )
+    slowest = 2 ** _bisected(10.0, 44.0, lambda each: waits("load-on-demand", 2**each, 0.0) > on_demand)
+    faster = _bisected(0.0, 8.0, lambda each: waits("lru", slowest * 2**each, latency_of(slowest * 2**each)) < lru)
+    bandwidth = slowest * 2**faster
     return replace(costs, bandwidth=bandwidth, latency=latency_of(bandwidth))
 
 

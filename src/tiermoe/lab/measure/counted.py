@@ -14,10 +14,10 @@ from typing import Any
 from tiermoe.errors import ProfileError, TraceError
 from tiermoe.lab.papers import corm, fate, hobbit, statistics
 from tiermoe.lab.papers.hobbit import MissPenalties
-from tiermoe.lab.papers.statistics import frequencies, routings
+from tiermoe.lab.papers.statistics import routings
 from tiermoe.lab.simulate import ReplaySettings, run_bits
 from tiermoe.lab.simulate.synthetic import Recall
-from tiermoe.lab.trace import Trace
+from tiermoe.lab.trace import Trace, frequencies
 from tiermoe.offload.policies.prediction import count_paths, paths_to_json
 from tiermoe.offload.presets import PRESETS
 from tiermoe.offload.profiles import Profile

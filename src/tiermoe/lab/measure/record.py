@@ -8,7 +8,7 @@ the model's own passes as they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -30,7 +30,7 @@ from tiermoe.lab.measure.costs import costs_of, with_link
 from tiermoe.lab.measure.neurons import NeuronWatch
 from tiermoe.lab.measure.texts import Feed, SequenceShape
 from tiermoe.lab.papers import corm
-from tiermoe.lab.trace import Header, LayerTrace, Little, Pass, Times, TraceWriter, read_trace
+from tiermoe.lab.trace import Header, LayerTrace, Little, Pass, Times, Trace, TraceWriter
 from tiermoe.model.families import family_of
 from tiermoe.model.prepare_store import Progress
 from tiermoe.offload.policies.routing import require_little
@@ -70,18 +70,23 @@ def write_trace(
         made_from = {**made_from, "little": little_k}
     with Recorder(model, distances, little, theta, little_k) as recorder:
         header = replace(header_of(model, times, recorder.holds, recorder.distances, made_from), costs=costs)
+        passes: Iterable[Pass] = _counted(recorder, ids, shape, progress)
+        if runs:  # a link is fitted on the passes
+            recorded = Trace(header, list(passes))
+            header, passes = replace(header, costs=with_link(recorded, runs)), recorded.passes
         with TraceWriter(path, header) as writer:
-            done = 0
-            for number, sequence in enumerate(ids):
-                for passed in recorder.passes(sequence, shape.prompt, number):
-                    writer.add(passed)
-                    done += 1
-                    progress("recording", done, shape.passes)
-    if runs:
-        recorded = read_trace(path)
-        with TraceWriter(path, replace(recorded.header, costs=with_link(recorded, runs))) as writer:
-            for passed in recorded.passes:
+            for passed in passes:
                 writer.add(passed)
+
+
+def _counted(recorder: Recorder, ids: torch.Tensor, shape: SequenceShape, progress: Progress) -> Iterator[Pass]:
+    """The passes of all sequences, with progress."""
+    done = 0
+    for number, sequence in enumerate(ids):
+        for passed in recorder.passes(sequence, shape.prompt, number):
+            done += 1
+            progress("recording", done, shape.passes)
+            yield passed
 
 
 def made_from(text_name: str, text: str, shape: SequenceShape, settings: Settings) -> MadeFrom:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from tiermoe.lab.papers import statistics as counted
 from tiermoe.lab.papers.figure import (
+    DEEPSEEK_MOE,
+    MIXTRAL,
     Counted,
     Figure,
     Ladder,
@@ -20,13 +22,12 @@ from tiermoe.lab.papers.figure import (
     Replayed,
     Row,
     Side,
-    Sizes,
     bytes_a_token,
     decoding,
     rungs,
 )
-from tiermoe.lab.papers.statistics import decode_passes, frequencies
-from tiermoe.lab.trace import Trace
+from tiermoe.lab.papers.statistics import decode_passes
+from tiermoe.lab.trace import Trace, frequencies
 from tiermoe.offload.composition import Composition
 
 if TYPE_CHECKING:
@@ -101,7 +102,6 @@ def neuron_recall(trace: Trace) -> list[float | None]:
     return [right / there if there else None for right, there in zip(named, active, strict=True)]
 
 
-MIXTRAL, DEEPSEEK = Sizes(176.2e6, 41.9e6), Sizes(8.65e6, 34.1e6)
 RTX_3090 = Place("rtx3090ti", sizes=MIXTRAL)
 OURS, ON_DEMAND, OFFLOADING = Side("corm"), Side("load-on-demand"), Side("mixtral-offload")
 PROCEEDS = OURS.but(on_mispredict="reload")
@@ -122,7 +122,7 @@ def _over(theirs: Side) -> Ratio:
 
 
 def _as_deepseek(ratio: Ratio) -> dict[str, Ratio]:
-    return {"with DeepSeekMoE's sizes": replace(ratio, place=replace(RTX_3090, sizes=DEEPSEEK))}
+    return {"with DeepSeekMoE's sizes": replace(ratio, place=replace(RTX_3090, sizes=DEEPSEEK_MOE))}
 
 
 PAPER = Paper(

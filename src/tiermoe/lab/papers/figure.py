@@ -189,6 +189,11 @@ class Sizes:
     dense: float  # of a MoE layer and what runs beside it for each token
 
 
+MIXTRAL, DEEPSEEK_MOE = Sizes(176.2e6, 41.9e6), Sizes(8.65e6, 34.1e6)
+QWEN_MOE = Sizes(8.65e6, 51.4e6)
+"""Mixtral 8x7B, DeepSeekMoE 16B and Qwen1.5-MoE; shared experts are among what runs for each token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where sides are replayed."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tiermoe.config import CacheSize
 from tiermoe.lab.papers import statistics as counted
 from tiermoe.lab.papers.figure import (
+    MIXTRAL,
     RATE,
     Counted,
     Figure,
@@ -24,7 +25,6 @@ from tiermoe.lab.papers.figure import (
     Replayed,
     Row,
     Side,
-    Sizes,
     bytes_a_token,
     hit_rate,
     prompts,
@@ -177,7 +177,6 @@ class MissPenalties:
         return self.judge(min(tried, key=tried.__getitem__))
 
 
-MIXTRAL = Sizes(176.2e6, 41.9e6)
 RTX_4090, ORIN = Place("rtx4090", sizes=MIXTRAL), Place("jetson-orin", sizes=MIXTRAL)
 OURS = Side("hobbit", {"low_bits": "4"}, 16)  # float16 with int4, as on the RTX 4090 (table 2)
 ON_ORIN = Side("hobbit", {"low_bits": "2"}, 8)  # int8 with int2

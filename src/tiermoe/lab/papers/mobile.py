@@ -11,6 +11,7 @@ from typing import ClassVar
 from tiermoe.errors import TraceError
 from tiermoe.lab.papers import statistics as counted
 from tiermoe.lab.papers.figure import (
+    QWEN_MOE,
     Counted,
     Figure,
     Ladder,
@@ -22,7 +23,6 @@ from tiermoe.lab.papers.figure import (
     Row,
     Runs,
     Side,
-    Sizes,
     decoding,
 )  # fmt: skip
 from tiermoe.lab.papers.statistics import decode_passes
@@ -48,8 +48,7 @@ LADDER = Ladder(
 """Section IV-B: offloading, MoBiLE, and MoBiLE with pre-gating beside it."""
 
 
-QWEN = Sizes(8.65e6, 51.4e6)  # Qwen1.5-MoE, its shared expert among what runs for each token
-RTX_4080 = Place("rtx4080", sizes=QWEN)
+RTX_4080 = Place("rtx4080", sizes=QWEN_MOE)
 OFFLOADING, LRU = Side("load-on-demand"), Side("lru")
 LITTLE = Side("mobile", {"routing": "half", "prefetch": "none"})
 FALLBACKS = {0.0: ("0", "1.85"), 0.5: (".10", "1.65"), 0.7: (".21", "1.57"), 0.8: (".27", "1.54")}  # table III

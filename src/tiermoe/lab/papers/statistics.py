@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from tiermoe.errors import TraceError
-from tiermoe.lab.trace import Header, LayerTrace, Pass, Trace
+from tiermoe.lab.trace import Header, LayerTrace, Pass, Trace, frequencies
 from tiermoe.offload.policies.prediction import PredictionContext, Predictor, count_paths
 from tiermoe.offload.policies.prediction.baselines import MostFrequent
 from tiermoe.offload.policies.prediction.gates import NextGate, Recalled
@@ -32,17 +32,6 @@ def _tokens_of(passed: Pass, encoder_layers: int) -> Iterator[list[list[int]]]:
     for token in range(max((len(layer.experts) for layer in decoder), default=0)):
         chosen = [layer.experts[token] if token < len(layer.experts) else [] for layer in decoder]
         yield [[] for _ in range(encoder_layers)] + chosen
-
-
-def frequencies(trace: Trace) -> list[list[int]]:
-    """Number of tokens that each expert served, a row per MoE layer."""
-    counts = [[0] * experts for experts in trace.header.experts]
-    for passed in trace.passes:
-        for row, layer in zip(counts, passed.layers, strict=True):
-            for chosen in layer.experts:
-                for expert in chosen:
-                    row[expert] += 1
-    return counts
 
 
 def halves(trace: Trace) -> tuple[Trace, Trace]:

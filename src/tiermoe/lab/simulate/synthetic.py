@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.lab.simulate.costs import RECALL, run_bits
-from tiermoe.lab.trace import Header, LayerTrace, Little, Pass, Trace
+from tiermoe.lab.trace import Header, LayerTrace, Little, Pass, Trace, frequencies
 from tiermoe.offload.policies.prediction.percentile import count_above
 
 REACH = 3
@@ -161,13 +161,7 @@ def completed(trace: Trace, synthetic: Synthetic, ahead: int = 1) -> Trace:
 
 def _popularity(trace: Trace) -> list[dict[int, float]]:
     """Layer → expert → tokens that it served, and one more."""
-    found = [dict.fromkeys(range(experts), 1.0) for experts in trace.header.experts]
-    for passed in trace.passes:
-        for counts, layer in zip(found, passed.layers, strict=True):
-            for chosen in layer.experts:
-                for expert in chosen:
-                    counts[expert] += 1
-    return found
+    return [{expert: count + 1.0 for expert, count in enumerate(row)} for row in frequencies(trace)]
 
 
 def _with_forecasts(

@@ -11,8 +11,7 @@ on the CPU there too.
 It needs a GPU, or a replay of one. `--set misses=load` is the placement alone, which runs everywhere.
 """
 
-from tiermoe.lab.papers.statistics import frequencies
-from tiermoe.lab.trace import Trace
+from tiermoe.lab.trace import Trace, frequencies
 from tiermoe.offload.composition import Composition
 
 PRESET = Composition(
