@@ -9,6 +9,7 @@ tensor begins at another block of a pool. The tokenizer is that of the shipped s
 With `--experts` the gate and up of experts have the first type and down has the second, as in the mixtures of 1 to 3
 bits that people download.
 With `--trace` the token ids 0, 1, 2, … are routed as the tokens of a recorded trace (`benchmarks.recorded_routing`).
+`--text` writes words whose tokens are routed as the trace's, in its order, for the commands that read a text.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
+from tokenizers import Tokenizer
 
 from benchmarks.random_model import TOKENIZER, Config, Drawing, Spec, config_of, model_parser, specs
 from benchmarks.recorded_routing import AMPLITUDE, RECALL, Routing, routing_of
@@ -57,6 +59,7 @@ _MEAN_CODE = {Type.Q4_K: 7.5, Type.Q2_K: 1.5}
 """Of the types with minima."""
 _PARTLY = {Type.Q4_K: Type.Q5_0, Type.Q6_K: Type.Q8_0}
 """What llama.cpp's quantiser takes where a row is no whole number of blocks of 256."""
+_SPACE = "\u0120"  # before a word, in a byte-level BPE
 _WIDE = ("ffn_gate_inp", "sinks")  # matrices in 32 bits
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
@@ -323,6 +326,20 @@ def _add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_add_bos_token(False)
 
 
+def text_of(routing: Routing) -> str:
+    """A word for each token of the trace: its token of the file's tokenizer has the class of that token, in order.
+    ConfigError if a class has no word."""
+    tokenizer, classes = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json")), routing.classes
+    words = dict[int, str]()
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda each: each[1]):
+        if token[:1] == _SPACE and token[1:].isalpha() and token[1:].isascii():
+            words.setdefault(index % classes, f" {token[1:]}")
+    text = "".join(words.get(each, "") for each in range(classes))
+    if [index % classes for index in tokenizer.encode(text).ids] != list(range(classes)):
+        raise ConfigError(f"the tokenizer has no word for each of the trace's {classes} tokens; leave --text out")
+    return text
+
+
 def expert_types(text: str) -> tuple[Type, Type]:
     """Of gate and up, and of down: `iq2_xxs,iq3_xxs`. ArgumentTypeError where it is no two types that are drawn."""
     known = {kind.name.lower(): kind for kind in _BLOCKS}
@@ -338,6 +355,7 @@ def main() -> None:
     parser = model_parser(__doc__, "file")
     parser.add_argument("--experts", type=expert_types, help="types of experts' gate and up, and of down")
     parser.add_argument("--trace", type=Path, help="routers choose what this trace of as many experts recorded")
+    parser.add_argument("--text", type=Path, help="file to write the words to that --trace routes")
     parser.add_argument(
         "--recall",
         type=float,
@@ -348,12 +366,17 @@ def main() -> None:
     if args.out.exists():
         parser.error(f"{args.out} is there already; name another file")
     config = config_of(args.kind, args.layers)
+    if args.text is not None and args.trace is None:
+        parser.error("--text has the words that a trace routes; give --trace")
     if args.experts is not None and config.get("moe_intermediate_size", 0) % 256:
         parser.error(f"--experts takes models whose experts have rows of whole blocks of 256, not {args.kind}")
     try:
         routing = None if args.trace is None else routing_for(args.trace, config, args.recall, args.seed)
+        text = None if args.text is None or routing is None else text_of(routing)
     except TiermoeError as error:
         parser.error(str(error))
+    if text is not None:
+        args.text.write_text(text, encoding="utf-8")
     print(
         json.dumps(
             {"file": str(args.out), "bytes": write(args.kind, args.out, config, args.seed, routing, args.experts)}

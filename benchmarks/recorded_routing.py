@@ -21,7 +21,7 @@ from tiermoe.lab.trace import LayerTrace, Pass, Trace
 
 Floats = npt.NDArray[np.float32]
 
-GROUPS = 3  # forecasts reach two layers ahead
+GROUPS = 4  # forecasts reach three layers ahead, as HOBBIT looks
 RECALL = 0.8
 AMPLITUDE = 4.0  # of a class's columns, where other columns of an embedding have a deviation of 1
 _MULTIPLE = 256  # columns of a block

@@ -126,6 +126,19 @@ def test_costs_in_a_file_and_in_the_command(tiermoe_: Command, tmp_path: Path) -
     assert other["decode_tok_s"] > row["decode_tok_s"]
 
 
+def test_a_traced_link_has_the_trace_s_lanes_unless_others_are_given(tiermoe_: Command, tmp_path: Path) -> None:
+    """Four loads at once, with a latency that lanes overlap."""
+    trace = trace_of([decode(layer([0, 1, 2, 3]))], top_k=4, times=TIMES)
+    known = replace(costs(), lanes=4, latency=1.0)
+    path = write_trace(tmp_path / "t", Trace(replace(trace.header, costs=known), trace.passes))
+
+    def waited(*words: str) -> float:
+        (row,) = json.loads(tiermoe_("simulate", path, "--preset", "lru", "--cache", "100%", "--json", *words).out)
+        return float(row["wait_s"])
+
+    assert waited() == waited("--lanes", "4") < waited("--lanes", "1")
+
+
 def test_the_engine_measures_costs_where_a_trace_is_made(tiermoe_: Command, shipped: Path, tmp_path: Path) -> None:
     text = shipped.parents[1] / "data" / "heldout.txt"
     words = ("--tokens", "64", "--prompt", "8", "--sequence", "40", "--memory", "4GiB", "--store", tmp_path / "store")

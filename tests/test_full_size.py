@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 from benchmark_commands import Printed, benchmark_runner
 from benchmarks import full_size_child
 from benchmarks.full_size import cases_of, check_routing, replayed, tokens_of
-from benchmarks.random_gguf import Pool, expert_types, one_hot_blocks, routing_for, tensors, type_of, write
+from benchmarks.random_gguf import Pool, expert_types, one_hot_blocks, routing_for, tensors, text_of, type_of, write
 from benchmarks.random_model import KINDS, Config, config_of, specs
 from benchmarks.recorded_routing import AMPLITUDE, GROUPS, Routing, routing_of
 from small_traces import decode, layer, prompt, trace_of, write_trace
@@ -27,6 +27,7 @@ from tiermoe.lab.bench.child import CaseFailed
 from tiermoe.lab.trace import Trace
 from tiermoe.model.gguf.checkpoint import open_checkpoint
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.model.tokenizer import load_tokenizer
 
 _SMALL = {"vocab_size": 4224, "hidden_size": 256, "intermediate_size": 256, "num_experts_per_tok": 3}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -200,6 +201,15 @@ def test_an_engine_routes_tokens_as_they_were_recorded(kind: str, tmp_path: Path
     found = full_size_child.run(str(tmp_path / "out.gguf"), {"threads": 1}, **vars(tokens), again=1)
     check_routing(found["chosen"], routing, tokens.measured[-1])
     assert found["resident"]["hits"] == 1
+
+
+def test_words_are_tokens_of_the_trace_in_its_order(tmp_path: Path, trace_file: Path) -> None:
+    config = {**small("qwen3-30b-a3b"), "hidden_size": 512}
+    routing = routing_for(trace_file, config)
+    write("qwen3-30b-a3b", tmp_path / "model.gguf", config, routing=routing)
+    ids = load_tokenizer(tmp_path / "model.gguf").encode(text_of(routing), add_special_tokens=False)
+    assert [token % routing.classes for token in ids] == list(range(routing.classes))
+    assert ids != list(range(routing.classes))  # words, not bytes
 
 
 def test_a_file_runs_and_prints_what_a_token_takes(tmp_path: Path, trace_file: Path, run_: Printed) -> None:

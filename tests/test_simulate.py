@@ -177,6 +177,15 @@ def test_a_little_pass_of_other_than_half() -> None:
     assert replayed(made, "mobile", changes={"little": 1}).counts.misses == 1
 
 
+def test_a_preset_s_quantiser_has_sizes_of_its_own() -> None:
+    """IO-QEXP is load on demand with channel-wise codes, which have fewer scales."""
+    trace = trace_of([decode(layer([0, 1]))])
+    sizes = {bits: [nbytes // 2 for nbytes in row] for bits, row in trace.header.expert_bytes.items()}
+    known = Trace(dataclasses.replace(trace.header, quantized_bytes={"linear": sizes}), trace.passes)
+    plain, own = (replayed(each, "io-qexp") for each in (trace, known))
+    assert own.bytes_read * 2 == plain.bytes_read == replayed(known, "load-on-demand").bytes_read
+
+
 def test_low_precision_moves_fewer_bytes_and_skips_the_rest() -> None:
     changes = {"t1": 0.4, "t2": 0.8, "weights": "0.25,0.25,0.25,0.25", "prefetch": "none"}
     # weights .5, .33, .17: unimportance 0 (high), .5 (low), .83 (skipped)
@@ -514,6 +523,16 @@ def test_fallbacks_follow_gamma(file: Path, rows: Callable[..., list[dict[str, A
         sum(probability <= gamma for probability in sure) / 6 for gamma in (0, 0.4, 1)
     ]
     assert [row["value"] for row in found] == [0, 0.4, 1]
+
+
+def test_a_calibration_that_is_there_is_taken_as_the_engine_takes_it(
+    file: Path, profiles: Path, rows: Callable[..., list[dict[str, Any]]]
+) -> None:
+    """MoBiLE has the paper's gamma unless one was calibrated or given."""
+    (profiles / "mobile.json").write_bytes(to_json(Profile("mobile", "abc", {}, {"gamma": 0.4}, {})))
+    asked = [{}, {"profiles": profiles}, {"profiles": profiles, "set_": ["gamma=1"]}]
+    found = [rows(file, preset="mobile", link="1KB/s", **each)[0]["fallback_ratio"] for each in asked]
+    assert found == [5 / 6, 3 / 6, 1]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ _RATIO, _PLAIN = 32, 16 * MIB
 _NEURONS = ("neurons", "named")  # fields of a layer
 _RANKED = ("forecasts", "counts")  # likewise
 _LATER = ("slot_bytes", "copied_bytes", "neuron_slot_bytes")  # files of earlier versions of tiermoe lack them
+_NOT_PLAIN = (*_LATER, "quantized_bytes", "hash_layers", "costs")  # older files lack these too
 _LATER_TIMES = ("layers", "prefill_layers")
 
 _CSV = "# route_trace"  # a CSV's first characters
@@ -140,6 +141,8 @@ class Header:
     copied_bytes: dict[int, list[int]] = field(default_factory=dict)  # bits → bytes of a copy to a GPU; none: as stored
     neuron_slot_bytes: dict[int, int] = field(default_factory=dict)
     """Bits → bytes of a slot of the neuron unit; none: as of whole experts."""
+    quantized_bytes: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    """Quantiser that a preset names → `expert_bytes` under it, and as many in a slot; of others they are as above."""
     hash_layers: Sequence[int] = ()  # MoE layers whose experts follow from the token alone
     costs: Costs | None = None  # None where none were measured
 
@@ -277,8 +280,10 @@ def _header_to_json(header: Header) -> dict[str, Any]:
 
 
 def _header_from_json(document: dict[str, Any]) -> Header:
-    values = {name: document[name] for name in Header.__slots__ if name not in (*_LATER, "hash_layers", "costs")}
+    values = {name: document[name] for name in Header.__slots__ if name not in _NOT_PLAIN}
     values |= {name: _by_number(document.get(name, {})) for name in _LATER}
+    quantized = document.get("quantized_bytes", {}).items()
+    values["quantized_bytes"] = {quantizer: _by_number(sizes) for quantizer, sizes in quantized}
     values["hash_layers"] = tuple(map(int, document.get("hash_layers", [])))
     if len(values["experts"]) != len(values["top_k"]):
         raise ValueError(f"{len(values['experts'])} layers of experts and {len(values['top_k'])} of top_k")

@@ -4,7 +4,7 @@ table, `compose` applies `--set` to a preset, `resolve` makes one ready for a mo
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tiermoe.offload.composition import Composition, changed, filled, parsed, re
 from tiermoe.offload.plugins import load_packages
 from tiermoe.offload.policies.registry import Registry
 from tiermoe.offload.policies.settings import declared, near
-from tiermoe.offload.profiles import Tables, profile_path, read_profile, tables
+from tiermoe.offload.profiles import Profile, Tables, profile_path, read_profile, tables
 
 _OURS = (
     Composition(
@@ -204,8 +204,8 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str, layer
                 f"the bitwidths of {settings.preset} were found for {composition.quantizer}, not for {asked}; "
                 f"calibrate with --bitwidth-quantizer {asked}, or leave quantizer out"
             )
-    elif composition.profile:
-        composition = _refined(composition, given, path, fingerprint, command)
+    elif composition.profile and path.exists():
+        composition = refined(composition, given, read_profile(path, fingerprint, command))
     require_settings(composition, model)
     composition = with_low_share(composition, layers)
     settings = replace(
@@ -218,13 +218,8 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str, layer
     return Resolved(settings, composition, found, precisions(composition, settings.bits_used, found.bits))
 
 
-def _refined(
-    composition: Composition, given: Mapping[str, Any], path: Path, fingerprint: str, command: str
-) -> Composition:
-    """A complete composition with the values that a calibration has found, if there is one, instead of the preset's;
-    given values stay."""
-    if not path.exists():
-        return composition
-    found = read_profile(path, fingerprint, command).settings
-    left = {name: value for name, value in found.items() if name not in given}
-    return changed(composition, {name: value for name, value in left.items() if unread(name, composition) is None})
+def refined(composition: Composition, given: Collection[str], profile: Profile) -> Composition:
+    """A complete composition with the values that a calibration has found instead of the preset's; the settings that
+    are `given` stay."""
+    found = {name: value for name, value in profile.settings.items() if name not in given}
+    return changed(composition, {name: value for name, value in found.items() if unread(name, composition) is None})

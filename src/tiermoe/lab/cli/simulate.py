@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +18,8 @@ from tiermoe.cli.output import note, spinner
 from tiermoe.cli.terminal import WIDE, Terminal
 from tiermoe.config import BITS, CacheSize, format_size, parse_cache
 from tiermoe.errors import ConfigError
+from tiermoe.lab.cli.place import CACHE, Place
 from tiermoe.lab.cli.traced import (
-    DRAWN,
     FROM_TRACE,
     Fallback,
     Neurons,
@@ -28,8 +27,6 @@ from tiermoe.lab.cli.traced import (
     TraceToReplay,
     read_fallback,
     read_recall,
-    refuse_undrawn,
-    refuse_unread,
 )
 from tiermoe.lab.cli.variants import (
     Column,
@@ -43,33 +40,19 @@ from tiermoe.lab.cli.variants import (
     variants,
     write_picture,
 )
-from tiermoe.lab.measure.compare import Measured, Variant, measure_all, ratios
+from tiermoe.lab.measure.compare import Measured, measure_all, ratios
 from tiermoe.lab.simulate import (
     EvictionRow,
-    Machine,
-    NamedLink,
-    ReplaySettings,
     all_evictions,
     compare_evictions,
-    machine_of,
     parse_link,
-    replay,
     run_bits,
-    settings_on,
 )
-from tiermoe.lab.simulate.profiles import borrowed, profile_of
-from tiermoe.lab.simulate.synthetic import Synthetic
 from tiermoe.lab.trace import Header, Trace, read_trace
 from tiermoe.offload.composition import Composition, declarations, parsed, unread
 from tiermoe.offload.plugins import load_packages
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.presets import compose
-
-CACHE = "20%"
-"""Size of the cache where none is given."""
-
-TRACED = "traced"
-"""Name of the link that a trace's own costs have."""
 
 TraceFile = Annotated[
     Path, typer.Argument(help="A routing trace: a file of `tiermoe trace`, or a route_trace CSV.", show_default=False)
@@ -98,7 +81,12 @@ Gather = Annotated[
     str | None,
     typer.Option(help="Rate at which single neurons are gathered in memory, like 80GB/s. Default: 3 times the link's."),
 ]
-Lanes = Annotated[int, typer.Option(help="Transfers that share the link at once.", min=1, max=64)]
+Lanes = Annotated[
+    int | None,
+    typer.Option(
+        help="Transfers that share the link at once.", min=1, max=64, show_default="1, or as the trace measured"
+    ),
+]
 Compute = Annotated[
     str | None, typer.Option(help="Compute time of a decoded token, like 20ms. Default: as the trace measured.")
 ]
@@ -133,7 +121,7 @@ def simulate(
     machine: MachineName = None,
     ram: Ram = None,
     drive: Drive = None,
-    lanes: Lanes = 1,
+    lanes: Lanes = None,
     set_: opt.Set = None,
     sweep: Sweep = None,
     ladder: Ladder = False,
@@ -161,7 +149,7 @@ def simulate(
     other = {"drive": drive, "prefill-compute": prefill_compute, "cpu-expert": cpu_expert, "gather": gather}
     if evictions is not None:
         rows = {"sweep": sweep or None, "ladder": ladder or None, "picture": picture, "bits": bits}
-        rows |= {"profiles": profiles, "neurons": neurons, "lanes": None if lanes == 1 else lanes}
+        rows |= {"profiles": profiles, "neurons": neurons, "lanes": lanes}
         _refuse_without_effect({**given, "cache": None, **other, **rows}, changes)
         caches = [parse_cache(text) for text in (cache or CACHE).split(",")]
         with spinner("replaying"):
@@ -177,7 +165,7 @@ def simulate(
     if bits is not None and bits not in BITS:
         raise ConfigError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits}")
     options = {name: SWEPT[name](text) for name, text in given.items() if text is not None}
-    place = _Place(
+    place = Place(
         options,
         drive,
         None if prefill_compute is None else _seconds(prefill_compute),
@@ -215,7 +203,8 @@ def _result(row: Measured, rows: Sequence[Measured]) -> dict[str, Any]:
 
 
 _UNSEEN = ("quantizer", "dense_bits")
-"""Settings that change no replay: no trace says what bytes or times follow from them."""
+"""Settings that change no replay, unless the trace has the quantiser's sizes: it says of neither what bytes or times
+follow from that."""
 
 
 def _mark_alike(results: Sequence[dict[str, Any]], rows: Sequence[Measured], bits: int | None, header: Header) -> None:
@@ -228,119 +217,12 @@ def _mark_alike(results: Sequence[dict[str, Any]], rows: Sequence[Measured], bit
         composition = compose(row.variant.preset, row.variant.set)
         own = composition.settings() | dict.fromkeys(_UNSEEN) | {"bits": bits or composition.bits or run_bits(header)}
         own |= {} if composition.needs_profile else {"profile": ""}
+        own["quantizer"] = composition.quantizer if composition.quantizer in header.quantized_bytes else None
         own["point"] = row.variant.point
         other = next((preset for known, preset in seen if known == own and preset != row.variant.preset), None)
         if other is not None:
             result["same_as"] = other
         seen.append((own, row.variant.preset))
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where and how rows are replayed: what was given beside what they name themselves."""
-
-    options: Mapping[str, Any]  # values of the options in `SWEPT` that were given
-    drive: str | None  # behind main memory, as --drive
-    prefill_s: float | None  # compute time of a prompt token; None: as that of a decoded one
-    cpu_expert_s: float | None  # time of an expert on a CPU beside the GPU; None: the machine's
-    gather: float | None  # bytes a second at which neurons are gathered; None: `GATHER` times the link's
-    lanes: int  # transfers at once
-    bits: int | None  # precision of the experts; None: the preset's
-    profiles: Path | None  # folder of calibration profiles, or `FROM_TRACE`
-    neurons: int | None  # of an expert, whose activity is drawn; None: the trace's
-    seed: int
-
-    def check(self, rows: Sequence[Variant]) -> None:
-        """ConfigError for a place that is none, and for an option that no row reads."""
-        values = {**self.options, **rows[0].options}
-        if values.keys() & {"link", "machine"}:
-            self.machine(values)
-        if self.drive is not None and "ram" not in values:
-            raise ConfigError(
-                f"--drive {self.drive} fills main memory, and --ram does not say how much of it; give --ram 16GiB"
-            )
-        if self.prefill_s is not None and "compute" not in values:
-            raise ConfigError("--prefill-compute needs --compute beside it; give both")
-        compositions = []
-        for row in rows:
-            with contextlib.suppress(ConfigError):  # the row is listed with its reason
-                compositions.append(compose(row.preset, row.set))
-        refuse_unread(self.synthetic(values), compositions)
-        if len({row.preset for row in rows}) == 1:
-            composition = compose(rows[-1].preset, rows[-1].set)
-            _refuse_unread_by(composition, self.gather is not None, self.cpu_expert_s is not None)
-
-    def machine(self, values: Mapping[str, Any], header: Header | None = None) -> Machine:
-        """The machine of a row. values: of the options in `SWEPT`, the row's own first. header: of the trace, whose own
-        link is taken if none is named."""
-        if header is not None and header.costs is not None and not values.keys() & {"link", "machine"}:
-            found = Machine(
-                "this", NamedLink(TRACED, header.costs.bandwidth, header.costs.latency, "as the trace measured")
-            )
-        else:
-            found = machine_of(values.get("machine"), values.get("link"), self.drive)
-        found = replace(found, processor=None) if "compute" in values else found
-        return found if self.cpu_expert_s is None else replace(found, cpu=None)
-
-    def settings(self, values: Mapping[str, Any], header: Header) -> ReplaySettings:
-        """The settings of a row but precision, profile, lanes and seed."""
-        seconds = (values["compute"], self.prefill_s or values["compute"]) if "compute" in values else None
-        cache = values.get("cache") or parse_cache(CACHE)
-        found = settings_on(self.machine(values, header), header, cache, seconds, values.get("ram"))
-        if self.cpu_expert_s is not None:
-            found = replace(found, cpu={run_bits(header): self.cpu_expert_s})
-        return found if self.gather is None else replace(found, gather=1 / self.gather)
-
-    def replay(self, row: Variant, recorded: TraceToReplay) -> dict[str, Any]:
-        """The replay of a row. TiermoeError, with the reason, where it cannot be replayed."""
-        composition, values = compose(row.preset, row.set), {**self.options, **row.options}
-        synthetic = self.synthetic(values)
-        refuse_undrawn(synthetic, row.set)
-        trace, counted = recorded.drawn(synthetic, composition)
-        header, origin = trace.header, ""
-        settings = replace(self.settings(values, header), lanes=self.lanes, bits=self.bits, seed=self.seed)
-        if self.profiles is not None and composition.needs_profile:
-            if counted is not None:
-                profile, origin = recorded.profile(composition.profile, counted, settings, synthetic.recall)
-            else:
-                profile = profile_of(self.profiles, composition.profile, header)
-                origin = borrowed(profile, header)
-            settings = replace(settings, profile=profile)
-        machine = self.machine(values, header)
-        if header.costs is not None and machine.link.name == TRACED:
-            settings = replace(settings, lanes=header.costs.lanes)
-            if composition.store == "memory" and header.costs.memory:
-                settings = replace(settings, bandwidth=header.costs.memory, latency=0.0)
-        result = replay(trace, composition, settings, recorded.belady).as_dict()
-        described = machine.described("ram" in values) | recorded.described(synthetic, composition)
-        described |= {"profile": origin} if origin else {}
-        return {**described, **result, "set": dict(row.set), "lossy": composition.lossy}
-
-    def synthetic(self, values: Mapping[str, Any]) -> Synthetic:
-        """What is drawn for a row. values: of the options in `SWEPT`."""
-        return Synthetic(values.get("recall"), values.get("fallback"), self.neurons, self.seed)
-
-    def described(self, results: Sequence[dict[str, Any]]) -> str:
-        """What the rows were replayed on, for people."""
-        swept = results[0].get("sweep")
-        times = "as given" if "compute" in self.options else "as swept" if swept == "compute" else ""
-        if swept in ("link", "machine"):
-            return f"{swept}: as swept; computing times: {times or 'as the trace measured, or as of the processor'}"
-        row = results[0]
-        times = times or ("as of its processor" if "processor" in row else "as the trace measured")
-        named = [f"{part}: {row[part]}" for part in ("machine", "link", "drive", "processor", "cpu") if part in row]
-        return "; ".join(named) + f"; computing times: {times}"
-
-    @staticmethod
-    def assumed(results: Sequence[dict[str, Any]]) -> list[str]:
-        """What rows replay that the trace does not hold: what is drawn, and profiles that are not its model's own."""
-        lines = [f"{part.replace('_', ' ')}: {result[part]}" for part in DRAWN for result in results if part in result]
-        profiles: dict[str, list[str]] = {}
-        for result in results:
-            if origin := result.get("profile"):
-                profiles.setdefault(origin, []).append(result["preset"])
-        lines += [f"profiles of {', '.join(dict.fromkeys(presets))}: {told}" for told, presets in profiles.items()]
-        return list(dict.fromkeys(lines))
 
 
 def _evictions(
@@ -382,14 +264,6 @@ def _refuse_without_effect(options: dict[str, Any], changes: dict[str, str]) -> 
     for name in changes:
         if name not in read:
             raise ConfigError(f"--set {name} has no effect on --evictions; it takes {' and '.join(read)}")
-
-
-def _refuse_unread_by(composition: Composition, gather: bool, cpu_expert: bool) -> None:
-    """ConfigError for an option that a preset does not read."""
-    if gather and composition.unit != "neuron":
-        raise ConfigError(f"preset {composition.name} gathers no neurons; leave --gather out, or use --set unit=neuron")
-    if cpu_expert and composition.misses == "load":
-        raise ConfigError(f"preset {composition.name} computes no misses; leave --cpu-expert out, or --set misses=cpu")
 
 
 def _seconds(text: str) -> float:
@@ -438,7 +312,7 @@ def _print_evictions(rows: list[EvictionRow]) -> None:
     Terminal().print(table)
 
 
-def _print_results(results: list[dict[str, Any]], failed: list[str], place: _Place) -> None:
+def _print_results(results: list[dict[str, Any]], failed: list[str], place: Place) -> None:
     note(place.described(results))
     for line in place.assumed(results):
         note(line)

@@ -102,7 +102,7 @@ def _fate(trace: Trace, settings: ReplaySettings, recall: Recall | None) -> Cont
         boundary = fate.boundary(fate.accuracies(trace)) if header.forecast_distances else 1
     timed = replace(trace, header=replace(header, times=settings.times or header.times))
     bits = settings.bits or run_bits(header)
-    window = statistics.windows(timed, bits, settings.bandwidth)
+    window = statistics.windows(timed, bits, settings.bandwidth, settings.latency)
     data = {"paths": paths_to_json(count_paths(routings(trace), 1)), "frequencies": frequencies(trace)}
     return {"boundary": boundary, "window": window, "low_popularity": LOW_POPULARITY}, data
 

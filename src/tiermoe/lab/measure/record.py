@@ -247,15 +247,20 @@ def header_of(
     engine = engine_of(model)
     store, plan = engine.store, engine.plan
     layout = machine_layout(str(engine.device))
+    own = stored_bytes(store, engine.settings.quantizer_used, layout)
     slots = slot_bytes(store, engine.settings.quantizer_used, layout)
+    quantizers = {each.quantizer for each in PRESETS.values() if each.quantizer and each.unit == "expert"}
     return Header(
         model=store.source.name,
         fingerprint=store.source.fingerprint,
         experts=[layer.experts for layer in store.layers],
         top_k=[layer.top_k for layer in store.layers],
-        expert_bytes=stored_bytes(store, engine.settings.quantizer_used, layout),
+        expert_bytes=own,
         slot_bytes=slots,
         copied_bytes=slots,  # a copy to a GPU fills the slot
+        quantized_bytes={
+            name: sizes for name in sorted(quantizers) if (sizes := stored_bytes(store, name, layout)) != own
+        },
         times=times,
         holds=holds,
         forecast_distances=distances,

@@ -2,7 +2,7 @@
 
 from tiermoe.lab.simulate.costs import run_bits, spread
 from tiermoe.lab.simulate.evictions import EvictionRow, all_evictions, compare_evictions
-from tiermoe.lab.simulate.machines import MACHINES, Machine, machine_of, parse_link
+from tiermoe.lab.simulate.machines import MACHINES, Machine, machine_of, parse_link, traced_machine
 from tiermoe.lab.simulate.replay import BeladyHits, ReplaySettings, Result, replay, settings_on
 from tiermoe.offload.computers import LINKS, NamedLink
 
@@ -23,4 +23,5 @@ __all__ = [
     "run_bits",
     "settings_on",
     "spread",
+    "traced_machine",
 ]

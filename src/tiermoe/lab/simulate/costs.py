@@ -99,6 +99,12 @@ def _sized(known: Mapping[int, Sequence[int]], layer: int, bits: int) -> int:
     return known[nearest][layer] * bits // nearest
 
 
+def quantized(header: Header, quantizer: str | None) -> Header:
+    """The header with the sizes under a quantiser, if it has them."""
+    sizes = header.quantized_bytes.get(quantizer or "")
+    return replace(header, expert_bytes=sizes, slot_bytes=sizes, copied_bytes=sizes) if sizes else header
+
+
 def resized(header: Header, expert: float, dense: float) -> Header:
     """The header of a model of the same routing whose experts have `expert` weights, and each layer `dense` others in
     16 bits."""
@@ -110,7 +116,9 @@ def resized(header: Header, expert: float, dense: float) -> Header:
 
     return replace(
         header, expert_bytes=times(header.expert_bytes), slot_bytes=times(header.slot_bytes),
-        copied_bytes=times(header.copied_bytes), dense_bytes=round(2 * dense * len(header.experts)),
+        copied_bytes=times(header.copied_bytes),
+        quantized_bytes={name: times(sizes) for name, sizes in header.quantized_bytes.items()},
+        dense_bytes=round(2 * dense * len(header.experts)),
         head_bytes=round(factor * header.head_bytes), neuron_bytes=round(factor * header.neuron_bytes),
         neuron_slot_bytes={bits: round(factor * nbytes) for bits, nbytes in header.neuron_slot_bytes.items()},
         made_from={**header.made_from, "dense_bits": 16},

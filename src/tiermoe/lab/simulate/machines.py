@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tiermoe.config import parse_size
 from tiermoe.errors import ConfigError
+from tiermoe.lab.trace import Costs
 from tiermoe.offload.computers import ARITHMETIC_SHARE, COMPUTERS, LINKS, MEMORY_SHARE, NamedLink
 
 HDD = NamedLink("hdd", 5.0e7, 1e-2, "MOVE SPEED YSUTSJ-64G2S, 50 MB/s nominal (EdgeMoE, section 4.1)")
@@ -49,6 +50,8 @@ class Machine:
     drive: NamedLink | None = None  # fills main memory, where that lies in between and does not hold every expert
     stores_all: bool = True  # main memory holds every expert unless it is said how many; else the drive fills slots
     cpu: Processor | None = None  # beside the processor
+    lanes: int = 1  # transfers at once
+    memory: float = 0.0  # bytes a second of a copy within main memory, for experts that lie there; 0: not measured
 
     def hops(self, second_level: bool) -> tuple[NamedLink, NamedLink | None]:
         """(what fills slots, the drive that fills main memory before it). second_level: main memory holds some of the
@@ -187,6 +190,12 @@ MACHINES: dict[str, Machine] = {
     )
 }  # fmt: skip
 """The papers' machines. A figure that a paper measured comes before a maker's; one that neither has is ours."""
+
+
+def traced_machine(costs: Costs) -> Machine:
+    """The machine that a trace was recorded on."""
+    link = NamedLink("traced", costs.bandwidth, costs.latency, "as the trace measured")
+    return Machine("this", link, lanes=costs.lanes, memory=costs.memory)
 
 
 def machine_of(name: str | None, link: str | None, drive: str | None) -> Machine:

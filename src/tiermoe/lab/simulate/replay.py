@@ -18,6 +18,7 @@ from tiermoe.lab.simulate.costs import (
     deciding_of,
     expert_times,
     nearest,
+    quantized,
     run_bits,
     shape_of,
     slot_sizes,
@@ -63,6 +64,7 @@ class ReplaySettings:
     copies: bool = False  # the link moves copies to a GPU (`Header.copied_bytes`), not what a drive stores
     ram: CacheSize | None = None  # of experts in main memory, which a drive fills; None: there is no level in between
     drive: NamedLink | None = None  # that fills it
+    memory: float = 0.0  # bytes a second of the link of experts in main memory; 0: as `bandwidth` and `latency`
     gather: float = 0.0  # seconds a byte of single neurons that main memory gathers before they move
     cpu: Mapping[int, float] = field(default_factory=dict)
     """Bits → seconds of one expert on one token, on the processor that computes misses; empty: there is none."""
@@ -85,8 +87,9 @@ def settings_on(
         times = computed_times(header, machine.processor)
     hop, behind = machine.hops(ram is not None)
     return ReplaySettings(
-        cache, hop.bandwidth, hop.latency, times=times, copies=hop.copies, ram=ram, drive=behind,
-        cpu=expert_times(header, machine.cpu.rate) if machine.cpu else {}, gather=GATHER / hop.bandwidth,
+        cache, hop.bandwidth, hop.latency, machine.lanes, times=times, copies=hop.copies, ram=ram, drive=behind,
+        memory=machine.memory, gather=GATHER / hop.bandwidth,
+        cpu=expert_times(header, machine.cpu.rate) if machine.cpu else {},
     )  # fmt: skip
 
 
@@ -188,17 +191,20 @@ def replay(
     """Runs `composition` over the passes of `trace`, from an empty cache. belady: of this trace, for a caller that
     replays it several times. TraceError where the trace lacks what the composition needs, ProfileError where a
     calibration is missing, ConfigError for a cache that cannot be divided and a part that the machine lacks."""
-    header = trace.header
-    require(composition, header)
+    require(composition, trace.header)
     _require_machine(composition, settings)
     composition = replace(composition, bits=settings.bits or composition.bits)
-    composition = _with_theta(filled(composition, settings.profile), header)
+    composition = _with_theta(filled(composition, settings.profile), trace.header)
+    header = quantized(trace.header, composition.quantizer)
+    trace = Trace(header, trace.passes)
     require_calibration(composition, settings.profile, header.model)
     composition = with_low_share(composition, len(header.experts))
     times = settings.times or header.times
     if times is None:
         raise TraceError(f"the trace of {header.model} holds no computing times; give them with --compute 20ms")
     deciding = deciding_of(header, composition) if settings.times is None else None
+    if composition.store == "memory" and settings.memory:
+        settings = replace(settings, bandwidth=settings.memory, latency=0.0)
     run = _Run(trace, composition, settings, Costs(header, times, settings.copies, deciding))
     run.all_steps()
     unit = slot_sizes(header, [run.bits], composition.unit)[run.bits]
