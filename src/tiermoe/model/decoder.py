@@ -167,7 +167,7 @@ class Decoder:
         self.__dict__.pop("batch_invariant", None)
 
     def new_cache(self, slabs: int, context: int, step: int) -> KVCache:
-        """A cache on the weights' device for `slabs` sequences of up to `context` tokens, of which `step` run at once."""
+        """A cache, beside the weights, for `slabs` sequences of up to `context` tokens, of which `step` run at once."""
         return KVCache(self.shapes, slabs, context, step, self._dtype, self._kv_bits, self._device)
 
     @torch.no_grad()
