@@ -12,7 +12,6 @@ from tiermoe.kernels.attention import Step as NativeStep
 from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.cache.recurrent import StateRows
 from tiermoe.model.rotary import Rotary
-from tiermoe.native import computes_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Step:
         ]
         self.chosen: Tensor | None = None
         self.native: list[NativeStep] = []
-        if cache.dtype == torch.bfloat16 and computes_on(cache.device):
+        if cache.by_kernels:
             self.native = [
                 NativeStep(self.slabs, self.positions, cos, sin, None, None, factors)
                 for (cos, sin), factors in zip(self.angles, self.temperatures, strict=True)

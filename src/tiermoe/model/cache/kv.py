@@ -133,7 +133,7 @@ class KVCache:
     key_scales[layer], value_scales[layer] (slabs, heads, room, 1): scales of the codes; empty lists at 16 bits.
     index_keys[layer] (slabs, 1, room, index columns): keys of indexers; an empty list if no layer has an indexer.
     recurrent: states of the layers that have no keys and values; None if there is no such layer.
-    native: layer → its slabs for the attention kernels, which take bfloat16 alone.
+    by_kernels: whether the attention kernels take it: in bfloat16, on a CPU. native: layer → its slabs for them.
     step: the most tokens of a sequence in one step. unread: slab → what an MTP head is to read yet."""
 
     def __init__(
@@ -160,6 +160,7 @@ class KVCache:
         self._furthest = [0] * slabs  # how far positions were ever written: what lies in a ring
         self._free = list(reversed(range(slabs)))
         self.dtype, self.device = dtype, device
+        self.by_kernels = dtype == torch.bfloat16 and computes_on(device)
         states = {layer: shape.state for layer, shape in enumerate(shapes) if shape.state is not None}
         self.recurrent = RecurrentStates(states, slabs, dtype, device) if states else None
         indexed = any(shape.index_columns for shape in shapes)
@@ -420,11 +421,9 @@ class KVCache:
 
     def _native_slabs(self) -> dict[int, Slabs]:
         """`native` of the tensors as they are."""
-        found: dict[int, Slabs] = {}
-        if self.dtype != torch.bfloat16 or not computes_on(self.device):
-            return found
+        found = {}
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            if keys.shape[1]:
+            if keys.shape[1] and self.by_kernels:
                 scales = (self.key_scales[layer], self.value_scales[layer]) if self.bits in CODED else None
                 ring = keys.shape[2] < self.context
                 found[layer] = Slabs(keys, values if values.shape[3] else None, ring, scales)
