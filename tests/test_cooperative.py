@@ -67,7 +67,7 @@ class Layer:
         self._away, self._left = away, 2
         current = SimpleNamespace(
             run_layer=self._run, phase="decode", needs_weights=False, proceed=False, observer=None, unsure=None,
-            adaptive=None,
+            adaptive=None, forecasts=SimpleNamespace(at=lambda hidden, layer: None),
         )  # fmt: skip
         views = lambda key, slot: slot  # noqa: E731
         kernels = {4: Kernel(self._kernel)}

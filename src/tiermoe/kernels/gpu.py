@@ -32,6 +32,16 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, late: bool) -> Tensor:
     return weight * F.rms_norm(x, weight.shape, None, epsilon)
 
 
+def read_back(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in main memory: those of a GPU by one copy of all, the only time that the host waits. Integers below
+    2^24, and floats of at most 32 bits."""
+    if all(each.device.type == "cpu" for each in tensors):
+        return list(tensors)
+    together = torch.cat([each.reshape(-1).float() for each in tensors]).cpu()
+    parts = together.split([each.numel() for each in tensors])
+    return [part.view(each.shape).to(each.dtype) for part, each in zip(parts, tensors, strict=True)]
+
+
 class PlainLinear:
     """The checkpoint's own weights."""
 
