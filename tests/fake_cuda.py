@@ -1,5 +1,5 @@
-"""A pretended CUDA device: its tensors have values, what mixes devices raises as CUDA does, and what makes the host wait
-is recorded with the line of tiermoe's code that asked for it."""
+"""A pretended CUDA device: its tensors have values, what mixes devices raises as CUDA does, and what makes the host
+wait is recorded with the line of tiermoe's code that asked for it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tiermoe.offload import cuda
 DEVICE, CPU = torch.device("cuda:0"), torch.device("cpu")
 FREE, WHOLE = 8 << 30, 10 << 30
 """Bytes of memory."""
-_PACKAGE = f"{Path(tiermoe.__file__).parent}/"
+PACKAGE = f"{Path(tiermoe.__file__).parent}/"
 _FACTORIES = (
-    "empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm",
-    "tril_indices", "triu_indices",
+    "empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace",
+    "randperm", "tril_indices", "triu_indices",
 )  # fmt: skip
 """Operators by which torch makes tensors of nothing; the others are made of these."""
 _WAITING = {
@@ -107,7 +107,7 @@ class CudaTensor(torch.Tensor):
     def __getitem__(self, index: Any) -> CudaTensor:
         if _chooses(index):
             _note("index", _index_waits(index))
-        return CudaTensor(self.values[_plain(index)])
+        return CudaTensor(self.values[plain(index)])
 
     def __setitem__(self, index: Any, value: Any) -> None:
         number = not isinstance(value, torch.Tensor) or value.dim() == 0
@@ -115,10 +115,16 @@ class CudaTensor(torch.Tensor):
             raise RuntimeError("Expected all tensors to be on the same device, but the values to be put are on cpu")
         copied = isinstance(value, torch.Tensor) and not isinstance(value, CudaTensor)
         _note("index_put_" if _chooses(index) else "copy_", copied or _index_waits(index, number))
-        self.values[_plain(index)] = _plain(value)
+        self.values[plain(index)] = plain(value)
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
-        return self if self.values.is_contiguous(memory_format=memory_format) else self.clone(memory_format=memory_format)
+        return (
+            self if self.values.is_contiguous(memory_format=memory_format) else self.clone(memory_format=memory_format)
+        )
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.aten.copy_(self, source, non_blocking)
+        return result
 
     def __invert__(self) -> torch.Tensor:
         return self.bitwise_not()
@@ -178,9 +184,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
     def taken(each: Any) -> Any:
         if isinstance(each, torch.Tensor):
-            plain = each.values if isinstance(each, CudaTensor) else each
-            given[id(plain)] = each
-            return plain
+            values = each.values if isinstance(each, CudaTensor) else each
+            given[id(values)] = each
+            return values
         return CPU if isinstance(each, torch.device) and each.type == "cuda" else each
 
     to_cpu = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
@@ -254,16 +260,16 @@ def _chooses(index: Any) -> list[Any]:
     return [each for each in parts if isinstance(each, list | torch.Tensor)]
 
 
-def _plain(given: Any) -> Any:
-    """With values in the place of tensors on the device."""
+def plain(given: Any) -> Any:
+    """`given` with values in the place of tensors on the device."""
     return tree_map(lambda each: each.values if isinstance(each, CudaTensor) else each, given)
 
 
 def _where(frame: FrameType | None) -> str:
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(_PACKAGE):
-            return f"{path.removeprefix(_PACKAGE)}:{frame.f_lineno}"
+        if path.startswith(PACKAGE):
+            return f"{path.removeprefix(PACKAGE)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
@@ -369,8 +375,8 @@ def _runtime() -> SimpleNamespace:
 
 @contextlib.contextmanager
 def device() -> Iterator[FakeCuda]:
-    """Within it `cuda:0` is the pretended device (`cuda` too where nothing is copied there), for torch's operators in all threads, for Triton's kernels and for
-    `offload.cuda`, but for its copies (`fake_gpu.FakeGpu`)."""
+    """Within it `cuda:0` is the pretended device, for torch's operators in all threads, for what stands for Triton's
+    kernels, and for `offload.cuda` but for its copies (`fake_gpu.FakeGpu`). torch.tensor takes `cuda` too."""
     global _device
     _device_constructors()  # kept from its first call on, which must not see what is patched here
     overwritten = torch.__future__.get_overwrite_module_params_on_conversion()

@@ -70,8 +70,8 @@ class Forecaster:
         self._counted.clear()
 
     def launch(self) -> list[torch.Tensor]:
-        """Asks the routers that were asked in earlier passes while this layer ran. `take` is given what they say, once it
-        is in main memory: so a GPU's host waits once for a layer's choices and its forecasts."""
+        """Asks the routers that were asked in earlier passes while this layer ran. What they say goes to `take` once it
+        is in main memory: a GPU's host then waits once for a layer's choices and its forecasts."""
         self._launched, said, hidden = [], [], self._hidden
         if hidden is None:
             return []
@@ -158,7 +158,7 @@ class Forecaster:
         }
 
     def _said(self, target: int, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """What `_ranking` takes, on hidden's device: the weights or probabilities of several tokens, summed (E); of one,
+        """What `_ranking` takes, on hidden's device: of several tokens the weights or probabilities, summed (E); of one
         its experts (K) and their weights (K), or all probabilities (E). Empty if nothing is known."""
         if not self._knows(target):
             return []
@@ -178,7 +178,9 @@ class Forecaster:
         experts = self._experts[target]
         if len(said) == 1:
             ranked = _descending(said[0])
-            return ranked if self.whole else [(each, weight) for each, weight in ranked if weight > 0 and each < experts]
+            return (
+                ranked if self.whole else [(each, weight) for each, weight in ranked if weight > 0 and each < experts]
+            )
         chosen, listed = (each.tolist() for each in said)
         if not self.whole:
             pairs = sorted(zip(chosen, listed, strict=True), key=lambda pair: -pair[1])

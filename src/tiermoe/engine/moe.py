@@ -300,9 +300,9 @@ class MoELayer:
 
 
 class _Work:
-    """Tokens that are computed by themselves, and what has come for them: hidden (T, H), on any device, index and weights
-    (T, K), in main memory. `chosen`: the index, as lists. `on_host`: hidden in main memory, if it is there (T = 1).
-    `on_cpu`: outputs to come."""
+    """Tokens that are computed by themselves, and what has come for them: hidden (T, H), on any device; index and
+    weights (T, K), in main memory. `chosen`: the index, as lists. `on_host`: hidden in main memory, if it is there
+    (T = 1). `on_cpu`: outputs to come."""
 
     def __init__(
         self,

@@ -316,7 +316,8 @@ def own_words(error: str) -> str:
 
 def log_probabilities(logits: Tensor, token: int, most: int) -> tuple[float, list[tuple[int, float]]]:
     """Log probability of `token`, and (token, log probability) of the `most` likeliest tokens, falling; at least
-    `IMPOSSIBLE`. logits (vocabulary): the model's own, in main memory. In 64 bits, since those of long texts are added up."""
+    `IMPOSSIBLE`. logits (vocabulary): the model's own, in main memory. In 64 bits, since those of long texts
+    are added up."""
     with torch_threads(1):
         logs = torch.log_softmax(logits.double(), dim=-1)
         values, tokens = logs.topk(most)

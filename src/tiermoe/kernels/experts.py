@@ -58,10 +58,11 @@ def weighted_sum(outputs: Sequence[Tensor], weights: Tensor, places: Sequence[in
         gates = weights.tolist()
         return combine(outputs, [gates[place] for place in places])
     factors = weights[list(places), None].to(first.device, non_blocking=True)
-    total, *others = (torch.stack(list(outputs)) * factors).to(first.dtype)
-    for other in others:
-        total = total + other
-    return total[None]
+    products = (torch.stack(list(outputs)) * factors).to(first.dtype)
+    total = products[:1]
+    for place in range(1, len(outputs)):
+        total = total + products[place]
+    return total
 
 
 def one_by_one(

@@ -38,7 +38,7 @@ def read_back(tensors: Sequence[Tensor]) -> list[Tensor]:
     if all(each.device.type == "cpu" for each in tensors):
         return list(tensors)
     together = torch.cat([each.reshape(-1).float() for each in tensors]).cpu()
-    parts = together.split([each.numel() for each in tensors])
+    parts = torch.split(together, [each.numel() for each in tensors])
     return [part.view(each.shape).to(each.dtype) for part, each in zip(parts, tensors, strict=True)]
 
 

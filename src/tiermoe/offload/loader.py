@@ -24,9 +24,10 @@ class ExpertLoader:
     """Loads between a cache and a link. high_bits: the precision below which a load counts as low.
 
     `counts`: what became of the experts that tokens asked for. `waited_s`: seconds, by the link's clock, in which
-    layers waited for loads. `launches`: whoever is yielded experts launches their computing and goes on (a GPU), so that
-    what comes next is decided while they are computed; else computing takes its time. `uncommitted`: prefetches that may not have begun, in their order; while there are any,
-    `recall` alone knows who has left. `unused_prefetches`: those that have begun, until a layer asks for them."""
+    layers waited for loads. `launches`: experts that are yielded run on after they are taken (a GPU's), so that what to
+    read ahead is decided meanwhile. `uncommitted`: prefetches that may not have begun, in their order; while there are
+    any, `recall` alone knows who has left. `unused_prefetches`: those that have begun, until a layer asks for
+    them."""
 
     def __init__(self, cache: ExpertCache, link: Link, high_bits: int = 16) -> None:
         self.cache = cache
