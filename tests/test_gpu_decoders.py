@@ -178,6 +178,21 @@ def test_a_step_waits_for_what_is_chosen_alone(gpu_model: Path, on_fake_gpu: OnF
     assert not any(where.startswith("model/") for where in waits)
 
 
+def test_a_token_takes_fewer_operators_than_in_transformers_code(
+    gpu_model: Path, on_fake_gpu: OnFakeGpu, fake_cuda: FakeCuda
+) -> None:
+    asked = []
+    for decoder in ("auto", "generic"):
+        loaded, _ = on_fake_gpu(gpu_model, bits=16, preset="lru", decoder=decoder)
+        engine, cache = loaded.tiermoe, loaded.tiermoe.new_cache()
+        slab = cache.open()
+        engine.step(Batch((prompt(slab, [5, 6, 7]),)), cache)
+        fake_cuda.clear()
+        engine.step(Batch((decode(slab, 3, 8),)), cache)
+        asked.append(len(fake_cuda.events))
+    assert asked[0] < asked[1]
+
+
 def answers(engine: Any, asked: Sequence[Sequence[list[int]]], rows: int) -> tuple[list[list[int]], int]:
     """Greedy answers to prompts, some of them at once and then others, and how many tokens of theirs were cached."""
     loop, found = RequestLoop(engine, Letters(), rows, frozenset()), dict[int, list[int]]()
