@@ -149,22 +149,26 @@ def test_what_comes_next_is_decided_when_the_layer_is_launched(
     loaded, _ = on_fake_gpu(gpu_model, bits=4, preset="mixtral-offload", cache="80%", warm=False)
     engine = loaded.tiermoe
     answers(engine)
-    prefetch = engine.scheduler.prediction.candidates
+    prefetch, launch = engine.scheduler.prediction.candidates, engine.forecaster.launch
+
+    def launched() -> list[torch.Tensor]:
+        said = launch()
+        fake_cuda.events += [Event("forecast", "forecaster")] if said else []
+        return said
 
     def noted(*arguments: Any) -> Any:
         fake_cuda.events.append(Event("policy", "scheduler"))
         return prefetch(*arguments)
 
     monkeypatch.setattr(engine.scheduler.prediction, "candidates", noted)
+    monkeypatch.setattr(engine.forecaster, "launch", launched)
     decoding_waits(engine, fake_cuda)
 
     def letter(each: Event) -> str:
-        if each.where.startswith("engine/forecasts.py"):
-            return "f"
-        return "c" if each.waits else {"grouped_linear": "e", "policy": "p"}.get(each.operator, "")
+        return "c" if each.waits else {"grouped_linear": "e", "policy": "p", "forecast": "f"}.get(each.operator, "")
 
     order = "".join(letter(each) for each in fake_cuda.events if not each.where.startswith(OF_A_STEP))
-    assert re.fullmatch(rf"(p(f+ce+p){{{LAYERS - 1}}}ce+p){{{MORE}}}", order), order  # nothing follows the last layer
+    assert re.fullmatch(rf"(p(fce+p){{{LAYERS - 1}}}ce+p){{{MORE}}}", order), order  # nothing follows the last layer
 
 
 @pytest.mark.parametrize(
