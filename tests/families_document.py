@@ -25,7 +25,8 @@ Qwen2-MoE, and `tests/test_deepseek.py` compares it with the published equations
 Any other causal family of transformers whose experts go through its experts interface is found in the same way; it has
 no test here. A family that is newer than the transformers beside it is refused in a line that says so.
 
-* decoder: *own* is tiermoe's, on a CPU; *transformers* is transformers' modelling code around tiermoe's experts.
+* decoder: *own* is tiermoe's, on a CPU; with *on a GPU too* there as well. *transformers* is transformers' modelling
+  code around tiermoe's experts, and runs the other families on a GPU.
 * prefetch: whether a router can be asked about another layer's input (`--set prefetch=next-gate` and its kin). Presets
   that predict from what was used need no router.
 * MTP head: whether the model's own head drafts, where a checkpoint has one (`--draft mtp`).
@@ -86,6 +87,7 @@ def document() -> str:
 def _row(model_type: str) -> str:
     family = family_of(model_type)
     decoder = "own" if model_type in OWN_DECODERS else "transformers"
+    decoder += ", on a GPU too" if family.on_gpu else ""
     forecasts, drafts = ("yes" if has else "no" for has in (family.forecasts, family.mtp_head is not None))
     files = f"`{_ARCHITECTURES[model_type]}`" if model_type in _ARCHITECTURES else "no"
     return f"| `{model_type}` | {family.name} | {decoder} | {forecasts} | {drafts} | {files} |"

@@ -1,4 +1,4 @@
-"""A tiny model whose experts pass through the tiers of a fake GPU."""
+"""A tiny model whose experts pass through the tiers of a pretended GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import pytest
 import torch
 
 import tiermoe
-from fake_gpu import FakeGpu, put_on
-from tiermoe.engine import budget, load, loading, needs, reading, service
+from fake_cuda import FakeCuda
+from fake_gpu import FakeGpu
+from tiermoe.engine import load, service
 from tiermoe.engine.budget import plan_memory
 from tiermoe.engine.memory_plan import MemoryPlan
-from tiermoe.engine.service import tiers_of
-from tiermoe.kernels.linear import machine_layout
-from tiermoe.model import prepare_store
-from tiermoe.offload import slots
 from tiny import write
 
 FAMILY = "qwen3_moe"
@@ -31,35 +28,23 @@ def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def layout_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4-bit codes as a GPU's kernels take them; on the CPU the reference kernel computes with them."""
-    for module in (budget, needs, prepare_store, reading, load, loading, service):
-        monkeypatch.setattr(module, "machine_layout", lambda device: machine_layout("cuda"))
-
-
-@pytest.fixture
-def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, FakeGpu]]]:
-    """Loads a model whose experts pass through the fake GPU's tiers."""
+def on_fake_gpu(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, FakeGpu]]]:
+    """Loads a model on the pretended device. Its experts come through `host_slots` pinned slots and a fake GPU's
+    copies, late and in any order; None: as many slots as are planned."""
     made: list[tuple[Any, FakeGpu]] = []
 
-    def make(directory: Path, host_slots: int, **options: Any) -> tuple[Any, FakeGpu]:
-        gpu = FakeGpu(seed=host_slots, blocking=True)
+    def make(directory: Path, host_slots: int | None = None, **options: Any) -> tuple[Any, FakeGpu]:
+        gpu = FakeGpu(seed=host_slots or 0, blocking=True)
 
         def planned(*arguments: Any) -> MemoryPlan:
             plan = plan_memory(*arguments)
-            return replace(plan, host_pools=tuple(replace(pool, slots=host_slots) for pool in plan.pools))
-
-        def on_the_gpu(sizes, filler, lanes, bytes_of, device, pinned, learned):
-            return tiers_of(sizes, filler, lanes, bytes_of, "cuda", pinned)
+            pools = tuple(replace(pool, slots=host_slots or pool.slots) for pool in plan.host_pools)
+            return replace(plan, host_pools=pools)
 
         monkeypatch.setattr(load, "plan_memory", planned)
-        monkeypatch.setattr(service, "tiers_of", on_the_gpu)
-        monkeypatch.setattr(service, "peak_memory", lambda device: 0)
-        put_on(gpu, monkeypatch)
-        for name in ("pin_memory", "unpin_memory"):
-            monkeypatch.setattr(slots, name, lambda tensor: None)
-        monkeypatch.setattr(reading, "page_cache_room", lambda: 0)  # no slots in main memory that are mapped files
-        loaded, _ = tiermoe.load(directory, memory="4GiB", lanes=2, device="cpu", **{"dense_bits": 16, **options})
+        monkeypatch.setattr(service, "CudaCopier", lambda device: gpu)
+        given = {"dense_bits": 16, "lanes": 2, "memory": "4GiB", "device": "cuda:0", **options}
+        loaded, _ = tiermoe.load(directory, **given)
         made.append((loaded, gpu))
         return made[-1]
 

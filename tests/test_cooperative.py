@@ -18,13 +18,10 @@ from gpu_models import needs_gpu
 from parity import tokens
 from patience import within
 from small_engines import OnRoute
-from tiermoe.engine import budget, service
 from tiermoe.engine.moe import MoELayer
-from tiermoe.engine.units import CpuHelper, LayerKernels, unit_of
+from tiermoe.engine.units import CpuHelper, LayerKernels
 from tiermoe.errors import ConfigError, LoadError
-from tiermoe.kernels import linear as kernels
 from tiermoe.kernels.experts import one_by_one
-from tiermoe.kernels.linear import DecodedLinear
 from tiermoe.offload.composition import require_device
 from tiermoe.offload.gpu import GpuLink
 from tiermoe.offload.loader import CPU_FALLBACK
@@ -70,7 +67,7 @@ class Layer:
         self._away, self._left = away, 2
         current = SimpleNamespace(
             run_layer=self._run, phase="decode", needs_weights=False, proceed=False, observer=None, unsure=None,
-            adaptive=None,
+            adaptive=None, forecasts=SimpleNamespace(at=lambda hidden, layer: None),
         )  # fmt: skip
         views = lambda key, slot: slot  # noqa: E731
         kernels = {4: Kernel(self._kernel)}
@@ -129,15 +126,9 @@ def test_what_is_borrowed_is_given_back_also_where_computing_fails() -> None:
 
 @pytest.fixture
 def cooperating(
-    on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], monkeypatch: pytest.MonkeyPatch
+    on_fake_gpu: Callable[..., tuple[Any, FakeGpu]],
 ) -> Callable[..., tuple[Any, FakeGpu]]:
-    """Loads a model over the fake GPU with misses=cpu, or as `misses` says; what stands for the GPU's kernels computes
-    on the CPU."""
-    for kind in ("int4/rowmajor", "int8"):
-        monkeypatch.setitem(kernels.KERNELS, (kind, "cuda"), DecodedLinear)
-    monkeypatch.setattr("tiermoe.kernels.experts.grouped_experts", lambda form: None)
-    monkeypatch.setattr(budget, "require_device", lambda composition, device: require_device(composition, "cuda"))
-    monkeypatch.setattr(service, "unit_of", lambda composition, device: unit_of(composition, "cuda"))
+    """Loads a model over the fake GPU with misses=cpu, or as `misses` says."""
 
     def make(directory: Path, host_slots: int, misses: str = "cpu", **options: Any) -> tuple[Any, FakeGpu]:
         return on_fake_gpu(directory, host_slots, set={"misses": misses}, **options)
@@ -147,12 +138,12 @@ def cooperating(
 
 def generated(loaded: Any, rows: int) -> torch.Tensor:
     """Logits of every token that follows a prompt of 6, (tokens, rows, vocabulary)."""
-    ids = tokens(rows, 6, seed=4)
+    ids = tokens(rows, 6, seed=4).to(loaded.device)
     answer = loaded.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    return torch.stack(answer.logits)
+    return torch.stack(answer.logits).cpu()
 
 
 @pytest.mark.parametrize(

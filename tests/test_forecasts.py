@@ -36,20 +36,20 @@ def inputs_of(engine: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.
     """(what routers are given in their own layers, what later ones are asked about) from now on."""
     given: list[torch.Tensor] = []
     asked: list[torch.Tensor] = []
-    route, rank = Router.route, engine.forecaster.rank
+    route, said = Router.route, engine.forecaster._said
 
     def record(router: Router, hidden: torch.Tensor) -> Any:
         given.append(hidden)
         return route(router, hidden)
 
     def record_forecast(target: int, hidden: torch.Tensor) -> Any:
-        before, ranked = len(given), rank(target, hidden)
+        before, found = len(given), said(target, hidden)
         del given[before:]
         asked.append(hidden)
-        return ranked
+        return found
 
     monkeypatch.setattr(Router, "route", record)
-    monkeypatch.setattr(engine.forecaster, "rank", record_forecast)
+    monkeypatch.setattr(engine.forecaster, "_said", record_forecast)
     return given, asked
 
 

@@ -1,4 +1,4 @@
-"""A whole model over the GPU tiers: a fake GPU on CPU tensors, and a real one where there is one."""
+"""A whole model over the GPU tiers: of a pretended GPU, and of a real one where there is one."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ GIB = 1 << 30
 
 def results(loaded: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of two prompts, and of every token that follows one of them."""
-    ids = tokens(1, 6, seed=4)
+    ids = tokens(1, 6, seed=4).to(loaded.device)
     answer = loaded.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    return logits(loaded, FAMILY, tokens(2, 9)), torch.stack(answer.logits)
+    return logits(loaded, FAMILY, tokens(2, 9).to(loaded.device)).cpu(), torch.stack(answer.logits).cpu()
 
 
 @pytest.mark.parametrize("bits", [4, 2, 16])
 def test_bit_identical_for_every_cache(
-    bits: int, gpu_model: Path, layout_of_a_gpu: None, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
+    bits: int, gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
-    resident, _ = tiermoe.load(gpu_model, memory="4GiB", bits=bits, dense_bits=16, device="cpu")
+    resident, _ = on_fake_gpu(gpu_model, bits=bits)
     expected = results(resident)
     experts = resident.tiermoe.plan.all_slots
-    resident.tiermoe.close()
+    assert resident.tiermoe.plan.slots == experts
     small, large = (
         [("15%", 1, "lru"), ("40%", 5, "mixtral-offload")],
         [("100%", 2, "lru"), ("30%", experts, "mixtral-offload")],
@@ -82,7 +82,7 @@ def test_equals_the_decoded_weights(
     assert all(name.startswith(kind) for name in encodings)
     plain = oracle(gpu_model, FAMILY, torch.float32)
     put_decoded_experts(loaded.tiermoe, plain)
-    mine, theirs = logits(loaded, FAMILY, tokens(1, 9)), logits(plain, FAMILY, tokens(1, 9))
+    mine, theirs = (logits(each, FAMILY, tokens(1, 9).to(each.device)).cpu() for each in (loaded, plain))
     assert (mine - theirs).abs().max() <= 2e-4 * theirs.abs().max()
 
 

@@ -299,7 +299,7 @@ def test_sums_in_lists_native_and_torchs_agree_bit_for_bit(tokens_of_first: int)
     index = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(9)])  # 6 names none of the experts
     weights, hidden = torch.rand(9, 3, generator=generator), rows(9)
     index[:tokens_of_first][index[:tokens_of_first] == 6] = 5
-    choices = Choices(index, weights)
+    choices = Choices(index, weights, hidden.device)
     few = FewSums(hidden, index.tolist(), weights, native=True)
     sums = [few, NativeSums(choices, hidden), TorchSums(choices, hidden)]
     assert few.counts([99]) == choices.counts([99]) == [0]

@@ -1,17 +1,19 @@
 """A token's experts in one launch per matrix, against one launch per expert and against decoded weights; test_triton.py
 runs this file in processes of its own, as it does triton_cases.py."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from fake_cuda import CudaTensor, plain
 from gpu_models import FAMILY
 from parity import logits
 from parity import tokens as tokens_of_text
-from tiermoe.engine import units
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for, encoding_named
-from tiermoe.kernels import triton_kernels
+from tiermoe.kernels import gpu, triton_kernels
 from tiermoe.kernels.experts import Grouped, SlotViews, UnfusedExperts, expert_kernel, unfused
 from tiermoe.kernels.gates import gate_named
 from tiermoe.kernels.gpu import grouped_experts
@@ -173,26 +175,28 @@ def test_a_shape_without_groups_gets_eight_bits_and_is_taken():
     check_against_single_launches(few_rows(kinds, torch.float32, (64, 48)), 2)
 
 
-if DEVICE == "cpu":  # the pretended GPU computes on the CPU, as the interpreter does
+if DEVICE == "cpu":  # the interpreter computes with the values of the pretended GPU's tensors
 
     @pytest.mark.long
     def test_a_model_gives_the_same_bits_for_every_cache(gpu_model, on_fake_gpu, monkeypatch):
-        sizes = []
+        sizes, forward_one = [], Grouped.forward_one
 
-        class Watched(Grouped):
-            def forward_one(self, x, views):
-                sizes.append(len(views))
-                return super().forward_one(x, views)
+        def watched(kernel, x, views):
+            sizes.append(len(views))
+            return forward_one(kernel, x, views)
 
-        def kernel(form, activation, device):
-            grouped = grouped_experts(form)
-            return Watched(grouped, activation, UnfusedExperts(form, activation, "cuda"))
+        def on_values(name):
+            kernel = getattr(triton_kernels, name)
+            return lambda *given, **named: CudaTensor(kernel(*map(plain, given), **named))
 
-        monkeypatch.setattr(units, "expert_kernel", kernel)
+        monkeypatch.setattr(Grouped, "forward_one", watched)
+        kernels = {name: on_values(name) for name in ("int8_linear", "grouped_linear")}
+        monkeypatch.setattr(gpu, "_triton", lambda: SimpleNamespace(**vars(triton_kernels) | kernels))
         found, groups = [], []
         for cache, host_slots in (("100%", 24), ("15%", 2)):
             loaded, _ = on_fake_gpu(gpu_model, host_slots, bits=8, cache=cache, preset="lru")
-            found.append([logits(loaded, FAMILY, tokens_of_text(1, 1, seed=3)) for _ in range(2)])
+            ids = tokens_of_text(1, 1, seed=3).to(loaded.device)
+            found.append([logits(loaded, FAMILY, ids).cpu() for _ in range(2)])
             groups.append(sizes.copy())
             sizes.clear()
         assert groups[0] != groups[1]

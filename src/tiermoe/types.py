@@ -189,7 +189,8 @@ USUAL = Use()
 @dataclass(frozen=True, slots=True)
 class Workload:
     """What is run at the most: `sequences` of up to `context` tokens, of each at most `chunk` tokens at once, in values
-    of `itemsize` bytes, keys and values in `kv_bits` (16: as the other values), on so many threads."""
+    of `itemsize` bytes, keys and values in `kv_bits` (16: as the other values), on so many threads of a CPU or on a
+    GPU."""
 
     context: int
     chunk: int
@@ -198,6 +199,7 @@ class Workload:
     threads: int
     kv_bits: int = 16
     use: Use = USUAL
+    on_cpu: bool = True
 
     @property
     def tokens(self) -> int:

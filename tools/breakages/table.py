@@ -399,6 +399,41 @@ BREAKAGES = (
         "planned_slots(room, resolved, dict.fromkeys(sizes, max(sizes.values())), base.all_slots, True)",
         ("tests/test_gpu_engine.py",),
     ),
+    Breakage(
+        "a decoder's cache lies on the CPU whatever its weights' device",
+        "Decoder.new_cache",
+        "self._device",
+        "torch.device('cpu')",
+        ("tests/test_gpu_decoders.py",),
+    ),
+    Breakage(
+        "native kernels compute with a GPU's tensors",
+        "computes_on",
+        "device.type == 'cpu' and available()",
+        "available()",
+        ("test_no_native_kernel_is_given_a_gpus_tensor",),
+    ),
+    Breakage(
+        "heads that share keys on a GPU attend to those of other heads",
+        "attend",
+        "keys.repeat_interleave(group, 0)",
+        "keys.repeat(group, 1, 1)",
+        ("test_a_decoder_on_a_gpu_has_the_bits_of_torchs_operators",),
+    ),
+    Breakage(
+        "the norm of a GPU is rounded before the product with the weight, whatever the family",
+        "rms_norm",
+        "if late:\n    ...",
+        "pass",
+        ("test_the_fused_norm_has_the_bits_of_separate_steps",),
+    ),
+    Breakage(
+        "a plan for a GPU leaves out the keys and values that are repeated for heads",
+        "GroupedSizes.prompt_bytes",
+        "0 if load.on_cpu else room * self.heads * (self.columns + self.value_columns) * load.itemsize",
+        "0",
+        ("test_a_plan_counts_the_cache_of_our_decoder",),
+    ),
     # kernels and I/O threads in C
     Breakage(
         "of experts with equal scores the last one is chosen",

@@ -24,7 +24,7 @@ from tiermoe.formats.registry import encoding_named
 from tiermoe.formats.source import label_of
 from tiermoe.formats.store import MTP_FOLDER, Store, open_store, precision_key
 from tiermoe.kernels.linear import cpu_kernels, machine_layout
-from tiermoe.model.families import FAMILIES, has_decoder, not_computed
+from tiermoe.model.families import FAMILIES, decoder_family, has_decoder, not_computed
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.hub import inspect_without_download
 from tiermoe.model.packing import kind_of, recipe_key
@@ -288,12 +288,11 @@ def _why_transformers(blueprint: Blueprint, asked: str, device: str) -> str:
     config = blueprint.config
     if asked == "generic":
         return "--decoder generic"
-    if device != "cpu":
-        return "tiermoe's own decoders compute on a CPU"
     if blueprint.family.encodes or not has_decoder(config.model_type):
         return f"tiermoe has no decoder of its own for {config.model_type}"
-    lacking = not_computed(config)
-    return f"tiermoe's decoder does not compute this config: {lacking}" if lacking else ""
+    if lacking := not_computed(config):
+        return f"tiermoe's decoder does not compute this config: {lacking}"
+    return "" if decoder_family(config, device) else f"tiermoe's decoder for {config.model_type} computes on a CPU"
 
 
 def _kernels(blueprint: Blueprint, resolved: Resolved) -> tuple[str, bool]:

@@ -131,7 +131,7 @@ def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> Non
     if settings.kv_bits == 16:
         return
     option = f"kv_bits={settings.kv_bits}"
-    layers = layers_for(option, "--kv-bits", "has 16 bits", blueprint, settings, device)
+    layers = layers_for(option, "--kv-bits", "has 16 bits", blueprint, settings, device, on_gpu=True)
     if any(isinstance(each.sizes, LatentSizes | CompressedSizes) for each in layers):
         raise ConfigError(
             f"{option} does not apply to {blueprint.family.name}: its cache holds latents, which are compressed "
@@ -148,7 +148,7 @@ def _check_kv_bits(blueprint: Blueprint, settings: Settings, device: str) -> Non
 
 def _check_kv_memory(blueprint: Blueprint, settings: Settings, use: Use, device: str) -> None:
     """ConfigError if the memory that sequences share for keys and values holds no sequence of the whole context, or
-    where the decoder shares none."""
+    they share none."""
     if use.kv_memory is None:
         return
     option = f"--kv-memory {format_size(use.kv_memory)}"

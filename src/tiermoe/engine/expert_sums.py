@@ -34,12 +34,12 @@ class Sums(Protocol):
 
 
 def sums_of(hidden: torch.Tensor, chosen: list[list[int]], index: torch.Tensor, weights: torch.Tensor) -> Sums:
-    """The sums of tokens hidden (T, H). index, weights (T, K): each token's experts, in any order; an index that names
-    no expert never comes. chosen: the index, as lists."""
+    """The sums of tokens hidden (T, H), on any device. index, weights (T, K), in main memory: each token's experts, in
+    any order; an index that names no expert never comes. chosen: the index, as lists."""
     native, tokens = combines(hidden[0]), len(chosen)
     if tokens == 1 or (native and tokens <= FEW_TOKENS):
         return FewSums(hidden, chosen, weights, native)
-    choices = Choices(index, weights)
+    choices = Choices(index, weights, hidden.device)
     return NativeSums(choices, hidden) if native else TorchSums(choices, hidden)
 
 
@@ -63,6 +63,8 @@ class FewSums:
         return [len(self._tokens_of.get(expert, ())) for expert in experts]
 
     def rows(self, experts: Sequence[int]) -> torch.Tensor:
+        if len(self._chosen) == 1:  # without indices, which would have to be copied to a GPU
+            return self._hidden.expand(len(experts), -1)
         return self._hidden[[token for expert in experts for token in self._tokens_of[expert]]]
 
     def keep(self, experts: Sequence[int], outputs: torch.Tensor) -> None:
@@ -96,16 +98,19 @@ class FewSums:
 
 
 class Choices:
-    """index, weights (T, K). Choices by ascending expert, each (T K): `token`, `gates`, and `place` among its token's
-    experts in ascending order. `count`: choices of each expert; `of`: where an expert's lie."""
+    """index, weights (T, K), in main memory. Choices by ascending expert, each (T K) on `device`: `token`, `gates`, and
+    `place` among its token's experts in ascending order. `count`: choices of each expert; `of`: where an expert's
+    lie."""
 
-    def __init__(self, index: torch.Tensor, weights: torch.Tensor) -> None:
+    def __init__(self, index: torch.Tensor, weights: torch.Tensor, device: torch.device) -> None:
         # positions in (k, token) order, as transformers' eager experts gather their rows
         by_expert = index.t().reshape(-1).argsort(stable=True)
         self.shape = index.shape
-        self.token = by_expert % index.shape[0]
-        self.place = index.argsort(dim=1, stable=True).argsort(dim=1).t().reshape(-1)[by_expert]
-        self.gates = weights.t().reshape(-1)[by_expert]
+        place = index.argsort(dim=1, stable=True).argsort(dim=1).t().reshape(-1)[by_expert]
+        gates = weights.t().reshape(-1)[by_expert]
+        self.token, self.place, self.gates = (
+            each.to(device, non_blocking=True) for each in (by_expert % index.shape[0], place, gates)
+        )
         self.count = torch.bincount(index.reshape(-1)).tolist()
         self._ends = list(accumulate(self.count))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tiermoe.kernels import router as native_router
+from tiermoe.kernels.gpu import read_back
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.families.family import Family
 from tiermoe.model.routers import Router
@@ -40,9 +41,12 @@ class Forecaster:
         self.tokens: list[int] = []
         self.little: dict[int, Ranked] = {}
         self._asked: Sequence[torch.Tensor] = ()
+        self._layer = -1  # the running one, if it is told
         self._hidden: torch.Tensor | None = None  # the running layer's input (T, H), before the first layer None
         self._ranked: dict[int, Ranked] = {}  # by target, of the running layer
         self._counted: dict[int, Ranked] = {}
+        self._usual: dict[int, dict[int, None]] = {}  # layer → targets that were asked for while it ran
+        self._launched: list[tuple[range, int]] = []  # layers that were asked at once, and how many tensors they gave
         self._stack = _stacked([router for router in routers if router is not None]) if stacked > 1 else None
         self._ahead = stacked
         own = {layer for layer, router in enumerate(self._routers) if isinstance(router, Router)}
@@ -54,16 +58,35 @@ class Forecaster:
             if router is not None and layer not in own
         ]
 
-    def at(self, hidden: torch.Tensor | None) -> None:
+    def at(self, hidden: torch.Tensor | None, layer: int = -1) -> None:
         """Another layer runs, on `hidden` (T, H), which its router was given if nobody has said otherwise
-        (`router_input`); None: a pass begins."""
+        (`router_input`); None: a pass begins. layer: its index, where `launch` follows."""
         asked, self._asked = self._asked, ()
         if hidden is not None and asked:
             rows = [each if each.ndim == 2 else each.reshape(-1, each.shape[-1]) for each in asked]
             hidden = rows[0] if len(rows) == 1 else torch.cat(rows)
-        self._hidden = hidden
+        self._layer, self._hidden = layer, hidden
         self._ranked.clear()
         self._counted.clear()
+
+    def launch(self) -> list[torch.Tensor]:
+        """Asks the routers that were asked in earlier passes while this layer ran. What they say goes to `take` once it
+        is in main memory: a GPU's host then waits once for a layer's choices and its forecasts."""
+        self._launched, said, hidden = [], [], self._hidden
+        if hidden is None:
+            return []
+        for target in self._usual.get(self._layer, ()):
+            if not any(target in layers for layers, _ in self._launched):
+                layers, found = self._ask(target, hidden)
+                self._launched.append((layers, len(found)))
+                said += found
+        return said
+
+    def take(self, said: Sequence[torch.Tensor]) -> None:
+        """What `launch` gave, in main memory."""
+        for layers, count in self._launched:
+            self._ranked.update(self._rankings(layers, said[:count]))
+            said = said[count:]
 
     def ranked(self, target: int) -> Ranked:
         """`rank` of layer `target` on the running layer's input. For stacked routers, one matrix product ranks the
@@ -71,16 +94,10 @@ class Forecaster:
         known, hidden = self._ranked, self._hidden
         if hidden is None:
             return ()
-        if target in known:
-            return known[target]
-        if self._stack is None or self.whole or hidden.shape[0] > 1 or target >= len(self._stack):
-            known[target] = self.rank(target, hidden)
-            return known[target]
-        layers = range(target, min(target + self._ahead, len(self._stack)))
-        k = max(self._routers[layer].top_k for layer in layers)
-        weights, experts = _largest(self._stack[layers.start : layers.stop], hidden, k)
-        for layer, chosen, gates in zip(layers, experts.tolist(), weights.tolist(), strict=True):
-            known[layer] = list(zip(chosen, gates, strict=True))
+        if target not in known:
+            self._usual.setdefault(self._layer, {})[target] = None
+            layers, said = self._ask(target, hidden)
+            known.update(self._rankings(layers, read_back(said)))
         return known[target]
 
     def counted(self, target: int) -> Ranked:
@@ -100,20 +117,7 @@ class Forecaster:
     def rank(self, target: int, hidden: torch.Tensor) -> Ranked:
         """The router of layer `target` on `hidden` (T, H): experts with weights, likeliest first; weights are summed
         over the tokens. The chosen ones come first for a single token."""
-        if not self._knows(target):
-            return ()
-        experts = self._experts[target]
-        logits, weights, index = self._routed(target, hidden)
-        if not self.whole:
-            return [pair for pair in _chosen(weights, index, logits.shape[-1]) if pair[0] < experts]
-        probabilities = logits.float().softmax(-1)[:, :experts]
-        if hidden.shape[0] > 1:
-            return _descending(probabilities.sum(0))
-        chosen = [expert for expert in index[0].tolist() if expert < experts]
-        listed = probabilities[0].tolist()
-        rest = sorted(set(range(len(listed))) - set(chosen), key=lambda expert: -listed[expert])
-        first = sorted(chosen, key=lambda expert: -listed[expert])
-        return [(expert, listed[expert]) for expert in [*first, *rest]]
+        return self._ranking(target, read_back(self._said(target, hidden)))
 
     def count(self, target: int, hidden: torch.Tensor) -> Ranked:
         """`policies.prediction.Forecasts.counted`, of layer `target` on `hidden` (T, H)."""
@@ -121,7 +125,8 @@ class Forecaster:
             return ()
         experts = self._experts[target]
         _, _, index = self._routed(target, hidden)
-        counts = torch.bincount(index.reshape(-1).cpu(), minlength=experts)[:experts]
+        (chosen,) = read_back([index])
+        counts = torch.bincount(chosen.reshape(-1), minlength=experts)[:experts]
         return [entry for entry in _descending(counts) if entry[1]]
 
     def router_input(self, parts: Sequence[torch.Tensor]) -> None:
@@ -132,6 +137,57 @@ class Forecaster:
         """Takes its hooks off the model's routers."""
         for hook in self._hooks:
             hook.remove()
+
+    def _ask(self, target: int, hidden: torch.Tensor) -> tuple[range, list[torch.Tensor]]:
+        """The layers that are asked at once where `target` is, and what they say, on hidden's device: of one layer
+        `_said`, of several in one product weights (layers, k) and experts (layers, k)."""
+        if self._stack is None or self.whole or hidden.shape[0] > 1 or target >= len(self._stack):
+            return range(target, target + 1), self._said(target, hidden)
+        layers = range(target, min(target + self._ahead, len(self._stack)))
+        k = max(self._routers[layer].top_k for layer in layers)
+        return layers, [*_largest(self._stack[layers.start : layers.stop], hidden, k)]
+
+    def _rankings(self, layers: range, said: Sequence[torch.Tensor]) -> dict[int, Ranked]:
+        """Of what `_ask` gave, in main memory."""
+        if not said or said[0].ndim == 1:
+            return {layers.start: self._ranking(layers.start, said)}
+        weights, experts = (each.tolist() for each in said)
+        return {
+            layer: list(zip(chosen, gates, strict=True))
+            for layer, chosen, gates in zip(layers, experts, weights, strict=True)
+        }
+
+    def _said(self, target: int, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """What `_ranking` takes, on hidden's device: of several tokens the weights or probabilities, summed (E); of one
+        its experts (K) and their weights (K), or all probabilities (E). Empty if nothing is known."""
+        if not self._knows(target):
+            return []
+        logits, weights, index = self._routed(target, hidden)
+        several = hidden.shape[0] > 1
+        if self.whole:
+            probabilities = logits.float().softmax(-1)[:, : self._experts[target]]
+            return [probabilities.sum(0)] if several else [index[0], probabilities[0]]
+        if not several:
+            return [index[0], weights[0]]
+        summed = torch.zeros(logits.shape[-1], device=index.device)
+        return [summed.index_add_(0, index.reshape(-1), weights.float().reshape(-1))]
+
+    def _ranking(self, target: int, said: Sequence[torch.Tensor]) -> Ranked:
+        if not said:
+            return ()
+        experts = self._experts[target]
+        if len(said) == 1:
+            ranked = _descending(said[0])
+            return (
+                ranked if self.whole else [(each, weight) for each, weight in ranked if weight > 0 and each < experts]
+            )
+        chosen, listed = (each.tolist() for each in said)
+        if not self.whole:
+            pairs = sorted(zip(chosen, listed, strict=True), key=lambda pair: -pair[1])
+            return [pair for pair in pairs if pair[0] < experts]
+        first = sorted((each for each in chosen if each < experts), key=lambda expert: -listed[expert])
+        rest = sorted(set(range(experts)).difference(first), key=lambda expert: -listed[expert])
+        return [(expert, listed[expert]) for expert in [*first, *rest]]
 
     def _knows(self, target: int) -> bool:
         return target < len(self._routers) and target in self._beside_input
@@ -173,14 +229,6 @@ def _stacked(routers: list[Any]) -> torch.Tensor:
     for router, weight in zip(routers, stack, strict=True):
         router.weight.data = weight
     return stack
-
-
-def _chosen(weights: torch.Tensor, index: torch.Tensor, experts: int) -> Ranked:
-    if index.shape[0] > 1:
-        summed = torch.zeros(experts).index_add_(0, index.reshape(-1), weights.float().reshape(-1))
-        return [entry for entry in _descending(summed) if entry[1] > 0]
-    pairs = zip(index[0].tolist(), weights[0].tolist(), strict=True)
-    return sorted(pairs, key=lambda pair: -pair[1])
 
 
 def _descending(values: torch.Tensor) -> Ranked:

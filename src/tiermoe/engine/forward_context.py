@@ -166,8 +166,7 @@ class ForwardContext:
         return keep_little(index, weights, self.unsure, none, renormalise, self.little)
 
     def run_layer(self, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:
-        """`Scheduler.run_layer` for a layer whose input is `hidden` (T, H)."""
-        self.forecasts.at(hidden)
+        """`Scheduler.run_layer` for a layer whose input is `hidden` (T, H), which `forecasts` know of."""
         if self.observer is None:
             return self.scheduler.run_layer(routed, self.forecasts)
         self.observer.on_route(routed, hidden)  # before any load begins

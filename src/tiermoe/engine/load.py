@@ -18,6 +18,7 @@ from tiermoe.engine.budget import plan_memory
 from tiermoe.engine.engine import Engine, Model
 from tiermoe.engine.forecasts import decoder_tables
 from tiermoe.engine.memory_plan import MemoryPlan
+from tiermoe.engine.needs import runs_own
 from tiermoe.engine.reading import Reading, open_reading, rows_stay_on_disk
 from tiermoe.engine.service import ExpertService
 from tiermoe.errors import ConfigError
@@ -26,7 +27,6 @@ from tiermoe.formats.quantizers import UNCALIBRATED
 from tiermoe.formats.store import Store, joined
 from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.decoder import Decoder, decoder_for
-from tiermoe.model.families import decoder_family
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import inspect_without_download, resolve_model
 from tiermoe.model.moe import named_gates
@@ -124,7 +124,7 @@ def start(blueprint: Blueprint, settings: Settings, progress: Progress | None = 
 
 def check_mtp(blueprint: Blueprint, resolved: Resolved) -> None:
     """ConfigError if nothing computes a model's MTP head, or a calibration says nothing of its experts."""
-    if not _has_own_decoder(blueprint, resolved.settings):
+    if not _runs_own_on_cpu(blueprint, resolved.settings):
         raise ConfigError("--draft mtp runs on tiermoe's own decoder, on a CPU; leave it, --decoder or --device out")
     if resolved.tables.bits:
         raise ConfigError(
@@ -142,13 +142,12 @@ def check_mtp(blueprint: Blueprint, resolved: Resolved) -> None:
 def starts_lean(blueprint: Blueprint, resolved: Resolved, store: Store | None) -> bool:
     """Whether `start` needs no modelling code of transformers. store: the checkpoint's, as it is (`found_store`)."""
     known = blueprint.known is not None and blueprint.known.whole
-    ours = _has_own_decoder(blueprint, resolved.settings)
+    ours = _runs_own_on_cpu(blueprint, resolved.settings)
     return ours and known and is_packed(store, blueprint, resolved, machine_layout("cpu"))
 
 
-def _has_own_decoder(blueprint: Blueprint, settings: Settings) -> bool:
-    on_cpu = settings.decoder != "generic" and resolve_device(settings.device) == "cpu"
-    return on_cpu and decoder_family(blueprint.config) is not None
+def _runs_own_on_cpu(blueprint: Blueprint, settings: Settings) -> bool:
+    return resolve_device(settings.device) == "cpu" and runs_own(blueprint, settings, "cpu")
 
 
 def _prepared(
@@ -185,8 +184,9 @@ def _measured(blueprint: Blueprint, resolved: Resolved, store: Store | None, lea
     plan counts it. Packing, and the plan of the generic decoder, ask the model's skeleton."""
     if not lean:
         assert blueprint.model_class is not None
-        layout = machine_layout(resolve_device(resolved.settings.device))
-        if not _has_own_decoder(blueprint, resolved.settings) or not is_packed(store, blueprint, resolved, layout):
+        device = resolve_device(resolved.settings.device)
+        own = runs_own(blueprint, resolved.settings, device)
+        if not own or not is_packed(store, blueprint, resolved, machine_layout(device)):
             assert blueprint.skeleton is not None
     process_memory.settle()
 

@@ -19,6 +19,7 @@ from tiermoe.engine.engine import Engine, Model
 from tiermoe.engine.forecasts import router_tables
 from tiermoe.engine.forward_context import given_tokens, past_tokens
 from tiermoe.engine.memory_plan import MemoryPlan
+from tiermoe.engine.needs import runs_own
 from tiermoe.engine.reading import Reading, rows_stay_on_disk
 from tiermoe.engine.rerouting import SavedCache
 from tiermoe.engine.service import ExpertService
@@ -52,6 +53,7 @@ from tiermoe.offload.reader import ExtentReader
 from tiermoe.platform import process_memory
 
 NewCache = Callable[[int], KVCache]
+_BEGINS = 512  # tokens that a sequence on a GPU, which takes its memory at once, has room for until it grows
 
 
 def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: Resolved, reading: Reading) -> Any:
@@ -66,7 +68,7 @@ def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: R
     beside = [router for _, router in routers_of(model)]
     hash_tables = router_tables(beside, family)
     own: Any = None
-    if settings.decoder != "generic" and not family.encodes and device == "cpu":
+    if runs_own(blueprint, settings, device):
         own = decoder_for(blueprint.config, ModuleWeights(model), blueprint.dtype, settings.kv_bits)
     shells, base = list(shells_of(model).values()), face_base(type(model))
     if own is not None:
@@ -224,8 +226,11 @@ class Front:
         self._context = engine.context
         self._base = base
         self._parameters = [name for name in inspect.signature(base.forward).parameters if name != "self"]
-        own = isinstance(engine.decoder, Decoder)
-        self._face = Face(self._parameters, use_cache, cast(NewCache, engine.new_cache)) if own else None
+        self._face: Face | None = None
+        if isinstance(engine.decoder, Decoder):
+            begins = None if engine.device.type == "cpu" else min(_BEGINS, engine.plan.context)
+            new_cache = cast(NewCache, functools.partial(engine.new_cache, context=begins))
+            self._face = Face(self._parameters, use_cache, new_cache)
 
     def forward(self, model: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """transformers' output object."""

@@ -22,6 +22,7 @@ from tiermoe.engine.units import LayerKernels, NeuronExpert
 from tiermoe.errors import TiermoeError
 from tiermoe.formats.encoding import scratch
 from tiermoe.kernels.experts import ExpertKernel, FusedExperts, SlotViews, Views
+from tiermoe.kernels.gpu import read_back
 from tiermoe.kernels.router import Router as NativeRouter
 from tiermoe.kernels.router import router_of
 from tiermoe.model.routers import Router
@@ -30,7 +31,7 @@ from tiermoe.offload.loader import CPU_FALLBACK
 from tiermoe.types import FEW_TOKENS, ExpertKey, Ready, Routed
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""hidden (T, H), experts (T, K) and weights (T, K) of tokens that are computed by themselves."""
+"""hidden (T, H), experts (T, K) and weights (T, K) of tokens that are computed by themselves, on one device."""
 
 
 class MoELayer:
@@ -116,16 +117,18 @@ class MoELayer:
         context, observer = self._context, self._context.observer
         if self._expect is not None and len(parts) > 1:
             return [self(*part) for part in parts]
+        hidden = parts[0][0] if len(parts) == 1 else torch.cat([each for each, _, _ in parts])
+        context.forecasts.at(hidden, self._index)
+        parts, on_host = self._read_back(parts, hidden)
         routed_parts = self._little(parts)
-        hidden, index, weights = routed_parts[0]
+        _, index, weights = routed_parts[0]
         if self._expect is not None:
             self._expect(self._index, hidden)
         if self.native is not None and len(parts) == 1 and hidden.shape[0] <= FEW_TOKENS:
             totals = [self._few(self.native, hidden.contiguous(), index, weights)]
         else:
-            works = [_Work(*part) for part in routed_parts]
+            works = [_Work(*part, on_host) for part in routed_parts]
             if len(works) > 1:
-                hidden = torch.cat([each.hidden for each in works])
                 weights = torch.cat([each.weights for each in works])
             chosen = [row for work in works for row in work.chosen]
             for group in context.run_layer(self._routed(chosen, weights), hidden):
@@ -169,6 +172,22 @@ class MoELayer:
     def close(self) -> None:
         """Calls from now on raise TiermoeError."""
         self._context = cast(ForwardContext, _Closed())
+
+    def _read_back(self, parts: Sequence[Part], hidden: torch.Tensor) -> tuple[Sequence[Part], torch.Tensor | None]:
+        """The parts with what was chosen in main memory; and `hidden`, of all parts, there, if it is of one token some
+        of whose experts the CPU may compute. On a GPU one copy has all of it, and the forecasts that are usually asked
+        for: a layer lets the host wait once."""
+        if hidden.device.type == "cpu":
+            return parts, None
+        context = self._context
+        forecasts = context.forecasts.launch() if context.scheduler.predicting else []
+        chosen = [each for _, index, weights in parts for each in (index, weights)]
+        helped = [hidden] if self._on_cpu is not None and context.phase == "decode" and len(hidden) == 1 else []
+        found = read_back([*chosen, *helped, *forecasts])
+        if forecasts:
+            context.forecasts.take(found[-len(forecasts) :])
+        read = [(part[0], found[2 * at], found[2 * at + 1]) for at, part in enumerate(parts)]
+        return read, found[len(chosen)] if helped else None
 
     def _begin(self, native: _native.MoeBlock, router: NativeRouter | int, hidden: torch.Tensor) -> int:
         """Begins a native call for few tokens, and gives the address of its workspace. router: or the number of experts
@@ -229,7 +248,7 @@ class MoELayer:
         experts = [ready.expert for ready in group]
         work.came.update(experts)
         if group[0].slot == CPU_FALLBACK:
-            work.on_cpu += self._sent(group, work.sums)
+            work.on_cpu += self._sent(group, work)
             return
         kernel, tokens, sums = self._kernels[group[0].bits], work.hidden.shape[0], work.sums
         views = [self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot) for ready in group]
@@ -241,7 +260,7 @@ class MoELayer:
 
     def _total(self, work: _Work) -> torch.Tensor:
         for future, experts in work.on_cpu:
-            work.sums.keep(experts, future.result().to(work.hidden.device))
+            work.sums.keep(experts, future.result().to(work.hidden.device, non_blocking=True))
         return self._rescaled(work.sums.total(), work.index, work.weights, work.came)
 
     def _rescaled(
@@ -251,15 +270,17 @@ class MoELayer:
         fixed sum (CORM, on_mispredict=proceed)."""
         if not (self._context.proceed and self._renormalise):
             return total
-        there = torch.isin(index, torch.tensor(sorted(came), dtype=index.dtype, device=index.device))
+        there = torch.isin(index, torch.tensor(sorted(came), dtype=index.dtype))
         kept = weights.masked_fill(~there, 0).sum(1, keepdim=True)
-        return total * torch.where(kept > 0, weights.sum(1, keepdim=True) / kept, 1).to(total.dtype)
+        factors = torch.where(kept > 0, weights.sum(1, keepdim=True) / kept, 1)
+        return total * factors.to(total.device, total.dtype, non_blocking=True)
 
-    def _sent(self, group: list[Ready], sums: Sums) -> list[tuple[Future[torch.Tensor], list[int]]]:
+    def _sent(self, group: list[Ready], work: _Work) -> list[tuple[Future[torch.Tensor], list[int]]]:
         """Experts that the CPU computes beside this device, and their outputs to come."""
         assert self._on_cpu is not None
         experts = [ready.expert for ready in group]
-        parts = torch.split(sums.rows(experts).cpu(), sums.counts(experts))
+        rows = work.sums.rows(experts).cpu() if work.on_host is None else work.on_host.expand(len(experts), -1)
+        parts = torch.split(rows, work.sums.counts(experts))
         return [
             (self._on_cpu(ready.expert, ready.bits, x), [ready.expert]) for ready, x in zip(group, parts, strict=True)
         ]
@@ -279,11 +300,18 @@ class MoELayer:
 
 
 class _Work:
-    """Tokens that are computed by themselves, and what has come for them: hidden (T, H), index and weights (T, K),
-    `chosen`: the index, as lists. `on_cpu`: outputs to come."""
+    """Tokens that are computed by themselves, and what has come for them: hidden (T, H), on any device; index and
+    weights (T, K), in main memory. `chosen`: the index, as lists. `on_host`: hidden in main memory, if it is there
+    (T = 1). `on_cpu`: outputs to come."""
 
-    def __init__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
-        self.hidden, self.index, self.weights = hidden, index, weights
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        on_host: torch.Tensor | None = None,
+    ) -> None:
+        self.hidden, self.index, self.weights, self.on_host = hidden, index, weights, on_host
         self.chosen: list[list[int]] = index.tolist()
         self.sums: Sums = sums_of(hidden, self.chosen, index, weights)
         self.came = set[int]()

@@ -19,6 +19,7 @@ from tiermoe.formats.store import Store
 from tiermoe.kernels.linear import decoded_bytes, machine_layout, prepared_at_most, prepared_bytes
 from tiermoe.model.attention.linear import LinearSizes
 from tiermoe.model.cache import kv as kv_cache
+from tiermoe.model.families import decoder_family
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.layer import DecoderLayer
 from tiermoe.model.packing import dense_bytes
@@ -140,14 +141,14 @@ def _lends(model: PlanInputs) -> bool:
     look at all that runs at once."""
     composition = model.resolved.composition
     exact = not composition.lossy and composition.unit == "expert" and composition.store == "disk"
-    return exact and layers_of(model.blueprint, model.settings, model.device) is not None
+    return exact and model.device == "cpu" and runs_own(model.blueprint, model.settings, model.device)
 
 
 def _workload(model: PlanInputs) -> Workload:
     settings = model.settings
     return Workload(
         model.context, settings.chunk, settings.batch, model.blueprint.dtype.itemsize,
-        settings.threads or torch.get_num_threads(), settings.kv_bits, model.use,
+        settings.threads or torch.get_num_threads(), settings.kv_bits, model.use, model.device == "cpu",
     )  # fmt: skip
 
 
@@ -229,31 +230,36 @@ def _grown(blueprint: Blueprint) -> Sequence[LayerCache] | None:
     return generic.measured_cache(blueprint.skeleton, _PROBED)
 
 
+def runs_own(blueprint: Blueprint, settings: Settings, device: str) -> bool:
+    """Whether a decoder of our own computes on a device; else transformers' code does."""
+    return settings.decoder != "generic" and decoder_family(blueprint.config, device) is not None
+
+
 def layers_of(blueprint: Blueprint, settings: Settings, device: str) -> Sequence[DecoderLayer] | None:
     """Layers of our own decoder, of weights without values; None if transformers' code runs."""
-    if settings.decoder == "generic" or blueprint.family.encodes or device != "cpu":
-        return None
-    return blueprint.planned_layers
+    return blueprint.planned_layers if runs_own(blueprint, settings, device) else None
 
 
 def layers_for(
-    option: str, flag: str, lacking: str, blueprint: Blueprint, settings: Settings, device: str
+    option: str, flag: str, lacking: str, blueprint: Blueprint, settings: Settings, device: str, on_gpu: bool = False
 ) -> Sequence[DecoderLayer]:
-    """`layers_of`; ConfigError if transformers' code runs, which `option` does not apply to. lacking: why, of that
-    code's cache. flag: the command's option to leave out."""
+    """`layers_of`; ConfigError if transformers' code runs, or a GPU that `option` does not apply to either. lacking:
+    why, of the cache there. flag: the command's option to leave out. on_gpu: it applies to our decoders on a GPU."""
     layers = layers_of(blueprint, settings, device)
-    if layers is None:
+    if layers is None or (device != "cpu" and not on_gpu):
+        where, here = "" if on_gpu else " on a CPU", "by transformers' code" if layers is None else f"on {device}"
         raise ConfigError(
-            f"{option} is for tiermoe's own decoders on a CPU, and {blueprint.family.name} runs here by transformers' "
-            f"code, whose cache {lacking}; leave {flag} out"
+            f"{option} is for tiermoe's own decoders{where}, and {blueprint.family.name} runs here {here}, whose cache "
+            f"{lacking}; leave {flag} out"
         )
     return layers
 
 
 def longest_request(blueprint: Blueprint, settings: Settings, context: int, device: str) -> int | None:
-    """Bytes of keys and values of one sequence of the whole context; None if transformers' code runs."""
+    """Bytes of keys and values of one sequence of the whole context; None if sequences share no memory: if
+    transformers' code runs, or on a GPU."""
     layers = layers_of(blueprint, settings, device)
-    if layers is None:
+    if layers is None or device != "cpu":
         return None
     shapes, item = [each.sizes.shape for each in layers], blueprint.dtype.itemsize
     return kv_cache.sequence_bytes(shapes, context, context, min(settings.chunk, context), item, settings.kv_bits)
@@ -263,7 +269,7 @@ def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> li
     """Needs of dense weights that a decoder derives from others and keeps: taps of convolutions, and for the native
     kernels latent attention's matrices and parts of routers and of streams' matrices in float32."""
     layers = layers_of(blueprint, settings, device) or []
-    by_kernels = blueprint.dtype == torch.bfloat16 and native.available()
+    by_kernels = blueprint.dtype == torch.bfloat16 and native.computes_on(torch.device(device))
     latents = sum(each.sizes.expanding_bytes for each in layers if by_kernels and each.by_kernel)
     in_float32 = [tuple(each.shape) for each in blueprint.outline.tensors.values() if each.dtype == torch.float32]
     routers = [tuple(each.moe.router.weight.shape) for each in layers if each.moe is not None]
@@ -289,7 +295,7 @@ def _attention_needs(blueprint: Blueprint, layers: Sequence[DecoderLayer], load:
     sizes = [layer.sizes for layer in layers]
     kinds = [[each for each in sizes if type(each) is kind] for kind in {type(each) for each in sizes}]
     many = sum(max(each.prompt_bytes(load, blueprint.dtype) for each in alike) for alike in kinds)
-    fused = max(each.sizes.fused_bytes(load, widest) if each.by_kernel else 0 for each in layers)
+    fused = max(each.sizes.fused_bytes(load, widest) if each.by_kernel and load.on_cpu else 0 for each in layers)
     rotary_columns: dict[int, int] = {}  # by kind of rotary embedding, each of which has a table
     for each in sizes:
         rotary_columns[each.rotary] = max(rotary_columns.get(each.rotary, 0), each.rotated_columns)
@@ -318,7 +324,7 @@ def _layer_needs(
     dense = 3 * _widest_dense(blueprint) * item
     decoded = decoded_bytes(formats, settings.dense_bits_used, blueprint.dtype)
     known = tokens * prepared_at_most(_widest_dense(blueprint)) if native.available() else 0
-    prepared = max(prepared_bytes(formats, top_k, tokens, blueprint.dtype), known)
+    prepared = max(prepared_bytes(formats, top_k, tokens, blueprint.dtype), known) if load.on_cpu else 0
     found = {
         _OF_A_CHUNK: int(tokens * (2 * streams * item + max(norm, attention, experts, dense)) * _ALLOCATOR),
         "a decoded matrix": decoded if tokens > _PACKED_OPERATOR_TOKENS else 0,

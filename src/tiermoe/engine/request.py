@@ -261,10 +261,11 @@ class RequestState:
         self.contents = SlabContents(salt=self.request.salt)
 
     def choose(self, logits: Tensor, ends: frozenset[int], context: int) -> Piece:
-        """Chooses the next token of the answer, from the logits (vocabulary) of the one before.
+        """Chooses the next token of the answer, from the logits (vocabulary) of the one before, on any device.
 
         ends: tokens that end the answer. context: most tokens of prompt and answer."""
         request, grammar, budget = self.request, self.request.grammar, self.request.budget
+        logits = logits.cpu()  # once: what chooses of them reads them many times
         if grammar is not None:
             logits = grammar.restrict(logits)
         token = None if budget is None else budget.forced
@@ -307,7 +308,7 @@ class RequestState:
         first, ids = self.length, self.request.ids
         if first == 0:
             self.scores.append(TokenLogprob(ids[0], None, []))
-        for each, token in zip(logits, ids[first + 1 : first + 1 + len(logits)], strict=False):
+        for each, token in zip(logits.cpu(), ids[first + 1 : first + 1 + len(logits)], strict=False):
             self.scores.append(TokenLogprob(token, *log_probabilities(each, token, self.request.logprobs or 0)))
 
     def _crop_replayed(self, first: int) -> None:

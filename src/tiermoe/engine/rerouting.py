@@ -42,7 +42,7 @@ class CachedRouting:
         chosen = [self._moved(prior, *each, here) for each in zip(own, scores.tolist(), shares.tolist(), strict=True)]
         rows = [row for row, taken in enumerate(chosen) if taken != own[row]]
         if rows:
-            index = torch.tensor(chosen)
+            index = torch.tensor(chosen, device=hidden.device)
             weights[rows] = router.weights_of(shares[rows], index[rows]).to(weights.dtype)
         return weights, index
 
@@ -88,7 +88,7 @@ class PredictedRouting:
         for own, row in zip(index.tolist(), scores.tolist(), strict=True):
             chosen.append(as_predicted(own, sorted(predicted, key=row.__getitem__, reverse=True)))
             scheduler.loader.counts.displaced += len({*chosen[-1]}.difference(own))
-        index = torch.tensor(chosen)
+        index = torch.tensor(chosen, device=hidden.device)
         return router.weights_of(shares, index).to(weights.dtype), index
 
 

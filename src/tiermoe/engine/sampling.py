@@ -204,7 +204,7 @@ class Sampler:
             self._random.manual_seed(sampling.seed)
 
     def choose(self, logits: Tensor, before: Sequence[int] = (), answered: int = 0, ends: Collection[int] = ()) -> int:
-        """The next token, from logits (vocabulary). Greedy: the likeliest, of equal ones the first.
+        """The next token, from logits (vocabulary) in main memory. Greedy: the likeliest, of equal ones the first.
 
         before: tokens of prompt and answer so far; the last `answered` of them are the answer's. ends: tokens that end
         an answer. What is chosen depends on these, on the seed and on how many tokens were chosen before."""
@@ -216,7 +216,7 @@ class Sampler:
             if self._biased:
                 logits = self._with_bias(logits, before, answered)
             if self._greedy:
-                return int(logits.float().cpu().numpy().argmax())  # several times as fast as torch's
+                return int(logits.float().numpy().argmax())  # several times as fast as torch's
             return self._draw(logits)
 
     def _with_repetition_penalty(self, logits: Tensor, before: Sequence[int]) -> Tensor:
@@ -288,8 +288,8 @@ class Grammar:
         return stopped
 
     def restrict(self, logits: Tensor) -> Tensor:
-        """Logits (vocabulary) with minus infinity for each token that must not come next. TiermoeError if finding
-        these tokens exceeds llguidance's limits of a step."""
+        """Logits (vocabulary), in main memory, with minus infinity for each token that must not come next. TiermoeError
+        if finding these tokens exceeds llguidance's limits of a step."""
         # by hand: llguidance.torch has torch compile a kernel while the server answers. That needs a compiler, and with
         # torch held to AVX2 the kernel let other tokens pass.
         bits = numpy.frombuffer(self._matcher.compute_bitmask(), dtype=numpy.uint8)
@@ -316,7 +316,8 @@ def own_words(error: str) -> str:
 
 def log_probabilities(logits: Tensor, token: int, most: int) -> tuple[float, list[tuple[int, float]]]:
     """Log probability of `token`, and (token, log probability) of the `most` likeliest tokens, falling; at least
-    `IMPOSSIBLE`. logits (vocabulary): the model's own. In 64 bits, since those of long texts are added up."""
+    `IMPOSSIBLE`. logits (vocabulary): the model's own, in main memory. In 64 bits, since those of long texts
+    are added up."""
     with torch_threads(1):
         logs = torch.log_softmax(logits.double(), dim=-1)
         values, tokens = logs.topk(most)

@@ -178,6 +178,7 @@ class ExpertService:
             self.resolved.composition, shape, slots, self.link, self.resolved.settings.bits_used, self.resolved.tables,
             miss_costs=self.unit.miss_costs, trial=lambda: trial,
         )  # fmt: skip
+        scheduler.loader.launches = self.device != "cpu"
         if any(pool.sizes for pool in self.plan.pools):
             scheduler.loader.cache.on_shrink = self._free_slot
         return scheduler

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tiermoe import native
 from tiermoe.formats.encoding import Encoding, scratch
-from tiermoe.kernels.linear import address, matrix_form, plain, prepared_at_most
+from tiermoe.kernels.linear import MatrixForm, address, matrix_form, plain, prepared_at_most
 from tiermoe.kernels.norm import Norm
 from tiermoe.native import ROWS, _native, structs
 from tiermoe.types import FEW_TOKENS
@@ -35,9 +35,18 @@ class PackedMatrix:
     in_: int
     bias: Tensor | None = None  # bfloat16 (out)
 
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.fields.values())).device
+
+    def form(self, dtype: torch.dtype) -> MatrixForm | None:
+        """Its form for products in `dtype`; None where the kernels do not take it, or its device."""
+        on_cpu = self.device.type == "cpu"
+        return matrix_form(self.encoding, self.out, self.in_, dtype) if on_cpu else None
+
     def described(self) -> structs.Projection | None:
         """`structs.Projection`, valid as long as the tensors live; None where the kernels do not take the matrix."""
-        form = matrix_form(self.encoding, self.out, self.in_, torch.bfloat16)
+        form = self.form(torch.bfloat16)
         if form is None or (self.bias is not None and not plain(self.bias)):
             return None
         return structs.Projection(structs.Matrix.from_buffer_copy(form.pack(self.fields)), address(self.bias))
@@ -380,13 +389,13 @@ _QUERY_ROWS = 64  # queries of a block of a prompt
 
 
 def takes_prompts(dtype: torch.dtype, key_columns: int, value_columns: int) -> bool:
-    """Whether the kernel runs on this machine, for heads of so many columns."""
+    """Whether the kernel runs on this machine's CPU, for heads of so many columns."""
     fits = all(0 < columns <= LARGEST_HEAD and columns % HEAD_COLUMNS == 0 for columns in (key_columns, value_columns))
     return fits and dtype == torch.bfloat16 and native.available()
 
 
 def takes_latents(dtype: torch.dtype, head: int, value: int, latent: int, rotary: int) -> bool:
-    """Whether `FusedAttention` takes latent attention of these sizes on this machine."""
+    """Whether `FusedAttention` takes latent attention of these sizes on this machine's CPU."""
     fits = not (latent % 64 or value % 64 or rotary % HEAD_COLUMNS) and latent + rotary <= LARGEST_KEY
     return fits and takes_prompts(dtype, head, value) and _columns_suit(head, value)
 

@@ -52,18 +52,17 @@ class ExpertKernel(Protocol):
 
 def weighted_sum(outputs: Sequence[Tensor], weights: Tensor, places: Sequence[int]) -> Tensor:
     """sum of outputs[i] * weights[places[i]], in their order, rounded to the outputs' dtype after each product and each
-    sum. outputs (H), at least one; weights (K) in that dtype or float32 → (1, H)."""
+    sum. outputs (H), at least one, on any device; weights (K) in that dtype or float32, in main memory → (1, H)."""
     first = outputs[0]
     if combines(first):
         gates = weights.tolist()
         return combine(outputs, [gates[place] for place in places])
-    total: Tensor | None = None
-    for output, place in zip(outputs, places, strict=True):
-        # a slice, not a scalar: a scalar tensor would not promote the product to float32 where weights are
-        part = (output * weights[place : place + 1]).to(first.dtype)
-        total = part if total is None else total + part
-    assert total is not None
-    return total[None]
+    factors = weights[list(places), None].to(first.device, non_blocking=True)
+    products = (torch.stack(list(outputs)) * factors).to(first.dtype)
+    total = products[:1]
+    for place in range(1, len(outputs)):
+        total = total + products[place]
+    return total
 
 
 def one_by_one(

@@ -1,5 +1,5 @@
-"""GPU kernels: torch's own product for plain weights, Triton's (`triton_kernels`) for packed ones, and a token's
-experts with one launch for each matrix of all of them."""
+"""GPU kernels: torch's own product and norm for plain weights, Triton's (`triton_kernels`) for packed ones, and a
+token's experts with one launch for each matrix of all of them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,24 @@ if TYPE_CHECKING:
     from tiermoe.kernels.triton_kernels import SlotMatrix
 
 Views = Mapping[str, Mapping[str, Tensor]]
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, late: bool) -> Tensor:
+    """weight (H) times x (..., H) by the root of its mean square, by torch's fused operator. late: rounded to x's dtype
+    after the product with the weight, else before and after it."""
+    if late:
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    return weight * F.rms_norm(x, weight.shape, None, epsilon)
+
+
+def read_back(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in main memory: those of a GPU by one copy of all, the only time that the host waits. Integers below
+    2^24, and floats of at most 32 bits."""
+    if all(each.device.type == "cpu" for each in tensors):
+        return list(tensors)
+    together = torch.cat([each.reshape(-1).float() for each in tensors]).cpu()
+    parts = torch.split(together, [each.numel() for each in tensors])
+    return [part.view(each.shape).to(each.dtype) for part, each in zip(parts, tensors, strict=True)]
 
 
 class PlainLinear:

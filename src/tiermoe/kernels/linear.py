@@ -363,12 +363,13 @@ def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> Line
     return factory(encoding, dtype)
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """torch's x (M, in_) times a weight (out, in_) of its dtype → (M, out), in the dtype that the processor can
-    multiply in."""
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch's x (M, in_) times a weight (out, in_) of its dtype, with a bias (out) if there is one → (M, out), in the
+    dtype that the processor can multiply in."""
     if x.device.type != "cpu" or x.dtype != torch.bfloat16 or multiplies_bfloat16():
-        return F.linear(x, weight)
-    return F.linear(x.float(), weight.float()).to(x.dtype)
+        return F.linear(x, weight, bias)
+    result = F.linear(x.float(), weight.float()).to(x.dtype)
+    return result if bias is None else result + bias
 
 
 @lru_cache(maxsize=1)

@@ -26,6 +26,7 @@ from tiermoe.model.routers import Router
 from tiermoe.model.step import Step
 from tiermoe.model.streams import StreamLayer, in_streams, streams_of
 from tiermoe.model.weights import Scope, ShapesOnly, Weights, text_part
+from tiermoe.native import computes_on
 
 
 class NotFiniteError(Exception):
@@ -100,7 +101,7 @@ class Decoder:
         self.layers = list(layers)
         self.shapes = list(shapes)
         self._norm = norm
-        self._head = head
+        self._head, self._device = head, head.packed.device
         self._rotaries = list(rotaries)
         self._dtype = dtype
         self._embedding_scale = embedding_scale
@@ -166,8 +167,8 @@ class Decoder:
         self.__dict__.pop("batch_invariant", None)
 
     def new_cache(self, slabs: int, context: int, step: int) -> KVCache:
-        """A cache for `slabs` sequences of up to `context` tokens, of which `step` run at once."""
-        return KVCache(self.shapes, slabs, context, step, self._dtype, self._kv_bits)
+        """A cache, beside the weights, for `slabs` sequences of up to `context` tokens, of which `step` run at once."""
+        return KVCache(self.shapes, slabs, context, step, self._dtype, self._kv_bits, self._device)
 
     @torch.no_grad()
     def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:
@@ -224,7 +225,7 @@ class Decoder:
     def _logits(self, x: Tensor, batch: Batch, every: bool) -> Tensor:
         """Logits of the last layer's output (T, H), or (T, streams, H)."""
         if not every and len(batch.rows) < len(x):
-            x = x[batch.last]
+            x = x[-1:] if len(batch.rows) == 1 else x[batch.last]
         logits = self._head(self._norm(x))
         if self._softcap is not None:
             return torch.tanh(logits / self._softcap) * self._softcap
@@ -259,16 +260,18 @@ def decoder_for(config: Any, weights: Weights, dtype: torch.dtype, kv_bits: int 
         return None
     w = Scope(text_part(weights), config, dtype, family.norms)
     rotaries, layers = family.rotaries(config, dtype), list[DecoderLayer]()
+    head = w.linear("lm_head", config.vocab_size, w.hidden)
+    fuses = computes_on(head.packed.device)
     for index in range(config.num_hidden_layers):
         layer = family.layer(w.at(f"model.layers.{index}"), config, index)
         columns = rotaries[layer.sizes.rotary].columns
-        layers.append(layer.with_kernel(columns) if isinstance(layer, Layer | StreamLayer) else layer)
+        layers.append(layer.with_kernel(columns) if fuses and isinstance(layer, Layer | StreamLayer) else layer)
     shapes = [layer.sizes.shape for layer in layers]
     last = layers.pop() if reads_mtp_head(config) else None
     table = w.embedding(family.embedding)
     if family.in_streams:
         table = in_streams(table, streams_of(config))
-    head, softcap = w.linear("lm_head", config.vocab_size, w.hidden), getattr(config, "final_logit_softcapping", None)
+    softcap = getattr(config, "final_logit_softcapping", None)
     mtp = None
     if last is not None:
         mtp = mtp_head(w.at(f"model.layers.{len(layers)}"), len(layers), cast(Layer, last), table, head, rotaries)

@@ -12,13 +12,12 @@ from torch import Tensor
 from tiermoe.formats.plain import Plain
 from tiermoe.kernels import norm as native_norm
 from tiermoe.kernels.attention import PackedMatrix
+from tiermoe.kernels.gpu import rms_norm
 from tiermoe.kernels.linear import (
     LinearKernel,
     NativeFirst,
     decoded_form,
     linear,
-    matrix_form,
-    multiplies_bfloat16,
     product,
 )
 from tiermoe.kernels.norm import Norm as NativeNorm
@@ -38,7 +37,7 @@ class RootMeanSquare:
 
     late: rounded to x's dtype after the product with the weight and not before. centred: the weight is 1 + `weight`,
     and rounding is late (Qwen3-Next). by_kernel: computed by the native kernel where it takes the weight; a prompt of
-    gpt-oss keeps the bits of torch's operations."""
+    gpt-oss keeps the bits of torch's operations. On a GPU one operator of torch computes it, if the weight is (H)."""
 
     def __init__(
         self, weight: Tensor, epsilon: float, late: bool = False, centred: bool = False, by_kernel: bool = True
@@ -46,6 +45,7 @@ class RootMeanSquare:
         self.weight, self.epsilon, self.late, self.centred = weight, epsilon, late, centred
         self._kind: native_norm.Kind = "rms_centred" if centred else "rms_at_once" if late else "rms"
         self._by_kernel = by_kernel and native_norm.takes(weight)
+        self._fused = weight.device.type == "cuda" and weight.ndim == 1 and not centred
 
     @property
     def native(self) -> NativeNorm:
@@ -54,6 +54,8 @@ class RootMeanSquare:
     def __call__(self, x: Tensor) -> Tensor:
         if self._by_kernel and x.dtype == torch.bfloat16 and x.is_contiguous():
             return native_norm.norm(x, self.weight, self.epsilon, self._kind)
+        if self._fused:
+            return rms_norm(x, self.weight, self.epsilon, self.late)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         if self.centred:
@@ -103,7 +105,7 @@ class PackedLinear(torch.nn.Module):
         self.bias = packed.bias
         self.weight = torch.empty((packed.out, packed.in_), dtype=dtype, device="meta")
         self.packed = packed
-        form = matrix_form(packed.encoding, packed.out, packed.in_, dtype)
+        form = packed.form(dtype)
         if form is None and isinstance(kernel, NativeFirst):
             form = decoded_form(packed.out, packed.in_, dtype)
         self.batch_invariant = form is not None
@@ -127,8 +129,7 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         out, in_ = weight.shape
         self.packed = PackedMatrix(Plain(), {"weight": weight}, out, in_, bias)
-        fits = weight.is_contiguous() and weight.device.type == "cpu"
-        self._form = matrix_form(Plain(), out, in_, weight.dtype) if fits else None
+        self._form = self.packed.form(weight.dtype) if weight.is_contiguous() else None
 
     @property
     def batch_invariant(self) -> bool:
@@ -137,10 +138,7 @@ class PlainLinear:
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self.packed.fields["weight"], self.packed.bias
         x = x.to(weight.dtype)
-        if self._form is not None:
-            result = linear(x, self._form, self.packed.fields)
-        elif multiplies_bfloat16():
-            return F.linear(x, weight, bias)
-        else:
-            result = product(x, weight)
+        if self._form is None:
+            return product(x, weight, bias)
+        result = linear(x, self._form, self.packed.fields)
         return result if bias is None else result + bias

@@ -37,11 +37,12 @@ class Rotary:
 
     def at(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """positions: int64 (T) below `end`, the length of the longest sequence with this step → cos and sin
-        (T, columns)."""
+        (T, columns) on their device. Angles are computed on the CPU."""
         cos, sin = self._table
         if len(cos) < end:  # what is there stays: a long prompt comes in many chunks
-            more = self._block(len(cos), end)
-            cos, sin = self._table = torch.cat((cos, more[0])), torch.cat((sin, more[1]))
+            pairs = zip(self._table, self._block(len(cos), end), strict=True)
+            cos, sin = (torch.cat([each.to(positions.device) for each in pair]) for pair in pairs)
+            self._table = cos, sin
         return cos[positions], sin[positions]
 
     def _block(self, begin: int, end: int) -> tuple[Tensor, Tensor]:

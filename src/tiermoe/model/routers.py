@@ -185,7 +185,7 @@ class Router:
         weights = scores.gather(1, experts)
         if rule.normalise:
             total = weights.sum(dim=-1, keepdim=True)
-            weights = weights / (total + rule.epsilon)
+            weights = weights / (total + rule.epsilon if rule.epsilon else total)
         return weights, experts
 
     def _shares(self, logits: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from tiermoe.kernels.attention import Step as NativeStep
 from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.cache.recurrent import StateRows
 from tiermoe.model.rotary import Rotary
-from tiermoe.native import available
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +27,12 @@ class Step:
     """A batch's tensors, for T tokens and a cache.
 
     spans: the tokens of each row. apart: `spans`, with one for each token that is verified: what torch computes of
-    it is what it is alone. tokens, positions, slabs: int64 (T). longest: tokens of the longest sequence, with the
-    step's. rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the model's dtype;
-    cos, sin: the first ones. temperatures: of each rotary embedding the factors of queries, float32 (T), or None.
-    states: of each row the places of its recurrent states; None in a cache without them, or for a layer without
-    (with_states). chosen: positions that an indexer chose (`choose`). native: of each rotary embedding the step for
-    the attention kernel; empty if no kernel runs, or groups of heads attend to positions of their own."""
+    it is what it is alone. tokens, positions, slabs: int64 (T), on the cache's device. longest: tokens of the longest
+    sequence, with the step's. rotaries: the rotary embeddings. angles: of each of them cos and sin, (T, columns) in the
+    model's dtype; cos, sin: the first ones. temperatures: of each rotary embedding the factors of queries, float32 (T),
+    or None. states: of each row the places of its recurrent states; None in a cache without them, or for a layer
+    without (with_states). chosen: positions that an indexer chose (`choose`). native: of each rotary embedding the step
+    for the attention kernel; empty if no kernel runs, or groups of heads attend to positions of their own."""
 
     def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary, with_states: bool = True) -> None:
         self.cache = cache
@@ -48,9 +47,8 @@ class Step:
                 for span in self.spans
                 for at, row in enumerate(span.row.one_by_one(), span.begin)
             ]
-        self.tokens = torch.tensor(batch.tokens)
-        self.positions = torch.tensor(batch.positions)
-        self.slabs = torch.tensor(batch.slabs)
+        listed = torch.tensor([batch.tokens, batch.positions, batch.slabs])
+        self.tokens, self.positions, self.slabs = listed.to(cache.device, non_blocking=True)  # one copy for a GPU
         self.longest = max(row.end for row in batch.rows)
         self.rotaries = rotaries
         self.angles = [rotary.at(self.positions, self.longest) for rotary in rotaries]
@@ -60,7 +58,7 @@ class Step:
         ]
         self.chosen: Tensor | None = None
         self.native: list[NativeStep] = []
-        if available() and cache.dtype == torch.bfloat16:
+        if cache.by_kernels:
             self.native = [
                 NativeStep(self.slabs, self.positions, cos, sin, None, None, factors)
                 for (cos, sin), factors in zip(self.angles, self.temperatures, strict=True)

@@ -88,6 +88,11 @@ def available() -> bool:
     return True
 
 
+def computes_on(device: torch.device) -> bool:
+    """Whether our own kernels compute with tensors on a device: a CPU alone. ConfigError as `available`."""
+    return device.type == "cpu" and available()
+
+
 def instruction_set() -> str | None:
     """The instruction set whose kernels compute; None where torch's operators do. ConfigError as `available`."""
     return _native.used() if available() else None

@@ -24,14 +24,17 @@ class ExpertLoader:
     """Loads between a cache and a link. high_bits: the precision below which a load counts as low.
 
     `counts`: what became of the experts that tokens asked for. `waited_s`: seconds, by the link's clock, in which
-    layers waited for loads. `uncommitted`: prefetches that may not have begun, in their order; while there are any,
-    `recall` alone knows who has left. `unused_prefetches`: those that have begun, until a layer asks for them."""
+    layers waited for loads. `launches`: experts that are yielded run on after they are taken (a GPU's), so that what to
+    read ahead is decided meanwhile. `uncommitted`: prefetches that may not have begun, in their order; while there are
+    any, `recall` alone knows who has left. `unused_prefetches`: those that have begun, until a layer asks for
+    them."""
 
     def __init__(self, cache: ExpertCache, link: Link, high_bits: int = 16) -> None:
         self.cache = cache
         self.link = link
         self.counts = ExpertCounts()
         self.waited_s = 0.0
+        self.launches = False
         self._high_bits = high_bits
         self.unused_prefetches: set[ExpertKey] = set()
         self.uncommitted: dict[ExpertKey, None] = {}
@@ -112,7 +115,8 @@ class ExpertLoader:
         its slot until the next group is asked for. All that is here is one group; while misses wait for slots each
         expert is one, so that its slot is free for a load as soon as it is computed.
 
-        prefetch: called once, as soon as this layer needs nothing more from the link. together: computing starts when
+        prefetch: called once, as soon as this layer needs nothing more from the link, and where `launches` with all of
+        its experts launched. together: computing starts when
         all loads are there, as far as the slots allow (HOBBIT). cpu_fallback: of so many experts that tokens need and
         that are neither resident nor in flight, how many are not loaded: those of the fewest tokens. They are yielded
         with the slot CPU_FALLBACK in the precision demanded, before all else, so that their computing begins before
@@ -243,7 +247,8 @@ class ExpertLoader:
         while together and fetch.awaited:
             self._receive(fetch)
         while here or fetch.awaited or fetch.missing:
-            if prefetch is not None and not fetch.missing and not fetch.awaited:
+            nothing_to_come = not fetch.missing and not fetch.awaited
+            if prefetch is not None and nothing_to_come and not self.launches:
                 prefetch()
                 prefetch = None
             if here:
@@ -254,6 +259,9 @@ class ExpertLoader:
                 for key in keys:
                     group.append(Ready(key.expert, cache.resident[key], key.bits))
                 yield group
+                if prefetch is not None and nothing_to_come:
+                    prefetch()  # while they are pinned, as before they are computed
+                    prefetch = None
                 cache.release(keys, fetch.demands)  # policies learn of it while loads are under way
             else:
                 self._receive(fetch)

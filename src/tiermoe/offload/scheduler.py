@@ -102,6 +102,11 @@ class Scheduler:
         self._any_copy_serves = len(self.precision.loaded) == 1
 
     @property
+    def predicting(self) -> bool:
+        """Whether the running pass asks the predictor, to prefetch or to watch it."""
+        return self._prefetches or self._watches
+
+    @property
     def prefetching(self) -> str:
         """What the trial has decided, with its figures; empty if there is none or it has not ended."""
         return str(self.trial or "")
@@ -171,9 +176,8 @@ class Scheduler:
         self._prefetches = self.predicts and not drafts and (self.trial is None or self._began is None or self.trial.on)
         self._watches = self.trial is not None and self._began is not None and self.trial.watching
         self._named.clear()
-        predicts = self._prefetches or self._watches
-        self.computes_hits_at_once = self._any_copy_serves and not (predicts or self.whole_layer)
-        if predicts:
+        self.computes_hits_at_once = self._any_copy_serves and not (self.predicting or self.whole_layer)
+        if self.predicting:
             self._prefetch(first - 1, forecasts)
 
     def discard_pass(self) -> None:
@@ -249,7 +253,7 @@ class Scheduler:
         groups = self.loader.run_layer(
             layer,
             demands,
-            functools.partial(self._prefetch, layer, forecasts) if self._prefetches or self._watches else None,
+            functools.partial(self._prefetch, layer, forecasts) if self.predicting else None,
             self.together,
             self.cpu_fallback if decoding else None,
             functools.partial(self._end_timing, layer) if self._began is not None else None,

@@ -56,8 +56,8 @@ def with_room(blueprint: Blueprint, asked: Settings, use: Use, note: Callable[[s
     """Settings and use that a server runs with, where no batch is named.
 
     16 requests run at once and share the KV memory of as many of the longest as experts can do without; one runs where
-    memory is too little for more. Where transformers' code keeps keys and values, which are not shared, as many of the
-    longest run at once. note: called with a line if they are fewer than 16."""
+    memory is too little for more. Where keys and values are not shared, by transformers' code and on a GPU, as many of
+    the longest run at once. note: called with a line if they are fewer than 16."""
     used = resolve_for(blueprint, asked).settings
     context = context_of(blueprint, used)
     longest = longest_request(blueprint, used, context, resolve_device(used.device))

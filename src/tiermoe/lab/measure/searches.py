@@ -152,7 +152,7 @@ def _written(engine: Engine, prompt: list[int], most: int, seed: int, ends: set[
         feed = Feed(engine, torch.tensor(prompt), len(prompt), most)
         logits = feed.prompt()
         while len(answer.tokens) < most:
-            token = sampler.choose(logits)
+            token = sampler.choose(logits.cpu())
             if token in ends:
                 break
             answer.tokens.append(token)

@@ -152,17 +152,19 @@ def attend(
     triangle = chosen is None and query.shape[0] == keys.shape[1] and (window is None or window >= keys.shape[1])
     if sinks is not None:
         return attend_with_sinks(query, keys, values, scale, mask, sinks)
+    mask, group = None if triangle else mask, query.shape[1] // len(keys)
     if keys.shape[-1] != values.shape[-1]:
-        return _by_heads(query, keys, values, scale, None if triangle else mask, triangle)
-    grouped = query.shape[1] != keys.shape[0]
+        return _by_heads(query, keys, values, scale, mask, triangle)
+    if mask is not None and group > 1 and query.device.type != "cpu":  # else torch holds the scores on a GPU
+        keys, values, group = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0), 1
     attended = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys[None],
         values[None],
-        attn_mask=None if triangle else mask,
+        attn_mask=mask,
         is_causal=triangle and len(query) > 1,
         scale=scale,
-        enable_gqa=grouped,
+        enable_gqa=group > 1,
     )
     return attended[0].transpose(0, 1)
 
@@ -175,7 +177,7 @@ def _by_heads(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: T
     result = query.new_empty((tokens, heads, values.shape[-1]))
     for begin in range(0, heads, heads_at_once):
         some = slice(begin, begin + heads_at_once)
-        own = some if group == 1 else torch.arange(heads)[some] // group
+        own = some if group == 1 else torch.arange(heads, device=keys.device)[some] // group
         attended = F.scaled_dot_product_attention(
             query[:, some].transpose(0, 1)[None],
             keys[own][None],

@@ -76,13 +76,13 @@ class GroupedSizes(AttentionSizes):
 
     def prompt_bytes(self, load: Workload, dtype: torch.dtype) -> int:
         """The kernel's workspace. Without the kernel masks, scores if there are sinks, and copies: of a window in
-        order, of keys and values of codes. Of sequences that are longer than an indexer chooses, what choosing and
-        attending sparsely takes too."""
+        order, of keys and values of codes, on a GPU of those that heads share. Of sequences that are longer than an
+        indexer chooses, what choosing and attending sparsely takes too."""
         if self.indexer is not None and load.context > self.indexer.most:
             kept = self.kv_heads * self.columns * (2 * load.itemsize + _FLOAT_BYTES * (load.kv_bits == 8))
             chosen = self.indexer.most * (2 * kept + self.heads * 3 * _FLOAT_BYTES)
             return self.indexer.nbytes(load) + chosen + replace(self, indexer=None).prompt_bytes(load, dtype)
-        if takes_prompts(dtype, self.columns, self.value_columns):
+        if load.on_cpu and takes_prompts(dtype, self.columns, self.value_columns):
             return prompt_workspace(load.threads, self.columns, self.value_columns)
         tokens = min(load.chunk, load.context)
         masks = tokens * load.context * (3 + load.itemsize)
@@ -91,7 +91,8 @@ class GroupedSizes(AttentionSizes):
         unrolled = 2 * room * self.shape.row_bytes(load.itemsize) if room < load.context else 0
         floats = {8: 1, 4: 3}.get(load.kv_bits)  # 4 bits: with the halves of a Hadamard transform
         decoded = room * self.shape.row_bytes(load.itemsize + floats * _FLOAT_BYTES) if floats else 0
-        return masks + scores + unrolled + decoded
+        repeated = 0 if load.on_cpu else room * self.heads * (self.columns + self.value_columns) * load.itemsize
+        return masks + scores + unrolled + decoded + repeated
 
     def fused_bytes(self, load: Workload, hidden: int) -> int:
         queries, values = self.heads * self.columns, self.heads * self.value_columns
@@ -219,19 +220,20 @@ class GroupedAttention(Attention):
         value = value if self.value_norm is None else self.value_norm(value)
         key = self._heads(keys, sizes.kv_heads, self.key_norm, step)
         query = tempered(query, step.temperatures[sizes.rotary])
-        attended = query.new_empty((len(query), sizes.heads, sizes.value_columns))
-        by_kernel = takes_prompts(query.dtype, sizes.columns, sizes.value_columns)
-        for span in step.spans if by_kernel else step.apart:
+        parts = list[Tensor]()
+        for span in step.spans if self._by_kernel(layer, step.cache) else step.apart:
             tokens = slice(span.begin, span.end)
             step.cache.write(layer, span.row, key[tokens], value[tokens])
-            whole = span.end
+            row, whole = span.row, span.end
             if step.chosen is not None and sizes.indexer is not None:  # the first tokens attend to all
-                whole = min(max(span.begin + sizes.indexer.most - span.row.first, span.begin), span.end)
-                some = slice(whole, span.end)
-                attended[some] = self._sparsely(query[some], layer, span.row.slab, step.cache, step.chosen[some])
+                whole = min(max(span.begin + sizes.indexer.most - row.first, span.begin), span.end)
+                row = replace(row, tokens=row.tokens[: whole - span.begin])
             if whole > span.begin:
-                row = replace(span.row, tokens=span.row.tokens[: whole - span.begin])
-                attended[span.begin : whole] = self._attended(query[span.begin : whole], layer, row, step.cache)
+                parts.append(self._attended(query[span.begin : whole], layer, row, step.cache))
+            if step.chosen is not None and whole < span.end:
+                some = slice(whole, span.end)
+                parts.append(self._sparsely(query[some], layer, row.slab, step.cache, step.chosen[some]))
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         attended = attended.flatten(1) if self.value_scale == 1 else attended.flatten(1) * self.value_scale
         return self.output(attended if gates is None else attended * torch.sigmoid(gates))
 
@@ -282,10 +284,14 @@ class GroupedAttention(Attention):
         query, gates = projected.view(-1, self.sizes.heads, 2 * self.sizes.columns).chunk(2, dim=-1)
         return query.flatten(1), gates.flatten(1)
 
+    def _by_kernel(self, layer: int, cache: KVCache) -> bool:
+        """Whether the native kernel attends over a layer of this cache."""
+        return layer in cache.native and takes_prompts(cache.dtype, self.sizes.columns, self.sizes.value_columns)
+
     def _attended(self, query: Tensor, layer: int, row: Row, cache: KVCache) -> Tensor:
         """A row's queries over its sequence's cache, by the native kernel if there is one."""
         sizes = self.sizes
-        if takes_prompts(query.dtype, sizes.columns, sizes.value_columns):
+        if self._by_kernel(layer, cache):
             return prompt_attention(
                 query, cache.native[layer], row.slab, row.first, self.scale, sizes.window, self.sinks,
                 chunked=sizes.chunked,

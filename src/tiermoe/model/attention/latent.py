@@ -63,7 +63,8 @@ class LatentSizes(AttentionSizes):
         """What an indexer takes; without the kernel keys and values of all heads, masks, and a few heads' scores."""
         long = self.indexer is not None and load.context > self.indexer.most
         chosen = self.indexer.nbytes(load) if long and self.indexer is not None else 0
-        if takes_latents(dtype, self.plain_columns, self.value_columns, self.latent_columns, self.rotary_columns):
+        columns = self.plain_columns, self.value_columns, self.latent_columns, self.rotary_columns
+        if load.on_cpu and takes_latents(dtype, *columns):
             return chosen
         tokens, positions = min(load.chunk, load.context), load.context
         keys = self.plain_columns + self.rotary_columns
@@ -175,12 +176,14 @@ class LatentAttention(Attention):
         query = torch.cat((plain, self.apply_rope(rotary_query, step.cos, step.sin)), dim=-1)
         query = tempered(query, step.temperatures[0])
         kept, new = step.cache.keys[layer], torch.cat((latent, rotary_key), dim=-1)
-        attended = x.new_empty((x.shape[0], sizes.heads, sizes.value_columns))
+        parts = list[Tensor]()
         for span in step.apart:
             tokens = slice(span.begin, span.end)
             write_rows(kept, span.row, new[tokens])
             rows = read_rows(kept, span.row, None)[0]
-            attended[tokens] = self._attended(query[tokens], rows, None if step.chosen is None else step.chosen[tokens])
+            chosen = None if step.chosen is None else step.chosen[tokens]
+            parts.append(self._attended(query[tokens], rows, chosen))
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.gate is not None:
             attended = attended * torch.sigmoid(self.gate(x).float()).to(x.dtype).view(len(x), sizes.heads, -1)
         return self.output(attended.flatten(1))
@@ -238,7 +241,7 @@ class LatentAttention(Attention):
         self._expand(kept, keys, values)
         mask = None
         if chosen is not None and len(kept) > chosen.shape[1]:
-            mask = torch.zeros((len(query), len(kept) + 1), dtype=torch.bool)  # a column for those that are none
+            mask = query.new_zeros((len(query), len(kept) + 1), dtype=torch.bool)  # a column for those that are none
             mask = mask.scatter_(1, chosen.long() % mask.shape[1], True)[:, :-1]
         return attend(query, keys, values, self.scale, None, self.sinks, mask)
 

@@ -17,18 +17,20 @@ from tiermoe.errors import ModelError, PromptError
 from tiermoe.kernels.attention import Slabs
 from tiermoe.model.cache.memory import (
     CODED,
+    CPU,
     SCALE_BYTES,
     decode_kv,
     empty_pages,
     encode_kv,
     page_bytes,
+    places,
     read_rows,
     release_pages,
     shared_page_bytes,
     write_rows,
 )
 from tiermoe.model.cache.recurrent import RecurrentStates, StateShape
-from tiermoe.native import available
+from tiermoe.native import computes_on
 from tiermoe.types import Need, Phase, Workload
 
 
@@ -121,8 +123,8 @@ class Unread:
 
 
 class KVCache:
-    """Slabs of `context` positions in every layer. Memory is taken as positions are written, not before, and given back
-    when a slab is closed.
+    """Slabs of `context` positions in every layer, on a device. On a CPU memory is taken as positions are written, not
+    before, and given back when a slab is closed; on a GPU it is taken at once.
 
     keys[layer] (slabs, heads, room, key columns), values[layer] (slabs, heads, room, value columns): position p lies at
     p % room; a layer whose room is smaller than the context is a ring that keeps a window alone; with a stride a row
@@ -131,7 +133,7 @@ class KVCache:
     key_scales[layer], value_scales[layer] (slabs, heads, room, 1): scales of the codes; empty lists at 16 bits.
     index_keys[layer] (slabs, 1, room, index columns): keys of indexers; an empty list if no layer has an indexer.
     recurrent: states of the layers that have no keys and values; None if there is no such layer.
-    native: layer → its slabs for the attention kernels, which take bfloat16 alone.
+    by_kernels: whether the attention kernels take it: in bfloat16, on a CPU. native: layer → its slabs for them.
     step: the most tokens of a sequence in one step. unread: slab → what an MTP head is to read yet."""
 
     def __init__(
@@ -142,6 +144,7 @@ class KVCache:
         step: int,
         dtype: torch.dtype,
         bits: int = 16,
+        device: torch.device = CPU,
     ) -> None:
         self.slabs, self.context, self.step, self.bits = slabs, context, step, bits
         ends = accumulate((len(shape.beside) for shape in shapes), initial=len(shapes))
@@ -156,20 +159,21 @@ class KVCache:
         self._lengths = [0] * slabs
         self._furthest = [0] * slabs  # how far positions were ever written: what lies in a ring
         self._free = list(reversed(range(slabs)))
-        self.dtype = dtype
+        self.dtype, self.device = dtype, device
+        self.by_kernels = dtype == torch.bfloat16 and computes_on(device)
         states = {layer: shape.state for layer, shape in enumerate(shapes) if shape.state is not None}
-        self.recurrent = RecurrentStates(states, slabs, dtype) if states else None
+        self.recurrent = RecurrentStates(states, slabs, dtype, device) if states else None
         indexed = any(shape.index_columns for shape in shapes)
         for shape in self.shapes:
             rows = slabs, shape.heads, shape.room(context, step)
             stored, in_one = CODED.get(bits, dtype), 2 if bits == 4 else 1
-            self.keys.append(empty_pages((*rows, shape.key_columns // in_one), stored))
-            self.values.append(empty_pages((*rows, shape.value_columns // in_one), stored))
+            self.keys.append(empty_pages((*rows, shape.key_columns // in_one), stored, device))
+            self.values.append(empty_pages((*rows, shape.value_columns // in_one), stored, device))
             if bits in CODED:
-                self.key_scales.append(empty_pages((*rows, 1), torch.bfloat16))
-                self.value_scales.append(empty_pages((*rows, 1), torch.bfloat16))
+                self.key_scales.append(empty_pages((*rows, 1), torch.bfloat16, device))
+                self.value_scales.append(empty_pages((*rows, 1), torch.bfloat16, device))
             if indexed:
-                self.index_keys.append(empty_pages((slabs, 1, rows[2], shape.index_columns), dtype))
+                self.index_keys.append(empty_pages((slabs, 1, rows[2], shape.index_columns), dtype, device))
         self.native = self._native_slabs()
 
     @property
@@ -212,7 +216,7 @@ class KVCache:
                 room = shape.room(self.context, self.step)
                 if room <= tensor.shape[2]:
                     continue
-                grown = empty_pages((*tensor.shape[:2], room, tensor.shape[3]), tensor.dtype)
+                grown = empty_pages((*tensor.shape[:2], room, tensor.shape[3]), tensor.dtype, self.device)
                 grown[:, :, : tensor.shape[2]] = tensor
                 tensors[layer] = grown
         self.native = self._native_slabs()
@@ -269,11 +273,11 @@ class KVCache:
     def read_chosen(self, layer: int, slab: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (T, heads, n, columns) of positions (T, heads, n), or (T, 1, n) for all heads, of a sequence,
         in the cache's dtype, of a layer without a window."""
-        heads, places = torch.arange(self.shapes[layer].heads)[:, None], positions.long()
-        keys, values = (each[layer][slab][heads, places] for each in (self.keys, self.values))
+        heads, rows = torch.arange(self.shapes[layer].heads, device=self.device)[:, None], positions.long()
+        keys, values = (each[layer][slab][heads, rows] for each in (self.keys, self.values))
         if self.bits == 16:
             return keys, values
-        key_scales, value_scales = (each[layer][slab][heads, places] for each in (self.key_scales, self.value_scales))
+        key_scales, value_scales = (each[layer][slab][heads, rows] for each in (self.key_scales, self.value_scales))
         return decode_kv(keys, key_scales, self.dtype), decode_kv(values, value_scales, self.dtype)
 
     def can_crop(self, slab: int, length: int, ahead: int = 0) -> bool:
@@ -301,14 +305,14 @@ class KVCache:
             self._check_crop(slab, length)
         other = self.open()
         for tensor, shape in self._each_tensor():
-            places: slice | Tensor
             if length is None:
-                places = slice(min(self._furthest[slab] // shape.stride, tensor.shape[2]))
+                rows = [slice(min(self._furthest[slab] // shape.stride, tensor.shape[2]))]
             elif shape.window is None:
-                places = slice(length // shape.stride)
+                rows = [slice(length // shape.stride)]
             else:
-                places = torch.arange(max(0, length - shape.window), length) % tensor.shape[2]
-            tensor[other][:, places] = tensor[slab][:, places]
+                rows = places(max(0, length - shape.window), length, tensor.shape[2])
+            for each in rows:
+                tensor[other, :, each] = tensor[slab, :, each]
         if self.recurrent is not None:
             self.recurrent.copy(slab, other)
             if length is not None:
@@ -321,14 +325,14 @@ class KVCache:
 
     def select(self, chosen: Sequence[int]) -> None:
         """The sequence of slab i becomes that of slab chosen[i] (beam search)."""
-        index = torch.tensor(chosen)
+        count = len(chosen)
         for tensors in self._kept.values():
             for tensor in tensors:
-                tensor[: len(index)] = tensor[index]
+                tensor[:count] = tensor[list(chosen)]
         if self.recurrent is not None:
             self.recurrent.select(chosen)
-        self._lengths[: len(index)] = [self._lengths[slab] for slab in chosen]
-        self._furthest[: len(index)] = [self._furthest[slab] for slab in chosen]
+        self._lengths[:count] = [self._lengths[slab] for slab in chosen]
+        self._furthest[:count] = [self._furthest[slab] for slab in chosen]
 
     @property
     def has_ends(self) -> bool:
@@ -419,7 +423,7 @@ class KVCache:
         """`native` of the tensors as they are."""
         found = {}
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            if keys.shape[1] and self.dtype == torch.bfloat16 and available():
+            if keys.shape[1] and self.by_kernels:
                 scales = (self.key_scales[layer], self.value_scales[layer]) if self.bits in CODED else None
                 ring = keys.shape[2] < self.context
                 found[layer] = Slabs(keys, values if values.shape[3] else None, ring, scales)
@@ -446,10 +450,7 @@ class KVCache:
 
 def _memory(tensor: Tensor, slab: int, first: int, end: int) -> Iterator[memoryview]:
     """The bytes of rows of a slab, head by head, in a tensor (slabs, heads, room, columns) without empty ones."""
-    if first >= end or not tensor.shape[3]:
+    if not tensor.shape[3]:
         return
-    room = tensor.shape[2]
-    begin, stop = first % room, (end - 1) % room + 1
-    parts = [slice(begin, stop)] if begin < stop else [slice(begin, room), slice(stop)]
     for head in tensor.view(torch.uint8).numpy()[slab]:
-        yield from (head[part].data.cast("B") for part in parts)
+        yield from (head[each].data.cast("B") for each in places(first, end, tensor.shape[2]))

@@ -16,6 +16,7 @@ from tiermoe.batch import Row
 from tiermoe.platform.process_memory import anonymous_memory, free_pages
 
 PAGE = mmap.PAGESIZE
+CPU = torch.device("cpu")
 SCALE_BYTES = 2
 """Of the scale of a row of codes, bfloat16."""
 CODED = {8: torch.int8, 4: torch.uint8}
@@ -29,18 +30,20 @@ _CODES_OF_4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 
 # pages
 
 
-def empty_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor whose pages are taken when they are first written."""
+def empty_pages(shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """A tensor whose pages are taken when they are first written; on a GPU all of it is taken at once."""
     nbytes = math.prod(shape) * dtype.itemsize
-    if not nbytes:
-        return torch.empty(tuple(shape), dtype=dtype)
+    if not nbytes or device.type != "cpu":
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
     return torch.frombuffer(anonymous_memory(nbytes, huge=False), dtype=dtype).view(tuple(shape))
 
 
 def release_pages(tensor: Tensor, slab: int) -> None:
-    """Gives the pages of a slab of an `empty_pages` tensor (slabs, …) back: its values are lost."""
-    rows = tensor[slab]
-    free_pages(rows.data_ptr(), rows.nbytes)
+    """Gives the pages of a slab of an `empty_pages` tensor (slabs, …) back: its values are lost. A GPU keeps its
+    memory."""
+    if tensor.device.type == "cpu":
+        rows = tensor[slab]
+        free_pages(rows.data_ptr(), rows.nbytes)
 
 
 def page_bytes(rows: int, room: int, row_bytes: int, heads: int) -> int:
@@ -75,7 +78,7 @@ def encode_kv(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     wide = _hadamard(rows.float())
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
     scales = (torch.where(high > -low, high, low) / -_LARGEST_CODE).bfloat16()
-    numbers = torch.tensor(_CODES_OF_4)
+    numbers = torch.tensor(_CODES_OF_4, device=rows.device)
     indices = torch.bucketize(torch.where(scales != 0, wide / scales.float(), 0), (numbers[1:] + numbers[:-1]) / 2)
     low, high = indices.to(torch.uint8).view(*rows.shape[:-1], -1, 2, COLUMNS_OF_4 // 2).unbind(-2)
     return (low | high << 4).flatten(-2), scales
@@ -88,7 +91,7 @@ def decode_kv(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     halves = codes.view(*codes.shape[:-1], -1, 1, COLUMNS_OF_4 // 2)
     indices = torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
     columns = indices.shape[-1]
-    numbers = torch.tensor(_CODES_OF_4, dtype=torch.float32)[indices.int()]
+    numbers = torch.tensor(_CODES_OF_4, dtype=torch.float32, device=codes.device)[indices.int()]
     return (_hadamard(numbers * scales.float()) / _hadamard_length(columns)).to(dtype)
 
 
@@ -111,24 +114,30 @@ def _hadamard(rows: Tensor) -> Tensor:
 # rows of a slab: position p lies at p % room
 
 
+def places(first: int, end: int, room: int) -> list[slice]:
+    """Rows of the positions `first` .. `end`, at most `room`, in their order: one piece, or two around the end of a
+    ring."""
+    if first >= end:
+        return []
+    begin, stop = first % room, (end - 1) % room + 1
+    return [slice(begin, stop)] if begin < stop else [slice(begin, room), slice(0, stop)]
+
+
 def write_rows(kept: Tensor, row: Row, new: Tensor) -> None:
     """Writes the keys or values (T, heads, columns) of a batch's row into kept (slabs, heads, room, columns).
     ValueError for more tokens than a ring has room for."""
     room = kept.shape[2]
-    slab, new = kept[row.slab], new.transpose(0, 1)
-    if row.end <= room:
-        slab[:, row.first : row.end] = new
-        return
     if len(row.tokens) > room:
         raise ValueError(f"{len(row.tokens)} tokens in a window with room for {room}")
-    slab[:, torch.arange(row.first, row.end) % room] = new
+    slab, new, done = kept[row.slab], new.transpose(0, 1), 0
+    for place in places(row.first, row.end, room):
+        end = done + place.stop - place.start
+        slab[:, place], done = new[:, done:end], end
 
 
 def read_rows(kept: Tensor, row: Row, window: int | None) -> Tensor:
     """The keys or values that the tokens of a batch's row may attend to: (heads, n, columns) by ascending position, the
     row's last position at the end."""
-    room = kept.shape[2]
     begin = 0 if window is None else max(0, row.first - window + 1)
-    if row.end <= room:
-        return kept[row.slab, :, begin : row.end]
-    return kept[row.slab][:, torch.arange(begin, row.end) % room]
+    parts = [kept[row.slab, :, place] for place in places(begin, row.end, kept.shape[2])]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tiermoe.batch import Kind, Row
 from tiermoe.kernels.convolution import state_pieces
-from tiermoe.model.cache.memory import empty_pages, release_pages
+from tiermoe.model.cache.memory import CPU, empty_pages, release_pages
 from tiermoe.types import MOST_VERIFIED
 
 KEPT = 2  # states of a sequence: after the last step and before it
@@ -101,11 +101,13 @@ class RecurrentStates:
     verified, verified_ngrams: layer → (slabs, MOST_VERIFIED, columns), what the updates take of tokens of a sequence's
     last step."""
 
-    def __init__(self, shapes: dict[int, StateShape], slabs: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shapes: dict[int, StateShape], slabs: int, dtype: torch.dtype, device: torch.device = CPU
+    ) -> None:
         def tensors(
             rows: int, sizes: Callable[[StateShape], tuple[int, ...]], of: torch.dtype = dtype
         ) -> dict[int, Tensor]:
-            return {layer: empty_pages((slabs, rows, *sizes(shape)), of) for layer, shape in shapes.items()}
+            return {layer: empty_pages((slabs, rows, *sizes(shape)), of, device) for layer, shape in shapes.items()}
 
         self.inputs = tensors(KEPT, lambda shape: (shape.inputs, shape.channels))
         self.states = tensors(KEPT, lambda shape: (shape.heads, shape.key_columns, shape.value_columns), torch.float32)

@@ -65,10 +65,12 @@ def _unstated(name: str, model_type: str) -> Family:
     return family
 
 
-def decoder_family(config: ModelConfig) -> Family | None:
-    """The family of a config that tiermoe has a decoder of its own for; None where transformers' code runs it."""
+def decoder_family(config: ModelConfig, device: str = "cpu") -> Family | None:
+    """The family of a config that tiermoe has a decoder of its own for on a device ('cpu', 'cuda', 'cuda:1'); None
+    where transformers' code runs it."""
     family = FAMILIES.get(config.model_type)
-    return None if family is None or not family.decodes or lacking(family, config) else family
+    runs = family is not None and family.decodes and (device == "cpu" or family.on_gpu)
+    return family if family is not None and runs and not lacking(family, config) else None
 
 
 def not_computed(config: ModelConfig) -> str:

@@ -26,6 +26,7 @@ NAMES = block_names(
 
 class Afmoe(Family):
     name, model_type = "AFMoE (Trinity)", "afmoe"
+    on_gpu = True
     gguf = Gguf(("afmoe",), NAMES)
     normalised = True
     has_unrotated = True

@@ -20,7 +20,7 @@ from tiermoe.model.weights import Scope
 class DeepSeekMoe(Family):
     name, model_type = "DeepSeekMoE", "deepseek"
     gguf = Gguf(("deepseek",), block_names(shared="shared_experts"), turned=True)
-    plain_router = True
+    plain_router = on_gpu = True
 
     def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         rule = RouterRule(config.num_experts_per_tok, normalise=bool(config.norm_topk_prob))
@@ -46,7 +46,7 @@ class DeepSeekV2(LatentFamily):
 
     name, model_type = "DeepSeek-V2", "deepseek_v2"
     normalised = False
-    wide_angles = True
+    wide_angles = on_gpu = True
 
     def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         in_groups = config.topk_method == "group_limited_greedy"

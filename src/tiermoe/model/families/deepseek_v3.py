@@ -38,6 +38,7 @@ V3_NAMES = SHARED_NAMES | LATENT
 
 class DeepSeekV3(LatentFamily):
     name, model_type = "DeepSeek-V3", "deepseek_v3"
+    on_gpu = True
     gguf = Gguf(("deepseek2",), V3_NAMES)
     mtp_head = HeadFormat()
 
@@ -93,6 +94,7 @@ class Glm4MoeLite(DeepSeekV3):
 
 class AxK1(LatentFamily):
     name, model_type = "A.X-K1", "axk1"
+    on_gpu = True
 
     def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         part = w.at("mlp")

@@ -21,6 +21,7 @@ NAMES = block_names(correction=_CORRECTION, shared="shared_experts")
 
 class Ernie(Family):
     name, model_type = "ERNIE 4.5", "ernie4_5_moe"
+    on_gpu = True
     gguf = Gguf(("ernie4_5-moe",), NAMES)
     normalised = True
     wide_angles = True

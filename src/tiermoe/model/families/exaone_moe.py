@@ -17,6 +17,7 @@ from tiermoe.model.weights import Scope
 
 class ExaoneMoe(Family):
     name, model_type = "EXAONE MoE (K-EXAONE)", "exaone_moe"
+    on_gpu = True
     gguf = Gguf(("exaone-moe",), SHARED_NAMES)
     has_unrotated = True
     # vLLM's `exaone_moe` says that the head's layer is dense and has a window

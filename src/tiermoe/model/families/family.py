@@ -86,6 +86,7 @@ class Family:
     wide_angles: bool = False  # angles of positions are float32
     has_unrotated: bool = False  # some layers' queries and keys have no position (`Family.unrotated`)
     scales_embedding: bool = False  # transformers' embedding multiplies by a factor of its own
+    on_gpu: bool = False  # it runs on a GPU too
     in_streams: bool = False  # layers are `streams.StreamLayer`
     mtp_head: HeadFormat | None = None  # of the head that drafts, if it runs
     wide: tuple[str, ...] = ("e_score_correction_bias",)  # ends of the parameters that are kept in float32

@@ -15,6 +15,7 @@ from tiermoe.model.weights import Scope
 
 class Glm4Moe(Family):
     name, model_type = "GLM4-MoE", "glm4_moe"
+    on_gpu = True
     gguf = Gguf(("glm4moe",), SHARED_NAMES | LATE_NORM)
     mtp_head: HeadFormat | None = HeadFormat()
 

@@ -20,7 +20,7 @@ _ALPHA = 1.702  # GptOssExperts
 class GptOss(Family):
     name, model_type = "gpt-oss", "gpt_oss"
     gguf = Gguf(("gpt-oss",), block_names(router="router") | LATE_NORM | SINKS)
-    normalised = True
+    normalised = on_gpu = True
     norms = NormKind(late=True, by_kernel=False)  # a prompt keeps the bits of torch's operations
 
     def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:

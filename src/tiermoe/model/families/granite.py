@@ -25,7 +25,7 @@ NAMES = block_names("block_sparse_moe", router="router") | {"ffn_down_shexp": "s
 
 class GraniteMoe(Family):
     name, model_type = "GraniteMoE", "granitemoe"
-    normalised = True
+    normalised = on_gpu = True
 
     def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         rule, shared = RouterRule(config.num_experts_per_tok, scores="chosen"), None
@@ -112,6 +112,7 @@ class GraniteMoeWindows(GraniteMoe):
 
 class Granite4(GraniteMoe):
     name, model_type = "Granite 4 (hybrid)", "granitemoehybrid"
+    on_gpu = False
     gguf = Gguf(
         ("granitehybrid",),
         NAMES,

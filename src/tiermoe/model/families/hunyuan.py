@@ -58,6 +58,7 @@ class HunyuanV1(Family):
     """Norms of queries and keys come after the rotary embedding."""
 
     name, model_type = "Hunyuan (A13B)", "hunyuan_v1_moe"
+    on_gpu = True
     gguf = Gguf(("hunyuan-moe",), _V1_NAMES)
     wide = ("mlp.gate.wg.weight",)
     normalised = True
@@ -99,6 +100,7 @@ def used(config: ModelConfig) -> list[int]:
 
 class HunyuanV3(Family):
     name, model_type = "Hunyuan 3", "hy_v3"
+    on_gpu = True
     gguf = Gguf(("hy_v3",), _V3_NAMES)
     normalised = True
     mtp_head = HeadFormat({"model.layers.{}.final_layernorm.": "shared_head.norm."})

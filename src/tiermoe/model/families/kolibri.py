@@ -14,7 +14,7 @@ from tiermoe.model.weights import Scope
 
 class Kolibri(Family):
     name, model_type = "Kolibri 1", "kolibri1"
-    has_unrotated = True
+    has_unrotated = on_gpu = True
 
     def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         window = window_at(config, index)

@@ -26,6 +26,7 @@ _HEAD = "model.mtp.layers.0."
 
 class MimoV2Flash(Family):
     name, model_type = "MiMo-V2-Flash", "mimo_v2_flash"
+    on_gpu = True
     gguf = Gguf(("mimo2",), block_names(correction=CORRECTION) | SINKS, within="self_attn")
     # The first of three heads: the others are made for its output at every position, and it drafts on its own. SGLang's
     # `mimo_v2_flash_nextn` says that its layer is dense and has a window.

@@ -25,6 +25,7 @@ _FUSED = {"": "mlp.gate_up_proj", "_shexp": "mlp.shared_experts.gate_up_proj"}
 
 class MiniMaxM2(Family):
     name, model_type = "MiniMax-M2", "minimax_m2"
+    on_gpu = True
     gguf = Gguf(("minimax-m2",), block_names(correction="e_score_correction_bias"))
     normalised = True
     wide = ()

@@ -23,7 +23,7 @@ from tiermoe.model.weights import Scope
 class Mixtral(Family):
     name, model_type = "Mixtral", "mixtral"
     gguf = Gguf(("llama",), block_names(), turned=True)
-    normalised = plain_router = True
+    normalised = plain_router = on_gpu = True
 
     def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         rule = RouterRule(config.num_experts_per_tok, normalise=True, rounded=False)
@@ -45,6 +45,7 @@ class Mixtral(Family):
 
 class Mistral4(LatentFamily):
     name, model_type = "Mistral 4", "mistral4"
+    on_gpu = True
     gguf = Gguf(("mistral4",), block_names(shared="shared_experts") | LATENT)
 
     def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:

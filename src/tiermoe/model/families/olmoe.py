@@ -18,7 +18,7 @@ _NORMS = ("q_norm", "k_norm")
 class Olmoe(Family):
     name, model_type = "OLMoE", "olmoe"
     gguf = Gguf(("olmoe",), block_names())
-    plain_router = True
+    plain_router = on_gpu = True
 
     def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         rule = RouterRule(config.num_experts_per_tok, normalise=bool(config.norm_topk_prob))
@@ -44,7 +44,7 @@ class FlexOlmo(Family):
     """Norms are after attention and after the feed-forward part, not before them."""
 
     name, model_type = "FlexOlmo", "flex_olmo"
-    plain_router = True
+    plain_router = on_gpu = True
     norms = NormKind(late=True)
 
     def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:

@@ -24,6 +24,7 @@ class PhiMoe(Family):
     name, model_type = "Phi-MoE", "phimoe"
     gguf = Gguf(("phimoe",), block_names(router="router"), apart=LONG_FACTORS)
     normalised = False
+    on_gpu = True
     norms = NormKind(layer=True)
 
     def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:

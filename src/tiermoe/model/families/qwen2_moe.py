@@ -19,7 +19,7 @@ QWEN_NAMES = block_names(shared="shared_expert") | {"ffn_gate_inp_shexp": "mlp.s
 class Qwen2Moe(Family):
     name, model_type = "Qwen2-MoE (Qwen1.5-MoE)", "qwen2_moe"
     gguf = Gguf(("qwen2moe",), QWEN_NAMES)
-    plain_router = True
+    plain_router = on_gpu = True
 
     def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         return Layer(

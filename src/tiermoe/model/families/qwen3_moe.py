@@ -18,7 +18,7 @@ from tiermoe.model.weights import Scope
 class Qwen3Moe(Family):
     name, model_type = "Qwen3-MoE", "qwen3_moe"
     gguf = Gguf(("qwen3moe",), block_names())
-    plain_router = True
+    plain_router = on_gpu = True
 
     def layer(self, w: Scope, config: ModelConfig, index: int) -> Layer:
         rule = RouterRule(config.num_experts_per_tok, normalise=bool(config.norm_topk_prob))
@@ -43,6 +43,7 @@ class Qwen3Moe(Family):
 
 class Mellum(Family):
     name, model_type = "Mellum 2", "mellum"
+    on_gpu = True
     gguf = Gguf(("mellum",), block_names())
     mtp_head = HeadFormat(MTP_NAMES, {"layer_types": "sliding_attention", "mlp_layer_types": "sparse"})
 

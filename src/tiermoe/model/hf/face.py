@@ -21,7 +21,8 @@ from tiermoe.errors import ConfigError
 from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.hf.configs import CACHE_NAMES, cache_name, cache_of
 
-_ANSWERED = {"input_ids", "attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "logits_to_keep"}
+_READ = {"input_ids", "attention_mask", "position_ids"}  # what rows are made of
+_ANSWERED = {*_READ, *CACHE_NAMES, "use_cache", "logits_to_keep"}
 _OUTPUT_CACHE = cache_name(MoeCausalLMOutputWithPast.__dataclass_fields__)
 _COLLECTED = ("output_attentions", "output_hidden_states", "output_router_logits")
 
@@ -117,6 +118,9 @@ class Face:
         it does so with a cache that only the decoder can read."""
         given = {**dict(zip(self._parameters, arguments, strict=False)), **named}
         given = {name: value for name, value in given.items() if value is not None}
+        for name in given.keys() & _READ:
+            if isinstance(given[name], Tensor):
+                given[name] = given[name].cpu()
         parsed = self._plain(given)
         cache = cache_of(given)
         if parsed is None and isinstance(cache, SlabCache):
@@ -143,7 +147,7 @@ class Face:
         ids, keep, cache = given.get("input_ids"), given.get("logits_to_keep", 0), cache_of(given)
         if more - {"return_dict"} or given.get("return_dict") is False or not isinstance(keep, int):
             return None
-        if ids is None or ids.ndim != 2 or not ids.numel() or ids.device.type != "cpu":
+        if ids is None or ids.ndim != 2 or not ids.numel():
             return None
         if cache is not None and not isinstance(cache, SlabCache):
             return None

@@ -1,0 +1,408 @@
+"""A pretended CUDA device: its tensors have values, what mixes devices raises as CUDA does, and what makes the host
+wait is recorded with the line of tiermoe's code that asked for it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_leaves, tree_map
+
+import tiermoe
+from tiermoe.formats.int4 import RowMajorInt2, RowMajorInt4
+from tiermoe.formats.int8 import Int8
+from tiermoe.kernels import gpu
+from tiermoe.offload import cuda
+
+DEVICE, CPU = torch.device("cuda:0"), torch.device("cpu")
+FREE, WHOLE = 8 << 30, 10 << 30
+"""Bytes of memory."""
+PACKAGE = f"{Path(tiermoe.__file__).parent}/"
+_FACTORIES = (
+    "empty.memory_format", "empty_strided", "arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace",
+    "randperm", "tril_indices", "triu_indices",
+)  # fmt: skip
+"""Operators by which torch makes tensors of nothing; the others are made of these."""
+_WAITING = {
+    "_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique", "_unique2", "unique_dim",
+    "unique_consecutive", "equal",
+}  # fmt: skip
+"""Operators whose result, or its size, the host must know."""
+_INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
+_TAKES_NUMBERS = {"fill", "fill_", "index_fill", "index_fill_"}
+"""Operators that are not pointwise and take a CPU tensor of no dimension as a number."""
+
+
+class Event(NamedTuple):
+    """An operator on the device. waits: the host waits for all that was launched before."""
+
+    operator: str
+    where: str  # 'engine/moe.py:117', the innermost line of tiermoe's code
+    waits: bool = False
+
+
+class FakeCuda:
+    """What ran on the device since it was made, or since `clear`, as far as tiermoe's code asked for it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    @property
+    def waits(self) -> Counter[str]:
+        """Line of code and operator → how many times the host waited there."""
+        return Counter(f"{each.where} {each.operator}" for each in self.events if each.waits)
+
+    def clear(self) -> None:
+        self.events.clear()
+
+    def note(self, operator: str, waits: bool = False) -> None:
+        """Records an operator; nothing if no code of tiermoe's asked for it."""
+        where = _where(sys._getframe(1))
+        if where:
+            self.events.append(Event(operator, where, waits))
+
+
+_device: FakeCuda | None = None  # that takes notes
+
+
+def _note(operator: str, waits: bool = False) -> None:
+    if _device is not None:
+        _device.note(operator, waits)
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor on the device, of the values of a CPU tensor."""
+
+    values: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> CudaTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, values.size(), strides=values.stride(), storage_offset=values.storage_offset(), dtype=values.dtype,
+            device=DEVICE,
+        )  # fmt: skip
+        tensor.values = values
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    # torch's own of these ask for a guard of the device, which a build without CUDA has none of
+
+    def __getitem__(self, index: Any) -> CudaTensor:
+        if _chooses(index):
+            _note("index", _index_waits(index))
+        return CudaTensor(self.values[plain(index)])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        number = not isinstance(value, torch.Tensor) or value.dim() == 0
+        if not number and not isinstance(value, CudaTensor) and _chooses(index):
+            raise RuntimeError("Expected all tensors to be on the same device, but the values to be put are on cpu")
+        copied = isinstance(value, torch.Tensor) and not isinstance(value, CudaTensor)
+        _note("index_put_" if _chooses(index) else "copy_", copied or _index_waits(index, number))
+        self.values[plain(index)] = plain(value)
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+        return (
+            self if self.values.is_contiguous(memory_format=memory_format) else self.clone(memory_format=memory_format)
+        )
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.aten.copy_(self, source, non_blocking)
+        return result
+
+    def __invert__(self) -> torch.Tensor:
+        return self.bitwise_not()
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    __index__ = __int__
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def new_tensor(self, data: Any, **named: Any) -> torch.Tensor:
+        return torch.tensor(data, **{"dtype": self.dtype, "device": DEVICE, **named})
+
+    # torch's own refuse classes like this one
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
+
+    def data_ptr(self) -> int:
+        return self.values.data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.values.untyped_storage()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CudaTensor:
+        return memo.setdefault(id(self), CudaTensor(self.values.clone()))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"CudaTensor({self.values!r})"
+
+
+def on_device(values: torch.Tensor) -> CudaTensor:
+    """A tensor on the device with these values."""
+    return CudaTensor(values.detach().clone())
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor on the device holds. Nobody waits: this is no copy."""
+    assert isinstance(tensor, CudaTensor), "a tensor of the CPU where one of the device was to be"
+    return tensor.values
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Runs an operator some of whose arguments lie on the device."""
+    name = func.overloadpacket.__name__
+    _require_one_device(func, name, args, kwargs)
+    _note(name, _waits(name, args, kwargs))
+    given: dict[int, torch.Tensor] = {}  # by the id of what the operator is run with
+
+    def taken(each: Any) -> Any:
+        if isinstance(each, torch.Tensor):
+            values = each.values if isinstance(each, CudaTensor) else each
+            given[id(values)] = each
+            return values
+        return CPU if isinstance(each, torch.device) and each.type == "cuda" else each
+
+    to_cpu = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+
+    def made(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor):
+            return each
+        before = given.get(id(each))
+        if before is None:
+            return each if to_cpu else CudaTensor(each)
+        if (before.shape, before.stride()) != (each.shape, each.stride()):
+            raise NotImplementedError(f"{func} changes the shape of a tensor in place")
+        return before
+
+    plain_args, plain_kwargs = tree_map(taken, (args, dict(kwargs)))
+    return tree_map(made, func(*plain_args, **plain_kwargs))
+
+
+def _require_one_device(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """RuntimeError as CUDA raises it if an operator is given tensors of both devices, or a CPU's generator."""
+    leaves = tree_leaves((args, dict(kwargs)))
+    if any(isinstance(each, torch.Generator) and each.device.type == "cpu" for each in leaves):
+        raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+    if name in ("copy_", "_to_copy"):
+        return
+    tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+    if name in _INDEXING:
+        if not isinstance(args[0], CudaTensor):
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+        tensors = [each for each in args[2:3] if each.dim() > 0]  # the values that are put
+    numbers = torch.Tag.pointwise in func.tags or name in _TAKES_NUMBERS
+    stray = [each for each in tensors if not isinstance(each, CudaTensor) and not (numbers and each.dim() == 0)]
+    if stray:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({func}, "
+            f"{tuple(stray[0].shape)} on the CPU)"
+        )
+
+
+def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether CUDA lets the host wait for an operator. A copy out of memory that is not pinned waits for what was
+    launched before it unless it is asked for with non_blocking; a copy to the CPU always does here."""
+    if name == "_to_copy":
+        device = kwargs.get("device")
+        return device is not None and torch.device(device).type == "cpu"
+    if name == "copy_":
+        target, source = args[:2]
+        if not isinstance(target, CudaTensor):
+            return True
+        blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        return blocking and not isinstance(source, CudaTensor)
+    if name in _INDEXING:
+        return _index_waits(tuple(args[1]), len(args) > 2 and args[2].numel() == 1)
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    return name in _WAITING
+
+
+def _index_waits(index: Any, number: bool = False) -> bool:
+    """Masks are turned into places, whose number the host must know, but for one `number` that is put; indices of the
+    CPU, lists too, are copied."""
+    there = _chooses(index)
+    if any(not isinstance(each, CudaTensor) for each in there):
+        return True
+    return any(each.dtype in (torch.bool, torch.uint8) for each in there) and not (number and len(there) == 1)
+
+
+def _chooses(index: Any) -> list[Any]:
+    """The tensors and lists of an index."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return [each for each in parts if isinstance(each, list | torch.Tensor)]
+
+
+def plain(given: Any) -> Any:
+    """`given` with values in the place of tensors on the device."""
+    return tree_map(lambda each: each.values if isinstance(each, CudaTensor) else each, given)
+
+
+def _where(frame: FrameType | None) -> str:
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(PACKAGE):
+            return f"{path.removeprefix(PACKAGE)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _factory(name: str) -> Callable[..., CudaTensor]:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def make(*args: Any, **kwargs: Any) -> CudaTensor:
+        return CudaTensor(operator(*args, **{**kwargs, "device": CPU, "pin_memory": False}))
+
+    return make
+
+
+def _tensor(of_torch: Any, data: Any, *, device: Any = None, **named: Any) -> torch.Tensor:
+    """torch.tensor, which copies to a device past all dispatch."""
+    if device is None or torch.device(device).type != "cuda":
+        return of_torch(data, device=device, **named)
+    return of_torch(data, **named).to(DEVICE)
+
+
+# what stands for Triton's kernels: decoding, then a product, at the addresses that the kernels are given
+
+
+class SlotMatrix(NamedTuple):
+    """`kernels.triton_kernels.SlotMatrix`."""
+
+    rows: int
+    columns: int
+    bits: int
+    group: int
+    dtype: torch.dtype
+    codes: int
+    scale: int
+    zero: int
+
+
+def _decoded(bits: int, fields: Mapping[str, torch.Tensor], rows: int, columns: int, dtype: torch.dtype) -> Any:
+    if bits == 8:
+        return Int8().decode(fields, rows, columns, dtype)
+    group = columns // fields["scale"].shape[1]
+    return (RowMajorInt4 if bits == 4 else RowMajorInt2)(group).decode(fields, rows, columns, dtype)
+
+
+def _linear(bits: int) -> Callable[..., CudaTensor]:
+    names = ("weight", "scale") if bits == 8 else ("codes", "scale", "zero")
+
+    def multiply(x: torch.Tensor, *fields: torch.Tensor) -> CudaTensor:
+        x = values_of(x)
+        given = dict(zip(names, map(values_of, fields), strict=True))
+        _note(f"int{bits}_linear")
+        return CudaTensor(F.linear(x, _decoded(bits, given, len(given["scale"]), x.shape[1], x.dtype)))
+
+    return multiply
+
+
+def _grouped_linear(x: torch.Tensor, slots: torch.Tensor, matrix: SlotMatrix, shared: bool) -> CudaTensor:
+    x, addresses = values_of(x), values_of(slots).tolist()
+    assert len(x) == (1 if shared else len(addresses))
+    _note("grouped_linear")
+    weights = [_decoded(matrix.bits, _fields_at(at, matrix), *matrix[:2], x.dtype) for at in addresses]
+    return CudaTensor(torch.cat([F.linear(x if shared else x[at : at + 1], each) for at, each in enumerate(weights)]))
+
+
+def _fields_at(address: int, matrix: SlotMatrix) -> dict[str, torch.Tensor]:
+    """Copies of the fields of a matrix in the slot at an address."""
+
+    def field(offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        content = bytearray(ctypes.string_at(address + offset, nbytes))
+        return torch.frombuffer(content, dtype=dtype).view(shape)
+
+    rows, columns = matrix.rows, matrix.columns
+    if matrix.bits == 8:
+        return {
+            "weight": field(matrix.codes, torch.int8, rows, columns),
+            "scale": field(matrix.scale, matrix.dtype, rows),
+        }
+    groups = columns // matrix.group
+    return {
+        "codes": field(matrix.codes, torch.uint8, rows, columns * matrix.bits // 8),
+        "scale": field(matrix.scale, matrix.dtype, rows, groups),
+        "zero": field(matrix.zero, matrix.dtype, rows, groups),
+    }
+
+
+KERNELS = SimpleNamespace(
+    int8_linear=_linear(8), int4_linear=_linear(4), int2_linear=_linear(2), grouped_linear=_grouped_linear,
+    SlotMatrix=SlotMatrix,
+)  # fmt: skip
+"""In the place of `kernels.triton_kernels`."""
+
+
+def _runtime() -> SimpleNamespace:
+    """In the place of `torch`, for `offload.cuda`: what it asks of the runtime."""
+    driver = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    runtime = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 1, mem_get_info=lambda device: (FREE, WHOLE),
+        max_memory_allocated=lambda device: 0, cudart=lambda: driver,
+    )  # fmt: skip
+    return SimpleNamespace(cuda=runtime, device=torch.device)
+
+
+@contextlib.contextmanager
+def device() -> Iterator[FakeCuda]:
+    """Within it `cuda:0` is the pretended device, for torch's operators in all threads, for what stands for Triton's
+    kernels, and for `offload.cuda` but for its copies (`fake_gpu.FakeGpu`). torch.tensor takes `cuda` too."""
+    global _device
+    _device_constructors()  # kept from its first call on, which must not see what is patched here
+    overwritten = torch.__future__.get_overwrite_module_params_on_conversion()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        torch.library._scoped_library("aten", "IMPL", "CUDA") as operators,  # kernels: modes hold for one thread
+    ):
+        patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(cuda, "torch", _runtime())
+        patch.setattr(gpu, "_triton", lambda: KERNELS)
+        for name in _FACTORIES:
+            operators.impl(name, _factory(name))
+        patch.setattr(torch, "tensor", functools.partial(_tensor, torch.tensor))
+        torch.__future__.set_overwrite_module_params_on_conversion(True)  # else parameters keep their class
+        _device = found = FakeCuda()
+        try:
+            yield found
+        finally:
+            _device = None
+            torch.__future__.set_overwrite_module_params_on_conversion(overwritten)
+
+
+@pytest.fixture
+def fake_cuda() -> Iterator[FakeCuda]:
+    """The pretended device. Skips where torch has a real one."""
+    if torch.cuda.is_available():
+        pytest.skip("torch has a GPU, and its kernels cannot be replaced")
+    with device() as found:
+        yield found

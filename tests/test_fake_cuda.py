@@ -1,0 +1,107 @@
+"""The pretended CUDA device raises and waits as CUDA does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fake_cuda import DEVICE, PACKAGE, CudaTensor, FakeCuda, on_device, values_of
+from tiermoe.kernels.experts import weighted_sum
+from tiermoe.kernels.gpu import read_back
+
+ONE, TWO = torch.tensor([1.0, 2, 3]), torch.tensor([4.0, 5, 6])
+PLACES, MASK = torch.tensor([2, 0]), torch.tensor([True, False, True])
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda a, b: a + b,
+        lambda a, b: torch.cat((a, b)),
+        lambda a, b: torch.zeros(3).index_add_(0, a.long() - 1, b),
+        lambda a, b: torch.where(a > 2, a, b),
+        lambda a, b: torch.searchsorted(a, b[0]),
+        lambda a, b: b[a.long() - 1],
+        lambda a, b: torch.rand(3, generator=torch.Generator(), device=a.device),
+        lambda a, b: a.numpy(),
+    ],
+)
+def test_what_mixes_devices_raises(fake_cuda: FakeCuda, operator: Callable[..., object]) -> None:
+    with pytest.raises((RuntimeError, TypeError), match=r"same device|'cuda' device type|can't convert cuda"):
+        operator(on_device(ONE), TWO)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda a, b: a * b + torch.tensor(2.0),
+        lambda a, b: a[PLACES],
+        lambda a, b: torch.arange(3, device=a.device) + a.sum(),
+        lambda a, b: torch.nn.functional.linear(a[None], torch.stack((a, b))),
+    ],
+)
+def test_values_are_those_of_the_cpu(fake_cuda: FakeCuda, operator: Callable[..., torch.Tensor]) -> None:
+    found = operator(on_device(ONE), on_device(TWO))
+    assert found.device == DEVICE
+    assert torch.equal(values_of(found), operator(ONE, TWO))
+
+
+def test_threads_share_the_device(fake_cuda: FakeCuda) -> None:
+    made: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: made.append(torch.zeros(2, device=DEVICE) + 1))
+    thread.start()
+    thread.join()
+    assert isinstance(made[0], CudaTensor)
+    assert made[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("operator", "waits"),
+    [
+        (lambda a: a.sum().item(), 1),
+        (lambda a: bool(a[0] > 1), 1),
+        (lambda a: a.tolist(), 1),
+        (lambda a: a[a > 1], 1),
+        (lambda a: a[[0, 1]], 1),
+        (lambda a: a.bincount(), 1),
+        (lambda a: torch.equal(a, a), 1),
+        (lambda a: a.copy_(torch.ones(3)), 1),
+        (lambda a: torch.ones(3).copy_(a), 1),
+        (lambda a: torch.ones(3).to(DEVICE), 1),
+        (lambda a: torch.ones(3).to(DEVICE, non_blocking=True), 0),
+        (lambda a: a.repeat_interleave(a), 1),
+        (lambda a: a.repeat_interleave(a, output_size=6), 0),
+        (lambda a: a.topk(2).values.to(torch.bfloat16).softmax(-1) if a.is_floating_point() else a + 1, 0),
+    ],
+)
+def test_waits_are_counted(fake_cuda: FakeCuda, operator: Callable[..., object], waits: int) -> None:
+    """As many as code of tiermoe's asks for: here the test stands for it."""
+    code = compile("operator(tensor)", f"{PACKAGE}engine/moe.py", "exec")
+    exec(code, {"operator": operator, "tensor": on_device(ONE.long())})
+    assert sum(fake_cuda.waits.values()) == waits
+
+
+def test_all_tensors_come_back_in_one_copy(fake_cuda: FakeCuda) -> None:
+    given = [torch.tensor([[3, 1 << 23]]), torch.tensor([[0.3, 0.7]]).bfloat16(), torch.tensor([1e-30, 7.5])]
+    found = read_back([on_device(each) for each in given])
+    for mine, theirs in zip(found, given, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
+    assert list(fake_cuda.waits.values()) == [1]
+    assert all(mine is theirs for mine, theirs in zip(read_back(given), given, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_weighted_sum_of_a_gpu_rounds_as_torchs_separate_operations(
+    fake_cuda: FakeCuda, dtype: torch.dtype
+) -> None:
+    outputs, weights, places = torch.randn(4, 8).to(torch.bfloat16), torch.rand(6).to(dtype), [5, 0, 3, 2]
+    found = weighted_sum([on_device(each) for each in outputs], weights, places)
+    total = torch.zeros(8, dtype=torch.bfloat16)
+    for output, place in zip(outputs, places, strict=True):
+        total = total + (output * weights[place : place + 1]).to(torch.bfloat16)
+    assert torch.equal(values_of(found)[0], total)
+    assert not fake_cuda.waits
