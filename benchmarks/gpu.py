@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--steps", type=lambda text: text.split(","), default=list(STEPS), help="default: all")
     parser.add_argument("--device", default="cuda", help="default cuda")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, which say nothing of speed")
-    parser.add_argument("--folder", type=Path, help="for checkpoints; default: a temporary one, of up to 80 GB")
+    parser.add_argument("--folder", type=Path, help="for checkpoints; default: a temporary one, of up to 20 GB")
     args = parser.parse_args()
     if unknown := set(args.steps) - set(STEPS):
         parser.error(f"there are {', '.join(STEPS)}, not {', '.join(sorted(unknown))}")

@@ -4,6 +4,7 @@ process of its own: `python -m benchmarks.gpu_steps STEP DEVICE FOLDER [quick]` 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -104,12 +105,16 @@ class Run:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
-    def checkpoint(self, kind: str, layers: int, **changes: Any) -> Path:
-        """A checkpoint of random weights, written once; small where `quick`."""
-        out = self.folder / "-".join((kind, str(layers), *map(str, changes.values())))
+    def checkpoint(self, kind: str, layers: int, small: bool) -> Path:
+        """A checkpoint of random weights, written once."""
+        out = self.folder / f"{kind}-{layers}{'-small' * small}"
         if not out.exists():
-            write(kind, out, config_of(kind, layers, **(SMALL[kind] if self.quick else {}), **changes))
+            write(kind, out, config_of(kind, layers, **(SMALL[kind] if small else {})))
         return out
+
+    def store(self, model: Path) -> Path:
+        """Where a checkpoint is packed."""
+        return self.folder / f"store-{model.name}"
 
 
 def machine(run: Run) -> Iterator[Row]:
@@ -161,14 +166,12 @@ def families(run: Run) -> Iterator[Row]:
     """Tokens of small random checkpoints beside the CPU's, with all experts resident and with some."""
     ids = torch.randint(0, 4096, (1, 24), generator=torch.Generator().manual_seed(0))
     for kind in ALL if not run.quick else ("qwen3-30b-a3b",):
-        model = run.folder / f"small-{kind}"
-        if not model.exists():
-            write(kind, model, config_of(kind, 2, **SMALL[kind]))
+        model = run.checkpoint(kind, 2, small=True)
         answers: list[torch.Tensor] = []
         row: Row = {"what": kind}
         try:
             for device, cache in (("cpu", "100%"), (run.device, "100%"), (run.device, "50%")):
-                options = {"memory": "8GiB", "bits": 4, "dense_bits": 16, "store": run.folder / f"store-{kind}"}
+                options = {"memory": "8GiB", "bits": 4, "dense_bits": 16, "store": run.store(model)}
                 with tiermoe.load(model, device=device, cache=cache, warm=False, **options) as (loaded, _):
                     mine = ids.to(loaded.device)
                     answer = loaded.generate(mine, max_new_tokens=16, do_sample=False)
@@ -246,10 +249,8 @@ def _products(name: str, shape: Shape, run: Run, memory: int, read: float) -> It
 
 def layers(run: Run) -> Iterator[Row]:
     """Python's and launches' time a layer: decoding with every expert resident, of matrices that take no time."""
-    kind, depth = "qwen3-30b-a3b", 2 if run.quick else 24
-    model = run.folder / "tiny-matrices"
-    if not model.exists():
-        write(kind, model, config_of(kind, depth, **SMALL[kind]))
+    depth = 2 if run.quick else 24
+    model = run.checkpoint("qwen3-30b-a3b", depth, small=True)
     for decoder in ("auto", "generic"):
         for preset in ("lru", "default"):
             engine = _engine(model, run, preset=preset, decoder=decoder, cache="100%")
@@ -267,7 +268,7 @@ def layers(run: Run) -> Iterator[Row]:
 def papers(run: Run) -> Iterator[Row]:
     """Presets on shapes that fit: tokens a second, bytes moved a token, hits. Main memory holds all experts."""
     for kind, depth, cache in MODELS if not run.quick else (("qwen3-30b-a3b", 2, "50%"),):
-        model = run.checkpoint(kind, depth)
+        model = run.checkpoint(kind, depth, small=run.quick)
         for preset, changes in PAPERS.items():
             row: Row = {"what": f"{kind}, {depth} layers, {cache} on the GPU, {preset}"}
             try:
@@ -286,6 +287,8 @@ def papers(run: Run) -> Iterator[Row]:
             except (TiermoeError, RuntimeError) as error:
                 row["error"] = reason(error)
             yield row
+        for folder in (model, run.store(model)):  # the next one needs the room
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Fed:
@@ -310,10 +313,9 @@ class _Fed:
 
 def _engine(model: Path, run: Run, **options: Any) -> Any:
     """An engine without a record of earlier runs, whose main memory is filled by now."""
-    for record in (run.folder / f"store-{model.name}").glob("runs-*.json"):
+    for record in run.store(model).glob("runs-*.json"):
         record.unlink()
-    asked = settings(device=run.device, bits=4, dense_bits=16, context=512, store=run.folder / f"store-{model.name}",
-                     **options)  # fmt: skip
+    asked = settings(device=run.device, bits=4, dense_bits=16, context=512, store=run.store(model), **options)
     engine = start(inspect_model(model, str(model), asked.store), asked)
     held, until = -1, time.monotonic() + 60
     while run.on_gpu and time.monotonic() < until and (now := engine.stats()["host_experts"]) > held:
