@@ -135,6 +135,20 @@ def test_a_gpu_that_fails_within_a_run_is_named_and_the_model_goes_on(
     assert unpinned == [24 * loaded.tiermoe.plan.slot_bytes]
 
 
+def test_a_model_that_does_not_load_gives_pinned_memory_back(
+    gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **named: Any) -> None:
+        monkeypatch.setattr(slots, "unpin_memory", lambda tensor: unpinned.append(tensor.numel()))
+        raise ConfigError("the composition does not fit the model")
+
+    unpinned: list[int] = []
+    monkeypatch.setattr(service, "assemble", refuse)
+    with pytest.raises(ConfigError, match="does not fit the model"):
+        on_fake_gpu(gpu_model, 24, cache="15%", preset="lru")
+    assert len(unpinned) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "raised"),
     [

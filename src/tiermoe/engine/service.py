@@ -75,10 +75,13 @@ class ExpertService:
         self.unit = unit_of(resolved.composition, torch.device(self.device).type)
         tiers = self._tiers(reading.files)
         self._slots, self.link, self.tier_stats = tiers.slots, tiers.link, tiers.stats
-        self.unit.over(tiers.link)
         self._views: dict[int, tuple[Layout, Views]] = {}  # by slot: of the layout that it was last used with
         self.history = history = self._earlier_runs() if resolved.settings.warm else None
-        self.scheduler = self._schedule(hash_tables, self._trial(history))
+        with contextlib.ExitStack() as undo:  # of a composition that does not fit the model
+            undo.callback(tiers.link.close)
+            self.unit.over(tiers.link)
+            self.scheduler = self._schedule(hash_tables, self._trial(history))
+            undo.pop_all()
         if history is not None:
             self.scheduler.fill(history.uses)
             if isinstance(tiers.link, GpuLink):
