@@ -1,6 +1,7 @@
 # make demo    a story from the shipped model, through an expert cache that cannot hold it
 # make test    every check and every test; what continuous integration runs
 # make test-long  what takes minutes more: kernels under sanitizers and emulated, Triton's in its interpreter
+# make test-gpu  what needs a GPU; fails where there is none
 # make lint    ruff, mypy and the import contract alone
 # make site    the documentation as pages in build/site; a link that leads nowhere is an error
 # make env     the virtual environment alone; brought up to date when pyproject.toml changes
@@ -10,7 +11,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help env demo lint test test-long site
+.PHONY: help env demo lint test test-gpu test-long site
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -42,6 +43,11 @@ test: lint
 
 test-long: $(STAMP)
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal -m long
+
+# one process: the tests share the GPU
+test-gpu: $(STAMP)
+	@$(BIN)/python -c "import sys, torch; from tiermoe.offload import cuda; torch.cuda.is_available() or sys.exit(cuda.why_no_gpu())"
+	$(BIN)/pytest -k "real_gpu or (test_cases and gpu)"
 
 # README.html is the first page; nothing is fetched, neither here nor by the pages
 site: $(STAMP)

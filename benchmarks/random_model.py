@@ -324,6 +324,28 @@ CHECKPOINTS = {
 }  # fmt: skip
 """Shapes that are written as safetensors alone."""
 ALL = {**KINDS, **CHECKPOINTS}
+_FEW = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 2}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SMALL: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {**_FEW, **_HEADS, "num_experts": 8, "moe_intermediate_size": 32},
+    "gpt-oss-20b": {**_FEW, **_HEADS, "num_local_experts": 8, "intermediate_size": 64},
+    "deepseek-v2-lite": {
+        **_FEW, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "kv_lora_rank": 16,
+        "moe_intermediate_size": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    },
+    "glm-4.5-air": {**_FEW, **_HEADS, "n_routed_experts": 8, "moe_intermediate_size": 32},
+}  # fmt: skip
+_MANY = {**_FEW, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+SMALL |= {
+    "mixtral-8x7b": {**_FEW, **_HEADS, "num_local_experts": 8},
+    "phi-3.5-moe": {**_FEW, **_HEADS, "num_local_experts": 8},
+    "qwen1.5-moe-a2.7b": {
+        **_MANY, "num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+    },
+    "olmoe-1b-7b": {**_MANY, "num_experts": 8, "intermediate_size": 32},
+}  # fmt: skip
+SMALL["gpt-oss-120b"] = SMALL["gpt-oss-20b"]
+"""Kind → sizes of a small model of the family, with the shipped one's vocabulary."""
 _COMMON = {
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None, "torch_dtype": "bfloat16",

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tiermoe.engine import service
 from tiermoe.errors import LoadError
+from tiermoe.offload.cuda import CudaCopier, Ticket
 from tiermoe.offload.slots import DeviceSlots
 from tiermoe.types import ExpertKey
 
@@ -69,7 +73,7 @@ class Copy:
 
     host: torch.Tensor
     device: torch.Tensor
-    after: int
+    urgent: bool
     held: torch.Tensor
     steps: int = 0
 
@@ -78,55 +82,105 @@ class Copy:
         return self.steps == 2
 
 
-class FakeGpu:
-    """An `offload.cuda.CudaCopier` and the stream of computation beside it; a thread runs both in random order, as
-    far as marks and tickets leave it free, and copies in two halves.
+class Stream:
+    """A stream of a fake GPU: copies, computations, records of events and waits for these, in their order."""
 
-    blocking: `wait_before_use` waits, for computations that do not go through `use`. `violations` says what
-    went wrong.
+    def __init__(self, gpu: FakeGpu, priority: int = 0) -> None:
+        self.urgent = priority < 0
+        self.operations: list[Copy | Callable[[], None] | tuple[str, Event]] = []
+        self.reached = 0
+        self._gpu = gpu
+
+    def launch(self, operation: Copy | Callable[[], None] | tuple[str, Event]) -> None:
+        with self._gpu.changed:
+            self.operations.append(operation)
+            self._gpu.changed.notify_all()
+
+    def wait_event(self, event: Event) -> None:
+        self.launch(("wait", event))
+
+
+class Event:
+    """An event of a fake GPU. `time`: by its clock, None until it is reached."""
+
+    def __init__(self, gpu: FakeGpu, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.time: float | None = None
+        self.recorded = False
+        self._gpu = gpu
+
+    def record(self, stream: Stream) -> None:
+        assert not self.recorded
+        self.recorded = True
+        stream.launch(("record", self))
+
+    def query(self) -> bool:
+        return self.time is not None
+
+    def synchronize(self) -> None:
+        with self._gpu.changed:
+            self._gpu.changed.wait_for(self.query)
+
+    def elapsed_time(self, later: Event) -> float:
+        assert self.time is not None
+        assert later.time is not None
+        return 1e3 * (later.time - self.time)
+
+
+class Launches(TorchFunctionMode):
+    """Copies that are asked for within it run on a stream when their turn comes."""
+
+    def __init__(self, gpu: FakeGpu, stream: Stream) -> None:
+        super().__init__()
+        self._gpu, self._stream = gpu, stream
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.Tensor.copy_:
+            return function(*args, **(kwargs or {}))
+        assert kwargs == {"non_blocking": True}
+        self._gpu.ask(self._stream, args[1], args[0])
+        return args[0]
+
+
+class FakeGpu(CudaCopier):
+    """The program's own `CudaCopier` over streams of a fake GPU: a thread runs the next operation of any of them in
+    random order, as far as events leave it free, and copies in two halves.
+
+    blocking: `wait_before_use` waits, for computations that do not go through `use`. `failure`: raised by what is asked
+    of it. `copy_s`: what a copy takes of the GPU's clock. `violations` says what went wrong.
     """
 
     def __init__(self, seed: int = 0, blocking: bool = False) -> None:
         self.violations: list[str] = []
         self.asked: list[Copy] = []
-        self.refuse = False
+        self.failure: Exception | None = None
         self.copy_s = 1e-3
+        self.changed = threading.Condition()
+        self._clock = 0.0
         self._blocking = blocking
         self._random = random.Random(seed)
-        self._held = self._ended = False
-        self._launched: list[Copy | Callable[[], None]] = []
-        self._reached = 0
-        self._changed = threading.Condition()
+        self._held = self._held_speculative = self._ended = False
+        self._computing = Stream(self)
+        self._streams = [self._computing]
+        super().__init__("cpu", SimpleNamespace(
+            Stream=self._new_stream, Event=functools.partial(Event, self), stream=functools.partial(Launches, self),
+            current_stream=lambda device: self._computing,
+        ))  # fmt: skip
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def mark(self) -> int:
-        return len(self._launched)
+    def ask(self, stream: Stream, host: torch.Tensor, device: torch.Tensor) -> None:
+        """Takes a copy for a stream."""
+        if self.failure is not None:
+            raise self.failure
+        copy = Copy(host, device, stream.urgent, host.clone())
+        self.asked.append(copy)
+        stream.launch(copy)
 
-    def copy(self, host: torch.Tensor, device: torch.Tensor, after: int) -> Copy:
-        if self.refuse:
-            raise RuntimeError("the fake GPU refuses to copy")
-        with self._changed:
-            self.asked.append(Copy(host, device, after, host.clone()))
-            self._changed.notify_all()
-            return self.asked[-1]
-
-    def ready(self, ticket: Copy) -> bool:
-        return ticket.done
-
-    def wait(self, ticket: Copy) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: ticket.done)
-
-    def seconds(self, ticket: Copy) -> float:
-        assert ticket.done
-        return self.copy_s
-
-    def wait_before_use(self, ticket: Copy) -> None:
+    def wait_before_use(self, ticket: Ticket) -> Ticket | None:
+        stall = super().wait_before_use(ticket)
         if self._blocking:
             self.wait(ticket)
-            return
-        self._launch(ticket)
+        return stall
 
     def use(self, slot: torch.Tensor, key: ExpertKey) -> None:
         """Launches a computation with the expert that `slot` should hold when its turn comes."""
@@ -135,53 +189,65 @@ class FakeGpu:
             if not torch.equal(slot[:BYTES], content(key)):
                 self.violations.append(f"the slot of {key} held something else when it was computed with")
 
-        self._launch(compute)
+        self._computing.launch(compute)
 
-    def hold(self) -> None:
-        """No copy and no computation makes progress until `release`."""
-        with self._changed:
-            self._held = True
+    def hold(self, speculative_alone: bool = False) -> None:
+        """No copy and no computation makes progress until `release`, or no speculative copy does."""
+        with self.changed:
+            self._held, self._held_speculative = not speculative_alone, True
 
     def release(self) -> None:
-        with self._changed:
-            self._held = False
-            self._changed.notify_all()
+        with self.changed:
+            self._held = self._held_speculative = False
+            self.changed.notify_all()
 
     def finish(self) -> None:
         """Waits until everything launched has run."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._reached == len(self._launched) and all(copy.done for copy in self.asked)
-            )
+        with self.changed:
+            self.changed.wait_for(lambda: all(each.reached == len(each.operations) for each in self._streams))
             self._ended = True
-            self._changed.notify_all()
+            self.changed.notify_all()
         self._thread.join()
 
-    def _launch(self, operation: Any) -> None:
-        with self._changed:
-            self._launched.append(operation)
-            self._changed.notify_all()
+    def _new_stream(self, device: torch.device, priority: int = 0) -> Stream:
+        self._streams.append(Stream(self, priority))
+        return self._streams[-1]
 
     def _run(self) -> None:
         while not self._ended:
-            with self._changed:
-                possible = self._possible()
+            with self.changed:
+                possible = [] if self._held else [stream for stream in self._streams if self._goes_on(stream)]
                 if not possible:
-                    self._changed.wait()
+                    self.changed.wait()
                     continue
-                self._random.choice(possible)()
-                self._changed.notify_all()
+                self._advance(self._random.choice(possible))
+                self.changed.notify_all()
             time.sleep(self._random.random() * 2e-4)
 
-    def _possible(self) -> list[Callable[[], None]]:
-        if self._held:
-            return []
-        steps = [lambda c=c: self._half(c) for c in self.asked if not c.done and c.after <= self._reached]
-        if self._reached < len(self._launched):
-            following = self._launched[self._reached]
-            if not isinstance(following, Copy) or following.done:
-                steps.append(self._compute)
-        return steps
+    def _goes_on(self, stream: Stream) -> bool:
+        if stream.reached == len(stream.operations):
+            return False
+        match stream.operations[stream.reached]:
+            case ("wait", event):
+                return event.query() or not event.recorded  # as CUDA has it
+            case Copy():
+                return stream.urgent or not self._held_speculative
+        return True
+
+    def _advance(self, stream: Stream) -> None:
+        operation = stream.operations[stream.reached]
+        match operation:
+            case Copy():
+                self._half(operation)
+                if not operation.done:
+                    return
+            case ("record", event):
+                event.time = self._clock
+            case ("wait", _):
+                pass
+            case compute:
+                compute()
+        stream.reached += 1
 
     def _half(self, copy: Copy) -> None:
         if not torch.equal(copy.host, copy.held):
@@ -189,12 +255,7 @@ class FakeGpu:
         part = slice(BYTES // 2) if copy.steps == 0 else slice(BYTES // 2, None)
         copy.device[part] = copy.host[part]
         copy.steps += 1
-
-    def _compute(self) -> None:
-        operation = self._launched[self._reached]
-        if not isinstance(operation, Copy):
-            operation()
-        self._reached += 1
+        self._clock += self.copy_s / 2
 
 
 def put_on(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,7 @@ class Rig:
         assert self.gpu.violations == []
         self.link.close()
         host = self.link.host
-        with host._changed:
-            host._unpin_copied()
+        host.unpin_copied()
         assert not host._caches[4].in_flight
         assert not host._caches[4]._pins
 

@@ -167,7 +167,7 @@ def test_a_model_says_what_it_says_without(
     assert counts.loads <= len(gpu.asked) <= counts.loads + counts.speculative_loads  # some were recalled
     loaded.tiermoe.loader.drain()
     kept = {key for cache in link.host._caches.values() for key in cache._pins}
-    assert kept == {key for key, _ in link._copies._under_way}  # nothing stays lent
+    assert kept == {key for key, *_ in link._copies._under_way}  # nothing stays lent
     loaded.tiermoe.close()
     assert not any(thread.name.startswith("tiermoe-cpu") for thread in threading.enumerate())
 

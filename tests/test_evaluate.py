@@ -117,6 +117,15 @@ def test_the_bound_is_the_slower_of_computing_and_reading() -> None:
     assert (phase.tok_s, phase.hit_rate, phase.bytes_per_token) == (2.5, 0.75, 60)
 
 
+def test_a_gpu_is_bound_by_its_bus_too() -> None:
+    phase = PhaseMetrics(8.0, 1.0, 7.0, bytes_read=600, tokens=10, read_s=3.0, bytes_copied=6000, copy_s=5.0)
+    assert phase.bound_tok_s(bandwidth=1500.0) == pytest.approx(10 / 4)
+    assert phase.bound_tok_s(bandwidth=3000.0) == pytest.approx(10 / 3)  # the drive's work
+    assert phase.bound_tok_s(bandwidth=1000.0) == pytest.approx(10 / 5)  # the bus did no more work than that
+    twice = PhaseMetrics(8.0, 1.0, 7.0, tokens=10, bytes_copied=6000, copy_s=9.0)  # two at once count each
+    assert twice.bound_tok_s(bandwidth=100.0) == pytest.approx(10 / 8)
+
+
 def test_nothing_that_ran_is_above_its_bound() -> None:
     """Reading that is faster than the drive was found to be, and bytes that came as the phase began."""
     phase = PhaseMetrics(4.0, 1.0, 3.0, bytes_read=600, tokens=10, read_s=3.5)

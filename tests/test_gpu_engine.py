@@ -11,18 +11,21 @@ from typing import Any
 import pytest
 import torch
 
+import gguf_files
 import tiermoe
 from fake_gpu import FakeGpu
 from gpu_models import FAMILY, needs_gpu
 from parity import logits, put_decoded_experts, tokens
-from tiermoe.config import Settings
+from patience import until
+from tiermoe.config import Settings, settings
 from tiermoe.engine import budget, load, loading, reading, service
 from tiermoe.engine.budget import RESERVE, divided_with_gpu
 from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan
-from tiermoe.errors import BudgetError, ConfigError, StoreError
+from tiermoe.errors import BudgetError, ConfigError, DeviceError, StoreError
 from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.model import prepare_store
-from tiermoe.offload import cuda
+from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.offload import cuda, slots
 from tiermoe.offload.disk import LANES
 from tiermoe.offload.presets import Resolved, compose
 from tiermoe.offload.profiles import Tables
@@ -69,8 +72,138 @@ def test_every_expert_is_read_once_where_main_memory_holds_all(
     link, stats = loaded.tiermoe.link, loaded.tiermoe.stats()
     assert stats["expert_misses"] == len(gpu.asked) == link.host.hits + link.host.misses
     assert link.host.misses <= loaded.tiermoe.plan.all_slots == 24 < link.host.hits
-    assert link.bytes_copied == len(gpu.asked) * loaded.tiermoe.plan.slot_bytes
+    assert link.counters().bytes_copied == len(gpu.asked) * loaded.tiermoe.plan.slot_bytes
     assert link.counters().bytes_read == link.host.misses * loaded.tiermoe.plan.slot_bytes
+
+
+def test_main_memory_is_filled_in_the_background(
+    gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
+) -> None:
+    cold, _ = on_fake_gpu(gpu_model, 24, cache="15%", preset="lru", warm=False)
+    expected = results(cold)
+    loaded, _ = on_fake_gpu(gpu_model, 24, cache="15%", preset="lru")
+    engine = loaded.tiermoe
+    until(lambda: engine.stats()["host_experts"] == engine.plan.all_slots == 24)
+    misses = engine.link.host.misses
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(results(loaded), expected, strict=True))
+    assert engine.link.host.misses == misses
+    assert engine.link.counters().bytes_read == 24 * engine.plan.slot_bytes
+
+
+def test_copies_bound_a_run_and_are_its_bandwidth(
+    gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
+) -> None:
+    loaded, gpu = on_fake_gpu(gpu_model, 24, cache="15%", preset="lru", warm=False)
+    gpu.copy_s = 1e3  # of its clock: no time passes
+    before = loaded.tiermoe.snapshot()
+    results(loaded)
+    used, slot_bytes = loaded.tiermoe.snapshot().since(before), loaded.tiermoe.plan.slot_bytes
+    assert used.bytes_copied == len(gpu.asked) * slot_bytes
+    assert used.copy_s >= 1e3 * len(gpu.asked)
+    assert loaded.tiermoe.stats()["link_bandwidth"] == pytest.approx(used.bytes_copied / used.copy_s)
+
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 8 GiB"
+LOST = "CUDA error: unspecified launch failure\nCUDA kernel errors might be asynchronously reported"
+
+
+@pytest.mark.parametrize("decoder", ["auto", "generic"])
+@pytest.mark.parametrize(
+    ("failure", "raised", "said"),
+    [
+        (torch.OutOfMemoryError(OUT_OF_MEMORY), BudgetError, r"20\.00 MiB asked for, 8 GiB free; .* --gpu-memory"),
+        (torch.AcceleratorError(LOST), DeviceError, "failed while computing: CUDA error: unspecified launch failure;"),
+    ],
+)
+def test_a_gpu_that_fails_within_a_run_is_named_and_the_model_goes_on(
+    failure: Exception, raised: type[Exception], said: str, decoder: str, gpu_model: Path, gpu_of_8_gib: None,
+    on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    loaded, gpu = on_fake_gpu(gpu_model, 24, cache="15%", preset="lru", decoder=decoder)
+    expected = results(loaded)
+    unpinned: list[int] = []
+    monkeypatch.setattr(slots, "unpin_memory", lambda tensor: unpinned.append(tensor.numel()))
+    gpu.failure = failure
+    with pytest.raises(raised, match=said):
+        results(loaded)
+    gpu.failure = None
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(results(loaded), expected, strict=True))
+    gpu.failure = failure
+    with pytest.raises(raised, match=said):
+        results(loaded)
+    loaded.tiermoe.close()
+    assert unpinned == [24 * loaded.tiermoe.plan.slot_bytes]
+
+
+def test_a_model_that_does_not_load_gives_pinned_memory_back(
+    gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **named: Any) -> None:
+        monkeypatch.setattr(slots, "unpin_memory", lambda tensor: unpinned.append(tensor.numel()))
+        raise ConfigError("the composition does not fit the model")
+
+    unpinned: list[int] = []
+    monkeypatch.setattr(service, "assemble", refuse)
+    with pytest.raises(ConfigError, match="does not fit the model"):
+        on_fake_gpu(gpu_model, 24, cache="15%", preset="lru")
+    assert len(unpinned) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "raised"),
+    [
+        ("CUDA error: out of memory", BudgetError),
+        ("Triton Error [CUDA]: out of memory", BudgetError),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", BudgetError),
+        ("Triton Error [CUDA]: an illegal memory access was encountered", DeviceError),
+        ("mat1 and mat2 shapes cannot be multiplied", RuntimeError),
+    ],
+)
+def test_errors_of_libraries_are_told_apart(text: str, raised: type[Exception], gpu_of_8_gib: None) -> None:
+    def ask(device: Any) -> None:
+        raise RuntimeError(text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", ask)
+        with pytest.raises(raised) as found:
+            cuda.free_memory("cuda")
+    assert type(found.value) is raised
+    assert "\n" not in str(found.value)
+
+
+def test_slots_that_a_gpu_has_no_room_for_are_refused(gpu_of_8_gib: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*sizes: int, **options: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(
+        BudgetError, match=r"cuda ran out of memory while making 3 slots of 4,096 bytes: 9\.00 GiB asked"
+    ):
+        slots.DeviceSlots(3, 100, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, r"the GGUF file has its experts in Q4_0, which .*; --bits 4 packs"),
+        ({"preset": "nimble"}, "routing=cached"),
+    ],
+)
+def test_what_cpus_alone_compute_runs_there_with_a_word(
+    options: dict[str, Any], said: str, gpu_model: Path, tmp_path: Path, gpu_of_8_gib: None
+) -> None:
+    file = gguf_files.write(tmp_path / "m.gguf", gguf_files.model_of(FAMILY), FAMILY, gguf_files.kinds("q4_0"))
+    model = gpu_model if options else file
+    blueprint = inspect_model(model, str(model))
+    plan = load.plan_for(blueprint, settings(memory="4GiB", **options))
+    assert not isinstance(plan, GpuMemoryPlan)
+    assert re.search(f"no GPU is used: {said}", plan.warnings[0])
+    with pytest.raises(ConfigError, match=rf"device 'cuda' was asked for, but {said}.*or use --device cpu"):
+        load.plan_for(blueprint, settings(memory="4GiB", device="cuda", **options))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        plan = load.plan_for(blueprint, settings(memory="4GiB", **options))
+    assert not any("GPU" in each for each in plan.warnings)
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(4, "int4/rowmajor/"), (2, "u2/rowmajor/")])
@@ -202,10 +335,10 @@ def test_slots_are_as_large_as_what_they_hold(larger_experts: Path, gpu_of_8_gib
 
 def test_what_a_plan_asks_for_is_enough(larger_experts: Path, gpu_of_8_gib: None) -> None:
     """A share for low copies so small that its pinned slots are more than their share of the bytes."""
-    settings = {**HOBBIT, "low_share": 0.05}
-    whole = tiermoe.plan(larger_experts, memory="4GiB", preset="hobbit", set=settings)
+    changes = {**HOBBIT, "low_share": 0.05}
+    whole = tiermoe.plan(larger_experts, memory="4GiB", preset="hobbit", set=changes)
     room = whole.gpu_fixed + 6 * whole.slot_bytes
-    small = {"preset": "hobbit", "set": settings, "gpu_memory": room}
+    small = {"preset": "hobbit", "set": changes, "gpu_memory": room}
     with pytest.raises(BudgetError, match=r"Use --memory \d+MiB or more") as refused:
         tiermoe.plan(larger_experts, memory=whole.fixed + LANES * whole.slot_bytes, **small)
     asked = re.search(r"--memory (\d+MiB)", str(refused.value))
@@ -255,7 +388,7 @@ def test_a_copy_moves_an_expert_s_own_bytes(
     copied = [copy.host.nbytes for copy in gpu.asked]
     assert set(copied) == {high, low}
     assert copied.count(low) == engine.loader.counts.low_loads
-    assert engine.link.bytes_copied == sum(copied)
+    assert engine.link.counters().bytes_copied == sum(copied)
 
 
 def test_devices(gpu_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from fake_gpu import BYTES, FakeDisk, FakeGpu, content, put_on
+from fake_gpu import BYTES, FakeDisk, FakeGpu, Stream, content, put_on
 from gpu_rig import EXPERTS, LAYERS, Rig, key, load, walk
 from patience import PATIENCE_S, until, within
 from tiermoe.engine.service import tiers_of
@@ -27,8 +28,108 @@ def test_every_computation_sees_its_expert(seed: int, device_slots: int, host_sl
     loads = within(lambda: walk(one, seed))
     within(one.end)
     assert one.link.host.hits + one.link.host.misses == loads
-    assert one.link.bytes_copied == loads * BYTES
+    assert one.link.counters().bytes_copied == loads * BYTES
     assert one.link.counters().bytes_read == one.link.host.misses * BYTES
+
+
+@pytest.mark.parametrize("forgets", ["copies", "computing"])
+def test_a_missing_wait_is_found(forgets: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_event = Stream.wait_event
+
+    def forget(stream: Stream, event: Any) -> None:
+        if (stream is stream._gpu._computing) == (forgets == "copies"):
+            wait_event(stream, event)
+
+    def violations(seed: int) -> list[str]:
+        one = Rig(3, 2, 2, seed)
+        within(lambda: walk(one, seed))
+        within(one.gpu.finish)
+        one.link.close()
+        return one.gpu.violations
+
+    monkeypatch.setattr(Stream, "wait_event", forget)
+    assert any(violations(seed) for seed in range(50))
+
+
+def test_an_urgent_copy_waits_for_no_speculative_one(rig: Callable[..., Rig]) -> None:
+    one = rig(3, 3, 1)
+    for expert in range(2):
+        one.link.submit(load(expert, expert))
+        within(one.link.wait)
+    one.gpu.hold(speculative_alone=True)
+    one.link.submit(load(0, 2, urgent=False))
+    until(lambda: len(one.gpu.asked) == 3)
+    one.link.submit(load(1, 1))
+    until(lambda: one.gpu.asked[3].done)
+    assert not one.gpu.asked[2].done
+
+
+def test_what_computing_waits_for_copies_is_waiting(rig: Callable[..., Rig]) -> None:
+    one = rig(3, 3, 1)
+    one.gpu.copy_s = 1e5  # of its clock: no time passes
+    one.gpu.hold(speculative_alone=True)
+    one.link.submit(load(0, 0, urgent=False))
+    within(one.link.wait)
+    until(lambda: one.gpu._computing.reached == 2)  # its mark, and the beginning of its wait
+    assert one.link.counters().wait_s < 1e5
+    one.gpu.release()
+    waited = until(lambda: (found := one.link.counters()).wait_s >= 1e5 and found)
+    assert one.link.counters() == waited
+    assert waited.wait_s < 2e5
+    assert (waited.bytes_copied, waited.copy_s, waited.bandwidth) == (BYTES, 1e5, BYTES / 1e5)
+    assert waited.read_bandwidth != waited.bandwidth
+
+
+def test_main_memory_is_filled_while_nothing_else_is_read(rig: Callable[..., Rig]) -> None:
+    one = rig(5, 6, 1)
+    one.disk.gate.clear()
+    one.disk.failing = {key(0, 2)}
+    one.link.submit(load(0, 0))
+    until(lambda: one.disk.order)
+    one.link.fill([key(0, expert) for expert in (0, 1, 2, 3)])
+    one.link.submit(load(4, 1))
+    one.disk.gate.set()
+    until(lambda: len(one.link.host) == 4)
+    assert one.disk.order == [key(0, expert) for expert in (0, 4, 1, 2, 3)]
+    assert (one.link.host.hits, one.link.host.misses) == (0, 2)
+    for _ in range(2):
+        within(one.link.wait)
+    one.link.submit(load(3, 2))
+    assert within(one.link.wait).error is None
+    assert one.link.host.hits == 1
+
+
+def test_nothing_leaves_for_what_main_memory_is_filled_with(rig: Callable[..., Rig]) -> None:
+    one = rig(5, 2, 1)
+    one.link.fill([key(1, expert) for expert in range(4)])
+    until(lambda: len(one.link.host) == 2)
+    one.link.submit(load(0, 0))
+    within(one.link.wait)
+    assert one.disk.order == [key(1, 0), key(1, 1), key(0, 0)]
+
+
+def test_filling_goes_on_after_an_interruption(rig: Callable[..., Rig]) -> None:
+    one = rig(3, 4, 1)
+    one.disk.gate.clear()
+    one.link.fill([key(0, expert) for expert in range(4)])
+    until(lambda: one.disk.order)
+    rolling = threading.Thread(target=one.link.roll_back)
+    rolling.start()
+    until(lambda: not one.link._threads._background)
+    one.disk.gate.set()
+    rolling.join(PATIENCE_S)
+    until(lambda: len(one.link.host) == 4)
+    assert one.disk.order == [key(0, expert) for expert in range(4)]
+
+
+@settings(max_examples=15, deadline=None, phases=[Phase.generate])  # a hang takes long to shrink
+@given(st.integers(0, 2**20), st.integers(1, 8), st.integers(1, 3))
+def test_loads_go_on_while_main_memory_is_filled(seed: int, host_slots: int, lanes: int) -> None:
+    one = Rig(5, host_slots, lanes, seed)
+    one.link.fill(key(layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS))
+    loads = within(lambda: walk(one, seed))
+    within(one.end)
+    assert one.link.host.hits + one.link.host.misses == loads
 
 
 @pytest.fixture
@@ -70,7 +171,6 @@ def test_poll_leaves_copies_under_way(rig: Callable[..., Rig]) -> None:
     until(lambda: one.gpu.asked)
     assert one.link.poll() is None
     one.gpu.release()
-    one.gpu.wait(one.gpu.asked[0])
     polled = until(one.link.poll)
     assert polled.load.key == key(0, 0)
     assert one.link.poll() is None
@@ -92,12 +192,12 @@ def test_a_failed_read_comes_back_and_the_link_goes_on(rig: Callable[..., Rig]) 
 
 def test_a_refused_copy_comes_back_and_the_link_goes_on(rig: Callable[..., Rig]) -> None:
     one = rig(3, 1, 1)
-    one.gpu.refuse = True
+    one.gpu.failure = RuntimeError("the fake GPU refuses to copy")
     with pytest.raises(RuntimeError, match="refuses to copy"):
         within(lambda: one.layer(0, [0]))
     with pytest.raises(RuntimeError, match="refuses to copy"):
         within(lambda: one.layer(0, [0]))  # this time from main memory
-    one.gpu.refuse = False
+    one.gpu.failure = None
     within(lambda: one.layer(0, [0, 1, 2]))
     assert one.disk.reads[key(0, 0)] == 1
 

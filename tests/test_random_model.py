@@ -13,30 +13,9 @@ from transformers import AutoTokenizer
 
 from benchmark_commands import Printed, benchmark_runner
 from benchmarks import random_model
-from benchmarks.random_model import ALL, Spec, config_of, layers_within, specs, write
+from benchmarks.random_model import ALL, SMALL, Spec, config_of, layers_within, specs, write
 from tiny import auto_class
 
-_SMALL = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_experts_per_tok": 2}
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-TINY: dict[str, dict[str, Any]] = {
-    "qwen3-30b-a3b": {**_SMALL, **_HEADS, "num_experts": 8, "moe_intermediate_size": 32},
-    "gpt-oss-20b": {**_SMALL, **_HEADS, "num_local_experts": 8, "intermediate_size": 64},
-    "deepseek-v2-lite": {
-        **_SMALL, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "kv_lora_rank": 16,
-        "moe_intermediate_size": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    },
-    "glm-4.5-air": {**_SMALL, **_HEADS, "n_routed_experts": 8, "moe_intermediate_size": 32},
-}  # fmt: skip
-_MANY = {**_SMALL, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
-TINY |= {
-    "mixtral-8x7b": {**_SMALL, **_HEADS, "num_local_experts": 8},
-    "phi-3.5-moe": {**_SMALL, **_HEADS, "num_local_experts": 8},
-    "qwen1.5-moe-a2.7b": {
-        **_MANY, "num_experts": 8, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
-    },
-    "olmoe-1b-7b": {**_MANY, "num_experts": 8, "intermediate_size": 32},
-}  # fmt: skip
-TINY["gpt-oss-120b"] = TINY["gpt-oss-20b"]
 BILLIONS = {
     "gpt-oss-120b": 116.83,
     "qwen3-30b-a3b": 30.53,
@@ -53,7 +32,7 @@ BILLIONS = {
 @pytest.mark.parametrize("kind", ALL)
 def test_transformers_loads_what_is_written(kind: str, tmp_path: Path) -> None:
     out = tmp_path / "model"
-    config = config_of(kind, 2, **TINY[kind])
+    config = config_of(kind, 2, **SMALL[kind])
     write(kind, out, config)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     model, info = auto_class(config["model_type"]).from_pretrained(out, dtype=torch.float32, output_loading_info=True)
@@ -91,7 +70,7 @@ def test_tensors_differ_and_have_their_kinds_spread() -> None:
 
 
 def test_files_are_small_and_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of("qwen3-30b-a3b", 2, **TINY["qwen3-30b-a3b"])
+    config = config_of("qwen3-30b-a3b", 2, **SMALL["qwen3-30b-a3b"])
     monkeypatch.setattr(random_model, "SHARD", 100 << 10)
     sizes: list[int] = []
     real: Callable[..., None] = random_model.save_file

@@ -30,6 +30,10 @@ class BudgetError(TiermoeError):
     """A memory budget that cannot be kept; the message has the nearest setting that works."""
 
 
+class DeviceError(TiermoeError):
+    """A GPU that fails or is gone while a model runs on it."""
+
+
 class PromptError(TiermoeError):
     """A prompt that cannot be answered: empty, or longer than the context."""
 

@@ -58,12 +58,14 @@ class PhaseMetrics:
     seconds: float = 0.0
     compute_s: float = 0.0  # seconds of computing
     wait_s: float = 0.0  # seconds of waiting for the link
-    bytes_read: int = 0  # over the link
+    bytes_read: int = 0  # from the drive; of a replay, over the link
     tokens: int = 0  # that were kept
     counts: ExpertCounts = field(default_factory=ExpertCounts)  # of the passes that were kept
     discarded: ExpertCounts = field(default_factory=ExpertCounts)  # of the passes that were discarded (MoBiLE)
-    read_s: float = 0.0  # seconds in which the link was at work, with computing or without; 0 if unknown
+    read_s: float = 0.0  # seconds in which the drive was at work, with computing or without; 0 if unknown
     bytes_read_also: int = 0  # of `bytes_read`, from the second drive (--also)
+    bytes_copied: int = 0  # from main memory to a GPU
+    copy_s: float = 0.0  # seconds of these copies
 
     def since(self, earlier: PhaseMetrics) -> PhaseMetrics:
         """What has been added since `earlier`."""
@@ -77,6 +79,8 @@ class PhaseMetrics:
             self.discarded.minus(earlier.discarded),
             self.read_s - earlier.read_s,
             self.bytes_read_also - earlier.bytes_read_also,
+            self.bytes_copied - earlier.bytes_copied,
+            self.copy_s - earlier.copy_s,
         )
 
     def add(self, used: PhaseMetrics, tokens: int, discarded: bool = False) -> None:
@@ -87,6 +91,8 @@ class PhaseMetrics:
         self.bytes_read += used.bytes_read
         self.read_s += used.read_s
         self.bytes_read_also += used.bytes_read_also
+        self.bytes_copied += used.bytes_copied
+        self.copy_s += used.copy_s
         self.tokens += tokens
         (self.discarded if discarded else self.counts).add(used.counts)
         self.discarded.add(used.discarded)
@@ -148,10 +154,15 @@ class PhaseMetrics:
     def bound_tok_s(self, bandwidth: float) -> float:
         """Tokens per second that could have been reached: tokens / max(compute time, bytes / `bandwidth` of the link in
         bytes per second): docs/architecture.md, "Bounds". Where these bytes came faster than that, or partly before
-        this phase, they take no longer than the link was at work in it: nothing that ran is above its bound."""
-        link_s = self.bytes_read / bandwidth if bandwidth else 0.0
-        if self.read_s:
-            link_s = min(link_s, self.read_s)
+        this phase, they take no longer than the link was at work in it: nothing that ran is above its bound. Before a
+        GPU the link is the bus, and the drive's work is the third bound."""
+        on_gpu = self.bytes_copied > 0
+        moved, busy_s = (self.bytes_copied, self.copy_s) if on_gpu else (self.bytes_read, self.read_s)
+        link_s = moved / bandwidth if bandwidth else 0.0
+        if busy_s:
+            link_s = min(link_s, busy_s)
+        if on_gpu:  # two copies at once count each
+            link_s = max(min(link_s, self.seconds), self.read_s)
         bound_s = max(self.compute_s, link_s)
         return self.tokens / bound_s if bound_s > 0 else 0.0
 
@@ -163,7 +174,7 @@ class Metrics:
 
     prefill: PhaseMetrics = field(default_factory=PhaseMetrics)  # passes over prompts
     decode: PhaseMetrics = field(default_factory=PhaseMetrics)  # passes over generated tokens
-    bandwidth: float = 0.0  # of the link, bytes per second
+    bandwidth: float = 0.0  # of the link (`LinkCounters.bandwidth`), bytes per second
     layers: int = 0  # MoE layers
     peak_memory_bytes: int = 0  # the most that the process has held; 0 of a replay
     fallback_ratio: float = 0.0  # share of the decoded tokens that all K experts computed again (MoBiLE)
@@ -193,8 +204,9 @@ class Metrics:
 
     @property
     def bound_tok_s(self) -> float:
-        """`PhaseMetrics.bound_tok_s` of decoding; 0 if it read nothing."""
-        return self.decode.bound_tok_s(self.bandwidth) if self.decode.bytes_read else 0.0
+        """`PhaseMetrics.bound_tok_s` of decoding; 0 if nothing came over the link."""
+        moved = self.decode.bytes_read or self.decode.bytes_copied
+        return self.decode.bound_tok_s(self.bandwidth) if moved else 0.0
 
     @property
     def by_phase(self) -> dict[str, PhaseMetrics]:

@@ -1766,4 +1766,33 @@ BREAKAGES = (
         "end = shares;",
         ("test_a_block_of_several_precisions_is_its_separate_calls",),
     ),
+    # a GPU
+    Breakage(
+        "a copy to a GPU does not wait for the kernels that read its slot",
+        "CudaCopier.copy",
+        "stream.wait_event(after)",
+        "pass",
+        ("test_every_computation_sees_its_expert",),
+    ),
+    Breakage(
+        "an urgent copy waits behind speculative ones",
+        "CudaCopier.copy",
+        "self._urgent if urgent else self._speculative",
+        "self._speculative",
+        ("test_an_urgent_copy_waits_for_no_speculative_one",),
+    ),
+    Breakage(
+        "an expert leaves main memory for one that nobody has asked for",
+        "SecondLevelCache.reserve_free",
+        "cache.free(cache.pool(key)) < cache.size(key)",
+        "False",
+        ("test_nothing_leaves_for_what_main_memory_is_filled_with",),
+    ),
+    Breakage(
+        "a GPU's error ends a run without a word",
+        "raise_gpu_error",
+        "if of_gpu:\n    ...",
+        "pass",
+        ("tests/test_gpu_engine.py", "test_a_gpu_that_fails_within_a_run_is_named_and_the_model_goes_on"),
+    ),
 )

@@ -99,7 +99,8 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None, u
         plan = _divided(base, wanted, model, sizes)
         if holds_everything(plan, resolved) and composition.unit == "expert":
             plan = replace(plan, unless_mapped=plan.looked_up)
-        plan.warnings.extend(_warnings(plan) + _left_out(blueprint) + _slow_gate(blueprint))
+        no_gpu = [resolved.no_gpu] if resolved.no_gpu else []
+        plan.warnings.extend(no_gpu + _warnings(plan) + _left_out(blueprint) + _slow_gate(blueprint))
         return plan
     on_gpu = divided_with_gpu(base, wanted, resolved, sizes, device, gpu)
     on_gpu.warnings.extend(_left_out(blueprint))

@@ -36,6 +36,7 @@ from tiermoe.model.decoder import Decoder, NotFiniteError
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.moe import ExpertGate
 from tiermoe.model.mtp_head import Drafted, DraftToken, MtpHead
+from tiermoe.offload.cuda import raise_gpu_error
 from tiermoe.offload.policies.routing import require_adaptive, require_little
 from tiermoe.platform.machine import installed_version, processor_identity
 from tiermoe.platform.process_memory import peak_resident_bytes, resident_bytes
@@ -119,7 +120,7 @@ class Engine:
         counts, discarded = self.loader.counts.copy(), self.scheduler.discarded.copy()
         return PhaseMetrics(
             seconds, seconds - wait_s, wait_s, link.bytes_read, 0, counts, discarded, link.busy_s,
-            self.service.second.bytes_read,
+            self.service.second.bytes_read, link.bytes_copied, link.copy_s,
         )  # fmt: skip
 
     def other_budgets(self, decode: PhaseMetrics) -> list[OtherBudget]:
@@ -199,30 +200,35 @@ class Engine:
     def step(self, batch: Batch, cache: SequenceCache, every: bool = False) -> torch.Tensor:
         """Runs a batch and returns the logits (rows, vocabulary) of each row's last token, or of every token of all
         rows (T, vocabulary). Prompts run in chunks. Threads wait for each other. ModelError if logits are not
-        finite, which names the layer that they come from; TiermoeError after `close`."""
+        finite, which names the layer that they come from; BudgetError and DeviceError of a GPU; TiermoeError after
+        `close`. After an error the next step begins anew."""
         self.check_open()
         context, run = self.context, self.decoder.step
-        with context.lock:
-            context.start()
-            passes = passes_of(batch, self.decoder, self.settings.chunk, self.plan.prompt_chunks)
-            found = []
-            for each in passes:
-                chunks = max(len(each.rows) - len(batch.rows), 0) + 1
-                scored = every and each.phase == "prefill"
-                lends = chunks > 1 or self.plan.step_slots > 0
-                lent = lends and self.service.lend(chunks, len(each.tokens), scored)
-                context.begin(each)
-                if self.confident is None or every or each.phase != "decode":
-                    found.append(run(each, cache, every))
-                else:
-                    once_or_twice = functools.partial(run, each, cache)
-                    found.append(self.confident.decode(once_or_twice, lambda logits: logits))
-                if lent:
-                    self.loader.cache.take_back()
-            logits = found[0] if len(found) == 1 else gathered(passes, found, batch, every)
-            if not is_finite(logits):
-                raise self._not_finite(passes, cache)
-            context.finish()
+        try:
+            with context.lock:
+                context.start()
+                passes = passes_of(batch, self.decoder, self.settings.chunk, self.plan.prompt_chunks)
+                found = []
+                for each in passes:
+                    chunks = max(len(each.rows) - len(batch.rows), 0) + 1
+                    scored = every and each.phase == "prefill"
+                    lends = chunks > 1 or self.plan.step_slots > 0
+                    lent = lends and self.service.lend(chunks, len(each.tokens), scored)
+                    context.begin(each)
+                    if self.confident is None or every or each.phase != "decode":
+                        found.append(run(each, cache, every))
+                    else:
+                        once_or_twice = functools.partial(run, each, cache)
+                        found.append(self.confident.decode(once_or_twice, lambda logits: logits))
+                    if lent:
+                        self.loader.cache.take_back()
+                logits = found[0] if len(found) == 1 else gathered(passes, found, batch, every)
+                if not is_finite(logits):
+                    raise self._not_finite(passes, cache)
+                context.finish()
+        except RuntimeError as error:
+            raise_gpu_error(error, str(self.device), "computing")
+            raise
         return logits
 
     @torch.no_grad()

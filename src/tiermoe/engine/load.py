@@ -34,6 +34,7 @@ from tiermoe.model.packing import recipe_key, with_own_dense
 from tiermoe.model.prepare_store import Progress, ensure_packed, found_store, is_packed, open_or_create, store_root
 from tiermoe.model.stored_weights import StoredWeights
 from tiermoe.model.tokenizer import load_tokenizer
+from tiermoe.offload.composition import kept_from_gpus
 from tiermoe.offload.cuda import resolve_device
 from tiermoe.offload.presets import Resolved, compose, resolve
 from tiermoe.platform import process_memory
@@ -206,9 +207,10 @@ def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: 
 
 def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
     """The settings' preset, made ready for a checkpoint. The default one asks no routers where they name no experts by
-    index (Switch), and shares its slots where an encoder's layers run only once. Experts that come
-    quantised stay in their types where neither the settings nor the preset ask for bits, which a CPU alone has kernels
-    for; ModelError if they cannot. So do dense layers where neither asks for dense bits."""
+    index (Switch), and shares its slots where an encoder's layers run only once. Experts that come quantised stay in
+    their types where neither the settings nor the preset ask for bits; ModelError if they cannot. So do dense layers
+    where neither asks for dense bits. What a CPU alone computes runs there under `auto`; ConfigError if a GPU is named
+    for experts in their types."""
     if settings.preset == Settings().preset and not blueprint.family.forecasts:
         changes = {"prefetch": "none"} | ({"allotment": "pool"} if blueprint.family.encodes else {})
         settings = replace(settings, set={**changes, **settings.set})
@@ -216,13 +218,31 @@ def resolve_for(blueprint: Blueprint, settings: Settings) -> Resolved:
     if (settings.bits or preset.bits) is None and blueprint.comes_quantized:
         if blueprint.own_experts is None:
             blueprint.require_own_experts()  # raises, and says why
-        settings = replace(settings, bits=OWN_BITS, device="cpu" if settings.device == "auto" else settings.device)
+        settings = replace(settings, bits=OWN_BITS)
+    no_gpu = ""
+    if kept := _in_types_of_cpus(blueprint, settings.bits or preset.bits) or kept_from_gpus(preset):
+        if settings.device == "auto":
+            no_gpu = "" if resolve_device("auto") == "cpu" else f"no GPU is used: {kept}"
+            settings = replace(settings, device="cpu")
+        elif settings.device != "cpu":
+            raise ConfigError(f"device '{settings.device}' was asked for, but {kept}, or use --device cpu")
     if preset.dense_bits is None:
         settings = with_own_dense(settings, blueprint, resolve_device(settings.device))
     root = store_root(blueprint, settings.store)
     resolved = resolve(settings, root, blueprint.checkpoint.fingerprint(), blueprint.name, len(blueprint.layers))
     _check_also(resolved)
-    return resolved
+    return replace(resolved, no_gpu=no_gpu)
+
+
+def _in_types_of_cpus(blueprint: Blueprint, bits: int | None) -> str:
+    """Why experts at these bits are computed on CPUs alone, and what to do; empty if they are not."""
+    if bits != OWN_BITS or blueprint.own_experts is None:
+        return ""
+    where = "GGUF file" if blueprint.in_gguf else "checkpoint"
+    return (
+        f"the {where} has its experts in {blueprint.own_types()}, which CPUs alone have kernels for; --bits 4 packs "
+        f"them for a GPU"
+    )
 
 
 def _check_also(resolved: Resolved) -> None:

@@ -37,7 +37,16 @@ from tiermoe.offload.reader import ExtentReader, HeldReader
 from tiermoe.offload.scheduler import Scheduler
 from tiermoe.offload.second_drive import TwoDrives
 from tiermoe.offload.slots import DeviceSlots, FilledSlots, HostSlots, SlotRuns, Slots
-from tiermoe.offload.usage import RunRecord, SizeCurve, Uses, merged, read_record, record_path, write_record
+from tiermoe.offload.usage import (
+    RunRecord,
+    SizeCurve,
+    Uses,
+    merged,
+    most_used,
+    read_record,
+    record_path,
+    write_record,
+)
 from tiermoe.platform.machine import processors
 from tiermoe.platform.process_memory import free_pages
 from tiermoe.types import ExpertKey, Extent
@@ -66,18 +75,23 @@ class ExpertService:
         self.unit = unit_of(resolved.composition, torch.device(self.device).type)
         tiers = self._tiers(reading.files)
         self._slots, self.link, self.tier_stats = tiers.slots, tiers.link, tiers.stats
-        self.unit.over(tiers.link)
         self._views: dict[int, tuple[Layout, Views]] = {}  # by slot: of the layout that it was last used with
         self.history = history = self._earlier_runs() if resolved.settings.warm else None
-        self.scheduler = self._schedule(hash_tables, self._trial(history))
+        with contextlib.ExitStack() as undo:  # of a composition that does not fit the model
+            undo.callback(tiers.link.close)
+            self.unit.over(tiers.link)
+            self.scheduler = self._schedule(hash_tables, self._trial(history))
+            undo.pop_all()
         if history is not None:
             self.scheduler.fill(history.uses)
+            if isinstance(tiers.link, GpuLink):
+                tiers.link.fill(self._for_main_memory(history.uses))
         self._leave_record = history.keep(self, self.scheduler) if history is not None else None
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of the link while it was reading; 0 before it has read."""
-        return _bandwidth(self.link)
+        """`LinkCounters.bandwidth`."""
+        return self.link.counters().bandwidth
 
     @property
     def wait_s(self) -> float:
@@ -183,6 +197,20 @@ class ExpertService:
             scheduler.loader.cache.on_shrink = self._free_slot
         return scheduler
 
+    def _for_main_memory(self, uses: Sequence[Sequence[float]]) -> list[ExpertKey]:
+        """What main memory is filled with before a GPU: all experts if it has a slot for each, else those that earlier
+        runs used, most used first. uses: theirs, a row of experts for each layer; empty if nothing is known."""
+        experts, table = [layer.experts for layer in self.store.layers], self.resolved.tables.bits
+        on_the_way, found = self.scheduler.loader.cache.in_flight, list[ExpertKey]()
+        for bits in self.resolved.precisions:
+            ranked = most_used(experts, bits, uses, everything=True)
+            keys = [key for key in ranked if table.get((key.layer, key.expert), bits) == bits]
+            slots = sum(pool.slots for pool in self.plan.host_pools if bits in pool.bits)
+            if slots < len(keys):
+                keys = [key for key in keys if uses and uses[key.layer][key.expert]]
+            found += [key for key in keys if key not in on_the_way]
+        return found
+
     def _free_slot(self, slot: int, kept: int = 0) -> None:
         """Gives the memory of a slot back, after its first `kept` bytes."""
         memory = self._slots.buffer(slot)[kept:]
@@ -198,7 +226,7 @@ class ExpertService:
         spare = processors() > torch.get_num_threads()
 
         def promises(layer_s: float) -> bool:
-            bandwidth = _bandwidth(link)
+            bandwidth = link.counters().bandwidth
             return promising(layer_s, slot_bytes / bandwidth if bandwidth else math.inf, spare)
 
         return history.trial(promises) if history is not None else PrefetchTrial(None, promises)
@@ -224,18 +252,13 @@ class PackedExperts:
         self.layouts = [[known.setdefault(form.slot, form.slot) for form in forms] for forms in self.of]
 
 
-def _bandwidth(link: MeteredLink) -> float:
-    found = link.counters()
-    return found.bytes_read / found.busy_s if found.busy_s else 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Tiers:
     """The slots that kernels compute from, and the link that fills them. `stats`: a GPU's own counters."""
 
     slots: Slots
     link: MeteredLink
-    stats: Callable[[], dict[str, int | str]] = dict
+    stats: Callable[[], dict[str, float | str]] = dict
 
 
 def tiers_of(
@@ -254,8 +277,9 @@ def tiers_of(
     if device == "cpu":
         slots = SlotRuns([HostSlots(count, nbytes, shared=shared) for count, nbytes, shared in sizes if count])
         return Tiers(slots, _disk_link(filler, slots, lanes, learned))
+    copier = CudaCopier(device)  # before memory is pinned, which an error would leave so
     on_device = SlotRuns([DeviceSlots(count, nbytes, device) for count, nbytes, _ in sizes if count])
-    link = GpuLink(filler, _pinned(pinned), on_device, bytes_of, CudaCopier(device), lanes)
+    link = GpuLink(filler, _pinned(pinned), on_device, bytes_of, copier, lanes)
     return Tiers(on_device, link, lambda: _gpu_stats(device, link))
 
 
@@ -295,11 +319,15 @@ def mapped_tiers(
     return Tiers(slots, DiskLink(SlotFiller(MappedReader(), extent_of, format_of), slots, lanes))
 
 
-def _gpu_stats(device: str, link: GpuLink) -> dict[str, int | str]:
+def _gpu_stats(device: str, link: GpuLink) -> dict[str, float | str]:
+    now = link.counters()
     return {
         "device": device,
         "peak_gpu_memory_bytes": peak_memory(device),
-        "bytes_copied": link.bytes_copied,
+        "bytes_copied": now.bytes_copied,
+        "copy_s": now.copy_s,
+        "read_bandwidth": now.read_bandwidth,
+        "host_experts": len(link.host),
         "host_hits": link.host.hits,
         "host_misses": link.host.misses,
     }

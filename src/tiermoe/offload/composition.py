@@ -461,7 +461,12 @@ def require_device(composition: Composition, device: str) -> None:
             f"misses={composition.misses} computes on the CPU what a GPU lacks, and no GPU is in use; "
             f"use --set misses=load"
         )
-    if composition.routing == "cached" and device != "cpu":
-        raise ConfigError("routing=cached chooses by scores that are known on the CPU alone; use --device cpu")
-    if composition.unit == "neuron" and device != "cpu":
-        raise ConfigError("unit=neuron runs on the CPU alone; use --device cpu or --set unit=expert")
+    if device != "cpu" and (why := kept_from_gpus(composition)):
+        raise ConfigError(f"{why}, or --device cpu")
+
+
+def kept_from_gpus(composition: Composition) -> str:
+    """Why a composition runs on CPUs alone, and what to do; empty if it does not."""
+    if composition.routing == "cached":
+        return "routing=cached chooses by scores that are known on the CPU alone; use --set routing=all"
+    return "unit=neuron runs on the CPU alone; use --set unit=expert" if composition.unit == "neuron" else ""

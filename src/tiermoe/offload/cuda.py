@@ -4,49 +4,56 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from typing import Any, NamedTuple
 
 import torch
 
-from tiermoe.errors import BudgetError, ConfigError
+from tiermoe.config import format_size
+from tiermoe.errors import BudgetError, ConfigError, DeviceError, first_line
 
 Mark = torch.cuda.Event
 """A point in the order of computation."""
 
 
 class Ticket(NamedTuple):
-    """A copy that has been asked for: events around it, on the stream that copies."""
+    """Events around a copy that has been asked for, or around what a stream waits for one."""
 
     begun: torch.cuda.Event
     done: torch.cuda.Event
 
 
 class CudaCopier:
-    """Copies from pinned memory to a GPU on a stream of its own, during the computation."""
+    """Copies from pinned memory to a GPU during the computation, on two streams of its own: no urgent copy waits for a
+    speculative one that was asked for before it. cuda: the module with streams and events."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, cuda: Any = torch.cuda) -> None:
         self._device = torch.device(device)
-        self._stream = torch.cuda.Stream(self._device)
+        self._cuda = cuda
+        # CUDA's manual promises the priority to kernels; copies have what a stream without others' copies gives
+        self._urgent = cuda.Stream(self._device, priority=-1)
+        self._speculative = cuda.Stream(self._device)
 
     def mark(self) -> Mark:
         """The point after everything that the calling thread has launched so far."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event: Mark = self._cuda.Event()
+        event.record(self._cuda.current_stream(self._device))
         return event
 
-    def copy(self, host: torch.Tensor, device: torch.Tensor, after: Mark) -> Ticket:
+    def copy(self, host: torch.Tensor, device: torch.Tensor, after: Mark, urgent: bool) -> Ticket:
         """Asks for a copy that starts once `after` is reached. Returns at once; any thread may call."""
-        begun = torch.cuda.Event(enable_timing=True)
-        done = torch.cuda.Event(enable_timing=True, blocking=True)  # a thread that waits for it sleeps
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(after)
-            begun.record(self._stream)
+        stream = self._urgent if urgent else self._speculative
+        begun = self._cuda.Event(enable_timing=True)
+        done = self._cuda.Event(enable_timing=True, blocking=True)  # a thread that waits for it sleeps
+        with self._cuda.stream(stream):
+            stream.wait_event(after)
+            begun.record(stream)
             device.copy_(host, non_blocking=True)
-            done.record(self._stream)
+            done.record(stream)
         return Ticket(begun, done)
 
     def ready(self, ticket: Ticket) -> bool:
-        """True if the copy is done."""
+        """True if the copy, or the wait, is done."""
         return bool(ticket.done.query())
 
     def wait(self, ticket: Ticket) -> None:
@@ -54,12 +61,20 @@ class CudaCopier:
         ticket.done.synchronize()
 
     def seconds(self, ticket: Ticket) -> float:
-        """How long a copy that is done took, from the moment when it could start."""
+        """How long a copy that is done took, from the moment when it could start; or a wait that is done."""
         return float(ticket.begun.elapsed_time(ticket.done)) / 1e3
 
-    def wait_before_use(self, ticket: Ticket) -> None:
-        """Lets what the calling thread launches from now on start only after the copy; does not block."""
-        torch.cuda.current_stream(self._device).wait_event(ticket.done)
+    def wait_before_use(self, ticket: Ticket) -> Ticket | None:
+        """Lets what the calling thread launches from now on start only after the copy; does not block. Returns what the
+        computation waits, None if the copy is done."""
+        if ticket.done.query():
+            return None
+        stream = self._cuda.current_stream(self._device)
+        wait = Ticket(self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True))
+        wait.begun.record(stream)
+        stream.wait_event(ticket.done)
+        wait.done.record(stream)
+        return wait
 
 
 def resolve_device(asked: str) -> str:
@@ -79,9 +94,37 @@ def resolve_device(asked: str) -> str:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that `device` has free, besides what torch holds."""
-    free, _ = torch.cuda.mem_get_info(torch.device(device))
+    """Bytes that `device` has free, besides what torch holds. As `raise_gpu_error` if it cannot be asked."""
+    try:
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+    except RuntimeError as error:
+        raise_gpu_error(error, device, "starting")
+        raise
     return free
+
+
+def raise_gpu_error(error: RuntimeError, device: str, doing: str) -> None:
+    """Raises the error of a GPU in one line: BudgetError if its memory is used up, DeviceError if it fails. Returns if
+    `error` is of something else. doing: what asked the GPU, like 'computing'."""
+    text = str(error)
+    of_gpu = isinstance(error, torch.AcceleratorError) or re.search(r"CUDA error|Triton Error \[CUDA\]", text)
+    if isinstance(error, torch.OutOfMemoryError) or (of_gpu and re.search("out of memory|ALLOC_FAILED", text)):
+        asked = re.search(r"Tried to allocate (\d[\d.]* [KMGT]?i?B)", text)
+        raise BudgetError(
+            f"{device} ran out of memory while {doing}: {asked[1] if asked else 'more than that'} asked for, "
+            f"{_free_in_words(device)} free; end other programs on it, or load the model with less --gpu-memory"
+        ) from error
+    if of_gpu:
+        raise DeviceError(
+            f"{device} failed while {doing}: {first_line(error)}; start again, with --device cpu if the GPU is gone"
+        ) from error
+
+
+def _free_in_words(device: str) -> str:
+    try:
+        return format_size(torch.cuda.mem_get_info(torch.device(device))[0])
+    except (RuntimeError, AssertionError):
+        return "an unknown size"
 
 
 def peak_memory(device: str) -> int:

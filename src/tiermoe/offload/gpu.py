@@ -3,7 +3,8 @@
 Main memory is the second-level cache (`HostCache`). Copies run during the computation and are ordered against it by
 events: a copy starts after the kernels launched before its load was submitted (they may still read the slot), and the
 kernels launched after a load is handed out start after its copy. An I/O thread waits for a copy if it needs the
-pinned slot that is copied from, and for speculative ones; nobody waits for the device as a whole.
+pinned slot that is copied from, and for speculative ones; nobody waits for the device as a whole. Main memory is
+filled in the background (`GpuLink.fill`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from tiermoe.errors import LoadError
 from tiermoe.offload.cuda import CudaCopier, Mark, Ticket
 from tiermoe.offload.disk import SlotFiller
 from tiermoe.offload.io_threads import IOThreads
@@ -27,44 +29,51 @@ from tiermoe.offload.second_level import SecondLevelCache
 from tiermoe.offload.slots import HostSlots, Slots
 from tiermoe.types import ExpertKey, Load
 
+_IN_MAIN_MEMORY = -1
+"""The slot of a load that ends in main memory."""
+
 
 class CopyQueue:
     """Asks for copies and tells which are over. `lock` guards the queue; `changed`, its condition, is notified when a
-    copy begins. Whoever takes part in the same waiting may guard state of its own with them. `bytes_copied`: asked
-    for so far. `seconds`: what the last copies took on average, None before the first."""
+    copy begins. Whoever takes part in the same waiting may guard state of its own with them. Of the copies that are
+    known to be over (`take_ended`): `bytes_copied`; `copy_s`, their seconds; `seconds`, what the last ones took on
+    average, None before the first."""
 
     def __init__(self, copier: CudaCopier) -> None:
         self.lock = threading.RLock()  # taken by itself: see `IOThreads`
         self.changed = threading.Condition(self.lock)
         self.bytes_copied = 0
+        self.copy_s = 0.0
         self.seconds: float | None = None
         self._copier = copier
-        self._under_way: deque[tuple[ExpertKey, Ticket]] = deque()
+        self._under_way: deque[tuple[ExpertKey, int, Ticket]] = deque()  # with their bytes
 
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def start(self, key: ExpertKey, source: torch.Tensor, target: torch.Tensor, after: Mark) -> Ticket:
+    def start(self, key: ExpertKey, source: torch.Tensor, target: torch.Tensor, after: Mark, urgent: bool) -> Ticket:
         """Asks for the copy of an expert, which starts once `after` is reached."""
-        ticket = self._copier.copy(source, target, after)
+        ticket = self._copier.copy(source, target, after, urgent)
         with self.lock:
-            self.bytes_copied += source.nbytes
-            self._under_way.append((key, ticket))
+            self._under_way.append((key, source.nbytes, ticket))
             self.changed.notify_all()
         return ticket
 
     def take_ended(self) -> list[ExpertKey]:
         """The experts whose copies are over since the last call. The caller holds `lock`."""
-        ended = [(key, ticket) for key, ticket in self._under_way if self.is_over(ticket)]
+        ended = [copy for copy in self._under_way if self.is_over(copy[2])]
         self._under_way = deque(copy for copy in self._under_way if copy not in ended)
-        for _, ticket in ended:
+        for _, nbytes, ticket in ended:
             with contextlib.suppress(Exception):  # of a copy that failed: `wait_before_use` meets it
-                self.seconds = averaged(self.seconds, self._copier.seconds(ticket))
-        return [key for key, _ in ended]
+                seconds = self._copier.seconds(ticket)
+                self.seconds = averaged(self.seconds, seconds)
+                self.copy_s += seconds
+                self.bytes_copied += nbytes
+        return [key for key, _, _ in ended]
 
     def oldest(self) -> Ticket | None:
         """None if no copy is under way. The caller holds `lock`."""
-        return self._under_way[0][1] if self._under_way else None
+        return self._under_way[0][2] if self._under_way else None
 
     def is_over(self, ticket: Ticket | None) -> bool:
         """True if there is nothing to wait for: no copy, one that is done, or one that has failed."""
@@ -80,7 +89,7 @@ class CopyQueue:
 
     def finish(self) -> None:
         """Waits for the copies under way."""
-        for _, ticket in self._under_way:
+        for _, _, ticket in self._under_way:
             self.wait_out(ticket)
 
 
@@ -133,16 +142,30 @@ class HostCache(SecondLevelCache):
             self.unpin(key)
             self._changed.notify_all()
 
-    def copy(self, key: ExpertKey, nbytes: int, target: torch.Tensor, after: Mark) -> Ticket:
+    def fill(self, key: ExpertKey) -> None:
+        """Reads `key` into a free slot, if there is one. If it cannot be read, whoever needs it meets the error."""
+        with self._lock:
+            slot = self.reserve_free(key)
+        if slot is not None:
+            with contextlib.suppress(LoadError):
+                self._read(key, slot)
+                self.give_back(key)
+
+    def copy(self, key: ExpertKey, nbytes: int, target: torch.Tensor, after: Mark, urgent: bool) -> Ticket:
         """Asks for the copy of a pinned expert, which is unpinned once that is over, or if asking fails."""
         try:
-            ticket = self._copies.start(key, self.buffer(key)[:nbytes], target[:nbytes], after)
+            ticket = self._copies.start(key, self.buffer(key)[:nbytes], target[:nbytes], after, urgent)
         except Exception:
             self.give_back(key)
             raise
-        with self._lock:
-            self._unpin_copied()
+        self.unpin_copied()
         return ticket
+
+    def unpin_copied(self) -> None:
+        """Unpins the experts whose copies are over."""
+        with self._lock:
+            for key in self._copies.take_ended():
+                self.unpin(key)
 
     def roll_back(self) -> None:
         """After an interruption of a caller anywhere: what is here stays, and nothing is in use. Nothing may be read,
@@ -184,7 +207,7 @@ class HostCache(SecondLevelCache):
                     return None
                 if cache.slot(key) is not None:
                     return None
-                self._unpin_copied()
+                self.unpin_copied()
                 slot = self.reserve(key)
                 if slot is not None:
                     return slot
@@ -193,10 +216,6 @@ class HostCache(SecondLevelCache):
                     self._changed.wait()
                     continue
             self._copies.wait_out(oldest)
-
-    def _unpin_copied(self) -> None:
-        for key in self._copies.take_ended():
-            self.unpin(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +231,8 @@ class GpuLink:
     """Implements `tiermoe.offload.link.Link` with I/O threads that read experts into `host` slots and copies from there
     to `device` slots. host: as `HostCache`. bytes_of: bytes of an expert in its slot.
 
-    Waiting is what the caller spent in `wait`, which does not wait for copies.
+    Waiting is what the caller spent in `wait`, which does not wait for copies, and what the stream of computation spent
+    before kernels whose expert was still copied (`_stalls`: as far as that is not over, or not counted yet).
     """
 
     now = staticmethod(time.perf_counter)
@@ -236,6 +256,8 @@ class GpuLink:
         self._marks: dict[int, Mark] = {}
         self._ended: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._arrivals: deque[_Arrival] = deque()  # taken from there, and not handed out
+        self._stalls: deque[Ticket] = deque()
+        self._wanted: list[ExpertKey] = []
         self._threads = IOThreads(threads, self._work)
         self.lanes = threads
 
@@ -250,12 +272,18 @@ class GpuLink:
         return self._copies.seconds + read * host.read_s / self.lanes
 
     def counters(self) -> LinkCounters:
-        return LinkCounters(self._filler.bytes_read, self._filler.busy_s, self._wait_s)
+        self.host.unpin_copied()
+        self._count_stalls()
+        copies, filler = self._copies, self._filler
+        return LinkCounters(filler.bytes_read, filler.busy_s, self._wait_s, copies.bytes_copied, copies.copy_s)
 
-    @property
-    def bytes_copied(self) -> int:
-        """Bytes copied to the GPU so far."""
-        return self._copies.bytes_copied
+    def fill(self, keys: Iterable[ExpertKey]) -> None:
+        """Begins to read experts into free slots of main memory, in their order, while the threads have nothing else to
+        do; nothing leaves for them. Without those that are in the background on their way to the GPU, which come to
+        main memory so."""
+        self._wanted = list(keys)
+        for key in self._wanted:
+            self._threads.submit(Load(key, _IN_MAIN_MEMORY, urgent=False, background=True))
 
     def submit(self, load: Load) -> None:
         # whatever may still read the slot was launched before its load is submitted
@@ -308,6 +336,7 @@ class GpuLink:
         self._marks.clear()
         self._arrivals.clear()
         self._ended = queue.SimpleQueue()
+        self.fill(self._wanted)
 
     def close(self) -> None:
         """Ends the threads, drops what is queued, waits for the copies under way and gives the slots back. Nothing may
@@ -325,13 +354,26 @@ class GpuLink:
         if arrival.ticket is None:
             return Finished(arrival.load, arrival.error)
         try:
-            self._copier.wait_before_use(arrival.ticket)
+            stall = self._copier.wait_before_use(arrival.ticket)
         except Exception as failure:  # handed to whoever waits for the load
             return Finished(arrival.load, failure)
+        if stall is not None:
+            self._stalls.append(stall)
+            self._count_stalls()
         return Finished(arrival.load)
+
+    def _count_stalls(self) -> None:
+        """Adds the stalls that are over to the waiting, without waiting for the others."""
+        with self._copies.lock:
+            while self._stalls and self._copies.is_over(self._stalls[0]):
+                with contextlib.suppress(Exception):  # of a GPU that failed: the next step meets it
+                    self._wait_s += self._copier.seconds(self._stalls.popleft())
 
     def _work(self, load: Load) -> None:
         """An I/O thread's part: brings the expert into main memory and asks for its copy."""
+        if load.slot == _IN_MAIN_MEMORY:
+            self.host.fill(load.key)
+            return
         mark = self._marks.pop(load.slot)
         try:
             self.host.bring(load.key)
@@ -345,7 +387,8 @@ class GpuLink:
     def _copy(self, load: Load, mark: Mark) -> Ticket | None:
         """Asks for the copy of an expert that is pinned in main memory; None if that fails."""
         try:
-            ticket = self.host.copy(load.key, self._bytes_of(load.key), self._device.buffer(load.slot), mark)
+            nbytes, target = self._bytes_of(load.key), self._device.buffer(load.slot)
+            ticket = self.host.copy(load.key, nbytes, target, mark, load.urgent)
         except Exception as failure:  # handed to whoever waits for the load
             self._ended.put(_Arrival(load, error=failure))
             return None

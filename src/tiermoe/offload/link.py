@@ -38,11 +38,25 @@ class Link(Protocol):
 
 
 class LinkCounters(NamedTuple):
-    """What a link has done so far."""
+    """What a link has done so far. Before a GPU it reads from the drive and copies from main memory."""
 
     bytes_read: int  # from the drive
     busy_s: float  # seconds in which at least one thread was reading
-    wait_s: float  # seconds in which the caller waited
+    wait_s: float  # seconds in which computing waited: the caller for reads, a GPU's stream for copies
+    bytes_copied: int = 0  # to a GPU, by copies that are over
+    copy_s: float = 0.0  # seconds of these copies; of two at once each counts
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second into the slots of which kernels read: the bus's before a GPU, else the drive's while it was
+        reading; 0 before anything has come."""
+        moved, seconds = (self.bytes_copied, self.copy_s) if self.bytes_copied else (self.bytes_read, self.busy_s)
+        return moved / seconds if seconds else 0.0
+
+    @property
+    def read_bandwidth(self) -> float:
+        """Bytes per second of the drive while it was reading; 0 before it has read."""
+        return self.bytes_read / self.busy_s if self.busy_s else 0.0
 
 
 class MeteredLink(Link, Protocol):

@@ -180,6 +180,7 @@ class Resolved:
     composition: Composition
     tables: Tables  # of the calibration
     precisions: tuple[int, ...]  # bits that experts are loaded in, highest first
+    no_gpu: str = ""  # why the CPU computes where there is a GPU and `device` is auto, for people; else empty
 
 
 def resolve(settings: Settings, store: Path, fingerprint: str, model: str, layers: int) -> Resolved:

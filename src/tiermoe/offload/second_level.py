@@ -24,6 +24,10 @@ class SecondLevelCache:
         for precisions, slots in runs:
             self._caches |= dict.fromkeys(precisions, _least_recently_used(slots, list(precisions)))
 
+    def __len__(self) -> int:
+        """Experts that are here."""
+        return sum(map(len, set(self._caches.values())))
+
     def pin_if_here(self, key: ExpertKey) -> bool:
         """Whether `key` is here; it is then pinned until `unpin`."""
         cache = self._caches[key.bits]
@@ -39,6 +43,14 @@ class SecondLevelCache:
         slot = self._caches[key.bits].reserve(key)
         self.misses += slot is not None
         return slot
+
+    def reserve_free(self, key: ExpertKey) -> int | None:
+        """A free slot that `key` is read into before anybody asks for it; None if there is none, or `key` is here or on
+        its way."""
+        cache = self._caches[key.bits]
+        if cache.slot(key) is not None or self.being_read(key) or cache.free(cache.pool(key)) < cache.size(key):
+            return None
+        return cache.reserve(key)
 
     def being_read(self, key: ExpertKey) -> bool:
         """Whether `key` has a slot that it is not in yet."""

@@ -12,7 +12,7 @@ import torch
 
 from tiermoe.errors import BudgetError
 from tiermoe.formats.expert_format import PAGE, align
-from tiermoe.offload.cuda import pin_memory, unpin_memory
+from tiermoe.offload.cuda import pin_memory, raise_gpu_error, unpin_memory
 from tiermoe.platform.process_memory import anonymous_memory
 from tiermoe.types import ExpertKey
 
@@ -115,15 +115,14 @@ class SlotRuns:
 
 
 class DeviceSlots(_Run):
-    """`count` slots of `slot_bytes` (rounded up to 4 KiB) in one uint8 tensor on `device`."""
+    """`count` slots of `slot_bytes` (rounded up to 4 KiB) in one uint8 tensor on `device`. BudgetError if it has no
+    room."""
 
     def __init__(self, count: int, slot_bytes: int, device: str) -> None:
         slot_bytes = align(slot_bytes, PAGE)
         try:
             tensor = torch.empty(count * slot_bytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError as error:
-            raise BudgetError(
-                f"{device} has no room for {count} slots of {slot_bytes:,} bytes; lower --gpu-memory or "
-                f"--cache, or end other programs on it"
-            ) from error
+        except RuntimeError as error:
+            raise_gpu_error(error, device, f"making {count} slots of {slot_bytes:,} bytes")
+            raise
         super().__init__(tensor, count, slot_bytes)
