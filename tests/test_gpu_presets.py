@@ -79,7 +79,7 @@ def answers(engine: Any, prompts: Sequence[list[int]] = PROMPTS, more: int = MOR
     return found
 
 
-@pytest.mark.parametrize("name", filter(runs_on_a_gpu, PRESETS))
+@pytest.mark.parametrize("name", list(filter(runs_on_a_gpu, PRESETS)))
 def test_three_prompts_of_every_preset(
     name: str, gpu_model: Path, tmp_path: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], fake_cuda: FakeCuda
 ) -> None:

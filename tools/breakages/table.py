@@ -1790,7 +1790,7 @@ BREAKAGES = (
     ),
     Breakage(
         "a GPU's error ends a run without a word",
-        "raise_gpu_error",
+        "GpuErrors.__exit__",
         "if of_gpu:\n    ...",
         "pass",
         ("tests/test_gpu_engine.py", "test_a_gpu_that_fails_within_a_run_is_named_and_the_model_goes_on"),

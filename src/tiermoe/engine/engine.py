@@ -36,7 +36,7 @@ from tiermoe.model.decoder import Decoder, NotFiniteError
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.moe import ExpertGate
 from tiermoe.model.mtp_head import Drafted, DraftToken, MtpHead
-from tiermoe.offload.cuda import raise_gpu_error
+from tiermoe.offload.cuda import GpuErrors
 from tiermoe.offload.policies.routing import require_adaptive, require_little
 from tiermoe.platform.machine import installed_version, processor_identity
 from tiermoe.platform.process_memory import peak_resident_bytes, resident_bytes
@@ -69,6 +69,7 @@ class Engine:
         self._blueprint = model.blueprint
         self.config: Any = model.blueprint.config  # transformers' config of the model
         self.dtype, self.device = model.blueprint.dtype, torch.device(service.device)
+        self._errors = GpuErrors(service.device, "computing")
         self.generation_config = model.generation_config
         self.longest_context = model.blueprint.max_context()  # tokens the model was made for; None: unbounded
         self.decoder = model.decoder
@@ -204,31 +205,27 @@ class Engine:
         `close`. After an error the next step begins anew."""
         self.check_open()
         context, run = self.context, self.decoder.step
-        try:
-            with context.lock:
-                context.start()
-                passes = passes_of(batch, self.decoder, self.settings.chunk, self.plan.prompt_chunks)
-                found = []
-                for each in passes:
-                    chunks = max(len(each.rows) - len(batch.rows), 0) + 1
-                    scored = every and each.phase == "prefill"
-                    lends = chunks > 1 or self.plan.step_slots > 0
-                    lent = lends and self.service.lend(chunks, len(each.tokens), scored)
-                    context.begin(each)
-                    if self.confident is None or every or each.phase != "decode":
-                        found.append(run(each, cache, every))
-                    else:
-                        once_or_twice = functools.partial(run, each, cache)
-                        found.append(self.confident.decode(once_or_twice, lambda logits: logits))
-                    if lent:
-                        self.loader.cache.take_back()
-                logits = found[0] if len(found) == 1 else gathered(passes, found, batch, every)
-                if not is_finite(logits):
-                    raise self._not_finite(passes, cache)
-                context.finish()
-        except RuntimeError as error:
-            raise_gpu_error(error, str(self.device), "computing")
-            raise
+        with self._errors, context.lock:
+            context.start()
+            passes = passes_of(batch, self.decoder, self.settings.chunk, self.plan.prompt_chunks)
+            found = []
+            for each in passes:
+                chunks = max(len(each.rows) - len(batch.rows), 0) + 1
+                scored = every and each.phase == "prefill"
+                lends = chunks > 1 or self.plan.step_slots > 0
+                lent = lends and self.service.lend(chunks, len(each.tokens), scored)
+                context.begin(each)
+                if self.confident is None or every or each.phase != "decode":
+                    found.append(run(each, cache, every))
+                else:
+                    once_or_twice = functools.partial(run, each, cache)
+                    found.append(self.confident.decode(once_or_twice, lambda logits: logits))
+                if lent:
+                    self.loader.cache.take_back()
+            logits = found[0] if len(found) == 1 else gathered(passes, found, batch, every)
+            if not is_finite(logits):
+                raise self._not_finite(passes, cache)
+            context.finish()
         return logits
 
     @torch.no_grad()
@@ -240,7 +237,7 @@ class Engine:
         depth = len(decoder.layers)
         while logits is None:
             self.check_open()
-            with context.lock:
+            with self._errors, context.lock:
                 context.start()
                 self.service.lend(len(batch.rows), len(batch.tokens), False)
                 if passing is None:
@@ -262,7 +259,7 @@ class Engine:
         self.check_open()
         context, head = self.context, self.mtp
         assert head is not None
-        with context.lock:
+        with self._errors, context.lock:
             context.start()
             context.begin_draft([each.token for each in wanted], len(self.layers) - self.store.drafting)
             drafted = head.draft(cache, wanted)

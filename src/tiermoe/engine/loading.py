@@ -47,7 +47,7 @@ from tiermoe.model.stored_weights import (
     table_keys,
 )
 from tiermoe.model.weights import ModuleWeights
-from tiermoe.offload.cuda import raise_gpu_error, resolve_device
+from tiermoe.offload.cuda import GpuErrors, resolve_device
 from tiermoe.offload.presets import Resolved
 from tiermoe.offload.reader import ExtentReader
 from tiermoe.platform import process_memory
@@ -62,11 +62,8 @@ def load_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: R
     settings, family = resolved.settings, blueprint.family
     device = resolve_device(settings.device)
     rows_on_disk = rows_stay_on_disk(blueprint, plan, reading)
-    try:
+    with GpuErrors(device, "loading the dense weights"):
         model = load_dense(blueprint, store, settings.dense_bits_used, device, rows_on_disk, reading)
-    except RuntimeError as error:
-        raise_gpu_error(error, device, "loading the dense weights")
-        raise
     model.eval().requires_grad_(False)
     process_memory.settle()
     beside = [router for _, router in routers_of(model)]
@@ -246,13 +243,9 @@ class Front:
         if self._family.encodes:  # its encoder and its decoder are passes
             output = self._base.forward(model, *arguments, **named)
         else:
-            with self._context.lock:
+            with GpuErrors(str(self._engine.device), "computing"), self._context.lock:
                 self._context.start()
-                try:
-                    output = self._by_transformers(model, arguments, named)
-                except RuntimeError as error:
-                    raise_gpu_error(error, str(self._engine.device), "computing")
-                    raise
+                output = self._by_transformers(model, arguments, named)
                 self._context.finish()
         found: Any = getattr(output, "logits", None)
         if found is not None and not is_finite(found[:, -1]):

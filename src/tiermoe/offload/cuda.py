@@ -94,30 +94,39 @@ def resolve_device(asked: str) -> str:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that `device` has free, besides what torch holds. As `raise_gpu_error` if it cannot be asked."""
-    try:
+    """Bytes that `device` has free, besides what torch holds. As `GpuErrors` if it cannot be asked."""
+    with GpuErrors(device, "starting"):
         free, _ = torch.cuda.mem_get_info(torch.device(device))
-    except RuntimeError as error:
-        raise_gpu_error(error, device, "starting")
-        raise
     return free
 
 
-def raise_gpu_error(error: RuntimeError, device: str, doing: str) -> None:
-    """Raises the error of a GPU in one line: BudgetError if its memory is used up, DeviceError if it fails. Returns if
-    `error` is of something else. doing: what asked the GPU, like 'computing'."""
-    text = str(error)
-    of_gpu = isinstance(error, torch.AcceleratorError) or re.search(r"CUDA error|Triton Error \[CUDA\]", text)
-    if isinstance(error, torch.OutOfMemoryError) or (of_gpu and re.search("out of memory|ALLOC_FAILED", text)):
-        asked = re.search(r"Tried to allocate (\d[\d.]* [KMGT]?i?B)", text)
-        raise BudgetError(
-            f"{device} ran out of memory while {doing}: {asked[1] if asked else 'more than that'} asked for, "
-            f"{_free_in_words(device)} free; end other programs on it, or load the model with less --gpu-memory"
-        ) from error
-    if of_gpu:
-        raise DeviceError(
-            f"{device} failed while {doing}: {first_line(error)}; start again, with --device cpu if the GPU is gone"
-        ) from error
+class GpuErrors:
+    """Within it an error of a GPU is one line: BudgetError if its memory is used up, DeviceError if it fails. Others
+    pass. doing: what asks the GPU, like 'computing'."""
+
+    def __init__(self, device: str, doing: str) -> None:
+        self._device, self._doing = device, doing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError):
+            return
+        text = str(error)
+        of_gpu = isinstance(error, torch.AcceleratorError) or re.search(r"CUDA error|Triton Error \[CUDA\]", text)
+        if isinstance(error, torch.OutOfMemoryError) or (of_gpu and re.search("out of memory|ALLOC_FAILED", text)):
+            asked = re.search(r"Tried to allocate (\d[\d.]* [KMGT]?i?B)", text)
+            raise BudgetError(
+                f"{self._device} ran out of memory while {self._doing}: {asked[1] if asked else 'more than that'} "
+                f"asked for, {_free_in_words(self._device)} free; end other programs on it, or load the model with less "
+                f"--gpu-memory"
+            ) from error
+        if of_gpu:
+            raise DeviceError(
+                f"{self._device} failed while {self._doing}: {first_line(error)}; start again, with --device cpu if "
+                f"the GPU is gone"
+            ) from error
 
 
 def _free_in_words(device: str) -> str:

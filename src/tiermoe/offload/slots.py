@@ -12,7 +12,7 @@ import torch
 
 from tiermoe.errors import BudgetError
 from tiermoe.formats.expert_format import PAGE, align
-from tiermoe.offload.cuda import pin_memory, raise_gpu_error, unpin_memory
+from tiermoe.offload.cuda import GpuErrors, pin_memory, unpin_memory
 from tiermoe.platform.process_memory import anonymous_memory
 from tiermoe.types import ExpertKey
 
@@ -120,9 +120,6 @@ class DeviceSlots(_Run):
 
     def __init__(self, count: int, slot_bytes: int, device: str) -> None:
         slot_bytes = align(slot_bytes, PAGE)
-        try:
+        with GpuErrors(device, f"making {count} slots of {slot_bytes:,} bytes"):
             tensor = torch.empty(count * slot_bytes, dtype=torch.uint8, device=device)
-        except RuntimeError as error:
-            raise_gpu_error(error, device, f"making {count} slots of {slot_bytes:,} bytes")
-            raise
         super().__init__(tensor, count, slot_bytes)
