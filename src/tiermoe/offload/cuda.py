@@ -119,8 +119,8 @@ class GpuErrors:
             asked = re.search(r"Tried to allocate (\d[\d.]* [KMGT]?i?B)", text)
             raise BudgetError(
                 f"{self._device} ran out of memory while {self._doing}: {asked[1] if asked else 'more than that'} "
-                f"asked for, {_free_in_words(self._device)} free; end other programs on it, or load the model with less "
-                f"--gpu-memory"
+                f"asked for, {_free_in_words(self._device)} free; end other programs on it, or load the model with "
+                f"less --gpu-memory"
             ) from error
         if of_gpu:
             raise DeviceError(
