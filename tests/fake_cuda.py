@@ -126,6 +126,10 @@ class CudaTensor(torch.Tensor):
         result: torch.Tensor = torch.ops.aten.copy_(self, source, non_blocking)
         return result
 
+    def nonzero(self, *, as_tuple: bool = False) -> Any:
+        found: torch.Tensor = torch.ops.aten.nonzero(self)
+        return found.unbind(1) if as_tuple else found
+
     def __invert__(self) -> torch.Tensor:
         return self.bitwise_not()
 
@@ -284,11 +288,11 @@ def _factory(name: str) -> Callable[..., CudaTensor]:
     return make
 
 
-def _tensor(of_torch: Any, data: Any, *, device: Any = None, **named: Any) -> torch.Tensor:
-    """torch.tensor, which copies to a device past all dispatch."""
+def _tensor(of_torch: Any, *given: Any, device: Any = None, **named: Any) -> torch.Tensor:
+    """torch.tensor or torch.as_tensor, which copy to a device past all dispatch."""
     if device is None or torch.device(device).type != "cuda":
-        return of_torch(data, device=device, **named)
-    return of_torch(data, **named).to(DEVICE)
+        return of_torch(*given, device=device, **named)
+    return of_torch(*given, **named).to(DEVICE)
 
 
 # what stands for Triton's kernels: decoding, then a product, at the addresses that the kernels are given
@@ -376,7 +380,7 @@ def _runtime() -> SimpleNamespace:
 @contextlib.contextmanager
 def device() -> Iterator[FakeCuda]:
     """Within it `cuda:0` is the pretended device, for torch's operators in all threads, for what stands for Triton's
-    kernels, and for `offload.cuda` but for its copies (`fake_gpu.FakeGpu`). torch.tensor takes `cuda` too."""
+    kernels, and for `offload.cuda` but for its copies (`fake_gpu.FakeGpu`)."""
     global _device
     _device_constructors()  # kept from its first call on, which must not see what is patched here
     overwritten = torch.__future__.get_overwrite_module_params_on_conversion()
@@ -389,7 +393,8 @@ def device() -> Iterator[FakeCuda]:
         patch.setattr(gpu, "_triton", lambda: KERNELS)
         for name in _FACTORIES:
             operators.impl(name, _factory(name))
-        patch.setattr(torch, "tensor", functools.partial(_tensor, torch.tensor))
+        for name in ("tensor", "as_tensor"):
+            patch.setattr(torch, name, functools.partial(_tensor, getattr(torch, name)))
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # else parameters keep their class
         _device = found = FakeCuda()
         try:

@@ -67,6 +67,7 @@ def test_threads_share_the_device(fake_cuda: FakeCuda) -> None:
         (lambda a: a[a > 1], 1),
         (lambda a: a[[0, 1]], 1),
         (lambda a: a.bincount(), 1),
+        (lambda a: a.nonzero(), 1),
         (lambda a: torch.equal(a, a), 1),
         (lambda a: a.copy_(torch.ones(3)), 1),
         (lambda a: torch.ones(3).copy_(a), 1),

@@ -40,6 +40,7 @@ TABLES = {
 }  # fmt: skip
 OF_A_STEP = ("engine/steps.py", "engine/rerouting.py", "model/hf/generic.py")
 """Files whose code waits once or twice a step: to give tokens to the device, and to look at logits."""
+FATE = {"precision": "fixed", "boundary": 1, "window": 2}
 DETERMINED = {"mobile", "adapmoe", "edgemoe"}
 """Lossy presets whose tokens do not depend on what is cached."""
 
@@ -79,7 +80,7 @@ def answers(engine: Any, prompts: Sequence[list[int]] = PROMPTS, more: int = MOR
     return found
 
 
-@pytest.mark.parametrize("name", filter(runs_on_a_gpu, PRESETS))
+@pytest.mark.parametrize("name", [name for name in PRESETS if runs_on_a_gpu(name)])
 def test_three_prompts_of_every_preset(
     name: str, gpu_model: Path, tmp_path: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], fake_cuda: FakeCuda
 ) -> None:
@@ -130,11 +131,19 @@ def test_what_a_gpu_does_not_run_is_refused(
         on_fake_gpu(gpu_model, 6, **calibrated(gpu_model, tmp_path, name))
 
 
-@pytest.mark.parametrize(("preset", "cache"), [("lru", "100%"), ("lru", "60%"), ("default", "60%")])
+@pytest.mark.parametrize(
+    ("preset", "cache", "changes"),
+    [("lru", "100%", {}), ("lru", "60%", {}), ("default", "60%", {"speculate": "always"}), ("fate", "60%", FATE)],
+)
 def test_a_layer_lets_the_host_wait_once(
-    preset: str, cache: str, gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], fake_cuda: FakeCuda
+    preset: str,
+    cache: str,
+    changes: dict[str, Any],
+    gpu_model: Path,
+    on_fake_gpu: Callable[..., tuple[Any, FakeGpu]],
+    fake_cuda: FakeCuda,
 ) -> None:
-    loaded, _ = on_fake_gpu(gpu_model, 6, bits=4, preset=preset, cache=cache, warm=False)
+    loaded, _ = on_fake_gpu(gpu_model, 6, bits=4, preset=preset, cache=cache, warm=False, set=changes)
     answers(loaded.tiermoe)
     assert decoding_waits(loaded.tiermoe, fake_cuda) == LAYERS * MORE
 

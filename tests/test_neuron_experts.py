@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,6 +246,7 @@ class _Pass:
     """Loads every expert when it is asked for."""
 
     phase, needs_weights, proceed, observer, unsure, adaptive = "decode", False, False, None, None, None
+    forecasts = SimpleNamespace(at=lambda hidden, layer: None)
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit

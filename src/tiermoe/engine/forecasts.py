@@ -84,8 +84,9 @@ class Forecaster:
 
     def take(self, said: Sequence[torch.Tensor]) -> None:
         """What `launch` gave, in main memory."""
+        tokens = 0 if self._hidden is None else len(self._hidden)
         for layers, count in self._launched:
-            self._ranked.update(self._rankings(layers, said[:count]))
+            self._ranked.update(self._rankings(layers, said[:count], tokens))
             said = said[count:]
 
     def ranked(self, target: int) -> Ranked:
@@ -97,7 +98,7 @@ class Forecaster:
         if target not in known:
             self._usual.setdefault(self._layer, {})[target] = None
             layers, said = self._ask(target, hidden)
-            known.update(self._rankings(layers, read_back(said)))
+            known.update(self._rankings(layers, read_back(said), len(hidden)))
         return known[target]
 
     def counted(self, target: int) -> Ranked:
@@ -117,7 +118,7 @@ class Forecaster:
     def rank(self, target: int, hidden: torch.Tensor) -> Ranked:
         """The router of layer `target` on `hidden` (T, H): experts with weights, likeliest first; weights are summed
         over the tokens. The chosen ones come first for a single token."""
-        return self._ranking(target, read_back(self._said(target, hidden)))
+        return self._ranking(target, read_back(self._said(target, hidden)), len(hidden))
 
     def count(self, target: int, hidden: torch.Tensor) -> Ranked:
         """`policies.prediction.Forecasts.counted`, of layer `target` on `hidden` (T, H)."""
@@ -147,10 +148,10 @@ class Forecaster:
         k = max(self._routers[layer].top_k for layer in layers)
         return layers, [*_largest(self._stack[layers.start : layers.stop], hidden, k)]
 
-    def _rankings(self, layers: range, said: Sequence[torch.Tensor]) -> dict[int, Ranked]:
-        """Of what `_ask` gave, in main memory."""
+    def _rankings(self, layers: range, said: Sequence[torch.Tensor], tokens: int) -> dict[int, Ranked]:
+        """Of what `_ask` gave for so many tokens, in main memory."""
         if not said or said[0].ndim == 1:
-            return {layers.start: self._ranking(layers.start, said)}
+            return {layers.start: self._ranking(layers.start, said, tokens)}
         weights, experts = (each.tolist() for each in said)
         return {
             layer: list(zip(chosen, gates, strict=True))
@@ -158,29 +159,24 @@ class Forecaster:
         }
 
     def _said(self, target: int, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """What `_ranking` takes, on hidden's device: of several tokens the weights or probabilities, summed (E); of one
-        its experts (K) and their weights (K), or all probabilities (E). Empty if nothing is known."""
+        """What `_ranking` takes, on hidden's device: the tokens' experts (T K) and their weights (T K), or with `whole`
+        the last token's experts (K) and the sum of all tokens' probabilities (E). Empty if nothing is known."""
         if not self._knows(target):
             return []
         logits, weights, index = self._routed(target, hidden)
-        several = hidden.shape[0] > 1
         if self.whole:
-            probabilities = logits.float().softmax(-1)[:, : self._experts[target]]
-            return [probabilities.sum(0)] if several else [index[0], probabilities[0]]
-        if not several:
-            return [index[0], weights[0]]
-        summed = torch.zeros(logits.shape[-1], device=index.device)
-        return [summed.index_add_(0, index.reshape(-1), weights.float().reshape(-1))]
+            return [index[-1], logits.float().softmax(-1)[:, : self._experts[target]].sum(0)]
+        return [index.reshape(-1), weights.reshape(-1)]
 
-    def _ranking(self, target: int, said: Sequence[torch.Tensor]) -> Ranked:
+    def _ranking(self, target: int, said: Sequence[torch.Tensor], tokens: int) -> Ranked:
         if not said:
             return ()
         experts = self._experts[target]
-        if len(said) == 1:
-            ranked = _descending(said[0])
-            return (
-                ranked if self.whole else [(each, weight) for each, weight in ranked if weight > 0 and each < experts]
-            )
+        if tokens > 1 and self.whole:
+            return _descending(said[1])
+        if tokens > 1:
+            summed = torch.zeros(int(said[0].max()) + 1).index_add_(0, said[0], said[1].float())
+            return [entry for entry in _descending(summed) if entry[1] > 0 and entry[0] < experts]
         chosen, listed = (each.tolist() for each in said)
         if not self.whole:
             pairs = sorted(zip(chosen, listed, strict=True), key=lambda pair: -pair[1])

@@ -26,8 +26,7 @@ class ExpertLoader:
     `counts`: what became of the experts that tokens asked for. `waited_s`: seconds, by the link's clock, in which
     layers waited for loads. `launches`: experts that are yielded run on after they are taken (a GPU's), so that what to
     read ahead is decided meanwhile. `uncommitted`: prefetches that may not have begun, in their order; while there are
-    any, `recall` alone knows who has left. `unused_prefetches`: those that have begun, until a layer asks for
-    them."""
+    any, `recall` alone knows who has left. `unused_prefetches`: those that have begun, until a layer asks for them."""
 
     def __init__(self, cache: ExpertCache, link: Link, high_bits: int = 16) -> None:
         self.cache = cache
@@ -115,14 +114,13 @@ class ExpertLoader:
         its slot until the next group is asked for. All that is here is one group; while misses wait for slots each
         expert is one, so that its slot is free for a load as soon as it is computed.
 
-        prefetch: called once, as soon as this layer needs nothing more from the link, and where `launches` with all of
-        its experts launched. together: computing starts when
-        all loads are there, as far as the slots allow (HOBBIT). cpu_fallback: of so many experts that tokens need and
-        that are neither resident nor in flight, how many are not loaded: those of the fewest tokens. They are yielded
-        with the slot CPU_FALLBACK in the precision demanded, before all else, so that their computing begins before
-        this device is given work (HOBBIT, section 4, CPU-GPU cooperative computing). on_end: called at the end.
-        Raises LoadError if an expert cannot be read. `roll_back` after that, and after a run that was not taken to
-        its end."""
+        prefetch: called once, as soon as this layer needs nothing more from the link; if it `launches`, once the last
+        experts have been taken too. together: computing starts when all loads are there, as far as the slots
+        allow (HOBBIT). cpu_fallback: of so many experts that tokens need and that are neither resident nor in flight,
+        how many are not loaded: those of the fewest tokens. They are yielded with the slot CPU_FALLBACK in the
+        precision demanded, before all else, so that their computing begins before this device is given work (HOBBIT,
+        section 4, CPU-GPU cooperative computing). on_end: called at the end. Raises LoadError if an expert cannot be
+        read. `roll_back` after that, and after a run that was not taken to its end."""
         if self.uncommitted:
             self.recall()
         if self.cache.in_flight:

@@ -81,6 +81,7 @@ class Scheduler:
     """Whether a layer of the running pass all of whose experts are resident can be computed at once, and reported by
     `all_hit`, while no prefetch is pending (`ExpertLoader.uncommitted`): nothing is read ahead, and there is one
     precision."""
+    predicting: bool = True  # the running pass asks the predictor, to prefetch or to watch it
     _prefetches: bool = True  # the running pass does
     _watches: bool = False  # the running pass does not, and compares what it would have read with what is chosen
     _named: dict[int, set[int]] = field(default_factory=dict)  # layer → absent experts, in a pass that watches
@@ -100,11 +101,6 @@ class Scheduler:
         self.reuse = Reuse(self.experts)
         self._depth = len(self.experts) - self.drafting
         self._any_copy_serves = len(self.precision.loaded) == 1
-
-    @property
-    def predicting(self) -> bool:
-        """Whether the running pass asks the predictor, to prefetch or to watch it."""
-        return self._prefetches or self._watches
 
     @property
     def prefetching(self) -> str:
@@ -176,6 +172,7 @@ class Scheduler:
         self._prefetches = self.predicts and not drafts and (self.trial is None or self._began is None or self.trial.on)
         self._watches = self.trial is not None and self._began is not None and self.trial.watching
         self._named.clear()
+        self.predicting = self._prefetches or self._watches
         self.computes_hits_at_once = self._any_copy_serves and not (self.predicting or self.whole_layer)
         if self.predicting:
             self._prefetch(first - 1, forecasts)
