@@ -12,12 +12,10 @@ import torch
 
 import tiermoe
 from fake_gpu import FakeGpu, put_on
-from tiermoe.engine import budget, load, loading, needs, reading, service
+from tiermoe.engine import load, reading, service
 from tiermoe.engine.budget import plan_memory
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.engine.service import tiers_of
-from tiermoe.kernels.linear import machine_layout
-from tiermoe.model import prepare_store
 from tiermoe.offload import slots
 from tiny import write
 
@@ -31,14 +29,7 @@ def gpu_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def layout_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4-bit codes as a GPU's kernels take them; on the CPU the reference kernel computes with them."""
-    for module in (budget, needs, prepare_store, reading, load, loading, service):
-        monkeypatch.setattr(module, "machine_layout", lambda device: machine_layout("cuda"))
-
-
-@pytest.fixture
-def on_fake_gpu(layout_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, FakeGpu]]]:
+def on_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, FakeGpu]]]:
     """Loads a model whose experts pass through the fake GPU's tiers."""
     made: list[tuple[Any, FakeGpu]] = []
 
