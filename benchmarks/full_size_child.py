@@ -13,7 +13,6 @@ from tiermoe.batch import Batch, Row, decode, prompt
 from tiermoe.cli.session import open_session
 from tiermoe.engine.observer import Observer
 from tiermoe.formats.store import precision_key
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.types import Routed
 
 
@@ -92,7 +91,7 @@ def run(model: str, options: dict[str, Any], prompt: list[int], before: list[int
     chosen = [choices.chosen[layer] for layer in sorted(choices.chosen)]
     engine.close()
     bits = engine.precisions[0]
-    key = precision_key(bits, engine.settings.quantizer_used, machine_layout("cpu"))
+    key = precision_key(bits, engine.settings.quantizer_used)
     return {
         **found,
         "prompt": decoding.prompt,

@@ -27,7 +27,7 @@ from tiermoe.formats.gguf_types import gguf_encoding
 from tiermoe.formats.registry import encoding_for, encoding_named
 from tiermoe.kernels.experts import ExpertKernel, SlotViews, expert_kernel
 from tiermoe.kernels.gates import gate_named
-from tiermoe.kernels.linear import linear, machine_layout, matrix_form
+from tiermoe.kernels.linear import linear, matrix_form
 from tiermoe.lab.bench.summary import spread
 from tiermoe.platform.bandwidth import last_cache_bytes
 from tiermoe.platform.machine import processors
@@ -117,7 +117,7 @@ def types_of(text: str) -> dict[str, Encoding]:
 
 
 def packed_product(out: int, in_: int, bits: int, memory: int) -> Measured:
-    return product(out, in_, encoding_for(bits, out, in_, torch.bfloat16, machine_layout("cpu")), memory)
+    return product(out, in_, encoding_for(bits, out, in_, torch.bfloat16), memory)
 
 
 def product(out: int, in_: int, encoding: Encoding, memory: int) -> Measured:
@@ -141,8 +141,7 @@ def experts(shape: Shape, memory: int) -> Measured:
     gate = gate_named("clamped", 7.0, 1.702) if shape.clamped else gate_named("silu")
     matrices = [Part("gate_up", (2 * shape.inner, shape.hidden)), Part("down", (shape.hidden, shape.inner))]
     biases = [Part(f"{part.name}_bias", part.shape[:1]) for part in matrices] if shape.clamped else []
-    layout = machine_layout("cpu")
-    encodings = {part.name: encoding_for(4, *part.out_in, torch.bfloat16, layout) for part in matrices}
+    encodings = {part.name: encoding_for(4, *part.out_in, torch.bfloat16) for part in matrices}
     layer = MoeLayer("experts", shape.top_k, shape.top_k, (*matrices, *biases))
     form = ExpertFormat(layer, 4, torch.bfloat16, encodings)
     kernel: ExpertKernel = expert_kernel(form, gate, "cpu")

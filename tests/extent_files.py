@@ -15,7 +15,7 @@ from tiermoe.types import Extent, MoeLayer, Part, Segment
 
 EXPERTS = 16
 LAYER = MoeLayer("layer", EXPERTS, 2, (Part("weight", (64, 32)),))
-FORM = expert_format(LAYER, 16, torch.float32, "any", "")
+FORM = expert_format(LAYER, 16, torch.float32, "")
 SIZE = FORM.stored.nbytes
 
 

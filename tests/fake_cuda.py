@@ -20,8 +20,11 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
 import tiermoe
-from tiermoe.formats.int4 import RowMajorInt2, RowMajorInt4
+from tiermoe.formats.int4 import Int2, Int4
+from tiermoe.formats.int6 import Int6
 from tiermoe.formats.int8 import Int8
+from tiermoe.formats.nonuniform import NonUniform
+from tiermoe.formats.trellis import Trellis
 from tiermoe.kernels import gpu
 from tiermoe.offload import cuda
 
@@ -305,67 +308,62 @@ class SlotMatrix(NamedTuple):
 
     rows: int
     columns: int
-    bits: int
+    coding: str
     group: int
     dtype: torch.dtype
     codes: int
-    scale: int
-    zero: int
+    scales: int
 
 
-def _decoded(bits: int, fields: Mapping[str, torch.Tensor], rows: int, columns: int, dtype: torch.dtype) -> Any:
-    if bits == 8:
-        return Int8().decode(fields, rows, columns, dtype)
-    group = columns // fields["scale"].shape[1]
-    return (RowMajorInt4 if bits == 4 else RowMajorInt2)(group).decode(fields, rows, columns, dtype)
+_ENCODINGS: dict[str, Callable[[int], Any]] = {
+    "INT8": lambda group: Int8(), "INT6": lambda group: Int6(group),
+    "INT4": lambda group: Int4(group), "INT2": lambda group: Int2(CPU_LAYOUT, group),
+    "TCQ2": lambda group: Trellis(group),
+    **{f"NL{bits}": functools.partial(NonUniform, bits) for bits in (4, 3, 2)},
+}  # fmt: skip
 
 
-def _linear(bits: int) -> Callable[..., CudaTensor]:
-    names = ("weight", "scale") if bits == 8 else ("codes", "scale", "zero")
+def _decoded(coding: str, group: int, codes: torch.Tensor, scales: torch.Tensor, rows: int, columns: int) -> Any:
+    encoding = _ENCODINGS[coding](group)
+    how = encoding.in_c(rows, columns)
+    fields = {how.weights: codes} | ({how.scales: scales} if how.scales else {})
+    return encoding.decode(fields, rows, columns, torch.float32)
 
-    def multiply(x: torch.Tensor, *fields: torch.Tensor) -> CudaTensor:
-        x = values_of(x)
-        given = dict(zip(names, map(values_of, fields), strict=True))
-        _note(f"int{bits}_linear")
-        return CudaTensor(F.linear(x, _decoded(bits, given, len(given["scale"]), x.shape[1], x.dtype)))
 
-    return multiply
+def _linear(
+    x: torch.Tensor, coding: str, group: int, codes: torch.Tensor, scales: torch.Tensor, rows: int
+) -> CudaTensor:
+    x = values_of(x)
+    _note("linear")
+    weight = _decoded(coding, group, values_of(codes), values_of(scales), rows, x.shape[1])
+    return CudaTensor(F.linear(x, weight.to(x.dtype)))
 
 
 def _grouped_linear(x: torch.Tensor, slots: torch.Tensor, matrix: SlotMatrix, shared: bool) -> CudaTensor:
     x, addresses = values_of(x), values_of(slots).tolist()
     assert len(x) == (1 if shared else len(addresses))
     _note("grouped_linear")
-    weights = [_decoded(matrix.bits, _fields_at(at, matrix), *matrix[:2], x.dtype) for at in addresses]
+    weights = [_decoded_at(at, matrix).to(x.dtype) for at in addresses]
     return CudaTensor(torch.cat([F.linear(x if shared else x[at : at + 1], each) for at, each in enumerate(weights)]))
 
 
-def _fields_at(address: int, matrix: SlotMatrix) -> dict[str, torch.Tensor]:
-    """Copies of the fields of a matrix in the slot at an address."""
+def _decoded_at(address: int, matrix: SlotMatrix) -> torch.Tensor:
+    """A matrix in the slot at an address, of copies of its fields."""
+    rows, columns, encoding = matrix.rows, matrix.columns, _ENCODINGS[matrix.coding](matrix.group)
+    how = encoding.in_c(rows, columns)
 
-    def field(offset: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        content = bytearray(ctypes.string_at(address + offset, nbytes))
-        return torch.frombuffer(content, dtype=dtype).view(shape)
+    def field(name: str, offset: int) -> torch.Tensor:
+        (found,) = (each for each in encoding.slot_fields(rows, columns, matrix.dtype) if each.name == name)
+        content = bytearray(ctypes.string_at(address + offset, found.nbytes))
+        return torch.frombuffer(content, dtype=found.dtype).view(found.shape)
 
-    rows, columns = matrix.rows, matrix.columns
-    if matrix.bits == 8:
-        return {
-            "weight": field(matrix.codes, torch.int8, rows, columns),
-            "scale": field(matrix.scale, matrix.dtype, rows),
-        }
-    groups = columns // matrix.group
-    return {
-        "codes": field(matrix.codes, torch.uint8, rows, columns * matrix.bits // 8),
-        "scale": field(matrix.scale, matrix.dtype, rows, groups),
-        "zero": field(matrix.zero, matrix.dtype, rows, groups),
-    }
+    codes = field(how.weights, matrix.codes)
+    scales = field(how.scales, matrix.scales) if how.scales else codes
+    weight: torch.Tensor = _decoded(matrix.coding, matrix.group, codes, scales, rows, columns)
+    return weight
 
 
-KERNELS = SimpleNamespace(
-    int8_linear=_linear(8), int4_linear=_linear(4), int2_linear=_linear(2), grouped_linear=_grouped_linear,
-    SlotMatrix=SlotMatrix,
-)  # fmt: skip
+KERNELS = SimpleNamespace(linear=_linear, grouped_linear=_grouped_linear, SlotMatrix=SlotMatrix)
 """In the place of `kernels.triton_kernels`."""
 
 

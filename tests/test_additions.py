@@ -271,7 +271,7 @@ def five_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_matrix_in_a_weight_format() -> None:
     """Every weight within half a step of what it was, computed weight by weight from the packed bits."""
     weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    encoding = encoding_for(5, 6, 8, torch.float32, "rowmajor")
+    encoding = encoding_for(5, 6, 8, torch.float32)
     assert encoding_named(encoding.name) == encoding
     fields = encoding.encode(weight, QUANTIZERS["hqq"], torch.float32)
     assert sum(field.nbytes for field in encoding.stored_fields(6, 8, torch.float32)) == 6 * (8 * 5 // 8 + 4)

@@ -21,12 +21,16 @@ from small_engines import OnRoute
 from tiermoe.engine.moe import MoELayer
 from tiermoe.engine.units import CpuHelper, LayerKernels
 from tiermoe.errors import ConfigError, LoadError
-from tiermoe.kernels.experts import one_by_one
+from tiermoe.formats.expert_format import expert_format
+from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.kernels.experts import FusedExperts, expert_kernel, one_by_one
+from tiermoe.kernels.gates import gate_named
+from tiermoe.native import available
 from tiermoe.offload.composition import require_device
 from tiermoe.offload.gpu import GpuLink
 from tiermoe.offload.loader import CPU_FALLBACK
 from tiermoe.offload.presets import compose
-from tiermoe.types import ExpertKey, Ready, Routed
+from tiermoe.types import ExpertKey, MoeLayer, Part, Ready, Routed
 
 
 @pytest.mark.parametrize("changes", [{}, {"unit": "neuron", "theta": "0.1"}, {"misses": "measured"}])
@@ -101,14 +105,15 @@ def test_results_are_joined_after_the_devices_work_and_added_in_order(away: int,
 
 
 class Lender:
-    """Lends empty slots."""
+    """Lends one slot, by default an empty one."""
 
-    def __init__(self) -> None:
+    def __init__(self, slot: torch.Tensor | None = None) -> None:
+        self.slot = torch.zeros(0, dtype=torch.uint8) if slot is None else slot
         self.lent: list[ExpertKey] = []
 
     def borrow(self, key: ExpertKey) -> torch.Tensor:
         self.lent.append(key)
-        return torch.zeros(0, dtype=torch.uint8)
+        return self.slot
 
     def give_back(self, key: ExpertKey) -> None:
         self.lent.remove(key)
@@ -122,6 +127,29 @@ def test_what_is_borrowed_is_given_back_also_where_computing_fails() -> None:
         output.result(10)
     helper.close()
     assert lender.lent == []
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_the_cpu_computes_from_the_slots_of_a_gpu_as_they_are(bits: int, rows: int) -> None:
+    """The fused native kernels do where there are any: nothing is decoded, nor rearranged."""
+    layer = MoeLayer("experts", 8, 2, (Part("gate_up", (256, 128)), Part("down", (128, 128))))
+    form, gate = expert_format(layer, bits, torch.bfloat16, "hqq"), gate_named("silu")
+    made = torch.Generator().manual_seed(bits)
+    tensors = {part.name: torch.randn(part.shape, generator=made) * 0.1 for part in layer.parts}
+    lender = Lender(torch.zeros(form.stored.nbytes, dtype=torch.uint8))
+    form.encode(tensors, QUANTIZERS["hqq"], lender.slot)
+    assert isinstance(expert_kernel(form, gate, "cpu"), FusedExperts) == available()
+    helper, x = CpuHelper(lender), torch.randn(rows, 128, generator=made).bfloat16()
+    found = helper.layer(0, {bits: form}, gate)(3, bits, x).result(60)
+    helper.close()
+    fields = form.slot.views(lender.slot)
+    first, second = (
+        form.encodings[part.name].decode(fields[part.name], *part.shape, torch.float32).double() for part in layer.parts
+    )
+    gated, up = (x.double() @ first.t()).chunk(2, 1)
+    expected = (torch.nn.functional.silu(gated) * up) @ second.t()
+    assert (found.double() - expected).norm() <= 2**-5 * expected.norm()
 
 
 @pytest.fixture

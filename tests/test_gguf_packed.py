@@ -21,7 +21,6 @@ from tiermoe.config import format_size, settings
 from tiermoe.engine.load import start
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.hf.blueprint import inspect_model
 
 NARROW = "qwen3_moe, narrow"
@@ -42,7 +41,7 @@ def quantized(model: Any, bits: int, quantizer: str) -> Any:
             for stacked in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
                 for matrix in stacked:
                     out, in_ = matrix.shape
-                    encoding = encoding_for(bits, out, in_, torch.float32, machine_layout("cpu"), quantizer)
+                    encoding = encoding_for(bits, out, in_, torch.float32, quantizer)
                     fields = encoding.encode(matrix, QUANTIZERS[quantizer], torch.float32)
                     matrix.copy_(encoding.decode(fields, out, in_, torch.float32))
     return model

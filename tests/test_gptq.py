@@ -21,16 +21,15 @@ from tiermoe.formats.gptq import (
     levels_of,
     solve,
 )
-from tiermoe.formats.int4 import CPU_LAYOUT, Int2, Int4, RowMajorInt2, RowMajorInt4
+from tiermoe.formats.int4 import Int2, Int4
 from tiermoe.formats.nonuniform import NonUniform
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.trellis import Trellis
 
 BF16 = torch.bfloat16
 ENCODINGS: list[Encoding] = [
-    Int4(CPU_LAYOUT, 64), Int4(CPU_LAYOUT, 32), Int2(CPU_LAYOUT, 64), NonUniform(4, CPU_LAYOUT, 32),
-    NonUniform(3, CPU_LAYOUT, 64), NonUniform(2, CPU_LAYOUT, 64), Trellis(CPU_LAYOUT, 128), Trellis(CPU_LAYOUT, 64),
-    RowMajorInt4(64), RowMajorInt2(64),
+    Int4(64), Int4(32), Int2(64), NonUniform(4, 32),
+    NonUniform(3, 64), NonUniform(2, 64), Trellis(128), Trellis(64),
 ]  # fmt: skip
 
 

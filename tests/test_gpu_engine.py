@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +17,10 @@ from gpu_models import FAMILY, needs_gpu
 from parity import logits, put_decoded_experts, tokens
 from patience import until
 from tiermoe.config import Settings, settings
-from tiermoe.engine import budget, load, loading, reading, service
+from tiermoe.engine import budget, load, service
 from tiermoe.engine.budget import RESERVE, divided_with_gpu
 from tiermoe.engine.memory_plan import GpuMemoryPlan, MemoryPlan
-from tiermoe.errors import BudgetError, ConfigError, DeviceError, StoreError
-from tiermoe.formats.int4 import CPU_LAYOUT
-from tiermoe.model import prepare_store
+from tiermoe.errors import BudgetError, ConfigError, DeviceError
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload import cuda, slots
 from tiermoe.offload.disk import LANES
@@ -206,7 +203,7 @@ def test_what_cpus_alone_compute_runs_there_with_a_word(
     assert not any("GPU" in each for each in plan.warnings)
 
 
-@pytest.mark.parametrize(("bits", "kind"), [(4, "int4/rowmajor/"), (2, "u2/rowmajor/")])
+@pytest.mark.parametrize(("bits", "kind"), [(4, "int4/"), (2, "u2/")])
 def test_equals_the_decoded_weights(
     bits: int, kind: str, gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
 ) -> None:
@@ -217,40 +214,6 @@ def test_equals_the_decoded_weights(
     put_decoded_experts(loaded.tiermoe, plain)
     mine, theirs = (logits(each, FAMILY, tokens(1, 9).to(each.device)).cpu() for each in (loaded, plain))
     assert (mine - theirs).abs().max() <= 2e-4 * theirs.abs().max()
-
-
-def test_cpu_and_gpu_lie_side_by_side(
-    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also the dense layers; 8 bits serve both. The output layer has a size that 6 bits do not take: of 128 rows it
-    would be at 6 bits on a CPU, at 8 on a GPU."""
-    ids, found, directory = tokens(1, 5), {}, tiny_model(FAMILY, torch.float32, vocab_size=144)
-    for layout in (CPU_LAYOUT, "rowmajor"):
-        for module in (budget, prepare_store, reading, load, loading, service):
-            monkeypatch.setattr(module, "machine_layout", lambda device, layout=layout: layout)
-        for bits in (4, 8, 2):
-            loaded, _ = tiermoe.load(
-                directory, memory="4GiB", bits=bits, dense_bits=4, device="cpu", store=tmp_path / "store"
-            )
-            found[layout, bits] = logits(loaded, FAMILY, ids)
-            loaded.tiermoe.close()
-    table = json.loads((tmp_path / "store" / "store.json").read_text())
-    assert set(table["precisions"]) == {"4-hqq", "4-hqq-rowmajor", "8", "2-hqq", "2-hqq-rowmajor"}
-    assert set(table["dense"]) == {"4-lm_head8", "4-lm_head8-rowmajor"}
-    machines = {key: entry["machine"] for key, entry in table["precisions"].items()}
-    assert machines.pop("8") == "any"
-    for bits in (4, 2):
-        assert machines.pop(f"{bits}-hqq") == CPU_LAYOUT
-        assert machines.pop(f"{bits}-hqq-rowmajor") == "rowmajor"
-    assert not machines
-    for bits in (4, 8, 2):  # the same weights in another order
-        mine, theirs = found["rowmajor", bits], found[CPU_LAYOUT, bits]
-        assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
-
-
-def test_another_layout_is_refused() -> None:
-    with pytest.raises(StoreError, match="packed for cpu-avx2, this machine needs rowmajor"):
-        prepare_store.check_machine(Path("store"), "cpu-avx2", "rowmajor")
 
 
 @pytest.fixture

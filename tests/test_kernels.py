@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tiermoe.formats.encoding import Encoding
-from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for, encoding_named
 from tiermoe.kernels import linear
-from tiermoe.kernels.linear import INT4_TOKENS, INT8_TOKENS, DecodedLinear, linear_for
+from tiermoe.kernels.linear import INT4_TOKENS, INT8_TOKENS, linear_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,14 +63,13 @@ def test_a_product_of_any_shape_is_that_of_the_decoded_weights(
 ) -> None:
     """Whatever the strides of the tokens and the addresses of the fields; int8's operator would read past the rows of
     some widths."""
-    encoding = encoding_for(bits, *shape, dtype, CPU_LAYOUT)
+    encoding = encoding_for(bits, *shape, dtype)
     fields = lying_in_a_slot(encoding, random(*shape, seed) + 0.005, dtype)
     beyond = torch.full((tokens * shape[1] + 64,), torch.nan, dtype=dtype)
     x = beyond[: tokens * shape[1]].view(tokens, shape[1]).copy_(random(tokens, shape[1], seed + 1))
     kernel = linear_for(encoding.name, "cpu", dtype)
     got = kernel(x, fields, *shape)
     assert_product(got, x, encoding, fields, shape[0])
-    assert_product(DecodedLinear(encoding, dtype)(x, fields, *shape), x, encoding, fields, shape[0])
     assert torch.equal(got, kernel(x, {name: value.clone() for name, value in fields.items()}, *shape))
     assert torch.equal(got, kernel(x.repeat_interleave(2, 1)[:, ::2], fields, *shape))
 
@@ -104,7 +102,7 @@ def test_no_product_in_bfloat16_where_the_processor_has_no_instructions_for_it(
     monkeypatch.setattr(linear, "is_torchs", lambda: False)
     monkeypatch.setattr(linear, "matrix_form", lambda *_: None)  # nor are there native kernels
     monkeypatch.setattr(linear.F, "linear", watched)
-    encoding = encoding_for(bits, 64, 128, torch.bfloat16, CPU_LAYOUT)
+    encoding = encoding_for(bits, 64, 128, torch.bfloat16)
     fields, x = encoding.encode(random(64, 128), HQQ, torch.bfloat16), random(tokens, 128, 1).bfloat16()
     assert_product(linear_for(encoding.name, "cpu", torch.bfloat16)(x, fields, 64, 128), x, encoding, fields, 64)
     assert multiplied == ([] if bits == 8 and tokens == 1 else [{torch.float32}])
@@ -115,7 +113,7 @@ def test_no_product_in_bfloat16_where_the_processor_has_no_instructions_for_it(
 def test_float16_sums_do_not_overflow_before_they_are_scaled(bits: int, tokens: int) -> None:
     weight = torch.full((16, 2048), 1e-3, dtype=torch.float16)
     weight[:, 1::2] *= -0.5
-    encoding = encoding_for(bits, 16, 2048, torch.float16, CPU_LAYOUT)
+    encoding = encoding_for(bits, 16, 2048, torch.float16)
     fields, x = encoding.encode(weight, HQQ, torch.float16), torch.full((tokens, 2048), 50.0, dtype=torch.float16)
     got = linear_for(encoding.name, "cpu", torch.float16)(x, fields, 16, 2048)
     assert bool(torch.isfinite(got).all())

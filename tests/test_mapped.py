@@ -194,7 +194,7 @@ def test_they_are_used_where_all_fits_and_kernels_take_the_files_as_they_are(
     (segment,) = extents[0].segments
     halves = Segment(segment.file, 0, SIZE // 2, 0), Segment(segment.file, SIZE // 2, SIZE // 2, SIZE // 2)
     smaller = MoeLayer("other", EXPERTS // 2, 2, (Part("weight", (64, 32)),))
-    uneven = [FORM, expert_format(smaller, 16, torch.float32, "any", "")]
+    uneven = [FORM, expert_format(smaller, 16, torch.float32, "")]
     larger = MoeLayer("layer", EXPERTS, 2, (Part("weight", (64, 256)),))
     turned = format_from_names(larger, 4, torch.bfloat16, {"weight": "transposed4/awq/f16/32/1"})
     assert turned.widened

@@ -18,7 +18,7 @@ import tiermoe
 from native_experts import checkpoint
 from small_engines import OnRoute, logits_of_steps
 from tiermoe import native
-from tiermoe.formats.int4 import CPU_LAYOUT, Int4
+from tiermoe.formats.int4 import Int4
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.kernels.linear import linear, matrix_form
 
@@ -28,7 +28,7 @@ by_set = pytest.mark.usefixtures("instruction_set")
 
 def product(out: int, in_: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """The native product with a random matrix."""
-    encoding = Int4(CPU_LAYOUT, 64)
+    encoding = Int4(64)
     weight = torch.randn(out, in_, generator=torch.Generator().manual_seed(0)) * 0.05
     fields = encoding.encode(weight.bfloat16(), QUANTIZERS["linear"], torch.bfloat16)
     form = matrix_form(encoding, out, in_, torch.bfloat16)
@@ -145,7 +145,7 @@ def test_the_switch_keeps_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
     native.available.cache_clear()
     try:
         assert not native.takes(torch.bfloat16, "INT4", 64, 64, 64)
-        assert matrix_form(Int4(CPU_LAYOUT, 64), 64, 64, torch.bfloat16) is None
+        assert matrix_form(Int4(64), 64, 64, torch.bfloat16) is None
     finally:
         monkeypatch.undo()
         native.available.cache_clear()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tiermoe import native
 from tiermoe.formats.encoding import Encoding
-from tiermoe.formats.int4 import CPU_LAYOUT, Int4
+from tiermoe.formats.int4 import Int4
 from tiermoe.formats.int8 import Int8
 from tiermoe.formats.plain import Plain
 from tiermoe.formats.quantizers import QUANTIZERS
@@ -88,8 +88,8 @@ CASES = {  # after the family that has it
     "bailing_hybrid": replace(LATENT, heads=6, gates=6),
     "hy_v4": replace(LATENT, first=64, gates=256, sinks=True, residual=3.0),
 }  # fmt: skip
-FOUR: tuple[Encoding, ...] = (Int4(CPU_LAYOUT, 32),)
-MIXED: tuple[Encoding, ...] = (Int8(), *FOUR, Plain(), Int4(CPU_LAYOUT, 64))
+FOUR: tuple[Encoding, ...] = (Int4(32),)
+MIXED: tuple[Encoding, ...] = (Int8(), *FOUR, Plain(), Int4(64))
 
 
 class Case:

@@ -14,9 +14,8 @@ from tiermoe import native
 from tiermoe.errors import PackError
 from tiermoe.formats import encode_experts
 from tiermoe.formats import encoding as encodings
-from tiermoe.formats.encoding import Encoding
+from tiermoe.formats.encoding import ORDER, Encoding
 from tiermoe.formats.expert_format import expert_format
-from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.pack import pack_experts
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_named
@@ -71,7 +70,7 @@ SHAPES = [(64, 256), (80, 2816), (16, 768)]
 def test_fields_are_torchs_bit_for_bit(
     shape: tuple[int, int], name: str, quantizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoding = encoding_named(name.format(CPU_LAYOUT))
+    encoding = encoding_named(name.format(ORDER))
     for dtype, size in ((torch.bfloat16, 0.5), (torch.float32, 0.02)):
         weight = some(*shape, size, dtype, seed=shape[0])
         compare(encoding, quantizer, weight, dtype, monkeypatch)
@@ -80,7 +79,7 @@ def test_fields_are_torchs_bit_for_bit(
 @pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("name", ["nl4/{}/g32", "nl3/{}/g64", "nl3/{}/g32", "nl2/{}/g64"])
 def test_uneven_bits_are_torchs_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoding = encoding_named(name.format(CPU_LAYOUT))
+    encoding = encoding_named(name.format(ORDER))
     weight = torch.cat([some(64, 192, size, torch.float32, seed) for seed, size in enumerate((0.05, 1e-30, 1e3))])
     found = encoding.encode(weight, QUANTIZERS["hqq"], torch.bfloat16)["blocks"]
     monkeypatch.setattr(native, "quantizes", lambda: False)
@@ -91,7 +90,7 @@ def test_uneven_bits_are_torchs_bit_for_bit(name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", ["int6/{}/g32", "int6/{}/g64"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_six_bits_are_torchs_bit_for_bit(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoding = encoding_named(name.format(CPU_LAYOUT))
+    encoding = encoding_named(name.format(ORDER))
     for seed in range(2):
         compare(encoding, "hqq", some(192, 1024, 0.05, dtype, seed), dtype, monkeypatch)
     # groups whose largest weights are as far up as down: the two scales are nearly as good as each other
@@ -209,7 +208,7 @@ def test_rows_that_are_read_where_they_lie(
 def test_memory_is_that_of_a_few_rows(tmp_path: Path) -> None:
     """Of an expert that is larger than what workers hold of it."""
     layer = MoeLayer("experts", 8, 2, (Part("gate_up", (28672, 4096)), Part("down", (4096, 14336))))
-    form = expert_format(layer, 4, torch.bfloat16, CPU_LAYOUT, "hqq")
+    form = expert_format(layer, 4, torch.bfloat16, "hqq")
     placed = encode_experts.working_bytes(form, QUANTIZERS["hqq"], None, 3)
     assert 2 * form.stored.nbytes < placed < 300 << 20
     assert encode_experts.working_bytes(form, QUANTIZERS["hqq"], 1 << 20, 3) > 3 * 2 * 28672 * 4096

@@ -11,7 +11,7 @@ from tiermoe import native
 from tiermoe.engine.expert_sums import Choices, FewSums, NativeSums, TorchSums
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat
-from tiermoe.formats.int4 import CPU_LAYOUT, Int4
+from tiermoe.formats.int4 import Int4
 from tiermoe.formats.int8 import Int8
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.kernels.experts import (
@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 HIDDEN, INNER, EXPERTS, K = 192, 128, 5, 3
-ENCODINGS: dict[int, Encoding | None] = {4: Int4(CPU_LAYOUT, 64), 8: Int8(), 16: None}
+ENCODINGS: dict[int, Encoding | None] = {4: Int4(64), 8: Int8(), 16: None}
 GATES = {
     "silu": gate_named("silu"),
     "clamped": gate_named("clamped", 7.0, 1.702),

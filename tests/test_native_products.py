@@ -23,7 +23,7 @@ from tiermoe.formats.checkpoint_quant import CheckpointQuant, Transposed4
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.gguf_types import ENCODINGS, Gguf, gguf_encoding
-from tiermoe.formats.int4 import CPU_LAYOUT, Int2, Int4
+from tiermoe.formats.int4 import Int2, Int4
 from tiermoe.formats.int6 import Int6
 from tiermoe.formats.int8 import Int8
 from tiermoe.formats.nonuniform import LEVELS, NonUniform
@@ -39,9 +39,9 @@ needs_native = pytest.mark.skipif(not native.available(), reason="needs the nati
 by_set = pytest.mark.usefixtures("instruction_set")
 
 OWN: list[Encoding] = [
-    Plain(), Int8(), *(kind(CPU_LAYOUT, group) for kind, group in itertools.product([Int2, Int4, Int6], native.GROUPS)),
-    *(NonUniform(bits, CPU_LAYOUT, group) for bits, group in itertools.product(LEVELS, [32, 64])),
-    *(Trellis(CPU_LAYOUT, group) for group in GROUPS),
+    Plain(), Int8(), *(kind(group) for kind, group in itertools.product([Int2, Int4, Int6], native.GROUPS)),
+    *(NonUniform(bits, group) for bits, group in itertools.product(LEVELS, [32, 64])),
+    *(Trellis(group) for group in GROUPS),
 ]  # fmt: skip
 PUBLISHED: list[Encoding] = [
     Transposed4("gptq", "f16", 32, 2), Transposed4("awq", "bf16", 64), CheckpointQuant("e2m1", "e8m0", 1, 32),
@@ -354,8 +354,8 @@ def test_what_the_kernels_do_not_take() -> None:
     by_linear = linear_for("gguf/q6_k", "cpu", torch.bfloat16)(x, slot, 70, 256)
     assert torch.equal(by_linear, linear(x, form_of(gguf_encoding("q6_k"), 70, 256), slot))
     own = [
-        (Int4(CPU_LAYOUT, 64), 96), (Int2(CPU_LAYOUT, 64), 96), (Int6(CPU_LAYOUT, 64), 96), (Int8(), 96), (Plain(), 48),
-        (NonUniform(4, CPU_LAYOUT, 32), 48), (NonUniform(3, CPU_LAYOUT, 64), 96), (NonUniform(2, CPU_LAYOUT, 64), 96),
+        (Int4(64), 96), (Int2(64), 96), (Int6(64), 96), (Int8(), 96), (Plain(), 48),
+        (NonUniform(4, 32), 48), (NonUniform(3, 64), 96), (NonUniform(2, 64), 96),
         (Int8(), 1 << 16), (CheckpointQuant("s4", "bf16", 1, 16), 64),
     ]  # fmt: skip
     assert all(matrix_form(encoding, 64, in_, torch.bfloat16) is None for encoding, in_ in own)

@@ -10,7 +10,6 @@ from measures import relative_error
 from neuron_sources import by_the_page
 from tiermoe import native
 from tiermoe.formats.expert_format import ExpertFormat, PartViews
-from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.neurons import Records, neuron_format
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.kernels.neurons import NeuronKernel
@@ -27,7 +26,7 @@ def packed(
 ) -> tuple[ExpertFormat, dict[str, PartViews]]:
     """A random expert, and the views of its slot."""
     layer = MoeLayer("l", 1, 1, (Part("gate_up_proj", (2 * neurons, hidden)), Part("down_proj", (hidden, neurons))))
-    form = neuron_format(layer, bits, dtype, CPU_LAYOUT, quantizer)
+    form = neuron_format(layer, bits, dtype, quantizer)
     generator = torch.Generator().manual_seed(hidden + neurons)
     tensors = {
         part.name: (torch.randn(part.shape, generator=generator) / hidden**0.5).to(dtype) for part in form.layer.parts

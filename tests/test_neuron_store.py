@@ -14,7 +14,6 @@ from measures import relative_error
 from neuron_sources import EXPERTS, HIDDEN, NEURONS, GatedExperts, by_the_page, gated_store
 from sources import contents, stored
 from tiermoe.errors import ConfigError, ModelError, PackError
-from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.neurons import (
     Records,
     Records2,
@@ -42,7 +41,7 @@ def test_every_neuron_decodes_near_its_weights(
     source = GatedExperts(dtype)
     store = gated_store(tmp_path / "store", source, str(dtype).removeprefix("torch."))
     precision = pack_experts(store, source, bits, quantizer, unit="neuron")
-    key = precision_key(bits, quantizer, CPU_LAYOUT, "neuron")
+    key = precision_key(bits, quantizer, "neuron")
     assert key == f"{bits}-{quantizer}-neuron"
     store = open_store(store.root)
     check_files(store, key)
@@ -72,7 +71,7 @@ def test_every_neuron_decodes_near_its_weights(
 # multiple of 16
 @pytest.mark.parametrize(("quantizer", "record_bytes"), [("hqq", 2320), ("hqq-double", 2192)])
 def test_the_parts_lie_at_pages_and_the_records_side_by_side(quantizer: str, record_bytes: int) -> None:
-    form = neuron_format(MoeLayer("l", 8, 2, _parts(2048, 1024)), 4, torch.bfloat16, CPU_LAYOUT, quantizer)
+    form = neuron_format(MoeLayer("l", 8, 2, _parts(2048, 1024)), 4, torch.bfloat16, quantizer)
     offsets = {placed.field.name: placed.offset for placed in form.stored.fields}
     assert offsets["codes"] == 0
     assert offsets["records"] % 4096 == form.stored.nbytes % 4096 == 0

@@ -18,7 +18,6 @@ from parity import close, logits, tokens
 from sources import contents
 from tiermoe.errors import StoreError
 from tiermoe.formats import encoding, quantizers, store_files
-from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR
 from tiermoe.formats.store import open_store
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.packing import pack_dense, recipe, recipe_key
@@ -145,7 +144,7 @@ def test_dense_layers_in_blocks_of_rows_are_those_packed_whole(
     for weights in (1, 1 << 22):
         monkeypatch.setattr(encoding, "BLOCK_WEIGHTS", weights)
         store = open_or_create(blueprint, tmp_path / str(weights))
-        pack_dense(store, blueprint, bits, CPU_LAYOUT, lambda done, total: steps.append((done, total)))
+        pack_dense(store, blueprint, bits, lambda done, total: steps.append((done, total)))
         (entry,) = store.dense.values()
         found.append(((store.root / entry["file"]).read_bytes(), entry["layers"]))
         assert steps[-1][0] == steps[-1][1]
@@ -177,7 +176,7 @@ def put_dense_decoded(store: Any, key: str, plain: Any) -> None:
         layer = plain.get_submodule(name)
         layer.weight.data = decoded.to(layer.weight.dtype)
         found[name] = entry["encoding"]
-    assert found["lm_head"] == f"int6/{CPU_LAYOUT}/g32"
+    assert found["lm_head"] == "int6/cpu-avx512/g32"
 
 
 def test_a_store_with_the_output_layer_at_8_bits_gets_it_at_6(
@@ -201,7 +200,7 @@ def test_a_store_with_the_output_layer_at_8_bits_gets_it_at_6(
 
 def test_where_the_output_layer_keeps_8_bits(blueprint_of: Any, tmp_path: Path) -> None:
     blueprint = blueprint_of("qwen3_moe", torch.float32)
-    assert [recipe(blueprint, bits, CPU_LAYOUT) for bits in (4, 8)] == [{"lm_head": 6}, {}]
-    assert recipe_key(blueprint, 4, ROW_MAJOR) == "4-lm_head8-rowmajor"  # no kernel of a GPU takes 6
+    assert [recipe(blueprint, bits) for bits in (4, 8)] == [{"lm_head": 6}, {}]
+    assert recipe_key(blueprint, 4) == "4-lm_head6"
     odd = inspect_model(write(tmp_path, "qwen3_moe", torch.float32, vocab_size=144), "odd")
-    assert recipe_key(odd, 4, CPU_LAYOUT) == "4-lm_head8"
+    assert recipe_key(odd, 4) == "4-lm_head8"

@@ -22,7 +22,6 @@ from tiermoe.engine.budget import plan_memory
 from tiermoe.engine.load import resolve_for
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.errors import BudgetError, ConfigError
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.model import stored_weights as dense_weights
 from tiermoe.model.families import FAMILIES
 from tiermoe.model.hf import generic
@@ -89,7 +88,7 @@ def test_dense_weights_that_stay_in_float32_are_counted_as_such(tmp_path: Path) 
     parts = [*loaded.named_parameters(), *loaded.named_buffers()]
     assert found.dense_bytes() == sum(tensor.nbytes for name, tensor in parts if ".experts." not in name)
     layers = [loaded.get_submodule(name) for name in packable(found)]
-    assert packed_bytes(found, 8, machine_layout("cpu"))[0] == sum(layer.weight.nbytes for layer in layers)
+    assert packed_bytes(found, 8)[0] == sum(layer.weight.nbytes for layer in layers)
     assert loaded.lm_head in layers
 
 

@@ -16,7 +16,6 @@ import tiny
 from commands import Command
 from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, ModelError
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.lab.cli.trace import trace as trace_command
 from tiermoe.lab.measure import calibrate, searches
 from tiermoe.lab.measure.calibrate import (
@@ -474,7 +473,7 @@ def test_a_precision_that_no_store_holds_yet_weighs_what_packing_makes_of_it(mix
     for bits in (4, 2):
         model, _ = tiermoe.load(mixtral, bits=bits, store=tmp_path, memory="2GiB")
         header = header_of(model, None, frozenset(), (), {})
-        packed = expert_bytes(model.tiermoe.store, model.tiermoe.settings.quantizer_used, machine_layout("cpu"))
+        packed = expert_bytes(model.tiermoe.store, model.tiermoe.settings.quantizer_used)
         model.tiermoe.close()
         found.append((header.expert_bytes, packed))
     (before, alone), (after, both) = found

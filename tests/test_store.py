@@ -16,7 +16,6 @@ from sources import EXPERTS, RandomExperts, empty_store, stored
 from tiermoe.errors import StoreError
 from tiermoe.formats import store_files
 from tiermoe.formats.expert_format import expert_format
-from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.pack import pack_experts
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.store import Store, check_files, open_store
@@ -62,7 +61,7 @@ def fields(store: Store, key: str, layer: int, expert: int) -> dict[str, dict[st
 
 def expected(bits: int, quantizer: str, layer: int, expert: int) -> dict[str, dict[str, torch.Tensor]]:
     """The fields of an expert by the encodings themselves."""
-    form = expert_format(SOURCE.layers[layer], bits, torch.bfloat16, CPU_LAYOUT, quantizer)
+    form = expert_format(SOURCE.layers[layer], bits, torch.bfloat16, quantizer)
     found = {}
     for name, weight in SOURCE.read(layer, expert).items():
         encoding = form.encodings.get(name)
@@ -88,7 +87,7 @@ def test_the_table_reads_back_as_it_was_written(packed: Path) -> None:
     for bits, quantizer, key in PRECISIONS:
         precision = store.precisions[key]
         assert (precision.bits, precision.quantizer) == (bits, quantizer if bits < 8 else "")
-        assert precision.machine == (CPU_LAYOUT if bits in (4, 3, 2) else "any")
+        assert written["precisions"][key]["machine"] == ("cpu-avx512" if bits in (4, 3, 2) else "any")
         check_files(store, key)
 
 
@@ -134,6 +133,25 @@ def test_dense_tables_read_back(copied: Path) -> None:
     assert again.dense == store.dense
     (segment,) = again.dense_extent("8", "lm_head").segments
     assert (segment.file, segment.offset) == (str(copied / "dense-8.bin"), 4096)
+
+
+def test_codes_that_an_older_version_packed_for_gpus_are_left_out(copied: Path) -> None:
+    """The rest reads as before; the next writer drops them from the table."""
+    before = open_store(copied)
+    layer = {"encoding": "int4/rowmajor/g64", "shape": [8, 64], "offset": 0, "checksum": "00", "error": 0.01}
+
+    def add(table: dict[str, Any]) -> None:
+        old = json.loads(json.dumps(table["precisions"]["4-hqq"]).replace("cpu-avx512", "rowmajor"))
+        assert old["machine"] == "rowmajor"
+        table["precisions"]["4-hqq-rowmajor"] = old
+        dense = {"file": "dense-4-rowmajor.bin", "machine": "rowmajor", "layers": {"lm_head": layer}}
+        table["dense"] = {"4-rowmajor": dense}
+
+    edit(copied, add)
+    store = open_store(copied)
+    assert (store.precisions, store.dense) == (before.precisions, {})
+    store.save()
+    assert "rowmajor" not in (copied / "store.json").read_text()
 
 
 ANEW = "'tiermoe pack MODEL --store .* --force' packs the model anew"

@@ -85,15 +85,16 @@ def test_a_store_of_another_checkpoint(tiermoe_: Command, model: Path, store: Pa
     )
 
 
-def test_a_store_of_another_cpu_layout(tiermoe_: Command, tiny: Path, store: Path) -> None:
-    edit_json(store / "store.json", lambda table: table["precisions"]["4-hqq"].update(machine="cpu-other"))
-    cause = tiermoe_(*run_with(store, tiny)).cause
-    assert re.search(
-        r"is packed for cpu-other, this machine needs \S+; choose another folder with --store, or 'tiermoe pack", cause
-    )
+def test_codes_in_an_older_order_are_packed_anew(tiermoe_: Command, tiny: Path, store: Path) -> None:
+    def older(table: dict[str, Any]) -> None:
+        (precision,) = table["precisions"].values()
+        precision["machine"] = "cpu-avx2"
+
+    edit_json(store / "store.json", older)
     assert tiermoe_("show", store).code == 0
-    assert tiermoe_("pack", tiny, "--out", store, "--force").code == 0
     assert tiermoe_(*run_with(store, tiny)).code == 0
+    (precision,) = json.loads((store / "store.json").read_text())["precisions"].values()
+    assert precision["machine"] == "cpu-avx512"
 
 
 @pytest.mark.parametrize("part", ["layers", "dense"])

@@ -7,7 +7,6 @@ import torch
 
 from tiermoe import native
 from tiermoe.formats import trellis
-from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.quantizers import LinearQuantizer
 from tiermoe.formats.trellis import FACTORS, KEPT, LEVELS, Trellis
 
@@ -70,7 +69,7 @@ def test_codes_are_nearly_as_good_as_any() -> None:
 @pytest.mark.usefixtures("how")
 def test_levels_of_any_codes_are_kept() -> None:
     """Under scales of either sign, of 0, and very small ones: whatever was solved for is what is stored."""
-    encoding, generator = Trellis(CPU_LAYOUT, 64), torch.Generator().manual_seed(3)
+    encoding, generator = Trellis(64), torch.Generator().manual_seed(3)
     codes = torch.randint(0, 256, (64, 32), generator=generator).to(torch.uint8)
     scale = (torch.randn(64, 2, generator=generator) * 0.01).bfloat16().float()
     scale[9], scale[10] = 0, 1e-30

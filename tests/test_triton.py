@@ -17,6 +17,7 @@ from tiermoe.kernels.linear import linear_for
 HERE = Path(__file__).parent
 CASES = [str(HERE / name) for name in ("triton_cases.py", "triton_grouped_cases.py")]
 DEVICES = ("interpreter", "gpu") if torch.cuda.is_available() else ("interpreter",)
+CODINGS = ("INT8", "INT6", "INT4", "INT2", "TCQ2", "NL4", "NL3", "NL2")
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="Triton is not installed: it exists for Linux alone (pip install triton)",
@@ -62,14 +63,28 @@ def test_long_cases(tmp_path: Path) -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("capabilities", "kernels"), [(["90"], 12), pytest.param(["75", "80"], 36, marks=pytest.mark.long)], ids=str
+    ("capability", "codings", "kernels"),
+    [
+        ("90", ("INT4", "NL3"), 8),
+        *(pytest.param(each, CODINGS, 32, marks=pytest.mark.long) for each in ("75", "89", "90")),
+        pytest.param("80", CODINGS, 64, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
-def test_kernels_compile_for_gpus_without_atomics(capabilities: list[str], kernels: int, tmp_path: Path) -> None:
-    output = run_python(str(HERE / "triton_compiled.py"), *capabilities, tmp_path=tmp_path)
+def test_kernels_compile_for_gpus_without_atomics_and_spills(
+    capability: str, codings: tuple[str, ...], kernels: int, tmp_path: Path
+) -> None:
+    command = (str(HERE / "triton_compiled.py"), capability, *codings)
+    output = run_python(*command, tmp_path=tmp_path, TRITON_DUMP_PTXAS_LOG="1")
     assert output.count("compiled") == kernels
+    told = re.findall(r"(\d+) bytes spill stores.*?^compiled (\w+) (\d+) (\w+)", output, re.DOTALL | re.MULTILINE)
+    assert len(told) == kernels
+    for nbytes, kernel, generation, dtype in told:
+        without_tensor_cores = kernel == "tiled_kernel" and (generation == "75" or dtype == "fp32")
+        assert int(nbytes) <= 16 or without_tensor_cores
 
 
-@pytest.mark.parametrize("encoding", ["int8", "int4/rowmajor/g64", "u2/rowmajor/g64"])
+@pytest.mark.parametrize("encoding", ["int8", "int4/cpu-avx512/g64", "nl3/cpu-avx512/g64"])
 def test_missing_triton_is_named(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real_import = builtins.__import__
 
@@ -83,9 +98,3 @@ def test_missing_triton_is_named(encoding: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(builtins, "__import__", without_triton)
     with pytest.raises(ConfigError, match=re.escape("pip install tiermoe[cuda]")):
         linear_for(encoding, "cuda", torch.bfloat16)
-
-
-def test_the_order_of_a_cpu_is_refused_on_a_gpu() -> None:
-    for name in ("int4/cpu-avx512/g64", "u2/cpu-avx512/g64"):
-        with pytest.raises(ConfigError, match=f"no kernel for '{name}' on 'cuda'"):
-            linear_for(name, "cuda", torch.bfloat16)

@@ -14,9 +14,8 @@ from measures import relative_error
 from tiermoe.errors import ConfigError, PackError, StoreError
 from tiermoe.formats import encoding as encodings
 from tiermoe.formats import int4, int6, nonuniform, quantizers, trellis
-from tiermoe.formats.encoding import Encoding, Field, RowBlocks
+from tiermoe.formats.encoding import ORDER, Encoding, Field, RowBlocks
 from tiermoe.formats.expert_format import expert_format
-from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for, encoding_named, quantizer_used
 from tiermoe.formats.store import precision_key
@@ -32,7 +31,7 @@ DTYPES = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 FORMATS = {  # name → the largest relative error of normal weights, quantised by HQQ where the format leaves it open
     "plain": 0.003, "int8": 0.01, "int6/{}/g32": 0.03, "int6/{}/g64": 0.03,
-    "int4/{}/g32": 0.09, "int4/{}/g64": 0.09, "int4/rowmajor/g64": 0.09, "u2/{}/g64": 0.45, "u2/rowmajor/g32": 0.45,
+    "int4/{}/g32": 0.09, "int4/{}/g64": 0.09, "u2/{}/g64": 0.45,
     "nl4/{}/g32": 0.09, "nl3/{}/g32": 0.18, "nl3/{}/g64": 0.18, "nl2/{}/g64": 0.35, "tcq2/{}/g64": 0.3,
     "tcq2/{}/g128": 0.3,
 }  # fmt: skip
@@ -45,7 +44,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def encoding(name: str) -> Encoding:
-    return encoding_named(name.format(CPU_LAYOUT))
+    return encoding_named(name.format(ORDER))
 
 
 def random(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -77,10 +76,6 @@ def by_the_page(encoding: Encoding, fields: dict[str, Tensor], rows: int, column
         return _page(codes, levels, fields["scale"][r.expand(rows, columns)])
     if kind in ("int4", "u2"):
         levels = torch.arange(2**bits) - 2 ** (bits - 1)
-        if "scale" in fields:  # row by row
-            at = (r * columns + c) * bits
-            codes = fields["codes"].flatten().long()[at // 8] >> at % 8 & 2**bits - 1
-            return _page(codes, levels, fields["scale"][r, c // group], fields["zero"][r, c // group])
         nibbles = _nibbles(fields["codes"], r, c * bits // 4, columns * bits // 4)
         scale, zero = fields["scales_and_zeros"][c // group, r].unbind(-1)
         return _page(nibbles >> bits * (c % (4 // bits)) & 2**bits - 1, levels, scale, zero)
@@ -111,7 +106,7 @@ def _page(codes: Tensor, levels: Tensor, scale: Tensor, zero: Tensor | None = No
 
 
 def _nibbles(packed: Tensor, r: Tensor, c: Tensor, columns: int) -> Tensor:
-    """The nibbles in the CPUs' order: blocks of 64 rows, the last one of the rest."""
+    """The nibbles: blocks of 64 rows, the last one of the rest."""
     rows = len(packed)
     whole = r < rows // 64 * 64
     size = torch.where(whole, 64, rows % 64)
@@ -190,23 +185,11 @@ def test_codes_of_4_bits_lie_as_torchs_operator_takes_them() -> None:
 
 @pytest.mark.parametrize("bits", [4, 2])
 def test_4_and_2_bits_decode_in_blocks_of_columns(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoding = encoding_for(bits, 80, 320, torch.bfloat16, CPU_LAYOUT)
+    encoding = encoding_for(bits, 80, 320, torch.bfloat16)
     fields = encoding.encode(random(80, 320), HQQ, torch.bfloat16)
     whole = encoding.decode(fields, 80, 320, torch.float32)
     monkeypatch.setattr(int4, "BLOCK_WEIGHTS", 2 * 64 * 80)  # two groups, and a block of one group at the end
     assert torch.equal(encoding.decode(fields, 80, 320, torch.float32), whole)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quantizer", ["hqq", "linear"])
-@pytest.mark.parametrize("bits", [4, 2])
-def test_a_gpu_has_the_very_weights_of_a_cpu(bits: int, quantizer: str, dtype: torch.dtype) -> None:
-    weight, found = random(48, 192) + 0.02, []
-    for layout in (CPU_LAYOUT, ROW_MAJOR):
-        encoding = encoding_for(bits, 48, 192, dtype, layout, quantizer)
-        fields = encoding.encode(weight, QUANTIZERS[quantizer], dtype)
-        found.append(encoding.decode(fields, 48, 192, dtype))
-    assert torch.equal(*found)
 
 
 def own_weights(name: str) -> Tensor:
@@ -227,7 +210,7 @@ def own_weights(name: str) -> Tensor:
 
 @pytest.mark.parametrize("name", ["int6/{}/g64", "u2/{}/g64", "nl4/{}/g32", "nl3/{}/g32", "nl2/{}/g32"])
 def test_weights_on_its_levels_are_kept(name: str) -> None:
-    encoding, weight = encoding_named(name.format(CPU_LAYOUT)), own_weights(name.partition("/")[0])
+    encoding, weight = encoding_named(name.format(ORDER)), own_weights(name.partition("/")[0])
     fields = encoding.encode(weight, QUANTIZERS["linear"], torch.float32)
     assert torch.equal(encoding.decode(fields, 64, 128, torch.float32), weight)
 
@@ -239,7 +222,7 @@ def test_an_uneven_scale_is_nearly_as_good_as_the_best_of_thousands(bits: int, g
     weight = random(64, columns)
     weight[:, group + 8] *= 6
     weight[:, 2 * group :].abs_()
-    encoding = nonuniform.NonUniform(bits, CPU_LAYOUT, group)
+    encoding = nonuniform.NonUniform(bits, group)
     levels = torch.tensor(nonuniform.LEVELS[bits]).double()
     got = encoding.decode(encoding.encode(weight, HQQ, torch.bfloat16), 64, columns, torch.float32)
     groups = weight.double().view(64, 3, group)
@@ -265,7 +248,7 @@ def is_declared(values: dict[str, Tensor], fields: tuple[Field, ...]) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_known_by_its_name_and_gives_its_fields(name: str, encoding: Encoding, dtype: torch.dtype) -> None:
-    assert encoding.name == name.format(CPU_LAYOUT)
+    assert encoding.name == name.format(ORDER)
     weight = random(128, 256)
     fields = encoding.encode(weight.to(dtype), HQQ, dtype)
     declared = encoding.stored_fields(128, 256, dtype)
@@ -346,7 +329,7 @@ def bits_of(encoding: Encoding) -> float:
     ],
 )  # fmt: skip
 def test_bits_of_a_weight_in_store_and_slot(bits: int, quantizer: str, stored: float) -> None:
-    assert bits_of(encoding_for(bits, 2048, 1024, torch.bfloat16, CPU_LAYOUT, quantizer)) == stored
+    assert bits_of(encoding_for(bits, 2048, 1024, torch.bfloat16, quantizer)) == stored
 
 
 SHAPES = [
@@ -366,21 +349,14 @@ SHAPES = [
     ("nonlinear", 2, 64, 128, "nl2/{}/g64"), ("nonlinear", 2, 64, 96, "nl2/{}/g32"),
     ("nonlinear", 2, 80, 128, "u2/{}/g64"),
 ]  # fmt: skip
-ON_A_GPU = [
-    ("hqq", 6, 64, 64, "int8"), ("nonlinear", 4, 64, 128, "int4/rowmajor/g64"), ("nonlinear", 3, 64, 128, "int8"),
-    ("nonlinear", 2, 64, 128, "u2/rowmajor/g64"), ("hqq", 4, 7, 96, "int4/rowmajor/g32"), ("hqq", 4, 7, 100, "int8"),
-    ("hqq", 2, 7, 96, "u2/rowmajor/g32"), ("hqq", 2, 7, 100, "int8"),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("layout", "case"), [*((CPU_LAYOUT, case) for case in SHAPES), *((ROW_MAJOR, case) for case in ON_A_GPU)]
-)
-def test_the_encoding_of_a_shape(layout: str, case: tuple[str, int, int, int, str]) -> None:
+@pytest.mark.parametrize("case", SHAPES)
+def test_the_encoding_of_a_shape(case: tuple[str, int, int, int, str]) -> None:
     """One that a shape does not fit is made by HQQ, or has 8 bits."""
     quantizer, bits, out, in_, expected = case
-    encoding = encoding_for(bits, out, in_, torch.bfloat16, layout, quantizer)
-    assert encoding.name == expected.format(layout)
+    encoding = encoding_for(bits, out, in_, torch.bfloat16, quantizer)
+    assert encoding.name == expected.format(ORDER)
     assert encoding_named(encoding.name) == encoding
     if quantizer == "nonlinear" and encoding.name.startswith(("int4", "u2")):
         made, hqq = (encoding.encode(random(out, in_), QUANTIZERS[each], torch.bfloat16) for each in (quantizer, "hqq"))
@@ -393,7 +369,7 @@ def test_the_encoding_of_a_shape(layout: str, case: tuple[str, int, int, int, st
 def test_equal_weights_are_kept(bits: int, dtype: torch.dtype, value: float) -> None:
     weight = torch.full((64, 64), value, dtype=dtype)
     for name, quantizer in QUANTIZERS.items():
-        encoding = encoding_for(bits, 64, 64, dtype, CPU_LAYOUT, name)
+        encoding = encoding_for(bits, 64, 64, dtype, name)
         if isinstance(encoding, trellis.Trellis) and value:
             continue  # no run of a trellis has the same level 64 times
         decoded = encoding.decode(encoding.encode(weight, quantizer, dtype), 64, 64, torch.float32)
@@ -401,25 +377,25 @@ def test_equal_weights_are_kept(bits: int, dtype: torch.dtype, value: float) -> 
 
 
 def test_what_cannot_be_encoded_is_refused() -> None:
-    for bits, dtype, layout, quantizer, told in (
-        (5, torch.bfloat16, CPU_LAYOUT, "hqq", "no 5-bit encoding"),
-        (4, torch.float64, CPU_LAYOUT, "hqq", "float64"),
-        *((bits, torch.bfloat16, "cpu-other", "hqq", f"int{bits} for 'cpu-other'") for bits in (6, 4, 2)),
-        *((bits, torch.bfloat16, CPU_LAYOUT, "awq", "unknown quantizer 'awq'") for bits in (4, 2)),
+    for bits, dtype, quantizer, told in (
+        (5, torch.bfloat16, "hqq", "no 5-bit encoding"),
+        (4, torch.float64, "hqq", "float64"),
+        *((bits, torch.bfloat16, "awq", "unknown quantizer 'awq'") for bits in (4, 2)),
     ):
         with pytest.raises(ConfigError, match=told):
-            encoding_for(bits, 64, 64, dtype, layout, quantizer)
-    for name, device in (("int8", "xpu"), ("int4/rowmajor/g64", "mps"), ("u2/rowmajor/g64", "mps")):
+            encoding_for(bits, 64, 64, dtype, quantizer)
+    for name, device in (("int8", "xpu"), (f"int4/{ORDER}/g64", "mps"), ("gguf/q4_k", "cuda")):
         with pytest.raises(ConfigError, match=f"no kernel for '{name}' on '{device}'"):
             linear_for(name, device, torch.bfloat16)
 
 
-def test_names_of_other_machines_and_versions_are_refused() -> None:
+def test_names_of_other_orders_and_versions_are_refused() -> None:
     for name, told in (
-        *((f"{kind}/cpu-avx2/g64", f"{kind} layout 'cpu-avx2', CPUs take") for kind in ("int6", "int4", "u2")),
-        *((f"int2/{layout}/g64", "older version") for layout in (CPU_LAYOUT, ROW_MAJOR)),  # until November 2026
+        *((f"{kind}/cpu-avx2/g64", "older version") for kind in ("int6", "int4", "u2")),
+        ("int4/rowmajor/g64", "older version"),
+        (f"int2/{ORDER}/g64", "older version"),  # until November 2026
         *((name, "unknown encoding") for name in ("int3", "int4/cpu-avx2/g48", "int4", "u2/g16", "int8/cpu-avx2/g64")),
-        *((f"{kind}/{CPU_LAYOUT}/{group}", "unknown encoding")
+        *((f"{kind}/{ORDER}/{group}", "unknown encoding")
           for kind, group in (("nl4", "g64"), ("nl3", "g128"), ("nl6", "g32"), ("int3", "g64"))),
     ):  # fmt: skip
         with pytest.raises(StoreError, match=told):
@@ -427,18 +403,16 @@ def test_names_of_other_machines_and_versions_are_refused() -> None:
 
 
 def test_a_store_calls_codes_by_the_quantizer_that_makes_them() -> None:
-    for bits, quantizer, layout, unit, key in (
-        (4, "nonlinear", CPU_LAYOUT, "expert", "4-nonlinear"), (2, "nonlinear", CPU_LAYOUT, "expert", "2-nonlinear"),
-        (4, "nonlinear", ROW_MAJOR, "expert", "4-hqq-rowmajor"), (4, "nonlinear", CPU_LAYOUT, "neuron", "4-hqq-neuron"),
-        (4, "hqq-double", CPU_LAYOUT, "neuron", "4-hqq-double-neuron"),
-        (2, "hqq-double", CPU_LAYOUT, "neuron", "2-hqq-neuron"),
-        (4, "hqq-double", ROW_MAJOR, "expert", "4-hqq-rowmajor"),
-        *((3, name, CPU_LAYOUT, "expert", "3-gptq-nonlinear" if name.startswith("gptq") else "3-nonlinear")
-          for name in QUANTIZERS),
+    for bits, quantizer, unit, key in (
+        (4, "nonlinear", "expert", "4-nonlinear"), (2, "nonlinear", "expert", "2-nonlinear"),
+        (4, "nonlinear", "neuron", "4-hqq-neuron"), (4, "gptq-nonlinear", "neuron", "4-hqq-neuron"),
+        (4, "hqq-double", "neuron", "4-hqq-double-neuron"), (2, "hqq-double", "neuron", "2-hqq-neuron"),
+        (4, "hqq-double", "expert", "4-hqq"),
+        *((3, name, "expert", "3-gptq-nonlinear" if name.startswith("gptq") else "3-nonlinear") for name in QUANTIZERS),
     ):  # fmt: skip
-        assert precision_key(bits, quantizer, layout, unit) == key
+        assert precision_key(bits, quantizer, unit) == key
     for bits in (4, 2):
-        used = [quantizer_used(name, bits, CPU_LAYOUT) for name in QUANTIZERS]
+        used = [quantizer_used(name, bits) for name in QUANTIZERS]
         assert used == ["hqq" if name == "hqq-double" else name for name in QUANTIZERS]
 
 
@@ -451,7 +425,7 @@ def test_a_store_calls_codes_by_the_quantizer_that_makes_them() -> None:
 )  # fmt: skip
 def test_down_projections_have_three_bits_beside_a_trellis(hidden: int, inner: int, names: tuple[str, str]) -> None:
     layer = MoeLayer("mlp", 4, 2, (Part("gate_up_proj", (2 * inner, hidden)), Part("down_proj", (hidden, inner))))
-    form = expert_format(layer, 2, torch.bfloat16, CPU_LAYOUT, "gptq-nonlinear")
-    assert [each.name for each in form.encodings.values()] == [name.format(CPU_LAYOUT) for name in names]
-    uncalibrated = expert_format(layer, 2, torch.bfloat16, CPU_LAYOUT, "nonlinear")
+    form = expert_format(layer, 2, torch.bfloat16, "gptq-nonlinear")
+    assert [each.name for each in form.encodings.values()] == [name.format(ORDER) for name in names]
+    uncalibrated = expert_format(layer, 2, torch.bfloat16, "nonlinear")
     assert not any(isinstance(each, trellis.Trellis) for each in uncalibrated.encodings.values())

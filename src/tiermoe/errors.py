@@ -39,7 +39,7 @@ class PromptError(TiermoeError):
 
 
 class StoreError(TiermoeError):
-    """An expert store that cannot be used: of another format version, checkpoint or machine layout, or torn."""
+    """An expert store that cannot be used: of another format version or checkpoint, or torn."""
 
 
 class PackError(StoreError):

@@ -23,7 +23,7 @@ from tiermoe.errors import LoadError
 from tiermoe.formats.registry import encoding_named
 from tiermoe.formats.source import label_of
 from tiermoe.formats.store import MTP_FOLDER, Store, open_store, precision_key
-from tiermoe.kernels.linear import cpu_kernels, machine_layout
+from tiermoe.kernels.linear import cpu_kernels
 from tiermoe.model.families import FAMILIES, decoder_family, has_decoder, not_computed
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.hub import inspect_without_download
@@ -148,18 +148,18 @@ def _precision_facts(store: Store) -> list[dict[str, Any]]:
         sizes = [extent.nbytes for layer in precision.layers for extent in layer.extents]
         errors = [error for layer in precision.layers for error in layer.errors]
         names = {name for layer in precision.layers for name in layer.encodings.values()}
-        facts.append(_packed_facts(key, sizes, errors, precision.machine, precision.in_place, names))
+        facts.append(_packed_facts(key, sizes, errors, precision.in_place, names))
     for bits, dense in store.dense.items():
         layers = dense["layers"]
         sizes = [store.dense_format(bits, name).stored.nbytes for name in layers]
         errors = [layer["error"] for layer in layers.values()]
         names = {layer["encoding"] for layer in layers.values()}
-        facts.append(_packed_facts(f"dense layers at {bits}", sizes, errors, dense["machine"], False, names))
+        facts.append(_packed_facts(f"dense layers at {bits}", sizes, errors, False, names))
     return facts
 
 
 def _packed_facts(
-    label: str, sizes: list[int], errors: list[float], machine: str, in_place: bool, encodings: set[str]
+    label: str, sizes: list[int], errors: list[float], in_place: bool, encodings: set[str]
 ) -> dict[str, Any]:
     """Facts of packed weights. sizes: bytes of each expert or layer. errors: relative error of each."""
     return {
@@ -168,7 +168,6 @@ def _packed_facts(
         "expert_bytes": max(sizes),
         "mean_error": mean(errors),
         "max_error": max(errors),
-        "machine": machine,
         "in_place": in_place,
         "encodings": sorted(encodings),
     }
@@ -220,9 +219,8 @@ def _all_extents(store: Store) -> list[tuple[ExpertKey, str, Extent]]:
 def loss_of(engine: Engine, blueprint: Blueprint) -> str:
     """`packing_loss` of the store's weights that a loaded model runs on."""
     settings, unit = engine.settings, engine.composition.unit
-    layout = machine_layout(resolve_device(settings.device))
-    keys = [precision_key(bits, settings.quantizer_used, layout, unit) for bits in engine.precisions]
-    return packing_loss(engine.store, keys, recipe_key(blueprint, settings.dense_bits_used, layout))
+    keys = [precision_key(bits, settings.quantizer_used, unit) for bits in engine.precisions]
+    return packing_loss(engine.store, keys, recipe_key(blueprint, settings.dense_bits_used))
 
 
 def packing_loss(store: Store, precisions: Sequence[str], dense: str) -> str:

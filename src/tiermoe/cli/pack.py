@@ -25,7 +25,13 @@ def pack(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Pack for cpu, for cuda (here or not), or auto.")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="cpu, cuda (here or not) or auto: a GPU needs layers packed that a CPU takes as a quantised "
+            "checkpoint has them."
+        ),
+    ] = "auto",
     store: Annotated[
         Path | None,
         typer.Option(
@@ -61,7 +67,6 @@ def pack(
         from tiermoe.formats.in_place import OWN_BITS
         from tiermoe.formats.pack import forget
         from tiermoe.formats.store import precision_key
-        from tiermoe.kernels.linear import machine_layout
         from tiermoe.model.hf.blueprint import inspect_model
         from tiermoe.model.hf.hub import resolve_model
         from tiermoe.model.hf.mtp_blueprint import with_mtp
@@ -70,7 +75,6 @@ def pack(
         from tiermoe.offload.cuda import resolve_device
 
         kernels = resolve_device(device) if device == "auto" else device
-        layout = machine_layout(kernels)
         blueprint = inspect_model(resolve_model(model), model, store)
         if draft == MTP:
             blueprint = with_mtp(blueprint, store)
@@ -79,8 +83,8 @@ def pack(
             with_own_dense(settings(bits=number, device=device, **options), blueprint, kernels)
             for number in precisions or [usual]
         ]
-        experts = {each.bits_used: precision_key(each.bits_used, each.quantizer_used, layout) for each in asked}
-        dense = {each.bits_used: recipe_key(blueprint, each.dense_bits_used, layout) for each in asked}
+        experts = {each.bits_used: precision_key(each.bits_used, each.quantizer_used) for each in asked}
+        dense = {each.bits_used: recipe_key(blueprint, each.dense_bits_used) for each in asked}
         if blueprint.parts:
             for each in asked:
                 check_mtp(blueprint, resolve_for(blueprint, each))
@@ -101,7 +105,6 @@ def pack(
                     each.quantizer_used,
                     each.dense_bits_used,
                     progress,
-                    kernels,
                     inputs=calibrated.inputs(each, progress),
                 )
         calibrated.forget()

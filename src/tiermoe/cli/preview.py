@@ -37,7 +37,6 @@ from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import quantizer_used
 from tiermoe.formats.source import ExpertSource
 from tiermoe.formats.store import precision_key
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.hf.hub import Download, inspect_without_download
 from tiermoe.model.hf.mtp_blueprint import with_mtp
@@ -45,7 +44,6 @@ from tiermoe.model.packing import kind_of, own_bytes, packable, packed_bytes
 from tiermoe.model.prepare_store import found_store, missing, store_root
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.computers import Rates
-from tiermoe.offload.cuda import resolve_device
 from tiermoe.offload.policies.eviction import EVICTIONS
 from tiermoe.offload.presets import Resolved
 from tiermoe.offload.usage import SizeCurve, read_record, record_path
@@ -134,7 +132,7 @@ def work_of(blueprint: Blueprint, resolved: Resolved, plan: MemoryPlan, ours: bo
     """Bytes and operations of a token, by the plan and the sizes of the model's matrices. ours: a decoder of our
     own."""
     formats, bits = _formats(blueprint, resolved), resolved.settings.dense_bits_used
-    _, packed = own_bytes(blueprint, "cpu") if bits == 16 else packed_bytes(blueprint, bits, machine_layout("cpu"))
+    _, packed = own_bytes(blueprint, "cpu") if bits == 16 else packed_bytes(blueprint, bits)
     moe = [LayerWork(form.layer.experts, form.layer.top_k, form.slot.nbytes, form.stored.nbytes) for form in formats]
     dense = sum(
         math.prod(blueprint.outline.tensors[f"{name}.weight"].shape)
@@ -158,7 +156,7 @@ def work_of(blueprint: Blueprint, resolved: Resolved, plan: MemoryPlan, ours: bo
 
 
 def _formats(blueprint: Blueprint, resolved: Resolved) -> list[ExpertFormat]:
-    return formats_of(blueprint, resolved, machine_layout("cpu"))[resolved.precisions[0]]
+    return formats_of(blueprint, resolved)[resolved.precisions[0]]
 
 
 def _earlier_run(blueprint: Blueprint, resolved: Resolved) -> SizeCurve | None:
@@ -167,8 +165,7 @@ def _earlier_run(blueprint: Blueprint, resolved: Resolved) -> SizeCurve | None:
     composition = resolved.composition
     if store is None or composition.lossy or composition.cache not in EVICTIONS:
         return None
-    layout = machine_layout(resolve_device(resolved.settings.device))
-    key = precision_key(resolved.precisions[0], resolved.settings.quantizer_used, layout, composition.unit)
+    key = precision_key(resolved.precisions[0], resolved.settings.quantizer_used, composition.unit)
     return read_record(
         record_path(store.root, key), store.source.fingerprint, [each.experts for each in store.layers]
     ).curve
@@ -189,15 +186,14 @@ def _unknown(blueprint: Blueprint, composition: Composition, plan: MemoryPlan) -
 def _packing(blueprint: Blueprint, resolved: Resolved, remote: bool, here: bool) -> Packing | None:
     """None where the checkpoint's store lacks nothing. remote: the checkpoint is not on this machine. here: its time is
     measured."""
-    settings, device = resolved.settings, resolve_device(resolved.settings.device)
-    layout, unit = machine_layout(device), resolved.composition.unit
-    lacking, lacks_dense = missing(found_store(blueprint, settings.store), blueprint, resolved, layout)
+    settings, unit = resolved.settings, resolved.composition.unit
+    lacking, lacks_dense = missing(found_store(blueprint, settings.store), blueprint, resolved)
     if not lacking and not lacks_dense:
         return None
     placed = unit == "expert" and blueprint.experts.in_place(0, 0) is not None
-    formats = formats_of(blueprint, resolved, layout)
+    formats = formats_of(blueprint, resolved)
     written = {bits: formats[bits] for bits in lacking if bits < OWN_BITS or not placed}
-    made_by = {bits: quantizer_used(settings.quantizer_used, bits, layout, unit) for bits in written if bits < 8}
+    made_by = {bits: quantizer_used(settings.quantizer_used, bits, unit) for bits in written if bits < 8}
     seconds = None
     if here and made_by:
         source = _RandomExperts(blueprint.layers, blueprint.dtype) if remote or unit == "neuron" else blueprint.experts
@@ -208,7 +204,7 @@ def _packing(blueprint: Blueprint, resolved: Resolved, remote: bool, here: bool)
     return Packing(
         root,
         sum(form.stored.nbytes * form.layer.experts for forms in written.values() for form in forms),
-        packed_bytes(blueprint, settings.dense_bits_used, layout)[1] if lacks_dense else 0,
+        packed_bytes(blueprint, settings.dense_bits_used)[1] if lacks_dense else 0,
         shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free,
         seconds,
         next((f"tiermoe pack MODEL --bits {b} --quantizer {q}" for b, q in made_by.items() if q in CALIBRATED), ""),

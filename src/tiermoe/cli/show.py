@@ -54,7 +54,7 @@ def _print(facts: dict[str, Any]) -> None:
     console.print(table)
     if facts["precisions"]:
         packed = Table(title="packed", title_justify="left", caption=_ERROR, caption_justify="left")
-        for column in ("precision", "bytes", "an expert", "error mean / most", "kernels", "encodings"):
+        for column in ("precision", "bytes", "an expert", "error mean / most", "encodings"):
             packed.add_column(column)
         for entry in facts["precisions"]:
             packed.add_row(
@@ -62,7 +62,6 @@ def _print(facts: dict[str, Any]) -> None:
                 format_size(entry["bytes"]) + (" (in the checkpoint)" if entry["in_place"] else ""),
                 format_size(entry["expert_bytes"]),
                 f"{entry['mean_error']:.2%} / {entry['max_error']:.2%}",
-                entry["machine"],
                 ", ".join(entry["encodings"]) or "as in the checkpoint",
             )
         console.print(packed)

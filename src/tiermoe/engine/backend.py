@@ -6,7 +6,6 @@ import torch
 
 from tiermoe import native
 from tiermoe.engine.needs import formats_of
-from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.kernels.linear import matrix_form
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.offload.presets import Resolved
@@ -23,7 +22,7 @@ def kernels_of(blueprint: Blueprint, resolved: Resolved, device: str) -> str:
 def left_to_torch(blueprint: Blueprint, resolved: Resolved) -> str:
     """The first matrix of an expert that the native kernels do not compute, as '96 x 64 at 4 bits'; empty if they
     compute all."""
-    for bits, forms in formats_of(blueprint, resolved, CPU_LAYOUT).items():
+    for bits, forms in formats_of(blueprint, resolved).items():
         for form in forms:
             for part in form.layer.parts:
                 encoding = form.encodings.get(part.name)

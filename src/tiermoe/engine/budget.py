@@ -25,7 +25,6 @@ from tiermoe.engine.needs import (
 from tiermoe.errors import BudgetError, ConfigError
 from tiermoe.formats.store import Store
 from tiermoe.kernels.gates import gate_named, slow_gate
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.attention.compressed import CompressedSizes
 from tiermoe.model.attention.latent import LatentSizes
 from tiermoe.model.cache.memory import COLUMNS_OF_4
@@ -62,7 +61,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None, u
     gpu = gpu_budget(settings, device)  # first: it starts CUDA, which the interpreter's size includes
     budget, source = memory_budget(settings)
     model = PlanInputs(
-        blueprint, resolved, formats_of(blueprint, resolved, machine_layout(device)), context_of(blueprint, settings),
+        blueprint, resolved, formats_of(blueprint, resolved), context_of(blueprint, settings),
         device, resident_bytes(), store, use,
     )  # fmt: skip
     sizes = {bits: max(form.slot.nbytes for form in forms) for bits, forms in model.formats.items()}
@@ -86,7 +85,7 @@ def plan_memory(blueprint: Blueprint, resolved: Resolved, store: Store | None, u
         layer_slots=max(layer.top_k for layer in blueprint.layers),
         token_slots=sum(layer.top_k for layer in blueprint.layers),
         context=model.context,
-        dense_bits=_dense_bits(blueprint, settings.dense_bits_used, machine_layout(device)),
+        dense_bits=_dense_bits(blueprint, settings.dense_bits_used, device),
         embedding_on_disk=on_disk > 0,
         looked_up=0 if on_disk else embedding_bytes(blueprint),
         kv_bits=settings.kv_bits,
@@ -222,10 +221,10 @@ def memory_budget(settings: Settings) -> tuple[int, str]:
     return int(free * _SHARE_OF_FREE) + resident_bytes(), f"{_SHARE_OF_FREE:.0%} of the {format_size(free)} {source}"
 
 
-def _dense_bits(blueprint: Blueprint, bits: int, layout: str) -> str:
-    if bits == 16 and (own := own_linears(blueprint, "cpu" if layout == machine_layout("cpu") else layout)):
+def _dense_bits(blueprint: Blueprint, bits: int, device: str) -> str:
+    if bits == 16 and (own := own_linears(blueprint, device)):
         return f"16, or as the file has them ({types_of(blueprint, own.values())})"
-    more = ", ".join(f"{kind} {own}" for kind, own in sorted(recipe(blueprint, bits, layout).items()))
+    more = ", ".join(f"{kind} {own}" for kind, own in sorted(recipe(blueprint, bits).items()))
     return f"{bits} ({more})" if more else str(bits)
 
 

@@ -29,7 +29,6 @@ from tiermoe.engine.service import ExpertService
 from tiermoe.engine.steps import AnyDecoder, SequenceCache, gathered, is_finite, not_finite, passes_of
 from tiermoe.errors import ConfigError, ModelError
 from tiermoe.formats.store import precision_key
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.metrics import Metrics, PhaseMetrics
 from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.decoder import Decoder, NotFiniteError
@@ -390,15 +389,12 @@ def numerics(engine: Engine) -> dict[str, Any]:
     than a process lives compares it. The memory budget, and what is cached, change no bit; nor do chunks and threads
     where the decoder's are of the token's sequence alone."""
     settings, composition, library = engine.settings, engine.composition, native.library()
-    layout = machine_layout(engine.device.type)
     return {
         "version": installed_version("tiermoe") or "",
         "torch": torch.__version__,
         "checkpoint": engine.store.source.fingerprint,
         "dtype": str(engine.dtype),
-        "experts": [
-            precision_key(bits, settings.quantizer_used, layout, composition.unit) for bits in engine.precisions
-        ],
+        "experts": [precision_key(bits, settings.quantizer_used, composition.unit) for bits in engine.precisions],
         "dense": engine.plan.dense_bits,
         "kv_bits": settings.kv_bits,
         **({"mtp": True} if engine.mtp is not None else {}),  # whose keys and values a slab has too

@@ -23,7 +23,6 @@ from tiermoe.engine.load import start
 from tiermoe.engine.observer import Observer
 from tiermoe.errors import ConfigError, PackError
 from tiermoe.formats.expert_format import expert_format
-from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.store import Store, precision_key
 from tiermoe.formats.store_files import exclusive, write_atomically
 from tiermoe.kernels.experts import UnfusedExperts
@@ -190,7 +189,7 @@ class ExpertInputs:
     ) -> None:
         self.made_from = made_from
         self._folder, self._layers, self._dtype = folder, layers, dtype
-        formats = [expert_format(layer, 16, dtype, "any", "") for layer in layers]
+        formats = [expert_format(layer, 16, dtype, "") for layer in layers]
         self._steps = [UnfusedExperts(form, gate, "cpu") for form, gate in zip(formats, gates, strict=True)]
         self._gates = gates
         self._lock = threading.Lock()
@@ -330,7 +329,7 @@ def _check_room(store: Store, bits: int, recording: int) -> None:
     """PackError if the disk lacks room for the recording, or for the experts that must be packed to run the text."""
     packed = 0
     if bits == 8 and precision_key(8, "") not in store.precisions:
-        formats = [expert_format(layer, 8, store.dtype, CPU_LAYOUT, "") for layer in store.layers]
+        formats = [expert_format(layer, 8, store.dtype, "") for layer in store.layers]
         packed = sum(form.stored.nbytes * form.layer.experts for form in formats)
     free = shutil.disk_usage(store.root).free
     if recording + packed > free:

@@ -25,7 +25,6 @@ from tiermoe.errors import ConfigError
 from tiermoe.formats.in_place import OWN_BITS
 from tiermoe.formats.quantizers import UNCALIBRATED
 from tiermoe.formats.store import Store, joined
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.decoder import Decoder, decoder_for
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.hf.hub import inspect_without_download, resolve_model
@@ -144,7 +143,7 @@ def starts_lean(blueprint: Blueprint, resolved: Resolved, store: Store | None) -
     """Whether `start` needs no modelling code of transformers. store: the checkpoint's, as it is (`found_store`)."""
     known = blueprint.known is not None and blueprint.known.whole
     ours = _runs_own_on_cpu(blueprint, resolved.settings)
-    return ours and known and is_packed(store, blueprint, resolved, machine_layout("cpu"))
+    return ours and known and is_packed(store, blueprint, resolved)
 
 
 def _runs_own_on_cpu(blueprint: Blueprint, settings: Settings) -> bool:
@@ -155,28 +154,26 @@ def _prepared(
     blueprint: Blueprint, resolved: Resolved, found: Store | None, progress: Progress | None, use: Use, lean: bool
 ) -> tuple[Store, MemoryPlan]:
     """The plan, and the store with all that it asks for. Nothing of the model is loaded, nor are experts."""
-    settings = resolved.settings
-    device = resolve_device(settings.device)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    if resolved.settings.threads is not None:
+        torch.set_num_threads(resolved.settings.threads)
     _measured(blueprint, resolved, found, lean)
     plan = plan_memory(blueprint, resolved, found, use)
     stores = [
-        _packed(part, resolved, None if blueprint.parts else found, progress, device, plan.packers)
+        _packed(part, resolved, None if blueprint.parts else found, progress, plan.packers)
         for part in blueprint.parts or (blueprint,)
     ]
     return (joined(*stores) if blueprint.parts else stores[0]), plan
 
 
 def _packed(
-    blueprint: Blueprint, resolved: Resolved, found: Store | None, progress: Progress | None, device: str, workers: int
+    blueprint: Blueprint, resolved: Resolved, found: Store | None, progress: Progress | None, workers: int
 ) -> Store:
     """The store of a model, or of one of its parts, with all that is asked for."""
     settings, unit = resolved.settings, resolved.composition.unit
     store = open_or_create(blueprint, store_root(blueprint, settings.store), found=found, waiting=progress)
     for bits in resolved.precisions:
         quantizer, dense_bits = settings.quantizer_used, settings.dense_bits_used
-        ensure_packed(store, blueprint, bits, quantizer, dense_bits, progress, device, unit, workers)
+        ensure_packed(store, blueprint, bits, quantizer, dense_bits, progress, unit, workers)
     return store
 
 
@@ -185,9 +182,8 @@ def _measured(blueprint: Blueprint, resolved: Resolved, store: Store | None, lea
     plan counts it. Packing, and the plan of the generic decoder, ask the model's skeleton."""
     if not lean:
         assert blueprint.model_class is not None
-        device = resolve_device(resolved.settings.device)
-        own = runs_own(blueprint, resolved.settings, device)
-        if not own or not is_packed(store, blueprint, resolved, machine_layout(device)):
+        own = runs_own(blueprint, resolved.settings, resolve_device(resolved.settings.device))
+        if not own or not is_packed(store, blueprint, resolved):
             assert blueprint.skeleton is not None
     process_memory.settle()
 
@@ -195,7 +191,7 @@ def _measured(blueprint: Blueprint, resolved: Resolved, store: Store | None, lea
 def _lean_model(blueprint: Blueprint, store: Store, plan: MemoryPlan, resolved: Resolved, reading: Reading) -> Model:
     """The decoder over weights that nothing else holds, and what goes with it."""
     bits = resolved.settings.dense_bits_used
-    dense = recipe_key(blueprint, bits, machine_layout("cpu")) if bits < 16 else None
+    dense = recipe_key(blueprint, bits) if bits < 16 else None
     on_disk = rows_stay_on_disk(blueprint, plan, reading)
     weights = StoredWeights(blueprint, store, dense, on_disk, reading.files, reading.keep)
     decoder = decoder_for(blueprint.config, weights, blueprint.dtype, resolved.settings.kv_bits)

@@ -26,7 +26,6 @@ from tiermoe.engine.service import ExpertService
 from tiermoe.engine.steps import is_finite, not_finite
 from tiermoe.errors import ModelError
 from tiermoe.formats.store import Store
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.decoder import Decoder, decoder_for
 from tiermoe.model.families.family import Family
@@ -93,7 +92,7 @@ def load_dense(
     """A model on `device` with its dense weights and no experts. Weights that are packed, or left on disk, are never
     read at 16 bits. Packed ones are views of mapped files where `reading` maps them."""
     register()
-    key = recipe_key(blueprint, dense_bits, machine_layout(device))
+    key = recipe_key(blueprint, dense_bits)
     packed = set(store.dense[key]["layers"]) if dense_bits < 16 else set()
     own = own_linears(blueprint, device) if dense_bits == 16 else {}
     shared = shared_table(blueprint, device) if own else None

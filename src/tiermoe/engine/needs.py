@@ -16,7 +16,7 @@ from tiermoe.engine.memory_plan import total
 from tiermoe.errors import ConfigError
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.store import Store
-from tiermoe.kernels.linear import decoded_bytes, machine_layout, prepared_at_most, prepared_bytes
+from tiermoe.kernels.linear import decoded_bytes, prepared_at_most, prepared_bytes
 from tiermoe.model.attention.linear import LinearSizes
 from tiermoe.model.cache import kv as kv_cache
 from tiermoe.model.families import decoder_family
@@ -66,10 +66,10 @@ class PlanInputs:
         return self.resolved.settings
 
 
-def formats_of(blueprint: Blueprint, resolved: Resolved, layout: str) -> dict[int, list[ExpertFormat]]:
+def formats_of(blueprint: Blueprint, resolved: Resolved) -> dict[int, list[ExpertFormat]]:
     """Precision → the format of each layer's experts."""
     unit, quantizer = resolved.composition.unit, resolved.settings.quantizer_used
-    return {bits: blueprint.expert_formats(bits, unit, layout, quantizer) for bits in resolved.precisions}
+    return {bits: blueprint.expert_formats(bits, unit, quantizer) for bits in resolved.precisions}
 
 
 def while_running(model: PlanInputs) -> list[Need]:
@@ -80,7 +80,7 @@ def while_running(model: PlanInputs) -> list[Need]:
     in_memory = 0
     if model.resolved.composition.store == "memory":
         in_memory = sum(form.stored.nbytes * form.layer.experts for form in formats)
-    dense = dense_bytes(blueprint, settings.dense_bits_used, machine_layout(model.device))
+    dense = dense_bytes(blueprint, settings.dense_bits_used, model.device)
     lanes = most_lanes(settings, formats) if model.device == "cpu" else few_lanes(settings)
     return [
         Need("interpreter", model.process, Phase.RUNNING, "measured in this process"),
@@ -177,7 +177,7 @@ def _between_turns(model: PlanInputs) -> list[Need]:
 def while_loading(model: PlanInputs, on_disk: int) -> list[Need]:
     """Needs while the dense weights are loaded, without the `on_disk` bytes that stay there; for a GPU too, whose
     weights come through main memory."""
-    dense = dense_bytes(model.blueprint, model.settings.dense_bits_used, machine_layout(model.device)) - on_disk
+    dense = dense_bytes(model.blueprint, model.settings.dense_bits_used, model.device) - on_disk
     process = Need("interpreter", model.process, Phase.LOADING)
     return [process, *loading_needs(model.blueprint, dense, on_disk > 0)]
 
@@ -185,10 +185,9 @@ def while_loading(model: PlanInputs, on_disk: int) -> list[Need]:
 def while_packing(model: PlanInputs, budget: int) -> tuple[int, list[Need]]:
     """Number of workers that pack the store, and their needs; no needs if the store lacks nothing. One worker more
     than torch has threads, since one of them reads, or as many as the budget allows."""
-    layout = machine_layout(model.device)
     process = Need("interpreter", model.process + _FIRST_USE, Phase.PACKING)
     for workers in range((model.settings.threads or torch.get_num_threads()) + 1, 0, -1):
-        needs = packing_needs(model.store, model.blueprint, model.resolved, layout, workers)
+        needs = packing_needs(model.store, model.blueprint, model.resolved, workers)
         if not needs:
             return workers, []
         needs = [process, *needs]

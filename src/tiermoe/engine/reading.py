@@ -11,7 +11,6 @@ from tiermoe.engine.budget import holds_everything
 from tiermoe.engine.memory_plan import MemoryPlan
 from tiermoe.formats.expert_format import PAGE, ExpertFormat
 from tiermoe.formats.store import Store, precision_key
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.packing import recipe_key
 from tiermoe.model.stored_weights import embedding_bytes
@@ -59,7 +58,7 @@ class Packed:
 def open_reading(plan: MemoryPlan, store: Store, resolved: Resolved, blueprint: Blueprint, device: str) -> Reading:
     """How the engine of a plan reads what is packed of a model for a device. Files that are mapped are read ahead from
     now on if loading leaves memory for it."""
-    packed = _packed(store, resolved, blueprint, device)
+    packed = _packed(store, resolved, blueprint)
     reading = reading_for(plan, packed, resolved, device)
     if reading.files is not None and plan.loading + plan.experts <= plan.budget:
         reading.files.read_ahead()
@@ -87,11 +86,11 @@ def rows_stay_on_disk(blueprint: Blueprint, plan: MemoryPlan, reading: Reading) 
     return plan.embedding_on_disk or (reading.files is not None and embedding_bytes(blueprint) > 0)
 
 
-def _packed(store: Store, resolved: Resolved, blueprint: Blueprint, device: str) -> Packed:
-    unit, quantizer, layout = resolved.composition.unit, resolved.settings.quantizer_used, machine_layout(device)
+def _packed(store: Store, resolved: Resolved, blueprint: Blueprint) -> Packed:
+    unit, quantizer = resolved.composition.unit, resolved.settings.quantizer_used
     dense_bits = resolved.settings.dense_bits_used
-    dense = recipe_key(blueprint, dense_bits, layout)
-    keys = [precision_key(bits, quantizer, layout, unit) for bits in resolved.precisions]
+    dense = recipe_key(blueprint, dense_bits)
+    keys = [precision_key(bits, quantizer, unit) for bits in resolved.precisions]
     precisions = [store.precisions[key] for key in keys]
     return Packed(
         [extent for precision in precisions for layer in precision.layers for extent in layer.extents],

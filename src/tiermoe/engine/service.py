@@ -20,7 +20,6 @@ from tiermoe.formats.expert_format import ExpertFormat, Layout
 from tiermoe.formats.store import Store, precision_key
 from tiermoe.formats.store_files import hold
 from tiermoe.kernels.experts import Views
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.moe import ExpertGate
 from tiermoe.native import available
 from tiermoe.offload.assembly import PrecisionSlots, assemble
@@ -183,7 +182,7 @@ class ExpertService:
 
     def _key_of(self, bits: int) -> str:
         settings, unit = self.resolved.settings, self.resolved.composition.unit
-        return precision_key(bits, settings.quantizer_used, machine_layout(self.device), unit)
+        return precision_key(bits, settings.quantizer_used, unit)
 
     def _schedule(self, hash_tables: Mapping[int, HashTable], trial: PrefetchTrial) -> Scheduler:
         shape = replace(shape_of(self.store.layers), hash_tables=hash_tables, drafting=self.store.drafting)

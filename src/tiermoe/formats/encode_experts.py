@@ -99,7 +99,7 @@ class _PlacedExperts:
     """Reads rows of experts where the checkpoint has them as they are."""
 
     def __init__(self, form: ExpertFormat, segments: list[list[Segment]]) -> None:
-        plain = expert_format(form.layer, 16, form.dtype, "any", "").stored
+        plain = expert_format(form.layer, 16, form.dtype, "").stored
         self._offsets = {placed.part: placed.offset for placed in plain.fields}
         self._dtype, self._segments = form.dtype, segments
         self._files = FileReader()

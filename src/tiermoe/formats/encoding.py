@@ -29,6 +29,10 @@ FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 BLOCK_ROWS = 64
 """A matrix has a multiple of them in `RowBlocks`."""
 
+ORDER = "cpu-avx512"
+"""The order of codes below 8 bits, in the names of encodings. CPUs and GPUs take it; the name is that of the first
+kernels that did."""
+
 DECODED_WEIGHTS = 1 << 18
 """Weights that `FixedEncoding.decoded` gives at a time: bounds the float32 temporaries."""
 
@@ -75,7 +79,7 @@ class Encoding(Protocol):
 
     @property
     def name(self) -> str:
-        """Kind, layout and group, e.g. ``int4/cpu-avx512/g64``; the store records it."""
+        """Kind, order of codes and group, e.g. ``int4/cpu-avx512/g64``; the store records it."""
         ...
 
     @property

@@ -196,8 +196,8 @@ def relative_error(squared_error: float, squared_weight: float) -> float:
     return float((squared_error / squared_weight) ** 0.5) if squared_weight else 0.0
 
 
-def expert_format(layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, quantizer: str) -> ExpertFormat:
-    """The format in which this machine's kernels take `layer`'s experts at `bits`.
+def expert_format(layer: MoeLayer, bits: int, dtype: torch.dtype, quantizer: str) -> ExpertFormat:
+    """The format in which kernels take `layer`'s experts at `bits`.
 
     The last matrix, the down projection, gets 3 bits beside those that get a trellis of 2: it has a third of the
     weights and more than half of the loss (notebook/2026-11-25-two-bits.md)."""
@@ -205,9 +205,9 @@ def expert_format(layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, 
     if bits < 16:
         matrices = [part for part in layer.parts if part.is_matrix]
         for part in matrices:
-            encoding = encoding_for(bits, *part.out_in, dtype, machine, quantizer)
+            encoding = encoding_for(bits, *part.out_in, dtype, quantizer)
             if isinstance(encoding, Trellis) and part is matrices[-1]:
-                encoding = encoding_for(3, *part.out_in, dtype, machine, quantizer)
+                encoding = encoding_for(3, *part.out_in, dtype, quantizer)
             encodings[part.name] = encoding
     return ExpertFormat(layer, bits, dtype, encodings)
 

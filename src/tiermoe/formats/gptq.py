@@ -22,7 +22,7 @@ from torch import Tensor
 from tiermoe.errors import PackError
 from tiermoe.formats import nonuniform, trellis
 from tiermoe.formats.encoding import BLOCK_ROWS, Encoding
-from tiermoe.formats.int4 import Int4, RowMajorInt4
+from tiermoe.formats.int4 import Int4
 from tiermoe.formats.nonuniform import NonUniform
 from tiermoe.formats.trellis import Trellis
 
@@ -360,7 +360,7 @@ def _searched(block: Tensor, weights: Tensor, kind: Levels) -> Place:
 def levels_of(encoding: Encoding | None, dtype: torch.dtype) -> Levels | None:
     """The levels of an encoding for kernels that compute in `dtype`; None where GPTQ does not solve for it."""
     match encoding:
-        case Int4() | RowMajorInt4():
+        case Int4():
             return UniformLevels(encoding.bits, encoding.group, dtype)
         case NonUniform():
             return NonUniformLevels(encoding.bits, encoding.group)

@@ -37,7 +37,7 @@ def in_place_precision(
     """The precision of all experts in place, for kernels that compute in `dtype`. No expert is read, so that no
     checksum is known. ModelError where kernels cannot take an expert as it is stored."""
     packed = [_layer(checkpoint, layer, of, dtype) for layer, of in zip(layers, sources, strict=True)]
-    return Precision(OWN_BITS, "", "any", in_place=True, layers=packed, derived=True)
+    return Precision(OWN_BITS, "", in_place=True, layers=packed, derived=True)
 
 
 def _layer(checkpoint: TensorSource, layer: MoeLayer, sources: Sources, dtype: torch.dtype) -> PackedLayer:

@@ -1,12 +1,10 @@
-"""4 bits: a code for each weight, a scale and a zero for each group of a row, in the order of CPUs or of GPUs. 2 bits:
-the same with the codes of two columns in a nibble; 2.5 bits a weight in groups of 64.
+"""4 bits: a code for each weight, a scale and a zero for each group of a row. 2 bits: the same with the codes of two
+columns in a nibble; 2.5 bits a weight in groups of 64.
 
-CPUs: blocks of 64 rows; within a block the column is the outer index, and two rows share a byte: rows j and 32 + j of a
-full block, rows 2 j and 2 j + 1 of the last block where it has fewer than 64. torch's operator
-``_weight_int4pack_mm_for_cpu`` takes this order where torch runs on AVX-512, hence its name; our own kernels take it on
-every processor, and so does decoding.
-
-GPUs: row by row, the format of the Triton kernels; readable on any device.
+Blocks of 64 rows; within a block the column is the outer index, and two rows share a byte: rows j and 32 + j of a full
+block, rows 2 j and 2 j + 1 of the last block where it has fewer than 64. torch's operator
+``_weight_int4pack_mm_for_cpu`` takes this order where torch runs on AVX-512; our own kernels take it on every processor
+and on GPUs, and so does decoding.
 """
 
 from __future__ import annotations
@@ -20,35 +18,27 @@ import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.formats.encoding import Encoded, EncodedInC, Field, InC, SameInSlot, scratch
+from tiermoe.formats.encoding import BLOCK_ROWS, ORDER, Encoded, EncodedInC, Field, InC, SameInSlot, scratch
 from tiermoe.formats.quantizers import Quantizer, uniform_codes, uniform_parameters
 
-CPU_LAYOUT = "cpu-avx512"
-"""The order of codes that CPUs take; a store packed in another one cannot be used on a CPU."""
-
-ROW_MAJOR = "rowmajor"
-"""The order of codes that GPUs take."""
-
 ROWS = 16  # a matrix has a multiple of them
-BLOCK_ROWS = 64
 BLOCK_WEIGHTS = 1 << 20  # weights decoded at a time: bounds the temporaries to 6 bytes each
 
 
 @dataclass(frozen=True)
 class Int4(SameInSlot, EncodedInC):
-    """4 bits for CPUs: w = (code - 8) * scale + zero, code 0..15.
+    """4 bits: w = (code - 8) * scale + zero, code 0..15.
 
-    Fields: `codes` uint8 (N, K bits / 8) in the CPUs' order, `scales_and_zeros` (K / group, N, 2) in the compute
+    Fields: `codes` uint8 (N, K bits / 8) in the order above, `scales_and_zeros` (K / group, N, 2) in the compute
     dtype."""
 
-    layout: str
     group: int
     bits: ClassVar[int] = 4
     kind: ClassVar[str] = "int4"
 
     @property
     def name(self) -> str:
-        return f"{self.kind}/{self.layout}/g{self.group}"
+        return f"{self.kind}/{ORDER}/g{self.group}"
 
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return (
@@ -86,7 +76,7 @@ class Int4(SameInSlot, EncodedInC):
             part = weight[first : first + step]
             columns = (first * self.group, (first + len(part)) * self.group)
             nibbles = unpack_transposed(slot["codes"], *(column * self.bits // 4 for column in columns))
-            codes = of_nibbles(nibbles, self.bits, 0).view(torch.int8).sub_(1 << self.bits - 1)
+            codes = of_nibbles(nibbles, self.bits).view(torch.int8).sub_(1 << self.bits - 1)
             groups = slice(first, first + step)
             # addcmul computes in float32 inside, whatever its operands' dtype: one rounding
             values = scratch.take("values", tuple(part.shape), dtype).copy_(codes.view_as(part))
@@ -99,56 +89,7 @@ class Int4(SameInSlot, EncodedInC):
 
 @dataclass(frozen=True)
 class Int2(Int4):
-    """2 bits for CPUs: w = (code - 2) * scale + zero, code 0..3; two columns share a nibble of the CPUs' order."""
-
-    bits: ClassVar[int] = 2
-    kind: ClassVar[str] = "u2"
-
-
-@dataclass(frozen=True)
-class RowMajorInt4(SameInSlot):
-    """4 bits for GPUs: the very weights of Int4 under the same quantizer and group, in row order.
-
-    Fields: `codes` uint8 (N, K bits / 8), `scale` and `zero` (N, K / group) in the compute dtype. Byte j of a row holds
-    the code of column 2 j in its low nibble and that of column 2 j + 1 in its high one. w = (code - 8) * scale + zero,
-    in float32 and rounded once to the compute dtype."""
-
-    group: int
-    bits: ClassVar[int] = 4
-    kind: ClassVar[str] = "int4"
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}/{ROW_MAJOR}/g{self.group}"
-
-    def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
-        groups = in_ // self.group
-        return (
-            Field("codes", torch.uint8, (out, in_ * self.bits // 8)),
-            Field("scale", dtype, (out, groups)),
-            Field("zero", dtype, (out, groups)),
-        )
-
-    def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
-        scale, zero = uniform_parameters(weight, quantizer, self.bits, self.group, dtype)
-        codes = uniform_codes(weight, scale, zero, self.bits)
-        return {"codes": pack_nibbles(as_nibbles(codes, self.bits)), "scale": scale, "zero": zero}
-
-    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
-        return quantizer.row_multiple(columns)
-
-    def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
-        codes = of_nibbles(unpack_nibbles(slot["codes"]), self.bits, 1).view(out, -1, self.group)
-        values = codes.view(torch.int8).sub_(1 << self.bits - 1).to(dtype)
-        scale, zero = (slot[name].to(dtype)[..., None] for name in ("scale", "zero"))
-        # one rounding: addcmul computes in float32 inside, whatever its operands' dtype
-        return torch.addcmul(zero, values, scale, out=values).view(out, in_)
-
-
-@dataclass(frozen=True)
-class RowMajorInt2(RowMajorInt4):
-    """2 bits for GPUs: the very weights of Int2. Byte j of a row holds the codes of columns 4 j .. 4 j + 3, the first
-    column's in its lowest bits."""
+    """2 bits: w = (code - 2) * scale + zero, code 0..3; two columns share a nibble."""
 
     bits: ClassVar[int] = 2
     kind: ClassVar[str] = "u2"
@@ -156,7 +97,7 @@ class RowMajorInt2(RowMajorInt4):
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks of equal size in the CPUs' order."""
+    """Blocks of equal size."""
 
     first: int  # row of the matrix
     blocks: int
@@ -165,12 +106,12 @@ class Section:
 
 
 def is_torchs() -> bool:
-    """Whether torch's operator takes the CPUs' order on this machine: it has one for each vector width."""
+    """Whether torch's operator takes this order on this machine: it has one for each vector width."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Codes 0..15 (N, K), any integer dtype, N a multiple of 16, in the CPUs' order: uint8 (N, K / 2)."""
+    """Codes 0..15 (N, K), any integer dtype, N a multiple of 16, in the order above: uint8 (N, K / 2)."""
     rows, columns = codes.shape
     packed = torch.empty((rows, columns // 2), dtype=torch.uint8)
     for section in sections(rows):
@@ -220,20 +161,6 @@ def as_nibbles(codes: Tensor, bits: int) -> Tensor:
     return codes if bits == 4 else codes[:, ::2] | codes[:, 1::2] << 2
 
 
-def of_nibbles(nibbles: Tensor, bits: int, columns_at: int) -> Tensor:
-    """What `as_nibbles` joined; `columns_at`: the dimension of the columns."""
-    if bits == 4:
-        return nibbles
-    shifts = nibbles.new_tensor([0, 2]).view(2, *(1,) * (nibbles.dim() - 1 - columns_at))
-    codes = (nibbles.unsqueeze(columns_at + 1) >> shifts).bitwise_and_(3)
-    return codes.flatten(columns_at, columns_at + 1)
-
-
-def pack_nibbles(nibbles: Tensor) -> Tensor:
-    """Values 0..15, uint8 (..., K), two to a byte: (..., K / 2), the even one in the low nibble."""
-    return nibbles[..., ::2] | nibbles[..., 1::2] << 4
-
-
-def unpack_nibbles(packed: Tensor) -> Tensor:
-    """What `pack_nibbles` packed: uint8 (..., K / 2) → (..., K)."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+def of_nibbles(nibbles: Tensor, bits: int) -> Tensor:
+    """What `as_nibbles` joined, transposed: nibbles (K bits / 4, N), codes (K, N)."""
+    return nibbles if bits == 4 else torch.stack((nibbles & 3, nibbles >> 2), dim=1).flatten(0, 1)

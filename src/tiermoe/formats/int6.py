@@ -1,4 +1,4 @@
-"""6 bits: a code for each weight and a scale for each group of a row, for CPUs.
+"""6 bits: a code for each weight and a scale for each group of a row.
 
 Blocks of 64 rows. Within a block four columns after each other fill 192 bytes, one run for whoever reads a block. First
 come the low four bits, 32 bytes a column, byte j with rows j (low nibble) and 32 + j (high nibble): the order of 4-bit
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.formats.encoding import BLOCK_ROWS, Encoded, EncodedInC, Field, InC, RowBlocks, scratch
+from tiermoe.formats.encoding import BLOCK_ROWS, ORDER, Encoded, EncodedInC, Field, InC, RowBlocks, scratch
 from tiermoe.formats.quantizers import Quantizer, require_finite
 
 COLUMNS = 4  # a matrix has a multiple of them
@@ -37,13 +37,12 @@ class Int6(RowBlocks, EncodedInC):
     scale gives its largest magnitude the code 0 or 63, whichever leaves the smaller sum of squared errors, whatever
     `quantizer` is; so a scale may be negative."""
 
-    layout: str
     group: int
     bits: ClassVar[int] = 6
 
     @property
     def name(self) -> str:
-        return f"int6/{self.layout}/g{self.group}"
+        return f"int6/{ORDER}/g{self.group}"
 
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return Field("codes", torch.uint8, (out, in_ * 3 // 4)), Field("scales", dtype, (out, in_ // self.group))

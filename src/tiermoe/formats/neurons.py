@@ -319,13 +319,13 @@ def neuron_layer(layer: MoeLayer) -> MoeLayer:
     return replace(layer, parts=(Part(GATE, (neurons, hidden)), Part(NEURONS, (neurons, 2 * hidden))))
 
 
-def neuron_format(layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, quantizer: str) -> ExpertFormat:
+def neuron_format(layer: MoeLayer, bits: int, dtype: torch.dtype, quantizer: str) -> ExpertFormat:
     """The format of `layer`'s experts (with their own parts) in the neuron unit, 4 or 2 bits. ModelError as
     `neuron_layer`; ConfigError for other bits and for a hidden size that is no multiple of 64."""
     layer = neuron_layer(layer)
     neurons, hidden = layer.parts[0].shape
-    quantizer = quantizer_used(quantizer, bits, machine, "neuron")
-    gate = Sealed(encoding_for(bits, neurons, hidden, dtype, machine, quantizer))
+    quantizer = quantizer_used(quantizer, bits, "neuron")
+    gate = Sealed(encoding_for(bits, neurons, hidden, dtype, quantizer))
     return ExpertFormat(layer, bits, dtype, {GATE: gate, NEURONS: records_for(bits, hidden, quantizer)}, PAGE)
 
 
@@ -357,12 +357,10 @@ def record_place(form: ExpertFormat) -> RecordPlace:
     return RecordPlace(stored_at, slot_at, neurons, width, records.check_at(hidden, form.dtype))
 
 
-def unit_format(
-    unit: str, layer: MoeLayer, bits: int, dtype: torch.dtype, machine: str, quantizer: str
-) -> ExpertFormat:
+def unit_format(unit: str, layer: MoeLayer, bits: int, dtype: torch.dtype, quantizer: str) -> ExpertFormat:
     """The format of a layer's experts in a unit. ModelError or ConfigError where the neuron unit cannot take them."""
     make = neuron_format if unit == "neuron" else expert_format
-    return make(layer, bits, dtype, machine, quantizer)
+    return make(layer, bits, dtype, quantizer)
 
 
 def _why_not(layer: MoeLayer) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.formats.encoding import BLOCK_ROWS, Field, InC, RowBlocks, scratch
+from tiermoe.formats.encoding import BLOCK_ROWS, ORDER, Field, InC, RowBlocks, scratch
 from tiermoe.formats.quantizers import Quantizer, require_finite
 
 LEVELS = {
@@ -44,7 +44,7 @@ def candidates(bits: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class NonUniform(RowBlocks):
-    """4, 3 or 2 bits for CPUs: w = LEVELS[bits][code] * scale, whatever the compute dtype; a scale may be negative.
+    """4, 3 or 2 bits: w = LEVELS[bits][code] * scale, whatever the compute dtype; a scale may be negative.
 
     Field: `blocks` uint8 (N, K bits / 8 + 2 K / group). Each block of 64 rows is one run of bytes: for each group of
     columns the rows' 64 scales in bfloat16, then the codes, of four columns after each other in as many planes of 32
@@ -57,12 +57,11 @@ class NonUniform(RowBlocks):
     has found the scales, and the weights are levels under them (`formats.gptq.Solved`)."""
 
     bits: int
-    layout: str
     group: int
 
     @property
     def name(self) -> str:
-        return f"nl{self.bits}/{self.layout}/g{self.group}"
+        return f"nl{self.bits}/{ORDER}/g{self.group}"
 
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         size = in_ * self.bits // 8 + in_ // self.group * torch.bfloat16.itemsize

@@ -23,7 +23,6 @@ from tiermoe.formats.encode_experts import Inputs, encoded_experts, working_byte
 from tiermoe.formats.encoding import scratch
 from tiermoe.formats.expert_format import ExpertFormat, header_of
 from tiermoe.formats.gptq import SECONDS_A_WEIGHT
-from tiermoe.formats.int4 import CPU_LAYOUT
 from tiermoe.formats.neurons import GATE, NEURONS, neuron_layer, unit_format
 from tiermoe.formats.outline import NAME as OUTLINE
 from tiermoe.formats.quantizers import QUANTIZERS, UNCALIBRATED
@@ -37,7 +36,6 @@ from tiermoe.formats.store import (
     Store,
     adding_to,
     dense_file_name,
-    machine_of,
     precision_key,
 )
 from tiermoe.formats.store_files import (
@@ -58,7 +56,6 @@ def pack_experts(
     source: ExpertSource,
     bits: int,
     quantizer: str,
-    machine: str | None = None,
     progress: Progress | None = None,
     unit: str = "expert",
     workers: int = 1,
@@ -67,18 +64,17 @@ def pack_experts(
 ) -> Precision:
     """Adds a precision to `store` and returns it. Picks up where an interrupted run stopped.
 
-    machine: layout of the kernels, by default this CPU's. unit: 'expert', or 'neuron' for a precision whose neurons can
-    be read alone (`formats.neurons`; ModelError and ConfigError as `unit_format`). workers: experts, or parts of large
-    ones, that are read and encoded at a time, each on a thread; what is written does not depend on it. inputs: what the
-    experts get, for quantizers that need to know it. progress: called with (experts done, in all). waiting: called with
-    the progress of another process that packs into the folder, which is waited for. Raises PackError where the disk
-    fills, the folder cannot be written, or a quantizer lacks inputs.
+    unit: 'expert', or 'neuron' for a precision whose neurons can be read alone (`formats.neurons`; ModelError and
+    ConfigError as `unit_format`). workers: experts, or parts of large ones, that are read and encoded at a time, each
+    on a thread; what is written does not depend on it. inputs: what the experts get, for quantizers that need to know
+    it. progress: called with (experts done, in all). waiting: called with the progress of another process that packs
+    into the folder, which is waited for. Raises PackError where the disk fills, the folder cannot be written, or a
+    quantizer lacks inputs.
     """
-    machine = machine or CPU_LAYOUT
-    key = precision_key(bits, quantizer, machine, unit)
-    quantizer = quantizer_used(quantizer, bits, machine, unit)
+    key = precision_key(bits, quantizer, unit)
+    quantizer = quantizer_used(quantizer, bits, unit)
     inputs = _needed(inputs, quantizer, bits, store.layers)
-    formats = [unit_format(unit, layer, bits, store.dtype, machine, quantizer) for layer in store.layers]
+    formats = [unit_format(unit, layer, bits, store.dtype, quantizer) for layer in store.layers]
     source = NeuronSource(source) if unit == "neuron" else source
     in_place = _in_place(source, store.layers) if bits == 16 else None
     job = _Job(store.root, source, key, formats, quantizer, in_place, workers, inputs)
@@ -95,9 +91,7 @@ def pack_experts(
         finally:
             scratch.clear()  # what one worker alone, in this thread, has used
         quantized_by = quantizer if bits < 8 else ""
-        precision = Precision(
-            bits, quantized_by, machine_of(bits, machine), in_place is not None, layers, made_from=made_from
-        )
+        precision = Precision(bits, quantized_by, in_place is not None, layers, made_from=made_from)
         store.precisions[key] = precision
         store.save()
         journal.remove()

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from tiermoe.errors import StoreError
-from tiermoe.formats.encoding import FLOATS
+from tiermoe.formats.encoding import FLOATS, ORDER
 from tiermoe.formats.expert_format import ExpertFormat, format_from_names
-from tiermoe.formats.int4 import ROW_MAJOR
 from tiermoe.formats.neurons import is_neuron_key, neuron_format_from_names, neuron_key
 from tiermoe.formats.registry import quantizer_used
 from tiermoe.formats.store_files import FORMAT, TABLE, Progress, Waiting, exclusive, write_atomically
@@ -32,19 +31,20 @@ _DENSE_ENTRY = {"encoding", "shape", "offset", "checksum", "error"}
 MTP_FOLDER = "mtp"
 """The folder of an MTP head's store, in its model's."""
 
+_ANY = "any"
 
-def precision_key(bits: int, quantizer: str, layout: str = "", unit: str = "expert") -> str:
+
+def precision_key(bits: int, quantizer: str, unit: str = "expert") -> str:
     """The name of a precision in a store: '16', '8' (all quantisers give the same), '3-nonlinear', '2-linear', …;
-    '4-hqq-rowmajor' in a GPU's layout, '4-hqq-neuron' in the neuron unit: all can lie in one store."""
-    quantizer = quantizer_used(quantizer, bits, layout, unit)
-    key = str(bits) if bits >= 8 else f"{bits}-{quantizer}{_suffix(bits, layout)}"
+    '4-hqq-neuron' in the neuron unit: all can lie in one store."""
+    key = str(bits) if bits >= 8 else f"{bits}-{quantizer_used(quantizer, bits, unit)}"
     return neuron_key(key) if unit == "neuron" else key
 
 
-def dense_key(bits: int, layout: str = "", more: Sequence[str] = ()) -> str:
-    """The name of packed dense layers in a store: '8', '4', or '4-rowmajor' in a GPU's layout. more: kinds of layers
-    with other bits and these, as in '4-lm_head8'."""
-    return "-".join([str(bits), *more]) + _suffix(bits, layout)
+def dense_key(bits: int, more: Sequence[str] = ()) -> str:
+    """The name of packed dense layers in a store: '8', '4'. more: kinds of layers with other bits and these, as in
+    '4-lm_head8'."""
+    return "-".join([str(bits), *more])
 
 
 def dense_file_name(key: str) -> str:
@@ -52,13 +52,9 @@ def dense_file_name(key: str) -> str:
     return f"dense-{key}.bin"
 
 
-def machine_of(bits: int, layout: str) -> str:
-    """What a store records as `machine`: only codes of 4, 3 and 2 bits lie in another order for other kernels."""
-    return layout if bits in (4, 3, 2) else "any"
-
-
-def _suffix(bits: int, layout: str) -> str:
-    return f"-{ROW_MAJOR}" if machine_of(bits, layout) == ROW_MAJOR else ""
+def order_of(bits: int) -> str:
+    """What a table records as `machine`: the order of codes of 4, 3 and 2 bits, the only ones that had several."""
+    return ORDER if bits in (4, 3, 2) else _ANY
 
 
 @dataclass(slots=True)
@@ -104,7 +100,6 @@ class Precision:
 
     bits: int
     quantizer: str
-    machine: str  # the kernels' layout: 'cpu-avx512', 'rowmajor', 'any'
     in_place: bool  # whether the experts are in a checkpoint's shards
     layers: list[PackedLayer]
     derived: bool = False  # whether it follows from the checkpoint's headers; then it is not kept in the table
@@ -115,7 +110,7 @@ class Precision:
         return {
             "bits": self.bits,
             "quantizer": self.quantizer,
-            "machine": self.machine,
+            "machine": order_of(self.bits),
             "in_place": self.in_place,
             **made_from,
             "layers": [layer.to_json(root) for layer in self.layers],
@@ -125,7 +120,7 @@ class Precision:
     def from_json(cls, data: dict[str, Any], root: Path) -> Precision:
         layers = [PackedLayer.from_json(layer, root, data["in_place"]) for layer in data["layers"]]
         made_from = data.get("made_from", "")
-        return cls(data["bits"], data["quantizer"], data["machine"], data["in_place"], layers, made_from=made_from)
+        return cls(data["bits"], data["quantizer"], data["in_place"], layers, made_from=made_from)
 
 
 @dataclass(slots=True)
@@ -292,13 +287,19 @@ def open_store(root: Path) -> Store:
             root,
             Source(**document["source"]),
             [layer_from_json(entry) for entry in document["layers"]],
-            {key: Precision.from_json(entry, root) for key, entry in document["precisions"].items()},
-            document["dense"],
+            {key: Precision.from_json(entry, root) for key, entry in _readable(document["precisions"]).items()},
+            _readable(document["dense"]),
         )
         _check_table(store)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"{table} is damaged ({error!r}); {pack_anew(root)}") from error
     return store
+
+
+def _readable(table: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a table without those of codes in another order, which older versions packed for GPUs: no kernel
+    takes them, and the next `save` leaves them out."""
+    return {key: entry for key, entry in table.items() if entry["machine"] in (_ANY, ORDER)}
 
 
 def _check_table(store: Store) -> None:
@@ -308,7 +309,7 @@ def _check_table(store: Store) -> None:
         if [len(layer.extents) for layer in precision.layers] != [layer.experts for layer in store.layers]:
             raise ValueError(f"precision {key} does not hold every expert")
     for key, dense in store.dense.items():
-        whole = {"file", "machine", "layers"} <= dense.keys()
+        whole = {"file", "layers"} <= dense.keys()
         if not whole or not all(entry.keys() >= _DENSE_ENTRY for entry in dense["layers"].values()):
             raise ValueError(f"dense layers {key} are not whole")
         _located(dense["file"], store.root, in_place=False)

@@ -1,4 +1,4 @@
-"""2 bits in a trellis: a weight's level follows from its own code and those before it, for CPUs.
+"""2 bits in a trellis: a weight's level follows from its own code and those before it.
 
 Trellis-coded quantization (Marcellin and Fischer, "Trellis Coded Quantization of Memoryless and Gauss-Markov Sources",
 1990) as a bitshift trellis that closes on itself (Tseng, Sun, Hou and De Sa, "QTIP: Quantization with Trellises and
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tiermoe import native
-from tiermoe.formats.encoding import BLOCK_ROWS, Field, InC, RowBlocks
+from tiermoe.formats.encoding import BLOCK_ROWS, ORDER, Field, InC, RowBlocks
 from tiermoe.formats.int6 import by_block
 from tiermoe.formats.quantizers import Quantizer, require_finite
 
@@ -58,13 +58,12 @@ class Trellis(RowBlocks):
     A quantizer with `scale` (N, K / group) has found the scales, and the weights are levels under them that a run has
     (`formats.gptq.Solved`). Else scales follow from the weights' root mean squares, whatever `quantizer` is."""
 
-    layout: str
     group: int
     bits: ClassVar[int] = 2
 
     @property
     def name(self) -> str:
-        return f"tcq2/{self.layout}/g{self.group}"
+        return f"tcq2/{ORDER}/g{self.group}"
 
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return Field("codes", torch.uint8, (out, in_ // 4)), Field("scales", dtype, (out, in_ // self.group))

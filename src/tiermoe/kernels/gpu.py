@@ -14,14 +14,15 @@ from torch import Tensor
 from tiermoe.errors import ConfigError
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat
-from tiermoe.formats.int4 import RowMajorInt4
-from tiermoe.formats.int8 import Int8
 from tiermoe.types import Part
 
 if TYPE_CHECKING:
     from tiermoe.kernels.triton_kernels import SlotMatrix
 
 Views = Mapping[str, Mapping[str, Tensor]]
+
+KINDS = ("int8", "int6", "int4", "u2", "tcq2", "nl4", "nl3", "nl2")
+"""How the names of the encodings begin that Triton's kernels read."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, late: bool) -> Tensor:
@@ -52,25 +53,18 @@ class PlainLinear:
         return F.linear(x, slot["weight"])
 
 
-class Int8Linear:
-    """Slots of Int8. Raises ConfigError where Triton is not installed."""
+class PackedLinear:
+    """Slots of an encoding of `KINDS`. Raises ConfigError where Triton is not installed."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        self._linear = _triton().int8_linear
+        self._encoding = encoding
+        self._linear = _triton().linear
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
-        result: Tensor = self._linear(x, slot["weight"], slot["scale"])
-        return result
-
-
-class RowMajorLinear:
-    """Slots of RowMajorInt4 and RowMajorInt2. Raises ConfigError where Triton is not installed."""
-
-    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        self._linear = _triton().int4_linear if encoding.bits == 4 else _triton().int2_linear
-
-    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
-        result: Tensor = self._linear(x, slot["codes"], slot["scale"], slot["zero"])
+        how = self._encoding.in_c(out, in_)
+        assert how is not None
+        scales = slot[how.scales or how.weights]
+        result: Tensor = self._linear(x, how.coding, how.group, slot[how.weights], scales, out)
         return result
 
 
@@ -107,25 +101,20 @@ class GroupedExperts:
 
 
 def grouped_experts(form: ExpertFormat) -> GroupedExperts | None:
-    """The grouped kernel of a format; None where it does not take the format: biases, matrices of 16 bits, a CPU's
-    layout. Needs Triton."""
+    """The grouped kernel of a format; None where it does not take the format: biases, matrices of 16 bits. Needs
+    Triton."""
     found = [_packed_matrix(form, part) for part in form.layer.parts]
     matrices = [matrix for matrix in found if matrix is not None]
     return GroupedExperts(form, *matrices) if len(matrices) == len(found) == 2 else None
 
 
 def _packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
-    taken = _bits_and_group(form.encodings.get(part.name))
-    if taken is None:
+    encoding = form.encodings.get(part.name)
+    if encoding is None or encoding.name.partition("/")[0] not in KINDS:
         return None
+    how = encoding.in_c(*part.out_in)
+    assert how is not None
     at = {placed.field.name: placed.offset for placed in form.slot.fields if placed.part == part.name}
-    codes, zero = ("weight", "scale") if taken[0] == 8 else ("codes", "zero")
-    found: SlotMatrix = _triton().SlotMatrix(*part.out_in, *taken, form.dtype, at[codes], at["scale"], at[zero])
+    codes, scales = at[how.weights], at[how.scales or how.weights]
+    found: SlotMatrix = _triton().SlotMatrix(*part.out_in, how.coding, how.group, form.dtype, codes, scales)
     return found
-
-
-def _bits_and_group(encoding: Encoding | None) -> tuple[int, int] | None:
-    """Bits and group of an encoding; None where the kernel does not read it."""
-    if isinstance(encoding, RowMajorInt4):
-        return encoding.bits, encoding.group
-    return (8, 1) if isinstance(encoding, Int8) else None

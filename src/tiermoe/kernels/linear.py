@@ -1,6 +1,5 @@
 """Linear kernels: tokens times one packed matrix, on the fields of a slot. `KERNELS` has one for each encoding and
-device; the reference is `DecodedLinear`, which decodes and multiplies. `MatrixForm` describes a matrix to the native
-kernels: coding, sizes and the addresses of a slot's fields.
+device. `MatrixForm` describes a matrix to the native kernels: coding, sizes and the addresses of a slot's fields.
 
 On a CPU, 2 to 8 bits in bfloat16: the native kernels where there are any. Else few tokens: torch's operators on the
 packed weights, which read fewer bytes; many tokens: decode, then one matrix product, in float32 where the processor
@@ -24,7 +23,7 @@ from torch import Tensor
 from tiermoe.errors import ConfigError
 from tiermoe.formats.encoding import BLOCK_ROWS, Encoding, FixedEncoding, InC, RowBlocks, scratch
 from tiermoe.formats.expert_format import ExpertFormat
-from tiermoe.formats.int4 import CPU_LAYOUT, ROW_MAJOR, Int4, is_torchs
+from tiermoe.formats.int4 import Int4, is_torchs
 from tiermoe.formats.plain import Halves, Plain
 from tiermoe.formats.registry import encoding_named
 from tiermoe.kernels import gpu
@@ -137,18 +136,6 @@ def linear(x: Tensor, form: MatrixForm, fields: Mapping[str, Tensor]) -> Tensor:
     return result
 
 
-class DecodedLinear:
-    """Any encoding on any device: decodes the weights to `dtype` and takes the product in it."""
-
-    def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
-        self._encoding = encoding
-        self._dtype = dtype
-
-    def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
-        weight = self._encoding.decode(slot, out, in_, self._dtype)
-        return F.linear(x.to(self._dtype), weight).to(x.dtype)
-
-
 class PlainLinear:
     """The checkpoint's own weights, by torch; where torch's bfloat16 products use no instructions of the processor, the
     native kernels compute."""
@@ -250,7 +237,7 @@ class PublishedLinear:
 
 
 class Int4Linear(NativeFirst):
-    """Slots of Int4 and Int2 in the CPUs' layout."""
+    """Slots of Int4 and Int2."""
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         super().__init__(encoding, dtype)
@@ -280,19 +267,15 @@ class HalvesLinear:
         return torch.cat([kernel(x, fields, out // 2, in_) for kernel, (_, fields) in halves], dim=1)
 
 
-# (kind of encoding, with its layout where that decides; device type) -> kernel for (encoding, compute dtype)
+# (kind of encoding, device type) -> kernel for (encoding, compute dtype)
 KERNELS: dict[tuple[str, str], Callable[[Encoding, torch.dtype], LinearKernel]] = {
     ("plain", "cpu"): PlainLinear,
     ("int8", "cpu"): Int8Linear,
     ("int4", "cpu"): Int4Linear,
     ("u2", "cpu"): Int4Linear,
     ("halves", "cpu"): HalvesLinear,
-    ("int4/rowmajor", "cpu"): DecodedLinear,
-    ("u2/rowmajor", "cpu"): DecodedLinear,
     ("plain", "cuda"): gpu.PlainLinear,
-    ("int8", "cuda"): gpu.Int8Linear,
-    ("int4/rowmajor", "cuda"): gpu.RowMajorLinear,
-    ("u2/rowmajor", "cuda"): gpu.RowMajorLinear,
+    **{(kind, "cuda"): gpu.PackedLinear for kind in gpu.KINDS},
 }
 """Encodings for which torch has operators, or a GPU a kernel; on a CPU all others are computed by what decodes them."""
 
@@ -301,11 +284,6 @@ def _on_cpu(encoding: Encoding) -> Callable[[Encoding, torch.dtype], LinearKerne
     if isinstance(encoding, FixedEncoding):
         return PublishedLinear
     return BlocksLinear if isinstance(encoding, RowBlocks) else NativeFirst
-
-
-def machine_layout(device: str) -> str:
-    """The layout of codes below 8 bits that the kernels of a device ('cpu', 'cuda', 'cuda:1') take."""
-    return CPU_LAYOUT if device == "cpu" else ROW_MAJOR
 
 
 def cpu_kernels() -> str:
@@ -351,8 +329,7 @@ def _prepared(form: ExpertFormat, part: Part, tokens: int, dtype: torch.dtype) -
 
 def linear_for(encoding_name: str, device_type: str, dtype: torch.dtype) -> LinearKernel:
     """The kernel for slots of an encoding. Raises ConfigError where the device has none."""
-    kind, with_layout = encoding_name.partition("/")[0], encoding_name.rpartition("/g")[0]
-    factory = KERNELS.get((with_layout, device_type)) or KERNELS.get((kind, device_type))
+    factory = KERNELS.get((encoding_name.partition("/")[0], device_type))
     encoding = encoding_named(encoding_name)
     if factory is None and device_type == "cpu":
         factory = _on_cpu(encoding)

@@ -1,225 +1,346 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# (Triton's kernel language has no types that a checker knows; what is called from outside is annotated.)
-"""Linear layers on packed weights for GPUs: y = x @ W.T, W in 2, 4 or 8 bits and decoded inside the kernel.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
+# ruff: noqa: RUF005
+# (Triton's kernel language has no types that a checker knows, and tuples grow by +; what is called from outside is
+# annotated.)
+"""Linear layers on packed weights for GPUs: y = x @ W.T, W in 2 to 8 bits, decoded inside the kernel. The codes lie as
+the CPUs' kernels take them, so that a store, a slot in main memory and a slot on the GPU have the same bytes.
 
-One token goes through a matrix-vector kernel: a program owns a few rows of W, keeps one fp32 partial sum per
-column of its tile and adds them up once at the end. More tokens go through a tiled kernel: a tile of W is
-decoded, rounded to the type of x and multiplied, accumulating in fp32; fp32 inputs are multiplied as fp32,
-never as TF32.
+A block of 64 rows is one run of bytes. Its unit is what few columns are packed in: planes of 32 bytes, eight words of
+32 bits, and the units of consecutive columns follow each other, so that a thread loads 16 bytes at a time and the
+threads of a warp load what is contiguous. A word has eight rows of a column, its lanes (four rows, of a trellis); each
+lane has a tensor of its own, and no code changes its thread. Levels are summed within a group of columns, then scaled
+once: scale * sum(x * level) + zero * sum(x). At 8 bits the rows lie one after the other, each with one scale.
 
-The order of summation follows from (M, N, K), the types and the group alone: K is not split between programs,
-there are no atomics, and block sizes are a fixed function of the shape. Autotuning is left out on purpose: it
-picks block sizes by timing, so that two runs could add in two orders and differ in the last bit. What is
-fixed is the order on one GPU model under one version of Triton; another compiler may choose another. The
-block sizes follow from reasoning about loads per program; they have not been tuned on hardware.
+One token goes through a matrix-vector kernel: a program owns a block of rows, a thread half the rows of a few columns
+at a time, and the partial sums of its threads are added up once at the end. More tokens go through a tiled kernel: a
+tile of levels, exact in the type of x, is multiplied on tensor cores and accumulated in fp32; fp32 inputs are
+multiplied as fp32, never as TF32.
+
+The order of summation follows from (M, N, K), the types and the coding alone: K is split over the threads of a program
+and not between programs, there are no atomics, and block sizes are a fixed function of the shape. Autotuning is left
+out on purpose: it picks block sizes by timing, so that two runs could add in two orders and differ in the last bit.
+What is fixed is the order on one GPU model under one version of Triton; another compiler may choose another. The block
+sizes follow from reasoning about loads per program; they have not been tuned on hardware.
 
 Several experts in one launch (`grouped_linear`): an expert is found by the address of its slot, in which the matrix's
-fields lie at the same offsets for every expert. A program owns a few rows of one expert and computes them as the
-single-token kernel does: same blocks, same sums, and the alignment that a pointer argument would have shown the
-compiler is told to it. The number of experts is in the grid alone, so that one compilation, hence one order of
-summation, serves any number.
+fields lie at the same offsets for every expert. A program computes one block of one expert as the single-token kernel
+does: same blocks, same sums, and the alignment that a pointer argument would have shown the compiler is told to it. The
+number of experts is in the grid alone, so that one compilation, hence one order of summation, serves any number.
 
 Needs Triton: `gpu` imports this module on first use.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tiermoe.formats import nonuniform, trellis
+from tiermoe.formats.encoding import BLOCK_ROWS
+from tiermoe.formats.int4 import sections
+
 # Bytes; below it Triton compiles another kernel, which may add in another order. Slot fields have more.
 ALIGNMENT = 16
 FUSE = True  # a * b + c rounds once: part of the result, so not left to Triton's default, which 3.10 changes
 
-
-@triton.jit
-def _int4_tile(codes, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
-    """Decodes W[rows, k0:k0+BK] to fp32, zero outside (N, K)."""
-    half: tl.constexpr = BK // 2
-    bytes_k = k0 // 2 + tl.arange(0, half)
-    inside = (rows < N)[:, None] & (bytes_k < K // 2)[None, :]
-    packed = tl.load(codes + rows[:, None] * (K // 2) + bytes_k[None, :], mask=inside, other=0)
-    signed = tl.interleave(packed & 15, packed >> 4).to(tl.float32) - 8
-    return _scaled(signed, scale, zero, rows, k0, N, K, GROUP, BK)
+_FACTORS, _KEPT = tl.constexpr(trellis.FACTORS), tl.constexpr(trellis.KEPT)
 
 
 @triton.jit
-def _int2_tile(codes, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
-    """As _int4_tile, of four codes a byte."""
-    quarter: tl.constexpr = BK // 4
-    bytes_k = k0 // 4 + tl.arange(0, quarter)
-    inside = (rows < N)[:, None] & (bytes_k < K // 4)[None, :]
-    packed = tl.load(codes + rows[:, None] * (K // 4) + bytes_k[None, :], mask=inside, other=0)
-    even, odd = tl.interleave(packed & 3, packed >> 4 & 3), tl.interleave(packed >> 2 & 3, packed >> 6)
-    return _scaled(tl.interleave(even, odd).to(tl.float32) - 2, scale, zero, rows, k0, N, K, GROUP, BK)
+def _number(code, middle: tl.constexpr):
+    """code - middle as fp32, of codes 0..2**23 - 1: as the last bits of 2**23 + code, which needs no conversion."""
+    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + middle)
 
 
 @triton.jit
-def _scaled(signed, scale, zero, rows, k0, N, K, GROUP: tl.constexpr, BK: tl.constexpr):
-    """signed * scale + zero, of the groups of columns k0:k0+BK."""
-    span: tl.constexpr = min(GROUP, BK)
-    groups_k = k0 // GROUP + tl.arange(0, BK // span)
-    inside_groups = (rows < N)[:, None] & (groups_k < K // GROUP)[None, :]
-    at = rows[:, None] * (K // GROUP) + groups_k[None, :]
-    s = tl.load(scale + at, mask=inside_groups, other=0).to(tl.float32)
-    z = tl.load(zero + at, mask=inside_groups, other=0).to(tl.float32)
-    grouped = tl.reshape(signed, (signed.shape[0], BK // span, span))
-    return tl.reshape(grouped * s[:, :, None] + z[:, :, None], (signed.shape[0], BK))
+def _index(words, CODING: tl.constexpr, column: tl.constexpr, lane: tl.constexpr):
+    """The index into the coding's levels of a unit's column, in a lane of its words."""
+    if CODING == "NL4":
+        index = words[0] >> 4 * lane & 15
+    elif CODING == "NL2":
+        index = words[0] >> 4 * lane + 2 * column & 3
+    elif CODING == "NL3":
+        if column < 3:
+            index = words[column] >> 4 * lane & 7
+        else:  # of the highest bits of the three planes' nibbles
+            low = words[0] >> 4 * lane + 3 & 1
+            index = low | words[1] >> 4 * lane + 2 & 2 | words[2] >> 4 * lane + 1 & 4
+    else:  # TCQ2: the second word has the bytes before those of the first
+        at: tl.constexpr = 8 * (column % 2 * 2 + column // 2)
+        state = words[1] >> at & 255 | (words[0] >> at & 255) << 8
+        index = (state & _KEPT[lane]) * _FACTORS[lane] >> 16 & 31
+    return index
 
 
 @triton.jit
-def _int8_tile(codes, rows, k0, N, K, BK: tl.constexpr):
-    """The codes of W[rows, k0:k0+BK] as fp32, zero outside (N, K); the row's scale is applied to the sum."""
-    k = k0 + tl.arange(0, BK)
+def _level(words, levels, CODING: tl.constexpr, column: tl.constexpr, lane: tl.constexpr):
+    """The weight of a unit's column over its scale, fp32, in a lane of its words."""
+    if CODING == "INT4":
+        level = _number(words[0] >> 4 * lane & 15, 8)
+    elif CODING == "INT2":
+        level = _number(words[0] >> 4 * lane + 2 * column & 3, 2)
+    elif CODING == "INT6":
+        low = words[column] >> 4 * lane & 15
+        high = words[4 + column // 2] >> 8 * (lane // 2) + 4 * (column % 2) + 2 - 2 * (lane % 2) & 3
+        level = _number(low | high << 4, 32)
+    else:
+        level = tl.load(levels + _index(words, CODING, column, lane))
+    return level
+
+
+@triton.jit
+def _row(word, lane, CODING: tl.constexpr, ROWS: tl.constexpr):
+    """The row of a block of so many rows in a lane of a word."""
+    if CODING == "TCQ2":
+        row = 16 * lane + word
+    elif ROWS == 64:
+        row = 4 * word + lane // 2 + 32 * (lane % 2)
+    else:  # two rows after each other share a byte
+        row = 8 * word + lane
+    return row
+
+
+@triton.jit
+def _joined(parts, COUNT: tl.constexpr):
+    """COUNT tensors of a shape in new minor dimensions, the first tensor at index 0: a power of two of them."""
+    if COUNT == 1:
+        joined = parts[0]
+    else:
+        pairs = ()
+        for at in tl.static_range(COUNT // 2):
+            pairs = pairs + (tl.join(parts[at], parts[at + COUNT // 2]),)
+        joined = _joined(pairs, COUNT // 2)
+    return joined
+
+
+@triton.jit
+def _units(
+    at, inside, CODING: tl.constexpr, PLANES: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """The planes of units that begin at the pointers `at` (U): tensors (U, WORDS) of 32 bits, 0 outside."""
+    word = tl.arange(0, WORDS)
+    mask = inside[:, None]
+    if WORDS * LANES != ROWS:
+        mask = mask & (word < ROWS // LANES)[None, :]
+    first = tl.load(at[:, None] + word[None, :], mask=mask, other=0)
+    if CODING == "TCQ2":
+        planes = (first, tl.load(at[:, None] + ((word + 15) % 16)[None, :], mask=mask, other=0))
+    else:
+        planes = (first,)
+        for plane in tl.static_range(1, PLANES):
+            words = (plane * (ROWS // LANES) + word)[None, :]
+            planes = planes + (tl.load(at[:, None] + words, mask=mask, other=0),)
+    return planes
+
+
+@triton.jit
+def _scales(
+    codes, scales, block, group, row, mask, N, K,
+    CODING: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Scale and zero, fp32, of rows of a block in groups; without zeros the scale twice. `mask`: where they are."""
+    if CODING == "INT4" or CODING == "INT2":  # a pair is one load
+        width: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth
+        half: tl.constexpr = tl.int16 if width == 16 else tl.int32
+        both: tl.constexpr = tl.int32 if width == 16 else tl.int64
+        start = scales.to(tl.pointer_type(both)) + block * 64
+        pairs = tl.load(start + (group * N + row), mask=mask, other=0)
+        scale = pairs.to(half).to(scales.dtype.element_ty, bitcast=True)
+        zero = (pairs >> width).to(half).to(scales.dtype.element_ty, bitcast=True)
+    else:
+        groups = block * (K // GROUP)
+        if CODING == "INT6" or CODING == "TCQ2":
+            start, apart = scales + groups * 64, 64
+        else:  # before the codes of its group
+            start, apart = codes.to(tl.pointer_type(tl.bfloat16)) + groups * (RUN // 2), RUN // 2
+        scale = tl.load(start + (group * apart + row), mask=mask, other=0)
+        zero = scale
+    return scale.to(tl.float32), zero.to(tl.float32)
+
+
+@triton.jit
+def block_sums(
+    x, codes, scales, levels, block, N, K,
+    CODING: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, HEAD: tl.constexpr,
+    LANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """W[rows of a block] @ x for x (K), as fp32 (WORDS * LANES) in the order of `_row`. WIDTH: pairs of
+    threads, each of which takes a few columns of one group."""
+    takes: tl.constexpr = 4 if COLUMNS == 4 else 8  # columns: more would take the registers of a second program
+    each: tl.constexpr = takes // COLUMNS
+    apart: tl.constexpr = GROUP // takes  # units from one of a thread's to the next: neighbours load neighbours
+    of_block: tl.constexpr = GROUP // COLUMNS * PLANES * 32 + HEAD  # bytes of a group in a whole block
+    run: tl.constexpr = GROUP // COLUMNS * PLANES * (ROWS // 2) + HEAD  # bytes of a group in this one
+    unit = tl.arange(0, WIDTH)
+    start = tl.multiple_of((codes + block * (K // GROUP) * of_block + HEAD).to(tl.pointer_type(tl.int32)), 16)
+    row_of_word = tl.arange(0, WORDS)[None, :]
+    totals = ()
+    for _lane in tl.static_range(LANES):
+        totals = totals + (tl.zeros((WIDTH, WORDS), dtype=tl.float32),)
+    for first in range(0, K // GROUP, WIDTH // apart):
+        group = first + unit // apart
+        inside = group < K // GROUP
+        units = ()  # all loads before the first is used
+        for i in tl.static_range(each):
+            at = start + (group * (run // 4) + (i * apart + unit % apart) * (PLANES * (ROWS // 8)))
+            units = units + (_units(at, inside, CODING, PLANES, LANES, ROWS, WORDS),)
+        parts = ()
+        for _lane in tl.static_range(LANES):
+            parts = parts + (tl.zeros((WIDTH, WORDS), dtype=tl.float32),)
+        sum_x = tl.zeros((WIDTH,), dtype=tl.float32)
+        for i in tl.static_range(each):
+            for column in tl.static_range(COLUMNS):
+                k = group * GROUP + (i * apart + unit % apart) * COLUMNS + column
+                value = tl.load(x + k, mask=inside, other=0).to(tl.float32)
+                sum_x += value
+                added = ()
+                for lane in tl.static_range(LANES):
+                    added = added + (parts[lane] + value[:, None] * _level(units[i], levels, CODING, column, lane),)
+                parts = added
+        added = ()
+        for lane in tl.static_range(LANES):
+            row = _row(row_of_word, lane, CODING, ROWS)
+            mask = inside[:, None]
+            if WORDS * LANES != ROWS:
+                mask = mask & (row < ROWS)
+            scale, zero = _scales(codes, scales, block, group[:, None], row, mask, N, K, CODING, GROUP, run)
+            total = totals[lane] + scale * parts[lane]
+            if CODING == "INT4" or CODING == "INT2":
+                total += zero * sum_x[:, None]
+            added = added + (total,)
+        totals = added
+    return tl.sum(tl.reshape(_joined(totals, LANES), (WIDTH, WORDS * LANES)), axis=0)
+
+
+@triton.jit
+def int8_sums(x, codes, scales, rows, N, K, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """W[rows] @ x for x (K), as fp32 (ROWS): one partial sum per column of a tile, added up once at the end."""
+    partial = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    for k0 in range(0, K, WIDTH):
+        k = k0 + tl.arange(0, WIDTH)
+        values = tl.load(x + k, mask=k < K, other=0).to(tl.float32)
+        partial += _int8_tile(codes, rows, k, N, K) * values[None, :]
+    return tl.sum(partial, axis=1) * tl.load(scales + rows, mask=rows < N, other=0).to(tl.float32)
+
+
+@triton.jit
+def _int8_tile(codes, rows, k, N, K):
+    """The codes of W[rows, k] as fp32, zero outside (N, K); the row's scale is applied to the sum."""
     inside = (rows < N)[:, None] & (k < K)[None, :]
     return tl.load(codes + rows[:, None] * K + k[None, :], mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
-def tile(
-    codes, scale, zero, rows, k0, N, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr,
+def product(
+    x, codes, scales, levels, block, N, K,
+    CODING: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, HEAD: tl.constexpr,
+    LANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """W[rows, k0:k0+BK] as fp32, zero outside (N, K); at 8 bits the codes, whose scale is applied to the sum."""
-    if BITS == 4:
-        w = _int4_tile(codes, scale, zero, rows, k0, N, K, GROUP, BK)
-    elif BITS == 2:
-        w = _int2_tile(codes, scale, zero, rows, k0, N, K, GROUP, BK)
+    """The rows of a block, and W[rows] @ x for x (K) as fp32."""
+    if CODING == "INT8":
+        rows = block * ROWS + tl.arange(0, ROWS)
+        total = int8_sums(x, codes, scales, rows, N, K, ROWS, WIDTH)
     else:
-        w = _int8_tile(codes, rows, k0, N, K, BK)
-    return w
-
-
-@triton.jit
-def row_sums(
-    x, codes, scale, zero, rows, N, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """W[rows] @ x for x (K), as fp32 (BN): one partial sum per column of a tile, added up once at the end."""
-    partial = tl.zeros((BN, BK), dtype=tl.float32)
-    for k0 in range(0, K, BK):
-        k = k0 + tl.arange(0, BK)
-        values = tl.load(x + k, mask=k < K, other=0).to(tl.float32)
-        w = tile(codes, scale, zero, rows, k0, N, K, BITS, GROUP, BK)
-        partial += w * values[None, :]
-    total = tl.sum(partial, axis=1)
-    if BITS == 8:
-        total *= tl.load(scale + rows, mask=rows < N, other=0).to(tl.float32)
-    return total
+        place = tl.arange(0, WORDS * LANES)
+        rows = block * 64 + _row(place // LANES, place % LANES, CODING, ROWS)
+        total = block_sums(
+            x, codes, scales, levels, block, N, K, CODING, GROUP, COLUMNS, PLANES, HEAD, LANES, ROWS, WORDS, WIDTH
+        )
+    return rows, total
 
 
 @triton.jit
 def vector_kernel(
-    x, codes, scale, zero, y, N, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, codes, scales, levels, y, first, N, K,
+    CODING: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, HEAD: tl.constexpr,
+    LANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    total = row_sums(x, codes, scale, zero, rows, N, K, BITS, GROUP, BN, BK)
+    block = (first + tl.program_id(0)).to(tl.int64)
+    rows, total = product(
+        x, codes, scales, levels, block, N, K, CODING, GROUP, COLUMNS, PLANES, HEAD, LANES, ROWS, WORDS, WIDTH
+    )
     tl.store(y + rows, total.to(y.dtype.element_ty), mask=rows < N)
+
+
+@triton.jit
+def _tile(
+    words, levels, CODING: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, UNITS: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """The levels of units as fp32 (UNITS * COLUMNS, WORDS * LANES): columns, and rows in the order of `_row`."""
+    columns = ()
+    for column in tl.static_range(COLUMNS):
+        lanes = ()
+        for lane in tl.static_range(LANES):
+            lanes = lanes + (_level(words, levels, CODING, column, lane),)
+        columns = columns + (tl.reshape(_joined(lanes, LANES), (UNITS, WORDS * LANES)),)
+    whole = tl.reshape(_joined(columns, COLUMNS), (UNITS, WORDS * LANES, COLUMNS))
+    return tl.reshape(tl.permute(whole, (0, 2, 1)), (UNITS * COLUMNS, WORDS * LANES))
+
+
+@triton.jit
+def _block_tiles(
+    x, codes, scales, levels, block, tokens, M, N, K,
+    CODING: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, HEAD: tl.constexpr,
+    LANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """x[tokens] @ W[rows of a block].T as fp32 (TOKENS, WORDS * LANES)."""
+    step: tl.constexpr = min(GROUP, 64)  # columns of a tile
+    of_block: tl.constexpr = GROUP // COLUMNS * PLANES * 32 + HEAD
+    run: tl.constexpr = GROUP // COLUMNS * PLANES * (ROWS // 2) + HEAD
+    start = tl.multiple_of((codes + block * (K // GROUP) * of_block + HEAD).to(tl.pointer_type(tl.int32)), 16)
+    place, unit, k = tl.arange(0, WORDS * LANES), tl.arange(0, step // COLUMNS), tl.arange(0, step)
+    row = _row(place // LANES, place % LANES, CODING, ROWS)
+    of_tokens = x + tokens[:, None] * K + k[None, :]
+    total = tl.zeros((TOKENS, WORDS * LANES), dtype=tl.float32)
+    for tile in range(K // step):
+        group, first = tile // (GROUP // step), tile % (GROUP // step) * (step // COLUMNS)
+        values = tl.load(of_tokens + tile * step, mask=(tokens < M)[:, None], other=0)
+        at = start + (group * (run // 4) + (first + unit) * (PLANES * (ROWS // 8)))
+        words = _units(at, unit >= 0, CODING, PLANES, LANES, ROWS, WORDS)
+        levels_of_tile = _tile(words, levels, CODING, COLUMNS, LANES, step // COLUMNS, WORDS)
+        part = tl.dot(values, levels_of_tile.to(values.dtype), input_precision="ieee")
+        scale, zero = _scales(codes, scales, block, group, row, row < ROWS, N, K, CODING, GROUP, run)
+        total += part * scale[None, :]
+        if CODING == "INT4" or CODING == "INT2":
+            total += tl.sum(values.to(tl.float32), axis=1)[:, None] * zero[None, :]
+    return total
 
 
 # M not specialized: one compilation, hence one order, for every number of tokens in a block
 @triton.jit(do_not_specialize=["M"])
 def tiled_kernel(
-    x, codes, scale, zero, y, M, N, K,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, codes, scales, levels, y, first, M, N, K,
+    CODING: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, HEAD: tl.constexpr,
+    LANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    tokens = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
-    total = tl.zeros((BM, BN), dtype=tl.float32)
-    for k0 in range(0, K, BK):
-        k = k0 + tl.arange(0, BK)
-        inside = (tokens < M)[:, None] & (k < K)[None, :]
-        values = tl.load(x + tokens[:, None] * K + k[None, :], mask=inside, other=0)
-        w = tile(codes, scale, zero, rows, k0, N, K, BITS, GROUP, BK)
-        total = tl.dot(values, tl.trans(w.to(values.dtype)), total, input_precision="ieee")
-    if BITS == 8:
-        total *= tl.load(scale + rows, mask=rows < N, other=0).to(tl.float32)[None, :]
+    block = (first + tl.program_id(0)).to(tl.int64)
+    tokens = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    if CODING == "INT8":
+        rows = block * ROWS + tl.arange(0, ROWS)
+        total = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
+        for k0 in range(0, K, WIDTH):
+            k = k0 + tl.arange(0, WIDTH)
+            inside = (tokens < M)[:, None] & (k < K)[None, :]
+            values = tl.load(x + tokens[:, None] * K + k[None, :], mask=inside, other=0)
+            w = _int8_tile(codes, rows, k, N, K)
+            total = tl.dot(values, tl.trans(w.to(values.dtype)), total, input_precision="ieee")
+        total *= tl.load(scales + rows, mask=rows < N, other=0).to(tl.float32)[None, :]
+    else:
+        place = tl.arange(0, WORDS * LANES)
+        rows = block * 64 + _row(place // LANES, place % LANES, CODING, ROWS)
+        total = _block_tiles(
+            x, codes, scales, levels, block, tokens, M, N, K, CODING, GROUP, COLUMNS, PLANES, HEAD, LANES, ROWS, WORDS,
+            TOKENS,
+        )  # fmt: skip
     inside = (tokens < M)[:, None] & (rows < N)[None, :]
     tl.store(y + tokens[:, None] * N + rows[None, :], total.to(y.dtype.element_ty), mask=inside)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Tokens, rows of W and columns of W that one program works on at a time; all powers of two."""
-
-    tokens: int
-    rows: int
-    columns: int
-
-
-def blocks(m: int, n: int, k: int) -> Blocks:
-    """Block sizes for x (m, k) and W (n, k), from the shape alone.
-
-    One token: few rows per program, so that 1,000 rows still occupy a large GPU, and long stretches of each
-    row. Up to 16 tokens share one block, the least height of a tensor-core tile, so that a token's result
-    does not depend on how many of the 16 places are taken.
-    """
-    longest = max(16, triton.next_power_of_2(k))
-    if m == 1:
-        return Blocks(1, 8 if n >= 4096 else 4, min(512, longest))
-    if m <= 16:
-        return Blocks(16, 32, min(128, longest))
-    return Blocks(64, 64, min(64, longest))
-
-
-def int4_linear(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """x (M, K) @ W.T -> (M, N) in the type of x; w = (code - 8) * scale + zero.
-
-    `codes` (N, K/2) uint8 holds two codes 0..15 a byte, the even column's in the low nibble; `scale` and
-    `zero` (N, K/G), of any floating type, hold for G columns each. All contiguous. Raises ValueError where G
-    is no power of two.
-    """
-    return _launch(x, codes, scale, zero, 4, _group(x, scale))
-
-
-def int2_linear(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """As int4_linear, of `codes` (N, K/4) with four codes 0..3 a byte, the first column's in its lowest bits:
-    w = (code - 2) * scale + zero."""
-    return _launch(x, codes, scale, zero, 2, _group(x, scale))
-
-
-def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """x (M, K) @ W.T -> (M, N) in the type of x; W[n, k] = codes[n, k] * scale[n].
-
-    `codes` (N, K) int8, `scale` (N,) of any floating type, both contiguous.
-    """
-    return _launch(x, codes, scale, scale, 8, 1)
-
-
-def _group(x: Tensor, scale: Tensor) -> int:
-    """Columns to a scale. ValueError where they are no power of two."""
-    group = x.shape[1] // scale.shape[1]
-    if group & (group - 1):
-        raise ValueError(f"groups of {group}: the kernels take powers of two")
-    return group
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x, contiguous from a multiple of `ALIGNMENT` on; a copy where it does not lie so."""
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % ALIGNMENT else x
-
-
-def _launch(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int, group: int) -> Tensor:
-    (m, k), n = x.shape, scale.shape[0]
-    y = x.new_empty((m, n))
-    x = aligned(x)
-    block = blocks(m, n, k)
-    across = triton.cdiv(n, block.rows)
-    sizes = {"BITS": bits, "GROUP": group, "BN": block.rows, "BK": block.columns, "enable_fp_fusion": FUSE}
-    with torch.cuda.device(x.get_device()):  # Triton launches on the current device, which may be another
-        if m == 1:
-            vector_kernel[(across,)](x, codes, scale, zero, y, n, k, **sizes)
-        else:
-            grid = (across, triton.cdiv(m, block.tokens))
-            tiled_kernel[grid](x, codes, scale, zero, y, m, n, k, BM=block.tokens, **sizes)
-    return y
-
-
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -230,62 +351,139 @@ def _field(slot, offset, TYPE: tl.constexpr):
 
 @triton.jit
 def grouped_kernel(
-    x, slots, y, N, K, codes_at, scale_at, zero_at,
-    BITS: tl.constexpr, GROUP: tl.constexpr, TYPE: tl.constexpr, SHARED: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    x, slots, levels, y, first, N, K, codes_at, scales_at,
+    TYPE: tl.constexpr, SHARED: tl.constexpr,
+    CODING: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, HEAD: tl.constexpr,
+    LANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    block = (first + tl.program_id(0)).to(tl.int64)
     expert = tl.program_id(1)
     slot = tl.load(slots + expert)
-    codes = _field(slot, codes_at, tl.int8 if BITS == 8 else tl.uint8)
-    scale = _field(slot, scale_at, TYPE)
-    zero = _field(slot, zero_at, TYPE)
+    codes = _field(slot, codes_at, tl.int8 if CODING == "INT8" else tl.uint8)
+    scales = _field(slot, scales_at, TYPE)
     if not SHARED:
         x += expert * K
-    rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    total = row_sums(x, codes, scale, zero, rows, N, K, BITS, GROUP, BN, BK)
+    rows, total = product(
+        x, codes, scales, levels, block, N, K, CODING, GROUP, COLUMNS, PLANES, HEAD, LANES, ROWS, WORDS, WIDTH
+    )
     tl.store(y + expert * N + rows, total.to(y.dtype.element_ty), mask=rows < N)
+
+
+class Unit(NamedTuple):
+    """What a coding packs few columns of a block of 64 rows in."""
+
+    columns: int
+    planes: int  # of 32 bytes
+    lanes: int = 8  # rows of a word
+    head: int = 0  # bytes of a group's scales before its codes
+
+
+UNITS = {
+    "INT8": Unit(1, 1), "INT6": Unit(4, 6), "INT4": Unit(1, 1), "INT2": Unit(2, 1), "TCQ2": Unit(4, 2, lanes=4),
+    "NL4": Unit(1, 1, head=128), "NL3": Unit(4, 3, head=128), "NL2": Unit(2, 1, head=128),
+}  # fmt: skip
+"""Coding (`formats.encoding.InC`) → its units. The fields are those of `Int8`, `Int6`, `Int4`, `Int2`, `Trellis` and
+`NonUniform`; at 8 bits rows lie one after the other."""
+
+
+@lru_cache
+def levels_of(coding: str, device: torch.device) -> Tensor | None:
+    """What the codes stand for, float32, where a table says so."""
+    if coding == "TCQ2":
+        return torch.tensor(trellis.LEVELS, dtype=torch.float32, device=device)
+    if coding.startswith("NL"):
+        return torch.tensor(nonuniform.LEVELS[int(coding[-1])], dtype=torch.float32, device=device)
+    return None
+
+
+def launches(coding: str, group: int, m: int, n: int, k: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """(first block of rows, number of blocks, constants) of each launch for x (m, k) and W (n, k), from
+    the shape alone: whole blocks, then a last one of fewer rows. ValueError where a group is no power of two.
+
+    One token at 8 bits: few rows per program, so that 1,000 rows still occupy a large GPU, and long stretches of each
+    row; below 8 bits a warp takes 128 or 64 columns of a block at a time. Up to 16 tokens share one block, the least
+    height of a tensor-core tile, so that a token's result does not depend on how many of the 16 places are taken."""
+    unit, longest = UNITS[coding], max(16, triton.next_power_of_2(k))
+    constants = {"CODING": coding, "GROUP": group, "COLUMNS": unit.columns, "PLANES": unit.planes, "HEAD": unit.head}
+    constants |= {"LANES": unit.lanes, "enable_fp_fusion": FUSE}
+    if m != 1:
+        constants["TOKENS"] = 16 if m <= 16 else 64
+    if coding == "INT8":
+        narrow = (4 if n < 4096 else 8, 512) if m == 1 else (32, 128) if m <= 16 else (64, 64)
+        rows, width = narrow[0], min(narrow[1], longest)
+        yield 0, triton.cdiv(n, rows), {**constants, "ROWS": rows, "WORDS": 1, "WIDTH": width}
+        return
+    if group & (group - 1):
+        raise ValueError(f"groups of {group}: the kernels take powers of two")
+    warps = 4 if m != 1 or k < 2048 else 8
+    for section in sections(n):
+        words = triton.next_power_of_2(section.rows // unit.lanes)
+        sizes = {"ROWS": section.rows, "WORDS": words, "WIDTH": 16 * warps, "num_warps": warps}
+        yield section.first // BLOCK_ROWS, section.blocks, constants | sizes
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, contiguous from a multiple of `ALIGNMENT` on; a copy where it does not lie so."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+def linear(x: Tensor, coding: str, group: int, codes: Tensor, scales: Tensor, rows: int) -> Tensor:
+    """x (M, K) @ W.T -> (M, rows) in the type of x, of W (rows, K) in a coding of `UNITS` with `group` columns to a
+    scale. `codes` and `scales`: the encoding's fields, contiguous; the same one where its blocks have both. ValueError
+    as `launches`."""
+    m, k = x.shape
+    y, x, levels = x.new_empty((m, rows)), aligned(x), levels_of(coding, x.device)
+    with torch.cuda.device(x.get_device()):  # Triton launches on the current device, which may be another
+        for first, blocks, constants in launches(coding, group, m, rows, k):
+            if m == 1:
+                vector_kernel[(blocks,)](x, codes, scales, levels, y, first, rows, k, **constants)
+            else:
+                grid = (blocks, triton.cdiv(m, constants["TOKENS"]))
+                tiled_kernel[grid](x, codes, scales, levels, y, first, m, rows, k, **constants)
+    return y
+
+
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
 class SlotMatrix:
-    """A packed matrix (rows, columns) in a slot. `codes`, `scale`, `zero`: where its fields begin, in bytes from the
-    slot's first one, multiples of 16. bits 2 and 4: fields as `int2_linear` and `int4_linear` take them, `group`
-    columns to a scale; bits 8: as `int8_linear` does, `group` and `zero` unused. `dtype` is that of scales and
-    zeros."""
+    """A packed matrix (rows, columns) in a slot, as `linear` takes it. `codes`, `scales`: where its fields begin, in
+    bytes from the slot's first one, multiples of 16. `dtype` is that of scales and zeros."""
 
     rows: int
     columns: int
-    bits: int
+    coding: str
     group: int
     dtype: torch.dtype
     codes: int
-    scale: int
-    zero: int
+    scales: int
 
 
 def grouped_linear(x: Tensor, slots: Tensor, matrix: SlotMatrix, shared: bool) -> Tensor:
-    """y[e] = W_e @ x_e -> (E, N) in the type of x, the values of one call of a linear kernel for each expert.
+    """y[e] = W_e @ x_e -> (E, N) in the type of x, the values of one call of `linear` for each expert.
 
     x (1, K) where `shared`, for all experts; otherwise (E, K), a row for each. `slots` (E,) int64: the addresses of the
     experts' slots, on x's device, multiples of 16. The slots are read when the launch runs: they must hold the
     experts until then.
     """
     experts, n, k = len(slots), matrix.rows, matrix.columns
-    y = x.new_empty((experts, n))
-    block = blocks(1, n, k)
-    fields = (matrix.codes, matrix.scale, matrix.zero)
-    sizes = {"BITS": matrix.bits, "GROUP": matrix.group, "BN": block.rows, "BK": block.columns}
+    y, x, levels = x.new_empty((experts, n)), aligned(x), levels_of(matrix.coding, x.device)
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device, which may be another
-        grouped_kernel[(triton.cdiv(n, block.rows), experts)](
-            aligned(x),
-            slots,
-            y,
-            n,
-            k,
-            *fields,
-            TYPE=_TYPES[matrix.dtype],
-            SHARED=shared,
-            enable_fp_fusion=FUSE,
-            **sizes,
-        )
+        for first, blocks, constants in launches(matrix.coding, matrix.group, 1, n, k):
+            grouped_kernel[(blocks, experts)](
+                x,
+                slots,
+                levels,
+                y,
+                first,
+                n,
+                k,
+                matrix.codes,
+                matrix.scales,
+                TYPE=_TYPES[matrix.dtype],
+                SHARED=shared,
+                **constants,
+            )
     return y

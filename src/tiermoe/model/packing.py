@@ -24,10 +24,10 @@ from tiermoe.formats.in_place import OWN_BITS
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for, encoding_named
 from tiermoe.formats.source import label_of
-from tiermoe.formats.store import Store, adding_to, dense_file_name, dense_key, machine_of, one_matrix
+from tiermoe.formats.store import Store, adding_to, dense_file_name, dense_key, one_matrix, order_of
 from tiermoe.formats.store_files import Progress, Waiting, forget_cached, whole_or_nothing
 from tiermoe.kernels.attention import PackedMatrix
-from tiermoe.kernels.linear import linear_for, machine_layout
+from tiermoe.kernels.linear import linear_for
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.parts import PackedLinear
 from tiermoe.offload.disk import Reader
@@ -36,9 +36,8 @@ from tiermoe.offload.reader import ExtentReader, aligned_memory
 from tiermoe.types import ExpertKey
 
 _KEPT_AT_6 = ("lm_head",)
-"""Kinds of layers that 4 bits leave at 6, or at 8 where 6 bits do not take the shape and for a GPU, which has no kernel
-for them. Of what packing all dense layers to 4 bits costs, the output layer is 60 %; at 6 bits it loses a hundredth
-of that."""
+"""Kinds of layers that 4 bits leave at 6, or at 8 where 6 bits do not take the shape. Of what packing all dense layers
+to 4 bits costs, the output layer is 60 %; at 6 bits it loses a hundredth of that."""
 
 
 def packable(blueprint: Blueprint) -> dict[str, tuple[str, ...]]:
@@ -52,53 +51,49 @@ def kind_of(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def bits_of(blueprint: Blueprint, name: str, bits: int, layout: str) -> int:
-    """The precision of the linear layer at path `name` for the kernels of `layout` if `bits` are asked for."""
+def bits_of(blueprint: Blueprint, name: str, bits: int) -> int:
+    """The precision of the linear layer at path `name` if `bits` are asked for."""
     if kind_of(name) not in _KEPT_AT_6:
         return bits
     out, in_ = blueprint.outline.tensors[f"{name}.weight"].shape
-    return max(bits, encoding_for(6, out, in_, blueprint.dtype, layout).bits)
+    return max(bits, encoding_for(6, out, in_, blueprint.dtype).bits)
 
 
-def recipe(blueprint: Blueprint, bits: int, layout: str) -> dict[str, int]:
+def recipe(blueprint: Blueprint, bits: int) -> dict[str, int]:
     """Kind → bits of the dense layers that have other bits where `bits` are asked for; an MTP head is packed as its
     model is."""
     blueprint = blueprint.trunk or blueprint
-    found = {kind_of(name): bits_of(blueprint, name, bits, layout) for name in packable(blueprint)}
+    found = {kind_of(name): bits_of(blueprint, name, bits) for name in packable(blueprint)}
     return {kind: own for kind, own in found.items() if own != bits}
 
 
-def recipe_key(blueprint: Blueprint, bits: int, layout: str) -> str:
+def recipe_key(blueprint: Blueprint, bits: int) -> str:
     """The name in a store of the dense layers packed at `bits`."""
-    return dense_key(bits, layout, [f"{kind}{more}" for kind, more in sorted(recipe(blueprint, bits, layout).items())])
+    return dense_key(bits, [f"{kind}{more}" for kind, more in sorted(recipe(blueprint, bits).items())])
 
 
-def dense_format(blueprint: Blueprint, name: str, bits: int, layout: str) -> ExpertFormat:
-    """How the linear layer at path `name` is packed for the kernels of `layout` if `bits` are asked for."""
-    bits = bits_of(blueprint, name, bits, layout)
+def dense_format(blueprint: Blueprint, name: str, bits: int) -> ExpertFormat:
+    """How the linear layer at path `name` is packed if `bits` are asked for."""
+    bits = bits_of(blueprint, name, bits)
     out, in_ = blueprint.outline.tensors[f"{name}.weight"].shape
     layer = one_matrix(name, out, in_)
-    encoding = encoding_for(bits, *layer.parts[0].out_in, blueprint.dtype, layout, "hqq")
+    encoding = encoding_for(bits, *layer.parts[0].out_in, blueprint.dtype, "hqq")
     return ExpertFormat(layer, bits, blueprint.dtype, {"weight": encoding})
 
 
-def dense_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
-    """Bytes of everything but the experts, with the layers that `bits` packs."""
-    dense = blueprint.dense_bytes()
-    if bits == 16:
-        plain, packed = own_bytes(blueprint, "cpu" if layout == machine_layout("cpu") else layout)
-        return dense - plain + packed
-    plain, packed = packed_bytes(blueprint, bits, layout)
-    return dense - plain + packed
+def dense_bytes(blueprint: Blueprint, bits: int, device: str) -> int:
+    """Bytes of everything but the experts on a device, with the layers that `bits` packs."""
+    plain, packed = own_bytes(blueprint, device) if bits == 16 else packed_bytes(blueprint, bits)
+    return blueprint.dense_bytes() - plain + packed
 
 
-def packed_bytes(blueprint: Blueprint, bits: int, layout: str) -> tuple[int, int]:
+def packed_bytes(blueprint: Blueprint, bits: int) -> tuple[int, int]:
     """(bytes at 16 bits, or in float32, bytes packed) of the layers that are packed at `bits`."""
     plain = packed = 0
     for name in packable(blueprint):
         weight = blueprint.outline.tensors[f"{name}.weight"]
         plain += math.prod(weight.shape) * weight.dtype.itemsize
-        packed += dense_format(blueprint, name, bits, layout).slot.nbytes
+        packed += dense_format(blueprint, name, bits).slot.nbytes
     return plain, packed
 
 
@@ -106,7 +101,6 @@ def pack_dense(
     store: Store,
     blueprint: Blueprint,
     bits: int,
-    layout: str,
     progress: Progress | None = None,
     workers: int = 1,
     waiting: Waiting | None = None,
@@ -114,18 +108,18 @@ def pack_dense(
     """Adds the packed dense layers at `bits` to the store, some rows at a time, each of the `workers` its own
     (`packing_bytes` each); written whole or not at all. progress: called with (blocks of rows done, in all). waiting:
     called with the progress of another process that packs into the folder, which is waited for."""
-    key = recipe_key(blueprint, bits, layout)
+    key = recipe_key(blueprint, bits)
     path = store.root / dense_file_name(key)
     with adding_to(store, waiting, progress) as report:
         if key in store.dense:
             return
         try:
             with whole_or_nothing(path) as handle:
-                table = _pack_layers(handle, blueprint, bits, layout, report, workers)
+                table = _pack_layers(handle, blueprint, bits, report, workers)
                 forget_cached(handle)
         finally:
             scratch.clear()  # what one worker alone, in this thread, has used
-        store.dense[key] = {"file": path.name, "machine": machine_of(bits, layout), "layers": table}
+        store.dense[key] = {"file": path.name, "machine": order_of(bits), "layers": table}
         store.save()
 
 
@@ -133,12 +127,11 @@ def _pack_layers(
     handle: IO[bytes],
     blueprint: Blueprint,
     bits: int,
-    layout: str,
     progress: Progress,
     workers: int,
 ) -> dict[str, Any]:
     """The dense layers' entries in the store's table, once they are written."""
-    formats = {name: dense_format(blueprint, name, bits, layout) for name in packable(blueprint)}
+    formats = {name: dense_format(blueprint, name, bits) for name in packable(blueprint)}
     extents = [ExtentWriter(handle, form.stored) for form in formats.values()]
     matrices = [
         _matrix(blueprint, sources, form, extent.write)
@@ -178,11 +171,11 @@ def _matrix(blueprint: Blueprint, sources: Sequence[str], form: ExpertFormat, wr
     return Matrix(encoding, QUANTIZERS["hqq"], form.layer.parts[0].out_in, form.dtype, read, write)
 
 
-def packing_bytes(blueprint: Blueprint, bits: int, layout: str) -> int:
+def packing_bytes(blueprint: Blueprint, bits: int) -> int:
     """Largest memory of each worker of `pack_dense`, in bytes; 0 if it packs nothing."""
     quantizer, most = QUANTIZERS["hqq"], 0
     for name, sources in packable(blueprint).items():
-        form = dense_format(blueprint, name, bits, layout)
+        form = dense_format(blueprint, name, bits)
         stored = blueprint.checkpoint.tensors[sources[0]].dtype
         converted = stored.itemsize if stored != blueprint.dtype else 0
         encoding, shape = form.encodings["weight"], form.layer.parts[0].out_in

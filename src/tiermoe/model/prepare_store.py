@@ -26,7 +26,6 @@ from tiermoe.formats.store import (
     precision_key,
 )
 from tiermoe.formats.store_files import TABLE, exclusive
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.model.hf.blueprint import Blueprint, chosen_store_root
 from tiermoe.model.packing import pack_dense, recipe_key
 from tiermoe.model.packing import packing_bytes as dense_packing_bytes
@@ -141,96 +140,84 @@ def ensure_packed(
     quantizer: str,
     dense_bits: int = 16,
     progress: Progress | None = None,
-    device: str = "cpu",
     unit: str = "expert",
     workers: int | None = None,
     inputs: Inputs | None = None,
 ) -> None:
-    """Packs the asked precision, and the dense layers, if the store lacks them, for the kernels of `device`;
-    `workers` pieces at a time, None: one more than torch has threads, for one of them reads. Where another process
-    packs into the store, it is waited for, and its result is used. inputs: the experts', for quantizers that need to
-    know them. StoreError if the store has them for another machine's kernels."""
-    layout, workers = machine_layout(device), workers or torch.get_num_threads() + 1
-    key = precision_key(bits, quantizer, layout, unit)
+    """Packs the asked precision, and the dense layers, if the store lacks them; `workers` pieces at a time, None: one
+    more than torch has threads, for one of them reads. Where another process packs into the store, it is waited for,
+    and its result is used. inputs: the experts', for quantizers that need to know them."""
+    workers = workers or torch.get_num_threads() + 1
+    key = precision_key(bits, quantizer, unit)
     precision = store.precisions.get(key)
     if not store.layers:  # an MTP head without experts
         pass
     elif precision is None:
         report = (lambda done, total: progress("packing experts (once)", done, total)) if progress else None
         with heap_for_packing():
-            pack_experts(store, blueprint.experts, bits, quantizer, layout, report, unit, workers, inputs, progress)
+            pack_experts(store, blueprint.experts, bits, quantizer, report, unit, workers, inputs, progress)
     else:
-        check_machine(store.root, precision.machine, layout)
         if precision.in_place and not precision.derived:
             _follow_checkpoint(precision, blueprint)
         check_files(store, key)
     if dense_bits < 16:
-        dense = recipe_key(blueprint, dense_bits, layout)
+        dense = recipe_key(blueprint, dense_bits)
         if dense not in store.dense:
-            what = f"packing dense layers (once{_instead_of(store, dense, layout)})"
+            what = f"packing dense layers (once{_instead_of(store, dense)})"
             report = (lambda done, total: progress(what, done, total)) if progress else None
             with heap_for_packing():
-                pack_dense(store, blueprint, dense_bits, layout, report, workers, progress)
+                pack_dense(store, blueprint, dense_bits, report, workers, progress)
         else:
-            check_machine(store.root, store.dense[dense]["machine"], layout)
             _check_dense_layers(store, dense, blueprint)
             check_dense_file(store, dense)
 
 
-def _instead_of(store: Store, key: str, layout: str) -> str:
+def _instead_of(store: Store, key: str) -> str:
     """The reason for packing dense layers that the store has under another key than `key`; empty if it has none of
     such bits."""
     bits = key.partition("-")[0]
-    older = [
-        other
-        for other, dense in store.dense.items()
-        if other.partition("-")[0] == bits and dense["machine"] in ("any", layout)
-    ]
+    older = [other for other in store.dense if other.partition("-")[0] == bits]
     return f": the store has them as {' and '.join(older)}, this version takes {key}" if older else ""
 
 
-def is_packed(store: Store | None, blueprint: Blueprint, resolved: Resolved, layout: str) -> bool:
+def is_packed(store: Store | None, blueprint: Blueprint, resolved: Resolved) -> bool:
     """Whether the checkpoint's store (`found_store`) has all that is asked for, and experts that are served from the
     checkpoint where they lie."""
-    if store is None or missing(store, blueprint, resolved, layout) != ([], False):
+    if store is None or missing(store, blueprint, resolved) != ([], False):
         return False
     settings, unit = resolved.settings, resolved.composition.unit
-    found = (
-        store.precisions[precision_key(bits, settings.quantizer_used, layout, unit)] for bits in resolved.precisions
-    )
+    found = (store.precisions[precision_key(bits, settings.quantizer_used, unit)] for bits in resolved.precisions)
     return not any(precision.in_place and _moved(precision, blueprint) for precision in found)
 
 
-def missing(store: Store | None, blueprint: Blueprint, resolved: Resolved, layout: str) -> tuple[list[int], bool]:
+def missing(store: Store | None, blueprint: Blueprint, resolved: Resolved) -> tuple[list[int], bool]:
     """Precisions of experts that the checkpoint's store (`found_store`) lacks, and whether it lacks dense layers."""
     settings, unit = resolved.settings, resolved.composition.unit
     precisions: Collection[str] = store.precisions if store else ()
     dense: Collection[str] = store.dense if store else ()
-    keys = {bits: precision_key(bits, settings.quantizer_used, layout, unit) for bits in resolved.precisions}
+    keys = {bits: precision_key(bits, settings.quantizer_used, unit) for bits in resolved.precisions}
     bits = settings.dense_bits_used
-    lacks_dense = bits < 16 and recipe_key(blueprint, bits, layout) not in dense
+    lacks_dense = bits < 16 and recipe_key(blueprint, bits) not in dense
     return [bits for bits, key in keys.items() if key not in precisions], lacks_dense
 
 
-def packing_needs(
-    store: Store | None, blueprint: Blueprint, resolved: Resolved, layout: str, workers: int
-) -> list[Need]:
+def packing_needs(store: Store | None, blueprint: Blueprint, resolved: Resolved, workers: int) -> list[Need]:
     """Memory of packing into the checkpoint's store (`found_store`) by so many workers, at its largest step; empty
     if the store lacks nothing."""
     settings, unit = resolved.settings, resolved.composition.unit
-    precisions, dense = missing(store, blueprint, resolved, layout)
+    precisions, dense = missing(store, blueprint, resolved)
     steps = []
     for bits in precisions:
         if bits == 16:  # checksums at the most, or copies
             largest = max(sum(math.prod(part.shape) for part in layer.parts) for layer in blueprint.layers)
             steps.append(workers * 2 * largest * blueprint.dtype.itemsize)
             continue
-        formats = blueprint.expert_formats(bits, unit, layout, settings.quantizer_used)
+        formats = blueprint.expert_formats(bits, unit, settings.quantizer_used)
         placed = unit == "expert" and blueprint.experts.in_place(0, 0) is not None
         reading = None if placed else blueprint.experts.reading_bytes()
         steps.append(packing_bytes(formats, settings.quantizer_used, reading, workers))
     if dense:
-        steps.append(workers * dense_packing_bytes(blueprint, settings.dense_bits_used, layout))
+        steps.append(workers * dense_packing_bytes(blueprint, settings.dense_bits_used))
     step = max(steps, default=0)
     return [Need("packing", step + min(step, workers * PACKING_HEAP), Phase.PACKING)] if steps else []
 
@@ -260,14 +247,5 @@ def check_fingerprint(root: Path, stored: str, actual: str) -> None:
     if stored != actual:
         raise StoreError(
             f"the store in {root} was packed from another checkpoint (fingerprint {stored}, this model's is {actual}); "
-            f"choose another folder with --store, or {pack_anew(root)}"
-        )
-
-
-def check_machine(root: Path, machine: str, layout: str) -> None:
-    """StoreError if experts were packed for other kernels than those of `layout`."""
-    if machine not in ("any", layout):
-        raise StoreError(
-            f"the store in {root} is packed for {machine}, this machine needs {layout}; "
             f"choose another folder with --store, or {pack_anew(root)}"
         )

@@ -152,11 +152,10 @@ def write_routing(engine: Any, ids: Any, prompt: int, path: Path) -> None:
     if engine.lossy or len(engine.precisions) > 1 or engine.composition.unit != "expert":
         return
     from tiermoe.engine.observer import Observer
-    from tiermoe.kernels.linear import machine_layout
     from tiermoe.lab.measure.record import expert_bytes
 
     layers = engine.store.layers
-    sizes = expert_bytes(engine.store, engine.settings.quantizer_used, machine_layout("cpu"))
+    sizes = expert_bytes(engine.store, engine.settings.quantizer_used)
     header = {
         "experts": [layer.experts for layer in layers],
         "top_k": [layer.top_k for layer in layers],

@@ -22,7 +22,7 @@ from tiermoe.engine.load import resolve_for
 from tiermoe.engine.sampling import end_tokens
 from tiermoe.errors import ConfigError, ModelError, ProfileError, TiermoeError
 from tiermoe.formats.store import precision_key
-from tiermoe.kernels.linear import cpu_kernels, machine_layout
+from tiermoe.kernels.linear import cpu_kernels
 from tiermoe.lab.bench.cases import (
     ACCELERATE,
     LLAMA,
@@ -93,8 +93,8 @@ class Subject:
         store = open_or_create(self._blueprint, store_root(self._blueprint, settings.store))
         quantizer, dense_bits = settings.quantizer_used, settings.dense_bits_used
         for bits in resolved.precisions:
-            ensure_packed(store, self._blueprint, bits, quantizer, dense_bits, progress, "cpu", unit)
-        keys = [precision_key(bits, quantizer, machine_layout("cpu"), unit) for bits in resolved.precisions]
+            ensure_packed(store, self._blueprint, bits, quantizer, dense_bits, progress, unit)
+        keys = [precision_key(bits, quantizer, unit) for bits in resolved.precisions]
         extents = (extent for key in keys for layer in store.precisions[key].layers for extent in layer.extents)
         experts = {Path(segment.file) for extent in extents for segment in extent.segments}
         dense = {store.root / entry["file"] for entry in store.dense.values()}

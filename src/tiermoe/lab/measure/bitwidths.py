@@ -31,7 +31,6 @@ from tiermoe.lab.papers.edgemoe import PRECISIONS, ExpertPlace, Judge, accept, s
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model
 from tiermoe.model.prepare_store import Progress, ensure_packed, open_or_create, store_root
 from tiermoe.offload.composition import Composition
-from tiermoe.offload.cuda import resolve_device
 from tiermoe.offload.plugins import load_named
 from tiermoe.offload.policies.precision import PrecisionContext, Table
 from tiermoe.offload.presets import Resolved
@@ -142,9 +141,8 @@ def _reported(
 def _pack_all(blueprint: Blueprint, settings: Settings, progress: Progress) -> None:
     """Packs every precision that is tried, so that no two processes begin to pack."""
     store = open_or_create(blueprint, store_root(blueprint, settings.store))
-    device = resolve_device(settings.device)
     for bits in PRECISIONS:
-        ensure_packed(store, blueprint, bits, settings.quantizer_used, settings.dense_bits_used, progress, device)
+        ensure_packed(store, blueprint, bits, settings.quantizer_used, settings.dense_bits_used, progress)
 
 
 def _rows(blueprint: Blueprint, values: Mapping[ExpertPlace, Any]) -> list[list[Any]]:

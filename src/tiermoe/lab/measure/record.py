@@ -25,7 +25,6 @@ from tiermoe.errors import ConfigError
 from tiermoe.formats.expert_format import expert_format
 from tiermoe.formats.neurons import neuron_format, record_place
 from tiermoe.formats.store import Store, precision_key
-from tiermoe.kernels.linear import machine_layout
 from tiermoe.lab.measure.costs import costs_of, with_link
 from tiermoe.lab.measure.neurons import NeuronWatch
 from tiermoe.lab.measure.texts import Feed, SequenceShape
@@ -246,9 +245,8 @@ def header_of(
     unit cannot take."""
     engine = engine_of(model)
     store, plan = engine.store, engine.plan
-    layout = machine_layout(str(engine.device))
-    own = stored_bytes(store, engine.settings.quantizer_used, layout)
-    slots = slot_bytes(store, engine.settings.quantizer_used, layout)
+    own = stored_bytes(store, engine.settings.quantizer_used)
+    slots = slot_bytes(store, engine.settings.quantizer_used)
     quantizers = {each.quantizer for each in PRESETS.values() if each.quantizer and each.unit == "expert"}
     return Header(
         model=store.source.name,
@@ -258,9 +256,7 @@ def header_of(
         expert_bytes=own,
         slot_bytes=slots,
         copied_bytes=slots,  # a copy to a GPU fills the slot
-        quantized_bytes={
-            name: sizes for name in sorted(quantizers) if (sizes := stored_bytes(store, name, layout)) != own
-        },
+        quantized_bytes={name: sizes for name in sorted(quantizers) if (sizes := stored_bytes(store, name)) != own},
         times=times,
         holds=holds,
         forecast_distances=distances,
@@ -277,7 +273,7 @@ def neuron_sizes(store: Store, settings: Settings, dtype: torch.dtype) -> dict[s
     shape), as the neuron unit stores it in the settings' bits, or in 4 where the unit does not have those bits, and by
     their quantiser, or CORM's where they name none."""
     quantizer = settings.quantizer or corm.QUANTIZER
-    forms = {bits: neuron_format(store.layers[0], bits, dtype, machine_layout("cpu"), quantizer) for bits in (4, 2)}
+    forms = {bits: neuron_format(store.layers[0], bits, dtype, quantizer) for bits in (4, 2)}
     place = record_place(forms.get(settings.bits_used, forms[4]))
     return {
         "head_bytes": place.stored_at,
@@ -287,31 +283,31 @@ def neuron_sizes(store: Store, settings: Settings, dtype: torch.dtype) -> dict[s
     }
 
 
-def expert_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
+def expert_bytes(store: Store, quantizer: str) -> dict[int, list[int]]:
     """Bits → bytes that a read of one expert of each layer takes, in the precisions that the store holds."""
     found = {}
     for bits in BITS:
-        packed = store.precisions.get(precision_key(bits, quantizer, layout))
+        packed = store.precisions.get(precision_key(bits, quantizer))
         if packed is not None:
             found[bits] = [max(extent.nbytes for extent in layer.extents) for layer in packed.layers]
     return found
 
 
-def stored_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
+def stored_bytes(store: Store, quantizer: str) -> dict[int, list[int]]:
     """Bits → stored bytes of one expert of each layer, in every precision; as packing would make one that the store
     lacks."""
-    packed = expert_bytes(store, quantizer, layout)
+    packed = expert_bytes(store, quantizer)
     return {
         bits: packed.get(bits)
-        or [expert_format(layer, bits, store.dtype, layout, quantizer).stored.nbytes for layer in store.layers]
+        or [expert_format(layer, bits, store.dtype, quantizer).stored.nbytes for layer in store.layers]
         for bits in BITS
     }
 
 
-def slot_bytes(store: Store, quantizer: str, layout: str) -> dict[int, list[int]]:
+def slot_bytes(store: Store, quantizer: str) -> dict[int, list[int]]:
     """Bits → bytes of a slot for an expert of each layer, in every precision: they follow from shapes."""
     return {
-        bits: [expert_format(layer, bits, store.dtype, layout, quantizer).slot.nbytes for layer in store.layers]
+        bits: [expert_format(layer, bits, store.dtype, quantizer).slot.nbytes for layer in store.layers]
         for bits in BITS
     }
 

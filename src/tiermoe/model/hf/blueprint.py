@@ -155,15 +155,14 @@ class Blueprint:
         plain = str(self.dtype).removeprefix("torch.")
         return ", ".join(sorted({label_of(name) for name in names})) or (plain if layers else "")
 
-    def expert_formats(self, bits: int, unit: str, layout: str, quantizer: str) -> list[ExpertFormat]:
-        """The format of each layer's experts at `bits`, for the kernels of `layout`: the file's own where it has them
-        in place."""
+    def expert_formats(self, bits: int, unit: str, quantizer: str) -> list[ExpertFormat]:
+        """The format of each layer's experts at `bits`: the file's own where it has them in place."""
         if bits == OWN_BITS and unit == "expert" and self.own_experts is not None:
             return [
                 format_from_names(layer, bits, self.dtype, packed.encodings, packed.in_page[0])
                 for layer, packed in zip(self.layers, self.own_experts.layers, strict=True)
             ]
-        return [unit_format(unit, layer, bits, self.dtype, layout, quantizer) for layer in self.layers]
+        return [unit_format(unit, layer, bits, self.dtype, quantizer) for layer in self.layers]
 
     @property
     def in_gguf(self) -> bool:

@@ -92,7 +92,7 @@ class CheckpointExperts:
         return {part: sources for part, sources in found.items() if sources}
 
     def in_place(self, layer: int, expert: int) -> list[Segment] | None:
-        form = expert_format(self.layers[layer], 16, self.dtype, "any", "")
+        form = expert_format(self.layers[layer], 16, self.dtype, "")
         offsets = {placed.part: placed.offset for placed in form.stored.fields}
         segments: list[Segment] = []
         for part in self.layers[layer].parts:
