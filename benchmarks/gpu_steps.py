@@ -31,7 +31,7 @@ from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_for
 from tiermoe.kernels.experts import SlotViews, UnfusedExperts, expert_kernel
 from tiermoe.kernels.gates import gate_named
-from tiermoe.kernels.linear import linear_for, machine_layout
+from tiermoe.kernels.linear import linear_for
 from tiermoe.lab.bench.summary import describe_machine
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.offload.cuda import CudaCopier
@@ -135,14 +135,13 @@ def machine(run: Run) -> Iterator[Row]:
 
 def kernels(run: Run) -> Iterator[Row]:
     """Each linear kernel beside the decoded weights, and a token's experts beside one launch for each."""
-    layout = machine_layout(run.device)
     shapes = [(128, 256)] if run.quick else [(7, 320), (1536, 2048), (4096, 14336)]
     dtypes = [torch.float32] if run.quick else [*TOLERANCE]  # in bfloat16 a CPU rounds inputs too
-    for bits in (8, 4, 2):
+    for bits in (8, 6, 4, 3, 2):
         for dtype in dtypes:
             for out, in_ in shapes:
                 generator = torch.Generator().manual_seed(bits)
-                encoding = encoding_for(bits, out, in_, dtype, layout)
+                encoding = encoding_for(bits, out, in_, dtype)
                 weight = torch.randn(out, in_, generator=generator) * 0.05 + 0.02
                 stored = encoding.encode(weight, QUANTIZERS["linear"], dtype)
                 slot = {name: field.to(run.device) for name, field in stored.items()}
@@ -339,10 +338,7 @@ def _synchronisations(work: Callable[[], object]) -> int:
 def _format(shape: Shape, run: Run) -> ExpertFormat:
     """Experts of a shape at 4 bits."""
     parts = (Part("gate_up", (2 * shape.inner, shape.hidden)), Part("down", (shape.hidden, shape.inner)))
-    layout = machine_layout(run.device)
-    encodings: dict[str, Encoding] = {
-        part.name: encoding_for(4, *part.out_in, torch.bfloat16, layout) for part in parts
-    }
+    encodings: dict[str, Encoding] = {part.name: encoding_for(4, *part.out_in, torch.bfloat16) for part in parts}
     return ExpertFormat(MoeLayer("experts", shape.top_k, shape.top_k, parts), 4, torch.bfloat16, encodings)
 
 

@@ -317,7 +317,7 @@ class SlotMatrix(NamedTuple):
 
 _ENCODINGS: dict[str, Callable[[int], Any]] = {
     "INT8": lambda group: Int8(), "INT6": lambda group: Int6(group),
-    "INT4": lambda group: Int4(group), "INT2": lambda group: Int2(CPU_LAYOUT, group),
+    "INT4": lambda group: Int4(group), "INT2": lambda group: Int2(group),
     "TCQ2": lambda group: Trellis(group),
     **{f"NL{bits}": functools.partial(NonUniform, bits) for bits in (4, 3, 2)},
 }  # fmt: skip
