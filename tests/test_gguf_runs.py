@@ -106,7 +106,7 @@ def test_matrices_lie_in_slots_as_in_the_pages_of_the_file(kind: str, tmp_path: 
         assert all(True in each for each in moved)
     pieces = [piece for extent in extents for piece in extent.segments]
     assert {piece.offset % PAGE for piece in pieces} != {0}
-    forms = blueprint.expert_formats(16, "expert", "cpu", "")
+    forms = blueprint.expert_formats(16, "expert", "")
     assert len({form.slot.nbytes for form in forms}) == 1
     assert forms[0].slot.nbytes >= max(piece.at + piece.nbytes for piece in pieces)
     assert agree(logits_in(file, IDS, store=tmp_path / "store", cache="40%"), eager(model, IDS))
