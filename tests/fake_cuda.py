@@ -20,6 +20,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
 import tiermoe
+from tiermoe.formats.expert_format import SlotMatrix
 from tiermoe.formats.int4 import Int2, Int4
 from tiermoe.formats.int6 import Int6
 from tiermoe.formats.int8 import Int8
@@ -303,18 +304,6 @@ def _tensor(of_torch: Any, *given: Any, device: Any = None, **named: Any) -> tor
 # what stands for Triton's kernels: decoding, then a product, at the addresses that the kernels are given
 
 
-class SlotMatrix(NamedTuple):
-    """`kernels.triton_kernels.SlotMatrix`."""
-
-    rows: int
-    columns: int
-    coding: str
-    group: int
-    dtype: torch.dtype
-    codes: int
-    scales: int
-
-
 _ENCODINGS: dict[str, Callable[[int], Any]] = {
     "INT8": lambda group: Int8(), "INT6": lambda group: Int6(group),
     "INT4": lambda group: Int4(group), "INT2": lambda group: Int2(group),
@@ -363,7 +352,7 @@ def _decoded_at(address: int, matrix: SlotMatrix) -> torch.Tensor:
     return weight
 
 
-KERNELS = SimpleNamespace(linear=_linear, grouped_linear=_grouped_linear, SlotMatrix=SlotMatrix)
+KERNELS = SimpleNamespace(linear=_linear, grouped_linear=_grouped_linear)
 """In the place of `kernels.triton_kernels`."""
 
 

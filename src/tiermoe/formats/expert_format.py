@@ -81,6 +81,21 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class SlotMatrix:
+    """A packed matrix (rows, columns) in a slot, in a coding of `InC` with `group` columns to a scale. `codes`,
+    `scales`: where its fields begin, in bytes from the slot's first one, multiples of 16. `dtype` is that of scales and
+    zeros."""
+
+    rows: int
+    columns: int
+    coding: str
+    group: int
+    dtype: torch.dtype
+    codes: int
+    scales: int
+
+
+@dataclass(frozen=True)
 class ExpertFormat:
     """The encodings of one layer's experts in one precision. Biases and 16-bit matrices are raw values of `dtype` in
     the checkpoint's orientation, in a field called 'weight'."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +12,8 @@ from torch import Tensor
 
 from tiermoe.errors import ConfigError
 from tiermoe.formats.encoding import Encoding
-from tiermoe.formats.expert_format import ExpertFormat
+from tiermoe.formats.expert_format import ExpertFormat, SlotMatrix
 from tiermoe.types import Part
-
-if TYPE_CHECKING:
-    from tiermoe.kernels.triton_kernels import SlotMatrix
 
 Views = Mapping[str, Mapping[str, Tensor]]
 
@@ -116,5 +112,4 @@ def _packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
     assert how is not None
     at = {placed.field.name: placed.offset for placed in form.slot.fields if placed.part == part.name}
     codes, scales = at[how.weights], at[how.scales or how.weights]
-    found: SlotMatrix = _triton().SlotMatrix(*part.out_in, how.coding, how.group, form.dtype, codes, scales)
-    return found
+    return SlotMatrix(*part.out_in, how.coding, how.group, form.dtype, codes, scales)

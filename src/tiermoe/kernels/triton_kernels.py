@@ -31,7 +31,6 @@ Needs Triton: `gpu` imports this module on first use.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -42,6 +41,7 @@ from torch import Tensor
 
 from tiermoe.formats import nonuniform, trellis
 from tiermoe.formats.encoding import BLOCK_ROWS
+from tiermoe.formats.expert_format import SlotMatrix
 from tiermoe.formats.int4 import sections
 
 # Bytes; below it Triton compiles another kernel, which may add in another order. Slot fields have more.
@@ -445,20 +445,6 @@ def linear(x: Tensor, coding: str, group: int, codes: Tensor, scales: Tensor, ro
 
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-@dataclass(frozen=True)
-class SlotMatrix:
-    """A packed matrix (rows, columns) in a slot, as `linear` takes it. `codes`, `scales`: where its fields begin, in
-    bytes from the slot's first one, multiples of 16. `dtype` is that of scales and zeros."""
-
-    rows: int
-    columns: int
-    coding: str
-    group: int
-    dtype: torch.dtype
-    codes: int
-    scales: int
 
 
 def grouped_linear(x: Tensor, slots: Tensor, matrix: SlotMatrix, shared: bool) -> Tensor:
