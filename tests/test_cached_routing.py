@@ -136,17 +136,17 @@ def test_predicted_experts_have_the_router_s_weights_of_them() -> None:
     context: Any = SimpleNamespace(scheduler=scheduler, phase="decode")
     routing = PredictedRouting(1, context)
     scheduler.begin_pass(1, Said(), "decode")
-    assert routing(router, hidden)[1].tolist() == router.route(hidden)[1].tolist()
+    assert routing(router, [hidden])[0][1].tolist() == router.route(hidden)[1].tolist()
     said = Said({1: [(expert, 0.5) for expert in worst]})
     for _ in scheduler.run_layer(Routed(0, "decode", [[0, 1]], [[0.5, 0.5]]), said):
         pass
-    weights, experts = routing(router, hidden)
+    ((weights, experts),) = routing(router, [hidden])
     assert sorted(experts[0].tolist()) == sorted(worst)
     expected = torch.softmax(torch.tensor([logits[expert] for expert in experts[0].tolist()]), 0)
     assert weights[0].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
     assert scheduler.loader.counts.displaced == 2
     context.phase = "prefill"
-    assert routing(router, hidden)[1].tolist() == router.route(hidden)[1].tolist()
+    assert routing(router, [hidden])[0][1].tolist() == router.route(hidden)[1].tolist()
 
 
 # a composition

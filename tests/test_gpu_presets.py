@@ -41,8 +41,8 @@ TABLES = {
 OF_A_STEP = ("engine/steps.py", "engine/rerouting.py", "model/hf/generic.py")
 """Files whose code waits once or twice a step: to give tokens to the device, and to look at logits."""
 FATE = {"precision": "fixed", "boundary": 1, "window": 2}
-DETERMINED = {"mobile", "adapmoe", "edgemoe"}
-"""Lossy presets whose tokens do not depend on what is cached."""
+DETERMINED = {"mobile", "adapmoe", "edgemoe", "nimble", "nimble-3bit"}
+"""Lossy presets whose tokens do not depend on what is cached, or which cache the same here as on a CPU."""
 
 
 def runs_on_a_gpu(name: str) -> bool:
@@ -63,6 +63,8 @@ def calibrated(model: Path, store: Path, name: str) -> dict[str, Any]:
         path = profile_path(store, preset.profile)
         path.parent.mkdir(parents=True)
         path.write_bytes(to_json(profile))
+    if preset.quantizer:
+        options["quantizer"] = "nonlinear"  # its own packs experts by a text
     return options | {"dense_bits": 16} | ({} if preset.bits else {"bits": 4})
 
 
@@ -100,14 +102,15 @@ def test_three_prompts_of_every_preset(
     assert waits <= passes * LAYERS * MORE, fake_cuda.waits
 
 
-def decoding_waits(engine: Any, device: FakeCuda) -> int:
-    """How many times the host waits within layers while `MORE` tokens are decoded."""
-    cache = engine.new_cache()
-    slab = cache.open()
-    engine.step(Batch((prompt(slab, PROMPTS[0]),)), cache)
+def decoding_waits(engine: Any, device: FakeCuda, rows: int = 1) -> int:
+    """How many times the host waits within layers while `MORE` tokens of so many sequences are decoded."""
+    cache = engine.new_cache(rows)
+    slabs = [cache.open() for _ in range(rows)]
+    for slab in slabs:
+        engine.step(Batch((prompt(slab, PROMPTS[0]),)), cache)
     device.clear()
     for at in range(MORE):
-        engine.step(Batch((decode(slab, len(PROMPTS[0]) + at, 7),)), cache)
+        engine.step(Batch(tuple(decode(slab, len(PROMPTS[0]) + at, 7 + slab) for slab in slabs)), cache)
     return sum(count for where, count in device.waits.items() if not where.startswith(OF_A_STEP))
 
 
@@ -133,8 +136,12 @@ def test_what_a_gpu_does_not_run_is_refused(
 
 @pytest.mark.parametrize(
     ("preset", "cache", "changes"),
-    [("lru", "100%", {}), ("lru", "60%", {}), ("default", "60%", {"speculate": "always"}), ("fate", "60%", FATE)],
-)
+    [
+        ("lru", "100%", {}), ("lru", "60%", {}), ("default", "60%", {"speculate": "always"}), ("fate", "60%", FATE),
+        ("nimble", "60%", {}), ("lru", "60%", {"prefetch": "next-gate", "on_mispredict": "predicted"}),
+        ("default", "60%", {"routing": "cached", "prior": 0.5, "always": 1}),
+    ],
+)  # fmt: skip
 def test_a_layer_lets_the_host_wait_once(
     preset: str,
     cache: str,
@@ -143,9 +150,12 @@ def test_a_layer_lets_the_host_wait_once(
     on_fake_gpu: Callable[..., tuple[Any, FakeGpu]],
     fake_cuda: FakeCuda,
 ) -> None:
-    loaded, _ = on_fake_gpu(gpu_model, 6, bits=4, preset=preset, cache=cache, warm=False, set=changes)
-    answers(loaded.tiermoe)
-    assert decoding_waits(loaded.tiermoe, fake_cuda) == LAYERS * MORE
+    loaded, _ = on_fake_gpu(gpu_model, 6, bits=4, preset=preset, cache=cache, warm=False, batch=2, set=changes)
+    engine = loaded.tiermoe
+    answers(engine)
+    for rows in (1, 2):
+        assert decoding_waits(engine, fake_cuda, rows) == LAYERS * MORE
+    assert (engine.loader.counts.displaced > 0) == bool(engine.scheduler.moves_choices)
 
 
 def test_what_comes_next_is_decided_when_the_layer_is_launched(

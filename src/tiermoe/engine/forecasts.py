@@ -76,7 +76,7 @@ class Forecaster:
         if hidden is None:
             return []
         for target in self._usual.get(self._layer, ()):
-            if not any(target in layers for layers, _ in self._launched):
+            if target not in self._ranked and not any(target in layers for layers, _ in self._launched):
                 layers, found = self._ask(target, hidden)
                 self._launched.append((layers, len(found)))
                 said += found

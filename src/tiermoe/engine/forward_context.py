@@ -15,6 +15,7 @@ from tiermoe.batch import Batch
 from tiermoe.engine.forecasts import Forecaster
 from tiermoe.engine.observer import Observer
 from tiermoe.errors import ConfigError
+from tiermoe.kernels.gpu import read_back
 from tiermoe.model.hf.configs import cache_of
 from tiermoe.offload.policies.routing import AdaptiveGating, little
 from tiermoe.offload.scheduler import Scheduler
@@ -164,6 +165,15 @@ class ForwardContext:
         if not self.unsure:
             self._record_little(layer, index, weights)
         return keep_little(index, weights, self.unsure, none, renormalise, self.little)
+
+    def read_back(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of a GPU's layer in main memory. The same copy has the forecasts that are usually asked for while
+        it runs: a layer lets the host wait once."""
+        said = self.forecasts.launch() if self.scheduler.predicting else []
+        found = read_back([*tensors, *said])
+        if said:
+            self.forecasts.take(found[len(tensors) :])
+        return found[: len(tensors)]
 
     def run_layer(self, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:
         """`Scheduler.run_layer` for a layer whose input is `hidden` (T, H), which `forecasts` know of."""

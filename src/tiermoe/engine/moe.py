@@ -22,7 +22,6 @@ from tiermoe.engine.units import LayerKernels, NeuronExpert
 from tiermoe.errors import TiermoeError
 from tiermoe.formats.encoding import scratch
 from tiermoe.kernels.experts import ExpertKernel, FusedExperts, SlotViews, Views
-from tiermoe.kernels.gpu import read_back
 from tiermoe.kernels.router import Router as NativeRouter
 from tiermoe.kernels.router import router_of
 from tiermoe.model.routers import Router
@@ -79,8 +78,12 @@ class MoELayer:
 
     def route(self, router: Router, *parts: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The weights and the experts, (T, K) each, of each part (T, H)."""
-        self._context.forecasts.router_input(parts)
-        return [router.route(each) if self._chooses is None else self._chooses(router, each) for each in parts]
+        forecasts = self._context.forecasts
+        forecasts.router_input(parts)
+        if self._chooses is None:
+            return [router.route(each) for each in parts]
+        forecasts.at(parts[0], self._index)  # of all parts: forecasts come in the copy that choices are made by
+        return self._chooses(router, parts)
 
     def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
         """residual, if any, + the layer of hidden, few tokens (T, H) each, valid until the next call; None if its parts
@@ -118,7 +121,8 @@ class MoELayer:
         if self._expect is not None and len(parts) > 1:
             return [self(*part) for part in parts]
         hidden = parts[0][0] if len(parts) == 1 else torch.cat([each for each, _, _ in parts])
-        context.forecasts.at(hidden, self._index)
+        if self._chooses is None:
+            context.forecasts.at(hidden, self._index)
         parts, on_host = self._read_back(parts, hidden)
         routed_parts = self._little(parts)
         _, index, weights = routed_parts[0]
@@ -175,17 +179,13 @@ class MoELayer:
 
     def _read_back(self, parts: Sequence[Part], hidden: torch.Tensor) -> tuple[Sequence[Part], torch.Tensor | None]:
         """The parts with what was chosen in main memory; and `hidden`, of all parts, there, if it is of one token some
-        of whose experts the CPU may compute. On a GPU one copy has all of it, and the forecasts that are usually asked
-        for: a layer lets the host wait once."""
+        of whose experts the CPU may compute. On a GPU one copy has all of it that is not there yet (`_chooses`)."""
         if hidden.device.type == "cpu":
             return parts, None
         context = self._context
-        forecasts = context.forecasts.launch() if context.scheduler.predicting else []
         chosen = [each for _, index, weights in parts for each in (index, weights)]
         helped = [hidden] if self._on_cpu is not None and context.phase == "decode" and len(hidden) == 1 else []
-        found = read_back([*chosen, *helped, *forecasts])
-        if forecasts:
-            context.forecasts.take(found[-len(forecasts) :])
+        found = context.read_back([*chosen, *helped])
         read = [(part[0], found[2 * at], found[2 * at + 1]) for at, part in enumerate(parts)]
         return read, found[len(chosen)] if helped else None
 

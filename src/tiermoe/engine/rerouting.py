@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -16,8 +17,33 @@ from tiermoe.model.decoder import Decoder
 from tiermoe.model.routers import Router
 from tiermoe.offload.policies.routing import CachePrior, as_predicted, is_confident
 
-Route = Callable[[Router, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""A layer's router and hidden (T, H) → weights (T, K) and experts (T, K)."""
+Chosen = tuple[torch.Tensor, torch.Tensor]
+"""Weights (T, K) and experts (T, K) of a part."""
+Route = Callable[[Router, Sequence[torch.Tensor]], list[Chosen]]
+"""A layer's router and the parts of a step, hidden (T, H) each → what each runs."""
+
+
+class _Own(NamedTuple):
+    """A part's weights and experts by its router, in main memory."""
+
+    weights: torch.Tensor
+    experts: torch.Tensor
+    scored: Callable[[], Sequence[torch.Tensor]]
+    """Scores and shares there (`Router.scores`)."""
+
+
+def _read_back(
+    context: ForwardContext, router: Router, parts: Sequence[torch.Tensor], routed: Sequence[Chosen]
+) -> list[_Own]:
+    """`routed`, what a router chose for the parts, and its scores. A GPU computes them whether or not they are asked
+    for: with the choices they are one copy, and the host waits once."""
+    if parts[0].device.type == "cpu":
+        return [_Own(*chosen, partial(router.scores, each)) for each, chosen in zip(parts, routed, strict=True)]
+    found = context.read_back(
+        [tensor for each, own in zip(parts, routed, strict=True) for tensor in (*own, *router.scores(each))]
+    )
+    fours = (found[at : at + 4] for at in range(0, len(found), 4))
+    return [_Own(weights, experts, partial(list, scored)) for weights, experts, *scored in fours]
 
 
 class CachedRouting:
@@ -27,22 +53,25 @@ class CachedRouting:
         self._index = index
         self._context = context
 
-    def __call__(self, router: Router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden (T, H) → weights (T, K) and experts (T, K): the router's own where nothing is displaced, and for
-        prompts; else its weights of the experts that run."""
-        weights, index = router.route(hidden)
-        prior = self._context.scheduler.prior
+    def __call__(self, router: Router, parts: Sequence[torch.Tensor]) -> list[Chosen]:
+        """The router's own where nothing is displaced, and for prompts; else its weights of the experts that run. In
+        main memory where a choice could move."""
+        routed, prior = [router.route(each) for each in parts], self._context.scheduler.prior
         if self._context.phase != "decode" or prior is None or self._index < prior.untouched:
-            return weights, index
+            return routed
+        return [self._part(router, prior, own) for own in _read_back(self._context, router, parts, routed)]
+
+    def _part(self, router: Router, prior: CachePrior, part: _Own) -> Chosen:
+        weights, index = part.weights, part.experts
         own = index.tolist()
         here = self._here(own, prior.always)
         if all(here(expert) for row in own for expert in row[prior.always :]):
             return weights, index
-        scores, shares = router.scores(hidden)
+        scores, shares = part.scored()
         chosen = [self._moved(prior, *each, here) for each in zip(own, scores.tolist(), shares.tolist(), strict=True)]
         rows = [row for row, taken in enumerate(chosen) if taken != own[row]]
         if rows:
-            index = torch.tensor(chosen, device=hidden.device)
+            index = torch.tensor(chosen)
             weights[rows] = router.weights_of(shares[rows], index[rows]).to(weights.dtype)
         return weights, index
 
@@ -75,21 +104,23 @@ class PredictedRouting:
         self._index = index
         self._context = context
 
-    def __call__(self, router: Router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden (T, H) → weights (T, K) and experts (T, K): in decode, of the predicted experts those that the router
-        scores highest, with its weights of them; its own where nothing was predicted, and for prompts."""
-        weights, index = router.route(hidden)
-        scheduler = self._context.scheduler
+    def __call__(self, router: Router, parts: Sequence[torch.Tensor]) -> list[Chosen]:
+        """In decode, of the predicted experts those that the router scores highest, with its weights of them, in main
+        memory; its own where nothing was predicted, and for prompts."""
+        routed, scheduler = [router.route(each) for each in parts], self._context.scheduler
         predicted = scheduler.predicted(self._index) if self._context.phase == "decode" else []
         if not predicted:
-            return weights, index
-        scores, shares = router.scores(hidden)
+            return routed
+        return [self._part(router, predicted, own) for own in _read_back(self._context, router, parts, routed)]
+
+    def _part(self, router: Router, predicted: list[int], part: _Own) -> Chosen:
+        scores, shares = part.scored()
         chosen = []
-        for own, row in zip(index.tolist(), scores.tolist(), strict=True):
+        for own, row in zip(part.experts.tolist(), scores.tolist(), strict=True):
             chosen.append(as_predicted(own, sorted(predicted, key=row.__getitem__, reverse=True)))
-            scheduler.loader.counts.displaced += len({*chosen[-1]}.difference(own))
-        index = torch.tensor(chosen, device=hidden.device)
-        return router.weights_of(shares, index).to(weights.dtype), index
+            self._context.scheduler.loader.counts.displaced += len({*chosen[-1]}.difference(own))
+        index = torch.tensor(chosen)
+        return router.weights_of(shares, index).to(part.weights.dtype), index
 
 
 def routes(context: ForwardContext, decoder: Any, layers: int) -> list[Route | None]:

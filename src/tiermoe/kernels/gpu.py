@@ -32,11 +32,12 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, late: bool) -> Tensor:
 def read_back(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors in main memory: those of a GPU by one copy of all, the only time that the host waits. Integers below
     2^24, and floats of at most 32 bits."""
-    if all(each.device.type == "cpu" for each in tensors):
+    there = [each for each in tensors if each.device.type != "cpu"]
+    if not there:
         return list(tensors)
-    together = torch.cat([each.reshape(-1).float() for each in tensors]).cpu()
-    parts = torch.split(together, [each.numel() for each in tensors])
-    return [part.view(each.shape).to(each.dtype) for part, each in zip(parts, tensors, strict=True)]
+    together = torch.cat([each.reshape(-1).float() for each in there]).cpu()
+    parts = iter(torch.split(together, [each.numel() for each in there]))
+    return [each if each.device.type == "cpu" else next(parts).view(each.shape).to(each.dtype) for each in tensors]
 
 
 class PlainLinear:

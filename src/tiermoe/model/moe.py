@@ -235,7 +235,7 @@ class MoeBlock:
     def _given(self, x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the experts are called with; weights of inputs are those of a token's only expert."""
         if self.weighs_input:
-            return x * weights, index, torch.ones_like(weights)
+            return x * weights.to(x.device, non_blocking=True), index, torch.ones_like(weights)
         return x if self.latent is None else self.latent[0](x), index, weights
 
     def _whole(self, x: Tensor, routed: Tensor) -> Tensor:

@@ -467,6 +467,4 @@ def require_device(composition: Composition, device: str) -> None:
 
 def kept_from_gpus(composition: Composition) -> str:
     """Why a composition runs on CPUs alone, and what to do; empty if it does not."""
-    if composition.routing == "cached":
-        return "routing=cached chooses by scores that are known on the CPU alone; use --set routing=all"
     return "unit=neuron runs on the CPU alone; use --set unit=expert" if composition.unit == "neuron" else ""
