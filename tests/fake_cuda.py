@@ -8,7 +8,9 @@ import ctypes
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -328,12 +330,44 @@ def _linear(
     return CudaTensor(F.linear(x, weight.to(x.dtype)))
 
 
-def _grouped_linear(x: torch.Tensor, slots: torch.Tensor, matrix: SlotMatrix, shared: bool) -> CudaTensor:
-    x, addresses = values_of(x), values_of(slots).tolist()
-    assert len(x) == (1 if shared else len(addresses))
-    _note("grouped_linear")
-    weights = [_decoded_at(at, matrix).to(x.dtype) for at in addresses]
-    return CudaTensor(torch.cat([F.linear(x if shared else x[at : at + 1], each) for at, each in enumerate(weights)]))
+def _tiles_of(slots: Sequence[int], counts: Sequence[int], device: torch.device) -> dict[int, torch.Tensor]:
+    """Tiles of any number of tokens: the rows of an expert are one product, as in `_linear`."""
+    first = [0, *accumulate(counts)]
+    sizes = {size: [at for at, count in enumerate(counts) if tile_tokens(count) == size] for size in (1, 16, 64)}
+    table = torch.tensor([[slots[at], first[at], counts[at]] for each in sizes.values() for at in each])
+    parts = torch.split(table.to(device, non_blocking=True), [len(each) for each in sizes.values()])
+    return {size: part for size, part in zip(sizes, parts, strict=True) if len(part)}
+
+
+def tile_tokens(count: int) -> int:
+    """As `triton_kernels` has it, which cannot be imported without Triton: what decides the number of launches."""
+    return 1 if count == 1 else 16 if count <= 16 else 64
+
+
+def _grouped_linear(x: torch.Tensor, tiles: dict[int, torch.Tensor], matrix: SlotMatrix, shared: bool) -> CudaTensor:
+    x, entries = values_of(x), [entry for each in tiles.values() for entry in values_of(each).tolist()]
+    entries.sort(key=itemgetter(1))
+    assert len(x) == (1 if shared else sum(count for _, _, count in entries))
+    for _ in tiles:
+        _note("grouped_linear")
+    rows = [x if shared else x[first : first + count] for _, first, count in entries]
+    weights = [_decoded_at(slot, matrix).to(x.dtype) for slot, _, _ in entries]
+    return CudaTensor(torch.cat([F.linear(each, weight) for each, weight in zip(rows, weights, strict=True)]))
+
+
+def _weighted_sums(choices: torch.Tensor, like: torch.Tensor) -> CudaTensor:
+    """torch's separate operations, of rows at addresses."""
+    _note("weighted_sums")
+    addresses, weights = values_of(choices)
+    columns, found = like.shape[-1], []
+    for places, gates in zip(addresses.tolist(), weights.view(torch.float64).float(), strict=True):
+        total = torch.zeros(columns, dtype=like.dtype)
+        for address, gate in zip(places, gates, strict=True):
+            if address:
+                content = bytearray(ctypes.string_at(address, columns * like.element_size()))
+                total += (torch.frombuffer(content, dtype=like.dtype) * gate[None]).to(like.dtype)
+        found.append(total)
+    return CudaTensor(torch.stack(found))
 
 
 def _decoded_at(address: int, matrix: SlotMatrix) -> torch.Tensor:
@@ -352,7 +386,9 @@ def _decoded_at(address: int, matrix: SlotMatrix) -> torch.Tensor:
     return weight
 
 
-KERNELS = SimpleNamespace(linear=_linear, grouped_linear=_grouped_linear)
+KERNELS = SimpleNamespace(
+    linear=_linear, tiles_of=_tiles_of, grouped_linear=_grouped_linear, weighted_sums=_weighted_sums
+)
 """In the place of `kernels.triton_kernels`."""
 
 
@@ -380,6 +416,7 @@ def device() -> Iterator[FakeCuda]:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(cuda, "torch", _runtime())
         patch.setattr(gpu, "_triton", lambda: KERNELS)
+        patch.setattr(gpu, "has_triton", lambda: True)
         for name in _FACTORIES:
             operators.impl(name, _factory(name))
         for name in ("tensor", "as_tensor"):

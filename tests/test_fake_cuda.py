@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fake_cuda import DEVICE, PACKAGE, CudaTensor, FakeCuda, on_device, values_of
+from tiermoe.kernels import gpu
 from tiermoe.kernels.experts import weighted_sum
 from tiermoe.kernels.gpu import read_back
 
@@ -95,10 +96,12 @@ def test_all_tensors_come_back_in_one_copy(fake_cuda: FakeCuda) -> None:
     assert all(mine is theirs for mine, theirs in zip(read_back(given), given, strict=True))
 
 
+@pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_weighted_sum_of_a_gpu_rounds_as_torchs_separate_operations(
-    fake_cuda: FakeCuda, dtype: torch.dtype
+    fake_cuda: FakeCuda, dtype: torch.dtype, triton: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(gpu, "has_triton", lambda: triton)
     outputs, weights, places = torch.randn(4, 8).to(torch.bfloat16), torch.rand(6).to(dtype), [5, 0, 3, 2]
     found = weighted_sum([on_device(each) for each in outputs], weights, places)
     total = torch.zeros(8, dtype=torch.bfloat16)

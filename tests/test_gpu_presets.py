@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import tiermoe
-from fake_cuda import Event, FakeCuda, on_device
+from fake_cuda import Event, FakeCuda, on_device, values_of
 from fake_gpu import FakeGpu
 from patience import within
 from serving import Letters, ids
@@ -156,6 +157,23 @@ def test_a_layer_lets_the_host_wait_once(
     for rows in (1, 2):
         assert decoding_waits(engine, fake_cuda, rows) == LAYERS * MORE
     assert (engine.loader.counts.displaced > 0) == bool(engine.scheduler.moves_choices)
+
+
+def test_sequences_that_decode_together_are_one_call_with_the_bits_of_each(
+    gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], fake_cuda: FakeCuda
+) -> None:
+    loaded, _ = on_fake_gpu(gpu_model, bits=4, preset="lru", cache="100%", batch=3)
+    engine = loaded.tiermoe
+    cache = engine.new_cache(3)
+    slabs = [cache.open() for _ in range(3)]
+    for slab, each in zip(slabs, PROMPTS, strict=True):
+        engine.step(Batch((prompt(slab, each),)), cache)
+    rows = [decode(slab, len(each), 7 + slab) for slab, each in zip(slabs, PROMPTS, strict=True)]
+    alone = [values_of(engine.step(Batch((row,)), cache)) for row in rows]  # written again by what follows
+    fake_cuda.clear()
+    together = engine.step(Batch(tuple(rows)), cache)
+    assert torch.equal(values_of(together), torch.cat(alone))
+    assert Counter(each.operator for each in fake_cuda.events)["grouped_linear"] == 2 * LAYERS
 
 
 def test_what_comes_next_is_decided_when_the_layer_is_launched(

@@ -274,7 +274,7 @@ def test_sums_of_many_tokens_are_each_token_s_sum(count: int) -> None:
     there = torch.rand(count, 4) < 0.7
     there[0] = False
     addresses = torch.where(there, outputs.data_ptr() + 192 * torch.arange(4 * count).view(count, 4), 0)
-    got = combine_many(addresses, weights, 96)
+    got = combine_many(addresses, weights, outputs)
     for token in range(count):
         chosen = there[token].nonzero()[:, 0].tolist()
         want = torch.zeros(1, 96).bfloat16()
@@ -299,7 +299,7 @@ def test_sums_in_lists_native_and_torchs_agree_bit_for_bit(tokens_of_first: int)
     index = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(9)])  # 6 names none of the experts
     weights, hidden = torch.rand(9, 3, generator=generator), rows(9)
     index[:tokens_of_first][index[:tokens_of_first] == 6] = 5
-    choices = Choices(index, weights, hidden.device)
+    choices = Choices(index, weights)
     few = FewSums(hidden, index.tolist(), weights, native=True)
     sums = [few, NativeSums(choices, hidden), TorchSums(choices, hidden)]
     assert few.counts([99]) == choices.counts([99]) == [0]

@@ -13,25 +13,9 @@ from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_named
 from tiermoe.kernels.linear import linear_for
 from tiermoe.kernels.triton_kernels import launches, linear
-from triton_device import DEVICE, DTYPES, KINDS, TOLERANCE, tokens
+from triton_device import DEVICE, DTYPES, KINDS, TOLERANCE, bfloat16_dot, tokens, widened
 
-
-@pytest.fixture(autouse=True)
-def bfloat16_dot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bfloat16 as uint16 and its dot multiplies those integers: give it the values."""
-    plain = interpreter.InterpreterBuilder.create_dot
-
-    def create_dot(self, a, b, d, *rest):
-        return plain(self, _widened(a), _widened(b), d, *rest)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-
-
-def _widened(handle):
-    if handle.dtype != interpreter.tl.bfloat16:
-        return handle
-    values = (handle.data.astype("uint32") << 16).view("float32")
-    return interpreter.TensorHandle(values, interpreter.tl.float32)
+__all__ = ["bfloat16_dot"]  # for every case
 
 
 @pytest.fixture
@@ -40,7 +24,7 @@ def dot_row_by_row(bfloat16_dot: None, monkeypatch: pytest.MonkeyPatch) -> None:
     block on some processors. This one multiplies and adds element by element: what is left is the kernel's doing."""
 
     def create_dot(self, a, b, d, *_):
-        products = _widened(a).data[:, :, None].astype("float32") * _widened(b).data[None].astype("float32")
+        products = widened(a).data[:, :, None].astype("float32") * widened(b).data[None].astype("float32")
         return interpreter.TensorHandle(products.sum(1) + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

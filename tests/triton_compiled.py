@@ -18,20 +18,23 @@ GROUPS = {"INT4": 64, "INT2": 64, "INT6": 32, "NL4": 32, "NL3": 64, "NL2": 64, "
 ONE_TOKEN, GROUPED, TILED = triton_kernels.vector_kernel, triton_kernels.grouped_kernel, triton_kernels.tiled_kernel
 
 
-def compiled(kernel, capability: int, dtype: str, coding: str, shared: bool = False):
-    tokens, rows, columns = (40 if kernel is TILED else 1), 1024, 2048
-    ((_, _, sizes),) = triton_kernels.launches(coding, GROUPS[coding], tokens, rows, columns)
+def compiled(kernel, capability: int, dtype: str, coding: str, tokens: int = 1, shared: bool = False):
+    ((_, _, sizes),) = triton_kernels.launches(coding, GROUPS[coding], tokens, 1024, 2048)
     options = {"num_warps": sizes.pop("num_warps", 4), "enable_fp_fusion": sizes.pop("enable_fp_fusion")}
     table = coding[:2] in ("NL", "TC")
-    sizes |= {"TYPE": TYPES[dtype], "SHARED": shared} | ({} if table else {"levels": None})
+    sizes |= {"TYPE": TYPES[dtype], "SHARED": shared, "TOKENS": tokens} | ({} if table else {"levels": None})
     numbers = dict.fromkeys(("M", "N", "K", "first", "codes_at", "scales_at"), "i32")
-    types = {"codes": "*i8" if coding == "INT8" else "*u8", "slots": "*i64", "levels": "*fp32", **numbers}
+    types = {"codes": "*i8" if coding == "INT8" else "*u8", "levels": "*fp32", **numbers}
     if coding.startswith("NL"):
         types["scales"] = "*u8"  # the blocks have both
-    names = kernel.arg_names
+    return built(kernel, capability, dtype, coding, sizes, types, options)
+
+
+def built(kernel, capability, dtype, coding, sizes, types, options):
+    names, types = kernel.arg_names, {"tiles": "*i64", "choices": "*i64", **types}
     signature = {name: "constexpr" if name in sizes else types.get(name, f"*{dtype}") for name in names}
     constants = {(names.index(name),): size for name, size in sizes.items() if name in names}
-    multiples = [i for i, name in enumerate(names) if signature[name][0] in "*i" and name != "M"]
+    multiples = [i for i, name in enumerate(names) if signature[name][0] in "*i" and name not in ("M", "tiles", "T")]
     aligned = {(i,): [["tt.divisibility", 16]] for i in multiples}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     result = compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -39,7 +42,7 @@ def compiled(kernel, capability: int, dtype: str, coding: str, shared: bool = Fa
     assert not re.search(r"\b(atom|red)\.", result.asm["ptx"])
     assert "tf32" not in result.asm["ptx"]
     assert result.metadata.shared <= SHARED_BYTES[capability], result.metadata.shared
-    print("compiled", kernel.__name__, capability, dtype, coding)
+    print("compiled", kernel.__name__, capability, dtype, coding, sizes.get("TOKENS", 1))
     return result
 
 
@@ -58,8 +61,14 @@ def codes_come_in_16_bytes(ptx: str, coding: str) -> None:
 
 capability = int(sys.argv[1])
 for dtype in CAPABILITIES[capability]:
+    numbers = dict.fromkeys("TKH", "i32")
+    sizes, options = {"WIDTH": 1024, "ALIGNED": 16}, {"num_warps": 4, "enable_fp_fusion": False}
+    added = built(triton_kernels.weighted_sum_kernel, capability, dtype, "sums", sizes, numbers, options)
+    assert "fma.rn" not in added.asm["ptx"]  # products are rounded before they are added
     for coding in sys.argv[2:]:
-        compiled(TILED, capability, dtype, coding)
+        for tokens in (16, 64):
+            tiled = order_of_sums(compiled(TILED, capability, dtype, coding, tokens))
+            assert order_of_sums(compiled(GROUPED, capability, dtype, coding, tokens)) == tiled
         one = compiled(ONE_TOKEN, capability, dtype, coding)
         if coding != "INT8":
             codes_come_in_16_bytes(one.asm["ptx"], coding)
@@ -67,4 +76,4 @@ for dtype in CAPABILITIES[capability]:
         assert "shfl.sync.bfly" in alone[1], alone
         assert "fma.rn.f32" in alone[1], alone
         for shared in (True, False):
-            assert order_of_sums(compiled(GROUPED, capability, dtype, coding, shared)) == alone
+            assert order_of_sums(compiled(GROUPED, capability, dtype, coding, shared=shared)) == alone

@@ -2,7 +2,9 @@
 
 import os
 
+import pytest
 import torch
+from triton.runtime import interpreter
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 # Error of one element, in units of |x| @ |w|: the result is rounded once to its dtype, by half a unit in the last
@@ -22,3 +24,22 @@ KINDS = (
 
 def tokens(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(dtype).to(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bfloat16 as uint16 and its dot multiplies those integers: give it the values."""
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, d, *rest):
+        return plain(self, widened(a), widened(b), d, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def widened(handle):
+    """A tensor of the interpreter's, in float32 where it is in bfloat16."""
+    if handle.dtype != interpreter.tl.bfloat16:
+        return handle
+    values = (handle.data.astype("uint32") << 16).view("float32")
+    return interpreter.TensorHandle(values, interpreter.tl.float32)

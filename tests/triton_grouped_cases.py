@@ -1,10 +1,11 @@
-"""A token's experts in one launch per matrix, against one launch per expert and against decoded weights; test_triton.py
-runs this file in processes of its own, as it does triton_cases.py."""
+"""Groups of experts in few launches a matrix, against one launch per expert and against decoded weights, and their
+weighted sums; test_triton.py runs this file in processes of its own, as it does triton_cases.py."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from fake_cuda import CudaTensor, plain
 from gpu_models import FAMILY
@@ -18,7 +19,9 @@ from tiermoe.kernels.experts import Grouped, SlotViews, UnfusedExperts, expert_k
 from tiermoe.kernels.gates import gate_named
 from tiermoe.kernels.gpu import grouped_experts
 from tiermoe.types import MoeLayer, Part
-from triton_device import DEVICE, DTYPES, KINDS, TOLERANCE, tokens
+from triton_device import DEVICE, DTYPES, KINDS, TOLERANCE, bfloat16_dot, tokens
+
+__all__ = ["bfloat16_dot"]  # for every case
 
 SLOTS = 9
 INT4, NL3 = KINDS[1], KINDS[6]
@@ -111,16 +114,35 @@ def test_agrees_with_decoded_weights(kind, dtype):
     columns = 192
     form = few_rows((kind, kind), dtype, (columns, columns))
     views, grouped = slots_with_experts(form, 2), grouped_experts(form)
-    slots = torch.tensor([next(iter(each["up"].values())).data_ptr() for each in views]).to(DEVICE)
+    slots = [next(iter(each["up"].values())).data_ptr() for each in views]
+    tiles = triton_kernels.tiles_of(slots, [1, 1], torch.device(DEVICE))
     for part, matrix, shared in zip(form.layer.parts, (grouped._first, grouped._second), (True, False), strict=True):
         x = tokens(1 if shared else 2, columns, dtype)
-        y = triton_kernels.grouped_linear(x, slots, matrix, shared)
+        y = triton_kernels.grouped_linear(x, tiles, matrix, shared)
         assert y.dtype == dtype
         assert y.shape == (2, part.shape[0])
         for row, expert in enumerate(views):
             w = form.encodings[part.name].decode(expert[part.name], *part.shape, torch.float32).double()
             own = x[0 if shared else row].double()
             assert float(((y[row].double() - w @ own).abs() / (w.abs() @ own.abs())).max()) <= TOLERANCE[dtype]
+
+
+RAGGED = [
+    *((kind, [3, 1, 17], torch.bfloat16) for kind in KINDS),
+    *((kind, [1, 2, 70, 1, 16], dtype) for kind in (INT4, "int8") for dtype in DTYPES),
+]
+
+
+@pytest.mark.parametrize(("kind", "counts", "dtype"), RAGGED, ids=str)
+def test_bits_of_single_launches_whatever_the_company(kind, counts, dtype):
+    form = few_rows((kind, kind), dtype, None if kind.endswith("g256") else (64, 64))
+    views, activation = slots_with_experts(form, len(counts)), spread(form)
+    grouped, separate = expert_kernel(form, activation, "cuda"), UnfusedExperts(form, activation, "cuda")
+    x = tokens(sum(counts), form.layer.parts[0].shape[1], dtype)
+    own = [separate(rows, each) for rows, each in zip(x.split(counts), views, strict=True)]
+    assert torch.equal(grouped.forward_ragged(x, counts, views), torch.cat(own))
+    last = grouped.forward_ragged(x[-counts[-1] :], counts[-1:], views[-1:])
+    assert torch.equal(last, own[-1])
 
 
 def test_two_launches_for_any_number_of_experts(monkeypatch):
@@ -140,14 +162,50 @@ def test_two_launches_for_any_number_of_experts(monkeypatch):
         together = kernel.forward_one(x, views[:experts])
         assert launched == [(3, experts), (3, experts)]  # 12 and 10 rows, 4 to a program
         assert torch.equal(together, torch.cat([kernel(x, each) for each in views[:experts]]))
+    launched.clear()
+    kernel.forward_ragged(tokens(91, 64, torch.bfloat16), [70, 1, 17, 3], views)
+    # 12 and 10 rows, 64, 4 and 32 to a program; tiles of 64, 1 and 16 tokens
+    assert launched == [(1, 3), (3, 1), (1, 1)] * 2
 
 
-def test_more_tokens_go_through_each_expert_alone():
+def test_steps_of_several_experts_can_be_taken_apart():
     form = gated(KINDS[0], torch.float32)
     kernel, (views,) = expert_kernel(form, gate_named("silu"), "cuda"), slots_with_experts(form, 1)
     x = tokens(3, 64, torch.float32)
     assert torch.equal(kernel(x, views), UnfusedExperts(form, gate_named("silu"), "cuda")(x, views))
     assert isinstance(unfused(kernel), UnfusedExperts)
+
+
+@pytest.fixture
+def rounding_to_nearest(monkeypatch):
+    """The interpreter cuts float32 off to bfloat16."""
+    plain_cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast(self, source, into):
+        if (source.dtype.scalar, into.scalar) != (interpreter.tl.float32, interpreter.tl.bfloat16):
+            return plain_cast(self, source, into)
+        values = torch.from_numpy(source.data).bfloat16().view(torch.uint16)
+        return interpreter.TensorHandle(values.numpy(), into.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
+
+
+@pytest.mark.usefixtures("rounding_to_nearest")
+@pytest.mark.parametrize("columns", [96, 1030])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weighted_sums_round_as_torchs_separate_operations(dtype, columns):
+    generator = torch.Generator().manual_seed(1)
+    outputs = torch.randn(3, 4, columns, generator=generator).to(dtype).to(DEVICE)
+    weights = torch.rand(3, 4, generator=generator)
+    addresses = torch.tensor([[output.data_ptr() for output in row] for row in outputs])
+    addresses[1, 2] = addresses[2, 0] = 0
+    found, gates = gpu.weighted_sums(addresses, weights, outputs[0]), weights.to(DEVICE)
+    for token in range(3):
+        total = torch.zeros(columns, dtype=dtype, device=DEVICE)
+        for place in range(4):
+            if addresses[token, place]:
+                total += (outputs[token, place] * gates[token, place, None]).to(dtype)
+        assert torch.equal(found[token], total)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +245,7 @@ if DEVICE == "cpu":  # the interpreter computes with the values of the pretended
             return lambda *given, **named: CudaTensor(kernel(*map(plain, given), **named))
 
         monkeypatch.setattr(Grouped, "forward_one", watched)
-        kernels = {name: on_values(name) for name in ("int8_linear", "grouped_linear")}
+        kernels = {name: on_values(name) for name in ("linear", "tiles_of", "grouped_linear", "weighted_sums")}
         monkeypatch.setattr(gpu, "_triton", lambda: SimpleNamespace(**vars(triton_kernels) | kernels))
         found, groups = [], []
         for cache, host_slots in (("100%", 24), ("15%", 2)):

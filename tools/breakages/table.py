@@ -374,9 +374,30 @@ BREAKAGES = (
     Breakage(
         "experts of one launch all read the first one's slot",
         "grouped_kernel",
-        "slots + expert",
-        "slots",
+        "tiles + 3 * tl.program_id(1)",
+        "tiles",
         ("tests/test_triton.py",),
+    ),
+    Breakage(
+        "on a GPU an expert's tile of tokens reads the tokens of the next expert",
+        "grouped_kernel",
+        "tl.load(tile + 2)",
+        "TOKENS",
+        ("tests/test_triton.py",),
+    ),
+    Breakage(
+        "on a GPU weighted products of experts are added unrounded",
+        "weighted_sum_kernel",
+        "product.to(y.dtype.element_ty).to(tl.float32)",
+        "product",
+        ("tests/test_triton.py",),
+    ),
+    Breakage(
+        "sequences that decode together on a GPU share their experts' products",
+        "MoELayer.forward_ragged",
+        "_Work(*part, on_host, alone)",
+        "_Work(*part, on_host)",
+        ("test_sequences_that_decode_together_are_one_call_with_the_bits_of_each",),
     ),
     Breakage(
         "blocks of tokens all take the first block's",
@@ -450,8 +471,8 @@ BREAKAGES = (
     ),
     Breakage(
         "on a GPU forecasts come in copies of their own",
-        "MoELayer._read_back",
-        "context.forecasts.launch() if context.scheduler.predicting else []",
+        "ForwardContext.read_back",
+        "self.forecasts.launch() if self.scheduler.predicting else []",
         "[]",
         ("test_a_layer_lets_the_host_wait_once",),
     ),
@@ -917,7 +938,7 @@ BREAKAGES = (
     ),
     Breakage(
         "an expert that stands in has the weight of the one it displaces",
-        "CachedRouting.__call__",
+        "CachedRouting._part",
         "router.weights_of(shares[rows], index[rows])",
         "weights[rows]",
         ("test_a_choice_that_is_moved_is_weighed_by_the_routers_own_scores",),
@@ -1260,9 +1281,9 @@ BREAKAGES = (
     ),
     Breakage(
         "predicted experts have the weights of the router's own",
-        "PredictedRouting.__call__",
-        "router.weights_of(shares, index).to(weights.dtype)",
-        "weights",
+        "PredictedRouting._part",
+        "router.weights_of(shares, index).to(part.weights.dtype)",
+        "part.weights",
         ("test_predicted_experts_have_the_router_s_weights_of_them",),
     ),
     Breakage(
@@ -1415,8 +1436,8 @@ BREAKAGES = (
     Breakage(
         "of prompts that run together prediction hears one",
         "MoELayer.route",
-        "self._context.forecasts.router_input(parts)",
-        "self._context.forecasts.router_input(parts[-1:])",
+        "forecasts.router_input(parts)",
+        "forecasts.router_input(parts[-1:])",
         ("tests/test_forecasts.py",),
     ),
     # plugins, and measuring

@@ -39,7 +39,7 @@ def sums_of(hidden: torch.Tensor, chosen: list[list[int]], index: torch.Tensor, 
     native, tokens = combines(hidden[0]), len(chosen)
     if tokens == 1 or (native and tokens <= FEW_TOKENS):
         return FewSums(hidden, chosen, weights, native)
-    choices = Choices(index, weights, hidden.device)
+    choices = Choices(index, weights)
     return NativeSums(choices, hidden) if native else TorchSums(choices, hidden)
 
 
@@ -65,7 +65,8 @@ class FewSums:
     def rows(self, experts: Sequence[int]) -> torch.Tensor:
         if len(self._chosen) == 1:  # without indices, which would have to be copied to a GPU
             return self._hidden.expand(len(experts), -1)
-        return self._hidden[[token for expert in experts for token in self._tokens_of[expert]]]
+        tokens = torch.tensor([token for expert in experts for token in self._tokens_of[expert]])
+        return self._hidden[tokens.to(self._hidden.device, non_blocking=True)]
 
     def keep(self, experts: Sequence[int], outputs: torch.Tensor) -> None:
         places = [(token, expert) for expert in experts for token in self._tokens_of[expert]]
@@ -83,9 +84,9 @@ class FewSums:
         ordered = [sorted(zip(*each, strict=True), key=_EXPERT) for each in zip(self._chosen, gates, strict=True)]
         addresses = [[self._address.get((token, expert), 0) for expert, _ in row] for token, row in enumerate(ordered)]
         if len(ordered) == 1:
-            return combine_rows(addresses[0], [gate for _, gate in ordered[0]], self._hidden.shape[1])
+            return combine_rows(addresses[0], [gate for _, gate in ordered[0]], self._hidden)
         factors = torch.tensor([[gate for _, gate in row] for row in ordered], dtype=torch.float32)
-        return combine_many(torch.tensor(addresses), factors, self._hidden.shape[1])
+        return combine_many(torch.tensor(addresses), factors, self._hidden)
 
     def _added(self) -> torch.Tensor:
         """The one token's sum."""
@@ -98,19 +99,17 @@ class FewSums:
 
 
 class Choices:
-    """index, weights (T, K), in main memory. Choices by ascending expert, each (T K) on `device`: `token`, `gates`, and
+    """index, weights (T, K), in main memory. Choices by ascending expert, each (T K) there: `token`, `gates`, and
     `place` among its token's experts in ascending order. `count`: choices of each expert; `of`: where an expert's
     lie."""
 
-    def __init__(self, index: torch.Tensor, weights: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, index: torch.Tensor, weights: torch.Tensor) -> None:
         # positions in (k, token) order, as transformers' eager experts gather their rows
         by_expert = index.t().reshape(-1).argsort(stable=True)
         self.shape = index.shape
-        place = index.argsort(dim=1, stable=True).argsort(dim=1).t().reshape(-1)[by_expert]
-        gates = weights.t().reshape(-1)[by_expert]
-        self.token, self.place, self.gates = (
-            each.to(device, non_blocking=True) for each in (by_expert % index.shape[0], place, gates)
-        )
+        self.token = by_expert % index.shape[0]
+        self.place = index.argsort(dim=1, stable=True).argsort(dim=1).t().reshape(-1)[by_expert]
+        self.gates = weights.t().reshape(-1)[by_expert]
         self.count = torch.bincount(index.reshape(-1)).tolist()
         self._ends = list(accumulate(self.count))
 
@@ -135,7 +134,7 @@ class _ManySums:
         return self._choices.counts(experts)
 
     def rows(self, experts: Sequence[int]) -> torch.Tensor:
-        return self._hidden[self._choices.tokens(experts)]
+        return self._hidden[self._choices.tokens(experts).to(self._hidden.device, non_blocking=True)]
 
 
 class TorchSums(_ManySums):
@@ -145,13 +144,15 @@ class TorchSums(_ManySums):
         tokens, k = choices.shape
         super().__init__(choices, hidden)
         self._kept = torch.zeros((k, tokens, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)
+        self._token, self._place, self._gates = (
+            each.to(hidden.device, non_blocking=True) for each in (choices.token, choices.place, choices.gates)
+        )
 
     def keep(self, experts: Sequence[int], outputs: torch.Tensor) -> None:
-        choices = self._choices
         for expert, output in zip(experts, torch.split(outputs, self.counts(experts)), strict=True):
-            rows = choices.of(expert)
-            product = (output * choices.gates[rows, None]).to(output.dtype)
-            self._kept[choices.place[rows], choices.token[rows]] = product
+            rows = self._choices.of(expert)
+            product = (output * self._gates[rows, None]).to(output.dtype)
+            self._kept[self._place[rows], self._token[rows]] = product
 
     def total(self) -> torch.Tensor:
         total = self._kept[0]
@@ -161,26 +162,30 @@ class TorchSums(_ManySums):
 
 
 class NativeSums(_ManySums):
-    """Outputs are kept by expert, (T K, H), in one piece of memory that goes back as a whole; one call reads each
-    once."""
+    """One call reads each output once, by its address. On a CPU outputs are kept in one piece of memory (T K, H), which
+    goes back as a whole; on a GPU they stay where they are."""
 
     def __init__(self, choices: Choices, hidden: torch.Tensor) -> None:
         super().__init__(choices, hidden)
-        tokens, k = choices.shape
-        self._outputs = hidden.new_empty((tokens * k, hidden.shape[1]))
-        self._came = torch.zeros(tokens * k, dtype=torch.bool)
+        rows = choices.token.numel() if hidden.device.type == "cpu" else 0
+        self._piece = hidden.new_empty((rows, hidden.shape[1]))
+        self._outputs: list[torch.Tensor] = []
+        self._addresses = torch.zeros_like(choices.token)
 
     def keep(self, experts: Sequence[int], outputs: torch.Tensor) -> None:
-        for expert, output in zip(experts, torch.split(outputs, self.counts(experts)), strict=True):
-            rows = self._choices.of(expert)
-            self._outputs[rows] = output
-            self._came[rows] = True
+        if self._hidden.device.type == "cpu":
+            here, self._piece = self._piece[: len(outputs)], self._piece[len(outputs) :]
+            outputs = here.copy_(outputs)
+        self._outputs.append(outputs)
+        address, row = outputs.data_ptr(), outputs.stride(0) * outputs.element_size()
+        for expert, count in zip(experts, self.counts(experts), strict=True):
+            end = address + count * row
+            self._addresses[self._choices.of(expert)] = torch.arange(address, end, row)
+            address = end
 
     def total(self) -> torch.Tensor:
-        choices, outputs = self._choices, self._outputs
+        choices = self._choices
         gates, addresses = torch.empty(choices.shape), torch.empty(choices.shape, dtype=torch.int64)
         where = choices.token, choices.place
-        gates[where] = choices.gates.float()
-        rows = torch.arange(len(outputs)) * (outputs.stride(0) * outputs.element_size())
-        addresses[where] = (outputs.data_ptr() + rows).masked_fill_(~self._came, 0)
-        return combine_many(addresses, gates, outputs.shape[1])
+        gates[where], addresses[where] = choices.gates.float(), self._addresses
+        return combine_many(addresses, gates, self._hidden)

@@ -131,7 +131,12 @@ class MoELayer:
         if self.native is not None and len(parts) == 1 and hidden.shape[0] <= FEW_TOKENS:
             totals = [self._few(self.native, hidden.contiguous(), index, weights)]
         else:
-            works = [_Work(*part, on_host) for part in routed_parts]
+            # of a GPU's sequences that decode, rows of one call: a product of its own for each
+            alone = hidden.device.type != "cpu" and self._on_cpu is None and len(parts) == len(hidden) > 1
+            if alone:
+                index, weights = (torch.cat([part[which] for part in routed_parts]) for which in (1, 2))
+                routed_parts = [(hidden, index, weights)]
+            works = [_Work(*part, on_host, alone) for part in routed_parts]
             if len(works) > 1:
                 weights = torch.cat([each.weights for each in works])
             chosen = [row for work in works for row in work.chosen]
@@ -140,6 +145,8 @@ class MoELayer:
                     for alike in each.alike(group):
                         self._compute_group(alike, each)
             totals = [self._total(each) for each in works]
+            if alone:
+                totals = [*torch.split(totals[0], 1)]
         if observer is not None:
             observer.on_computed(self._index)
         return totals
@@ -255,7 +262,11 @@ class MoELayer:
         if tokens == 1:
             outputs = kernel.forward_one(work.hidden, views)
         else:
-            outputs = kernel.forward_ragged(sums.rows(experts), sums.counts(experts), views, tokens > FEW_TOKENS)
+            counts = sums.counts(experts)
+            if work.alone:
+                views = [each for each, count in zip(views, counts, strict=True) for _ in range(count)]
+                counts = [1] * len(views)
+            outputs = kernel.forward_ragged(sums.rows(experts), counts, views, tokens > FEW_TOKENS)
         sums.keep(experts, outputs)
 
     def _total(self, work: _Work) -> torch.Tensor:
@@ -302,7 +313,7 @@ class MoELayer:
 class _Work:
     """Tokens that are computed by themselves, and what has come for them: hidden (T, H), on any device; index and
     weights (T, K), in main memory. `chosen`: the index, as lists. `on_host`: hidden in main memory, if it is there
-    (T = 1). `on_cpu`: outputs to come."""
+    (T = 1). `alone`: each of its tokens is computed by itself. `on_cpu`: outputs to come."""
 
     def __init__(
         self,
@@ -310,8 +321,9 @@ class _Work:
         index: torch.Tensor,
         weights: torch.Tensor,
         on_host: torch.Tensor | None = None,
+        alone: bool = False,
     ) -> None:
-        self.hidden, self.index, self.weights, self.on_host = hidden, index, weights, on_host
+        self.hidden, self.index, self.weights, self.on_host, self.alone = hidden, index, weights, on_host, alone
         self.chosen: list[list[int]] = index.tolist()
         self.sums: Sums = sums_of(hidden, self.chosen, index, weights)
         self.came = set[int]()

@@ -13,6 +13,7 @@ from torch import Tensor
 from tiermoe.formats.encoding import scratch
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.plain import Plain
+from tiermoe.kernels import gpu
 from tiermoe.kernels.gates import Gate
 from tiermoe.kernels.gpu import GroupedExperts, grouped_experts
 from tiermoe.kernels.linear import MatrixForm, linear_for, matrix_form
@@ -118,8 +119,7 @@ class FusedExperts(ExpertKernel):
 
 
 class Grouped(ExpertKernel):
-    """Experts on a GPU: for one token one launch for each matrix, with the values of separate steps; for more tokens
-    unfused."""
+    """Experts on a GPU: several by few launches a matrix, with the values of separate steps."""
 
     def __init__(self, grouped: GroupedExperts, gate: Gate, separate: UnfusedExperts) -> None:
         self.separate = separate
@@ -130,7 +130,12 @@ class Grouped(ExpertKernel):
         return self.separate(x, views)
 
     def forward_one(self, x: Tensor, views: Sequence[Views]) -> Tensor:
-        return self._grouped(x, views, self._gate)
+        return self._grouped(x, [1] * len(views), views, self._gate, shared=True)
+
+    def forward_ragged(
+        self, x: Tensor, counts: list[int], views: Sequence[Views], among_others: bool = False
+    ) -> Tensor:
+        return self._grouped(x, counts, views, self._gate)
 
 
 class UnfusedExperts(ExpertKernel):
@@ -272,28 +277,35 @@ def bias_of(form: ExpertFormat, matrix: Part) -> str | None:
 
 def combines(output: Tensor) -> bool:
     """Whether `combine` takes outputs like this one (H)."""
-    return output.dtype == torch.bfloat16 and output.device.type == "cpu" and output.numel() % 16 == 0 and available()
+    if output.device.type != "cpu":
+        return gpu.has_triton()
+    return output.dtype == torch.bfloat16 and output.numel() % 16 == 0 and available()
 
 
 def combine(outputs: Sequence[Tensor], weights: list[float]) -> Tensor:
-    """sum of weights[i] * outputs[i], in their order, rounded to bfloat16 after each product and each sum: the values
-    that torch's separate operations give. outputs (H), contiguous, at least one → (1, H)."""
-    return combine_rows([output.data_ptr() for output in outputs], weights, outputs[0].numel())
+    """sum of weights[i] * outputs[i], in their order, rounded to their dtype after each product and each sum: the
+    values that torch's separate operations give. outputs (H), contiguous, at least one → (1, H)."""
+    return combine_rows([output.data_ptr() for output in outputs], weights, outputs[0])
 
 
-def combine_rows(addresses: list[int], weights: list[float], columns: int) -> Tensor:
-    """`combine` of contiguous rows of so many columns in bfloat16 that lie at `addresses`, 0 where there is none → (1,
-    columns)."""
+def combine_rows(addresses: list[int], weights: list[float], like: Tensor) -> Tensor:
+    """`combine` of contiguous rows that lie at `addresses`, 0 where there is none, on the device of `like` (..., H) and
+    of its dtype → (1, H)."""
+    if like.device.type != "cpu":
+        return gpu.weighted_sums(torch.tensor([addresses]), torch.tensor([weights]), like)
+    columns = like.shape[-1]
     out = torch.empty((1, columns), dtype=torch.bfloat16)
     there = [each for each in zip(addresses, weights, strict=True) if each[0]]
     _native.combine([address for address, _ in there], [weight for _, weight in there], columns, out.data_ptr())
     return out
 
 
-def combine_many(addresses: Tensor, weights: Tensor, columns: int) -> Tensor:
-    """`combine` for each of T tokens → (T, columns). addresses: int64 (T, K) of contiguous rows of so many columns in
-    bfloat16, in the order in which they are added, 0 where there is none; weights: float32 (T, K)."""
-    tokens, k = addresses.shape
+def combine_many(addresses: Tensor, weights: Tensor, like: Tensor) -> Tensor:
+    """`combine_rows` for each of T tokens → (T, H). addresses: int64 (T, K), in the order in which rows are added;
+    weights: float32 (T, K). Both in main memory."""
+    if like.device.type != "cpu":
+        return gpu.weighted_sums(addresses, weights, like)
+    (tokens, k), columns = addresses.shape, like.shape[-1]
     out = torch.empty((tokens, columns), dtype=torch.bfloat16)
     _native.combine_many(
         addresses.data_ptr(), weights.data_ptr(), tokens, k, columns, out.data_ptr(), torch.get_num_threads()

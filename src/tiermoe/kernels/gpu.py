@@ -1,9 +1,11 @@
-"""GPU kernels: torch's own product and norm for plain weights, Triton's (`triton_kernels`) for packed ones, and a
-token's experts with one launch for each matrix of all of them."""
+"""GPU kernels: torch's own product and norm for plain weights, Triton's (`triton_kernels`) for packed ones, for a group
+of experts by few launches a matrix, and for the weighted sums of experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -76,25 +78,44 @@ def _triton() -> ModuleType:
     return triton_kernels
 
 
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
+
+
+def weighted_sums(addresses: Tensor, weights: Tensor, like: Tensor) -> Tensor:
+    """`experts.combine_many` on a GPU: one copy and one launch. Needs Triton."""
+    choices = torch.stack((addresses, weights.double().view(torch.int64))).to(like.device, non_blocking=True)
+    found: Tensor = _triton().weighted_sums(choices, like)
+    return found
+
+
 class GroupedExperts:
     """Experts of one format: two packed matrices and nothing else."""
 
     def __init__(self, form: ExpertFormat, first: SlotMatrix, second: SlotMatrix) -> None:
         self._first, self._second = first, second
-        self._multiply: Callable[..., Tensor] = _triton().grouped_linear
+        self._kernels = _triton()
         start = form.slot.fields[0]
         assert start.offset == 0
         self._start = start.part, start.field.name
 
-    def __call__(self, x: Tensor, views: Sequence[Views], activation: Callable[[Tensor], Tensor]) -> Tensor:
-        """x (1, hidden) → (E, hidden). `views` are the fields of the E experts' slots. `activation` is called once, on
-        a row for each expert, as transformers calls it where it multiplies several experts at a time."""
+    def __call__(
+        self,
+        x: Tensor,
+        counts: Sequence[int],
+        views: Sequence[Views],
+        activation: Callable[[Tensor], Tensor],
+        shared: bool = False,
+    ) -> Tensor:
+        """`ExpertKernel.forward_ragged`. shared: x is one token, of every expert. `activation` is called once, on all
+        rows, as transformers calls it where it multiplies several experts at a time."""
         part, field = self._start
-        addresses = torch.tensor([each[part][field].data_ptr() for each in views], dtype=torch.int64)
-        # the list is taken before the call returns: nobody waits for the kernels before it
-        slots = addresses.to(x.device, non_blocking=True)
-        features = activation(self._multiply(x, slots, self._first, shared=True))
-        return self._multiply(features, slots, self._second, shared=False)
+        tiles = self._kernels.tiles_of([each[part][field].data_ptr() for each in views], counts, x.device)
+        features = activation(self._kernels.grouped_linear(x, tiles, self._first, shared=shared))
+        result: Tensor = self._kernels.grouped_linear(features, tiles, self._second, shared=False)
+        return result
 
 
 def grouped_experts(form: ExpertFormat) -> GroupedExperts | None:

@@ -23,14 +23,16 @@ What is fixed is the order on one GPU model under one version of Triton; another
 sizes follow from reasoning about loads per program; they have not been tuned on hardware.
 
 Several experts in one launch (`grouped_linear`): an expert is found by the address of its slot, in which the matrix's
-fields lie at the same offsets for every expert. A program computes one block of one expert as the single-token kernel
-does: same blocks, same sums, and the alignment that a pointer argument would have shown the compiler is told to it. The
-number of experts is in the grid alone, so that one compilation, hence one order of summation, serves any number.
+fields lie at the same offsets for every expert. A program computes one block of one tile of an expert's tokens as the
+kernels for one expert do: same blocks, same sums, and the alignment that a pointer argument would have shown the
+compiler is told to it. The number of tiles is in the grid alone, so that one compilation, hence one order of summation,
+serves any number.
 
 Needs Triton: `gpu` imports this module on first use.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -313,15 +315,13 @@ def _block_tiles(
     return total
 
 
-# M not specialized: one compilation, hence one order, for every number of tokens in a block
-@triton.jit(do_not_specialize=["M"])
-def tiled_kernel(
-    x, codes, scales, levels, y, first, M, N, K,
+@triton.jit
+def tiled_product(
+    x, codes, scales, levels, block, tokens, M, N, K,
     CODING: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, HEAD: tl.constexpr,
     LANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    block = (first + tl.program_id(0)).to(tl.int64)
-    tokens = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    """The rows of a block, and x[tokens] @ W[rows].T for x (M, K) as fp32 (TOKENS, rows)."""
     if CODING == "INT8":
         rows = block * ROWS + tl.arange(0, ROWS)
         total = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
@@ -339,6 +339,22 @@ def tiled_kernel(
             x, codes, scales, levels, block, tokens, M, N, K, CODING, GROUP, COLUMNS, PLANES, HEAD, LANES, ROWS, WORDS,
             TOKENS,
         )  # fmt: skip
+    return rows, total
+
+
+# M not specialized: one compilation, hence one order, for every number of tokens in a block
+@triton.jit(do_not_specialize=["M"])
+def tiled_kernel(
+    x, codes, scales, levels, y, first, M, N, K,
+    CODING: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, HEAD: tl.constexpr,
+    LANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    block = (first + tl.program_id(0)).to(tl.int64)
+    tokens = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    rows, total = tiled_product(
+        x, codes, scales, levels, block, tokens, M, N, K, CODING, GROUP, COLUMNS, PLANES, HEAD, LANES, ROWS, WORDS,
+        WIDTH, TOKENS,
+    )  # fmt: skip
     inside = (tokens < M)[:, None] & (rows < N)[None, :]
     tl.store(y + tokens[:, None] * N + rows[None, :], total.to(y.dtype.element_ty), mask=inside)
 
@@ -349,24 +365,52 @@ def _field(slot, offset, TYPE: tl.constexpr):
     return tl.multiple_of((slot + offset).to(tl.pointer_type(TYPE)), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tiles"])
 def grouped_kernel(
-    x, slots, levels, y, first, N, K, codes_at, scales_at,
-    TYPE: tl.constexpr, SHARED: tl.constexpr,
+    x, tiles, levels, y, first, N, K, codes_at, scales_at,
+    TYPE: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr,
     CODING: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, HEAD: tl.constexpr,
     LANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """A tile of `tiles_of` and a block of its expert's rows. SHARED: x is one row, of all."""
     block = (first + tl.program_id(0)).to(tl.int64)
-    expert = tl.program_id(1)
-    slot = tl.load(slots + expert)
+    tile = tiles + 3 * tl.program_id(1)
+    slot, token = tl.load(tile), tl.load(tile + 1)
     codes = _field(slot, codes_at, tl.int8 if CODING == "INT8" else tl.uint8)
     scales = _field(slot, scales_at, TYPE)
+    y += token * N
     if not SHARED:
-        x += expert * K
-    rows, total = product(
-        x, codes, scales, levels, block, N, K, CODING, GROUP, COLUMNS, PLANES, HEAD, LANES, ROWS, WORDS, WIDTH
-    )
-    tl.store(y + expert * N + rows, total.to(y.dtype.element_ty), mask=rows < N)
+        x += token * K
+    if TOKENS == 1:
+        rows, total = product(
+            x, codes, scales, levels, block, N, K, CODING, GROUP, COLUMNS, PLANES, HEAD, LANES, ROWS, WORDS, WIDTH
+        )
+        tl.store(y + rows, total.to(y.dtype.element_ty), mask=rows < N)
+    else:
+        tokens, count = tl.arange(0, TOKENS).to(tl.int64), tl.load(tile + 2)
+        rows, total = tiled_product(
+            x, codes, scales, levels, block, tokens, count, N, K, CODING, GROUP, COLUMNS, PLANES, HEAD, LANES, ROWS,
+            WORDS, WIDTH, TOKENS,
+        )  # fmt: skip
+        inside = (tokens < count)[:, None] & (rows < N)[None, :]
+        tl.store(y + tokens[:, None] * N + rows[None, :], total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weighted_sum_kernel(choices, y, T, K, H, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
+    """Columns of a token's sum; choices (2, T, K) as `weighted_sums` has them. What has no address adds nothing."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.full((WIDTH,), -0.0, tl.float32)  # to which any number adds itself
+    for place in range(K):
+        at = choices + token * K + place
+        address, weight = tl.load(at), tl.load(at + T * K).to(tl.float64, bitcast=True).to(tl.float32)
+        row = tl.multiple_of(address.to(tl.pointer_type(y.dtype.element_ty)), ALIGNED)
+        there = column < tl.where(address != 0, H, 0)
+        product = tl.load(row + column, mask=there, other=0).to(tl.float32) * weight
+        added = total + product.to(y.dtype.element_ty).to(tl.float32)
+        total = tl.where(there, added.to(y.dtype.element_ty).to(tl.float32), total)
+    tl.store(y + token * H + column, total.to(y.dtype.element_ty), mask=column < H)
 
 
 class Unit(NamedTuple):
@@ -396,6 +440,11 @@ def levels_of(coding: str, device: torch.device) -> Tensor | None:
     return None
 
 
+def tile_tokens(m: int) -> int:
+    """Tokens that a program takes of an expert's m, or of a matrix's."""
+    return 1 if m == 1 else 16 if m <= 16 else 64
+
+
 def launches(coding: str, group: int, m: int, n: int, k: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """(first block of rows, number of blocks, constants) of each launch for x (m, k) and W (n, k), from
     the shape alone: whole blocks, then a last one of fewer rows. ValueError where a group is no power of two.
@@ -407,7 +456,7 @@ def launches(coding: str, group: int, m: int, n: int, k: int) -> Iterator[tuple[
     constants = {"CODING": coding, "GROUP": group, "COLUMNS": unit.columns, "PLANES": unit.planes, "HEAD": unit.head}
     constants |= {"LANES": unit.lanes, "enable_fp_fusion": FUSE}
     if m != 1:
-        constants["TOKENS"] = 16 if m <= 16 else 64
+        constants["TOKENS"] = tile_tokens(m)
     if coding == "INT8":
         narrow = (4 if n < 4096 else 8, 512) if m == 1 else (32, 128) if m <= 16 else (64, 64)
         rows, width = narrow[0], min(narrow[1], longest)
@@ -447,29 +496,62 @@ def linear(x: Tensor, coding: str, group: int, codes: Tensor, scales: Tensor, ro
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-def grouped_linear(x: Tensor, slots: Tensor, matrix: SlotMatrix, shared: bool) -> Tensor:
-    """y[e] = W_e @ x_e -> (E, N) in the type of x, the values of one call of `linear` for each expert.
+def tiles_of(slots: Sequence[int], counts: Sequence[int], device: torch.device) -> dict[int, Tensor]:
+    """The programs of experts whose slots lie at these addresses, multiples of 16, and which take so many of
+    consecutive tokens each: tokens of a tile → int64 (tiles, 3) on the device: slot, first token, number of tokens. One
+    copy, which no kernel before it delays: the list is taken before the call returns."""
+    tiles: dict[int, list[tuple[int, int, int]]] = {}
+    begin = 0
+    for slot, count in zip(slots, counts, strict=True):
+        size, end = tile_tokens(count), begin + count
+        tiles.setdefault(size, []).extend((slot, at, min(size, end - at)) for at in range(begin, end, size))
+        begin = end
+    entries = [entry for each in tiles.values() for entry in each]
+    table = torch.tensor(entries, dtype=torch.int64).to(device, non_blocking=True)
+    return dict(zip(tiles, torch.split(table, [len(each) for each in tiles.values()]), strict=True))
 
-    x (1, K) where `shared`, for all experts; otherwise (E, K), a row for each. `slots` (E,) int64: the addresses of the
-    experts' slots, on x's device, multiples of 16. The slots are read when the launch runs: they must hold the
-    experts until then.
+
+def grouped_linear(x: Tensor, tiles: Mapping[int, Tensor], matrix: SlotMatrix, shared: bool) -> Tensor:
+    """y[t] = W_e @ x[t] for the expert e of each token t -> (M, N) in the type of x: the values of one call of `linear`
+    for each expert with its tokens. One launch for each size of `tiles` (two where the last block has fewer rows).
+
+    x (M, K), or (1, K) where it is `shared` by experts of one token each. The slots are read when the launches run:
+    they must hold the experts until then.
     """
-    experts, n, k = len(slots), matrix.rows, matrix.columns
-    y, x, levels = x.new_empty((experts, n)), aligned(x), levels_of(matrix.coding, x.device)
+    n, k = matrix.rows, matrix.columns
+    m = sum(map(len, tiles.values())) if shared else len(x)
+    y, x, levels = x.new_empty((m, n)), aligned(x), levels_of(matrix.coding, x.device)
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device, which may be another
-        for first, blocks, constants in launches(matrix.coding, matrix.group, 1, n, k):
-            grouped_kernel[(blocks, experts)](
-                x,
-                slots,
-                levels,
-                y,
-                first,
-                n,
-                k,
-                matrix.codes,
-                matrix.scales,
-                TYPE=_TYPES[matrix.dtype],
-                SHARED=shared,
-                **constants,
-            )
+        for size, those in tiles.items():
+            for first, blocks, constants in launches(matrix.coding, matrix.group, size, n, k):
+                grouped_kernel[(blocks, len(those))](
+                    x,
+                    those,
+                    levels,
+                    y,
+                    first,
+                    n,
+                    k,
+                    matrix.codes,
+                    matrix.scales,
+                    TYPE=_TYPES[matrix.dtype],
+                    SHARED=shared,
+                    **(constants | {"TOKENS": size}),
+                )
+    return y
+
+
+def weighted_sums(choices: Tensor, like: Tensor) -> Tensor:
+    """Each of T tokens' sum of weighted rows -> (T, H) in the type of `like` (..., H), rounded to it after each product
+    and each sum, in the order given. choices (2, T, K) int64, on its device: addresses of rows (H) in that type, 0
+    where there is none, and the bits of their weights in float64. One launch."""
+    (_, tokens, k), columns = choices.shape, like.shape[-1]
+    y = like.new_empty((tokens, columns))
+    width = min(1024, triton.next_power_of_2(columns))
+    step = math.gcd(columns * y.element_size(), ALIGNMENT)
+    with torch.cuda.device(like.get_device()):
+        # products and sums are rounded apart
+        weighted_sum_kernel[(tokens, triton.cdiv(columns, width))](
+            choices, y, tokens, k, columns, WIDTH=width, ALIGNED=step, enable_fp_fusion=False
+        )
     return y
