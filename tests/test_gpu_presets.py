@@ -176,6 +176,54 @@ def test_sequences_that_decode_together_are_one_call_with_the_bits_of_each(
     assert Counter(each.operator for each in fake_cuda.events)["grouped_linear"] == 2 * LAYERS
 
 
+EXPERTS_LAUNCH = ("copy_", "index", "grouped_linear", "silu", "mul", "weighted_sums")
+"""Operators of a layer's experts, views aside."""
+
+
+def test_what_a_layer_launches_for_its_experts(
+    gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], fake_cuda: FakeCuda
+) -> None:
+    """Figures of docs/architecture.md, whatever the number of experts."""
+    loaded, _ = on_fake_gpu(gpu_model, bits=4, preset="lru", cache="100%", batch=3)
+    engine = loaded.tiermoe
+    cache = engine.new_cache(3)
+    slabs = [cache.open() for _ in range(3)]
+
+    def launched(*rows: Any) -> Counter[str]:
+        fake_cuda.clear()
+        engine.step(Batch(rows), cache)
+        places = ("engine/expert_sums.py", "kernels/gates.py", "kernels/gpu.py")
+        found = Counter(
+            each.operator
+            for each in fake_cuda.events
+            if each.where.startswith(places) and (each.operator != "mul" or "gates" in each.where)
+        )
+        return Counter({name: found[name] / LAYERS for name in EXPERTS_LAUNCH if found[name]})
+
+    for slab, count in zip(slabs, (100, 12, 60), strict=True):  # the first one brings all experts
+        prompted = launched(prompt(slab, ids(count, seed=1)))
+        calls, matrices = prompted["index"], prompted.pop("grouped_linear")
+        assert calls == 1 or count == 100
+        assert prompted == {"copy_": 2 * calls + 1, "index": calls, "silu": calls, "mul": calls, "weighted_sums": 1}
+        assert 2 * calls <= matrices <= 6 * calls
+    token = {"copy_": 2, "grouped_linear": 2, "silu": 1, "mul": 1, "weighted_sums": 1}
+    assert launched(decode(slabs[0], 100, 7)) == token
+    both = launched(decode(slabs[1], 12, 7), decode(slabs[2], 60, 7))
+    assert both == {**token, "copy_": 3, "index": 1}
+
+
+def test_what_the_gates_of_later_layers_launch(
+    gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], fake_cuda: FakeCuda
+) -> None:
+    """Figures of docs/architecture.md, of float32: bfloat16 takes one more, which widens the logits."""
+    loaded, _ = on_fake_gpu(gpu_model, bits=4, preset="default", cache="60%", set={"speculate": "always"})
+    decoding_waits(loaded.tiermoe, fake_cuda)  # what is asked for is known from then on
+    decoding_waits(loaded.tiermoe, fake_cuda)
+    asked = [each.operator for each in fake_cuda.events if each.where.startswith("engine/forecasts.py")]
+    views = {"view", "slice", "t", "alias", "detach"}
+    assert [each for each in asked if each not in views] == ["mm", "_softmax", "topk"] * ((LAYERS - 1) * MORE)
+
+
 def test_what_comes_next_is_decided_when_the_layer_is_launched(
     gpu_model: Path,
     on_fake_gpu: Callable[..., tuple[Any, FakeGpu]],

@@ -125,7 +125,7 @@ class Forecaster:
         if not self._knows(target):
             return ()
         experts = self._experts[target]
-        _, _, index = self._routed(target, hidden)
+        _, index = self._routed(target, hidden)
         (chosen,) = read_back([index])
         counts = torch.bincount(chosen.reshape(-1), minlength=experts)[:experts]
         return [entry for entry in _descending(counts) if entry[1]]
@@ -163,9 +163,10 @@ class Forecaster:
         the last token's experts (K) and the sum of all tokens' probabilities (E). Empty if nothing is known."""
         if not self._knows(target):
             return []
-        logits, weights, index = self._routed(target, hidden)
         if self.whole:
+            logits, _, index = self._called(target, hidden)
             return [index[-1], logits.float().softmax(-1)[:, : self._experts[target]].sum(0)]
+        weights, index = self._routed(target, hidden)
         return [index.reshape(-1), weights.reshape(-1)]
 
     def _ranking(self, target: int, said: Sequence[torch.Tensor], tokens: int) -> Ranked:
@@ -189,6 +190,11 @@ class Forecaster:
         return target < len(self._routers) and target in self._beside_input
 
     def _routed(self, target: int, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The router's weights and experts."""
+        router = self._routers[target]
+        return router.route(hidden) if isinstance(router, Router) else self._called(target, hidden)[1:]
+
+    def _called(self, target: int, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
         """The router's logits, weights and experts."""
         arguments, named = self._beside_input[target]
         router = self._routers[target]
