@@ -15,7 +15,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.kernels.linear import linear_for
 
 HERE = Path(__file__).parent
-CASES = [str(HERE / name) for name in ("triton_cases.py", "triton_grouped_cases.py")]
+CASES = [str(HERE / name) for name in ("triton_cases.py", "triton_grouped_cases.py", "triton_neuron_cases.py")]
 DEVICES = ("interpreter", "gpu") if torch.cuda.is_available() else ("interpreter",)
 CODINGS = ("INT8", "INT6", "INT4", "INT2", "TCQ2", "NL4", "NL3", "NL2")
 needs_triton = pytest.mark.skipif(

@@ -3,8 +3,9 @@ token's experts with one launch for each matrix of all of them."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor
 from tiermoe.errors import ConfigError
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat, SlotMatrix
+from tiermoe.formats.neurons import Sealed
 from tiermoe.types import Part
 
 Views = Mapping[str, Mapping[str, Tensor]]
@@ -54,7 +56,7 @@ class PackedLinear:
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         self._encoding = encoding
-        self._linear = _triton().linear
+        self._linear = triton().linear
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         how = self._encoding.in_c(out, in_)
@@ -64,15 +66,21 @@ class PackedLinear:
         return result
 
 
-def _triton() -> ModuleType:
-    """Imported on first use: Triton exists for Linux alone, and a machine without a GPU needs none of it."""
+def triton(module: str = "triton_kernels") -> Any:
+    """A module of kernels, imported on first use: Triton exists for Linux alone, and a machine without a GPU needs none
+    of it."""
     try:
-        from tiermoe.kernels import triton_kernels
+        return importlib.import_module(f"tiermoe.kernels.{module}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise
         raise ConfigError("packed weights on a GPU need Triton: pip install tiermoe[cuda]") from error
-    return triton_kernels
+
+
+def addresses(starts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Where tensors of a GPU begin, int64 on `device`. Nobody waits for the kernels before it: the list is taken before
+    the call returns."""
+    return torch.tensor([each.data_ptr() for each in starts], dtype=torch.int64).to(device, non_blocking=True)
 
 
 class GroupedExperts:
@@ -80,7 +88,7 @@ class GroupedExperts:
 
     def __init__(self, form: ExpertFormat, first: SlotMatrix, second: SlotMatrix) -> None:
         self._first, self._second = first, second
-        self._multiply: Callable[..., Tensor] = _triton().grouped_linear
+        self._multiply: Callable[..., Tensor] = triton().grouped_linear
         start = form.slot.fields[0]
         assert start.offset == 0
         self._start = start.part, start.field.name
@@ -89,9 +97,7 @@ class GroupedExperts:
         """x (1, hidden) → (E, hidden). `views` are the fields of the E experts' slots. `activation` is called once, on
         a row for each expert, as transformers calls it where it multiplies several experts at a time."""
         part, field = self._start
-        addresses = torch.tensor([each[part][field].data_ptr() for each in views], dtype=torch.int64)
-        # the list is taken before the call returns: nobody waits for the kernels before it
-        slots = addresses.to(x.device, non_blocking=True)
+        slots = addresses([each[part][field] for each in views], x.device)
         features = activation(self._multiply(x, slots, self._first, shared=True))
         return self._multiply(features, slots, self._second, shared=False)
 
@@ -99,13 +105,16 @@ class GroupedExperts:
 def grouped_experts(form: ExpertFormat) -> GroupedExperts | None:
     """The grouped kernel of a format; None where it does not take the format: biases, matrices of 16 bits. Needs
     Triton."""
-    found = [_packed_matrix(form, part) for part in form.layer.parts]
+    found = [packed_matrix(form, part) for part in form.layer.parts]
     matrices = [matrix for matrix in found if matrix is not None]
     return GroupedExperts(form, *matrices) if len(matrices) == len(found) == 2 else None
 
 
-def _packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
+def packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
+    """A part of experts as the grouped kernels find it in their slots; None if they do not take it."""
     encoding = form.encodings.get(part.name)
+    if isinstance(encoding, Sealed):
+        encoding = encoding.inner
     if encoding is None or encoding.name.partition("/")[0] not in KINDS:
         return None
     how = encoding.in_c(*part.out_in)

@@ -444,7 +444,7 @@ def linear(x: Tensor, coding: str, group: int, codes: Tensor, scales: Tensor, ro
     return y
 
 
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def grouped_linear(x: Tensor, slots: Tensor, matrix: SlotMatrix, shared: bool) -> Tensor:
@@ -468,7 +468,7 @@ def grouped_linear(x: Tensor, slots: Tensor, matrix: SlotMatrix, shared: bool) -
                 k,
                 matrix.codes,
                 matrix.scales,
-                TYPE=_TYPES[matrix.dtype],
+                TYPE=TYPES[matrix.dtype],
                 SHARED=shared,
                 **constants,
             )
