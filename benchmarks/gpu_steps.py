@@ -52,8 +52,8 @@ PAPERS: Mapping[str, dict[str, Any]] = {
     "mobile": {"gamma": 0.5},
     "default": {},
 }
-"""Preset → the settings that a calibration would find; of random weights there is nothing to find. EdgeMoE and Fate
-read tables of a calibration, CORM's neurons are computed on CPUs."""
+"""Preset → the settings that a calibration would find; of random weights there is nothing to find. EdgeMoE, Fate
+and CORM read tables of a calibration."""
 
 MODELS = (
     ("qwen3-30b-a3b", 8, "33%"),

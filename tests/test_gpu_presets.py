@@ -22,7 +22,7 @@ from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import ConfigError
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.tokenizer import load_tokenizer
-from tiermoe.offload.composition import require_device
+from tiermoe.offload.composition import changed, require_device
 from tiermoe.offload.presets import PRESETS
 from tiermoe.offload.profiles import Profile, profile_path, to_json
 from tiermoe.serve.grammar import Grammars, json_rule
@@ -176,6 +176,11 @@ def test_what_a_gpu_does_not_run_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="use --device cpu"):
         on_fake_gpu(gpu_model, 6, **calibrated(gpu_model, tmp_path, name))
+
+
+def test_gaps_between_neurons_do_not_apply_to_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"gap is for .* leave it out"):
+        require_device(changed(PRESETS["corm"], {"gap": "4KiB"}), "cuda")
 
 
 @pytest.mark.parametrize(

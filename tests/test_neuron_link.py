@@ -14,17 +14,18 @@ import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-import tiermoe
-from fake_cuda import scatter
+from fake_cuda import FakeCuda, on_device, scatter, values_of
 from fake_gpu import FakeGpu, Stream
 from neuron_sources import packed
 from patience import until, within
+from tiermoe.batch import Batch, decode
+from tiermoe.engine.units import GpuNeuronExperts, NeuronCounts, neuron_views
 from tiermoe.errors import LoadError
 from tiermoe.formats.neurons import record_place
-from tiermoe.kernels.neurons import NeuronKernel
+from tiermoe.kernels.neurons import GpuNeuronKernel, NeuronKernel
 from tiermoe.offload.disk import SlotFiller
 from tiermoe.offload.neuron_link import NeuronLink, Part, staging_bytes
-from tiermoe.offload.neurons import Token, to_bits, to_indices
+from tiermoe.offload.neurons import LoadedNeurons, Token, to_bits, to_indices
 from tiermoe.offload.policies.neurons import to_load, whole
 from tiermoe.offload.slots import DeviceSlots, HostSlots
 from tiermoe.types import ExpertKey, Load
@@ -71,7 +72,8 @@ class Rig:
         self.slots = DeviceSlots(slots, FORM.slot.nbytes, "cpu")
         self.slots._tensor.fill_(0xFF)
         self.link = NeuronLink(
-            SlotFiller(self.disk, lambda key: None, lambda key: FORM), {4: HostSlots(host, FORM.slot.nbytes)}, self.slots, lambda key: FORM.slot.nbytes, self.gpu, lanes,
+            SlotFiller(self.disk, lambda key: None, lambda key: FORM), {4: HostSlots(host, FORM.slot.nbytes)},
+            self.slots, lambda key: FORM.slot.nbytes, self.gpu, lanes,
             active_of=lambda key, x, views: self.kernel.active(self.kernel.activations(x, views))[0], scatter=scatter,
             upper_limit=LIMIT, staged=staging_bytes([FORM], LIMIT), at_once=2,
         )  # fmt: skip
@@ -105,9 +107,7 @@ class Rig:
         self.gpu._computing.launch(compute)
 
     def top_up(self, *experts: int, token: Token) -> None:
-        missing = [
-            (expert, self.link.neurons.missing(key(expert), self.active(expert, token))) for expert in experts
-        ]
+        missing = [(expert, self.link.neurons.missing(key(expert), self.active(expert, token))) for expert in experts]
         parts = [
             Part(key(expert), self.slots.buffer(expert), self.link.to_load(key(expert), each))
             for expert, each in missing
@@ -127,14 +127,14 @@ def key(expert: int) -> ExpertKey:
     return ExpertKey(0, expert, 4)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def pin_nothing(patch: pytest.MonkeyPatch) -> None:
     for name in ("pin_memory", "unpin_memory"):
-        monkeypatch.setattr(f"tiermoe.offload.slots.{name}", lambda tensor: None)
+        patch.setattr(f"tiermoe.offload.slots.{name}", lambda tensor: None)
 
 
 @pytest.fixture
-def rig() -> Iterator[Callable[..., Rig]]:
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
+    pin_nothing(monkeypatch)
     made: list[Rig] = []
 
     def make(**options: Any) -> Rig:
@@ -213,15 +213,18 @@ def walk(one: Rig, seed: int) -> None:
 @settings(max_examples=20, deadline=None, phases=[Phase.generate])  # a hang takes long to shrink
 @given(st.integers(0, 2**20), st.integers(1, 6), st.integers(1, 3))
 def test_every_computation_sees_its_neurons(seed: int, host: int, lanes: int) -> None:
-    one = Rig(seed=seed, host=host, lanes=lanes)
-    walk(one, seed)
-    within(one.end)
+    with pytest.MonkeyPatch.context() as patch:
+        pin_nothing(patch)
+        one = Rig(seed=seed, host=host, lanes=lanes)
+        walk(one, seed)
+        within(one.end)
     assert one.gpu.violations == []
 
 
 @pytest.mark.parametrize("forgets", ["copies", "computing"])
 def test_a_missing_wait_is_found(forgets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that begin before the hidden state is there, or computing before the copies are."""
+    pin_nothing(monkeypatch)
     wait_event = Stream.wait_event
 
     def forget(stream: Stream, event: Any) -> None:
@@ -280,3 +283,104 @@ def test_an_interrupted_load_is_rolled_back(rig: Callable[..., Rig]) -> None:
     assert one.link.poll() is None
     one.load(2, 2)
     one.use(2, 2)
+
+
+def test_an_expert_that_goes_on_takes_what_is_there_and_the_host_does_not_wait(fake_cuda: FakeCuda) -> None:
+    loads, kernel = Loads(), NeuronKernel(FORM, F.silu, 0.25)
+    slots = [on_device(image) for image in IMAGES[:2]]
+    hidden = [torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(seed)) for seed in (3, 4)]
+    views = [FORM.slot.views(each) for each in IMAGES[:2]]
+    first, second = ([to_bits(kernel.active(kernel.activations(x, each))[0]) for each in views] for x in hidden)
+    token = Token(1, hidden[0])  # another layer's
+    for expert, slot in enumerate(slots):
+        loads._begin(key(expert), slot)
+        loads._end(key(expert), first[expert], NEURONS, token)
+    experts = GpuNeuronExperts({4: GpuNeuronKernel(FORM, F.silu, 0.25)}, loads, True, NeuronCounts())
+    x, used = hidden[1], [one & other for one, other in zip(first, second, strict=True)]
+
+    def check(taken: list[int], waits: int) -> None:
+        fake_cuda.clear()
+        found = values_of(experts.forward_one(on_device(x), [neuron_views(FORM, each) for each in slots]))
+        for row, own, neurons in zip(found, views, taken, strict=True):
+            one = kernel.combine(x, kernel.activations(x, own), to_indices(neurons), own)
+            torch.testing.assert_close(row[None], one, rtol=1e-4, atol=1e-5)
+        assert sum(fake_cuda.waits.values()) == waits
+
+    check(used, waits=0)
+    counts = experts._counts.read()
+    sizes = sum(map(int.bit_count, second)), sum(map(int.bit_count, used))
+    assert (counts.neurons, counts.active, counts.there) == (2 * NEURONS, *sizes)
+    assert counts.left_out == sizes[0] - sizes[1] > 0
+    assert not loads.came
+    check(second, waits=1)  # the next token finds them cached
+    assert {part.key.expert: part.neurons for part in loads.came} == {
+        expert: second[expert] & ~first[expert] for expert in (0, 1)
+    }
+
+
+class Loads(LoadedNeurons):
+    """Neurons that are all there, whatever was loaded; `came`: what was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came: list[Part] = []
+
+    def to_load(self, key: ExpertKey, missing: int) -> int:
+        return missing
+
+    def top_up(self, missing: list[Part]) -> None:
+        self.came += missing
+        for part in missing:
+            self.neurons.add(part.key, part.neurons)
+
+
+def test_staging_buffers_are_planned_and_given_back(
+    gpu_model: Path,
+    tmp_path: Path,
+    on_fake_gpu: Callable[..., tuple[Any, FakeGpu]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"bits": 4, "preset": "lru", "set": {"unit": "neuron", "theta": 0.2}, "store": tmp_path, "cache": "60%"}
+    loaded, _ = on_fake_gpu(gpu_model, 6, **options)
+    link, plan = loaded.tiermoe.link, loaded.tiermoe.plan
+    planned = {need.part: need.nbytes for need in plan.needs if need.what == "neurons on their way"}
+    assert planned == dict.fromkeys(("staging", "activations"), link._pinned.slot_bytes)
+    unpinned: list[int] = []
+    monkeypatch.setattr("tiermoe.offload.slots.unpin_memory", lambda tensor: unpinned.append(tensor.numel()))
+    loaded.tiermoe.close()
+    assert sorted(unpinned) == sorted([6 * plan.slot_bytes, planned["staging"]])
+
+
+def test_a_model_goes_on_after_a_failure_and_an_interruption(
+    gpu_model: Path,
+    tmp_path: Path,
+    on_fake_gpu: Callable[..., tuple[Any, FakeGpu]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {"unit": "neuron", "theta": 0.2, "upper_limit": 1.0}
+    loaded, gpu = on_fake_gpu(gpu_model, 6, bits=4, preset="lru", set=settings, store=tmp_path, cache="60%")
+    engine = loaded.tiermoe
+
+    def answer() -> list[int]:
+        cache, found = engine.new_cache(), [5]
+        slab = cache.open()
+        for at in range(8):
+            found.append(int(engine.step(Batch((decode(slab, at, found[-1]),)), cache)[-1].cpu().argmax()))
+        return found
+
+    expected = within(answer)
+    gpu.failure = LoadError("the fake GPU refuses")
+    with pytest.raises(LoadError, match="refuses"):
+        within(answer)
+    gpu.failure = None
+    assert within(answer) == expected
+    top_up = NeuronLink._before_use
+
+    def interrupted(link: NeuronLink, ticket: Any) -> None:
+        monkeypatch.setattr(NeuronLink, "_before_use", top_up)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NeuronLink, "_before_use", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answer()
+    assert within(answer) == expected

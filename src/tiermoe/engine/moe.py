@@ -318,9 +318,9 @@ class _Work:
         self.on_cpu: list[tuple[Future[torch.Tensor], list[int]]] = []
 
     def alike(self, group: list[Ready], kernels: Mapping[int, ExpertKernel]) -> Iterator[list[Ready]]:
-        """Those of a group that its tokens chose, in calls of one kernel (`kernels`: by precision). A call takes no
-        more rows than there are tokens, but for the first expert, so that a prompt's rows are not all there at once; few
-        tokens are one call."""
+        """Those of a group that its tokens chose, in calls of one kernel. A call takes no more rows than there are
+        tokens, but for the first expert, so that a prompt's rows are not all there at once; few tokens are one call.
+        kernels: by precision."""
         tokens = self.hidden.shape[0]
         most = tokens * self.index.shape[1] if tokens <= FEW_TOKENS else tokens
         asked = self.sums.counts([ready.expert for ready in group])

@@ -96,7 +96,7 @@ def sums_kernel(
         neuron = first + tl.arange(0, ROWS)
         product = tl.load(products + expert * N + neuron, mask=neuron < N, other=0)
         mask = (product != 0)[:, None] & inside[None, :]
-        record = (start + neuron.to(tl.int64) * RECORD).to(tl.pointer_type(tl.uint8))
+        record = tl.multiple_of((start + neuron.to(tl.int64) * RECORD).to(tl.pointer_type(tl.uint8)), 16)
         packed = tl.load(record[:, None, None] + (half + byte)[None, :, :], mask=mask[:, :, None], other=0).to(tl.int32)
         added = ()
         for strip in tl.static_range(8 // BITS):
@@ -117,13 +117,28 @@ def scatter_kernel(staged, WORDS: tl.constexpr):
     entry = staged.to(tl.pointer_type(tl.int64)) + 3 * tl.program_id(0)
     target = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.int32)), 16)
     source = tl.multiple_of((staged + tl.load(entry + 1)).to(tl.pointer_type(tl.int32)), 16)
-    words = tl.load(entry + 2) // 4
+    words = tl.multiple_of(tl.load(entry + 2) // 4, 4)
     for first in range(0, words, WORDS):
         word = first + tl.arange(0, WORDS)
         tl.store(target + word, tl.load(source + word, mask=word < words, other=0), mask=word < words)
 
 
-def neuron_sums(x: Tensor, gates: Tensor, slots: Tensor, records: Records, place: RecordPlace, dtype: Any) -> Tensor:
+def constants_of(records: Records, width: int, dtype: torch.dtype) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    """Blocks of the columns of W2 (width, I), and the constants of the two kernels, from the shape alone. dtype: of the
+    records' scales."""
+    groups = width // records.strips // records.group
+    shared = {
+        "RECORD": records.record_bytes(width, dtype), "MIDDLE": records.middle, "WIDTH": width, "GROUP": records.group,
+        "BITS": records.bits, "TWO_LEVEL": records.two_level, "TYPE": TYPES[dtype], "enable_fp_fusion": FUSE,
+    }  # fmt: skip
+    at_once, block = min(triton.next_power_of_2(groups), _BYTES // records.group), _COLUMNS // records.group
+    products = {**shared, "GROUPS": at_once, "num_warps": 1}
+    return triton.cdiv(groups, block), products, {**shared, "GROUPS": block, "ROWS": _ROWS}
+
+
+def neuron_sums(
+    x: Tensor, gates: Tensor, slots: Tensor, records: Records, place: RecordPlace, dtype: torch.dtype
+) -> Tensor:
     """y[e] = the sum over neurons j of gates[e, j] (w3_j . x) w2_j -> (E, H) in the type of x. Records of neurons whose
     gate is 0 are not read.
 
@@ -133,20 +148,11 @@ def neuron_sums(x: Tensor, gates: Tensor, slots: Tensor, records: Records, place
     gates, x = gates.contiguous(), aligned(x)
     products = torch.empty(gates.shape, dtype=torch.float32, device=x.device)
     y = x.new_empty((experts, width))
-    constants = {
-        "RECORD": place.record_bytes, "MIDDLE": records.middle, "WIDTH": width, "GROUP": records.group,
-        "BITS": records.bits, "TWO_LEVEL": records.two_level, "TYPE": TYPES[dtype], "enable_fp_fusion": FUSE,
-    }  # fmt: skip
-    groups = width // records.strips // records.group
-    at_once = min(triton.next_power_of_2(groups), _BYTES // records.group)
-    block = _COLUMNS // records.group
+    neurons, at = place.neurons, place.slot_at
+    blocks, of_products, of_sums = constants_of(records, width, dtype)
     with torch.cuda.device(x.get_device()):  # Triton launches on the current device, which may be another
-        products_kernel[(place.neurons, experts)](
-            x, gates, slots, products, place.neurons, place.slot_at, GROUPS=at_once, num_warps=1, **constants
-        )
-        sums_kernel[(triton.cdiv(groups, block), experts)](
-            products, slots, y, place.neurons, place.slot_at, GROUPS=block, ROWS=_ROWS, **constants
-        )
+        products_kernel[(neurons, experts)](x, gates, slots, products, neurons, at, **of_products)
+        sums_kernel[(blocks, experts)](products, slots, y, neurons, at, **of_sums)
     return y
 
 

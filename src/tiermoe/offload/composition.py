@@ -468,4 +468,4 @@ def kept_from_gpus(composition: Composition) -> str:
     """Why a composition runs on CPUs alone, and what to do; empty if it does not."""
     if composition.routing == "cached":
         return "routing=cached chooses by scores that are known on the CPU alone; use --set routing=all"
-    return ""
+    return "gap is for neurons that a CPU reads from a drive; leave it out" if composition.gap is not None else ""

@@ -158,8 +158,8 @@ class HostCache(SecondLevelCache):
     def copy(
         self, key: ExpertKey, nbytes: int, target: torch.Tensor, after: Mark, urgent: bool, first: int = 0
     ) -> Ticket:
-        """Asks for the copy of the `nbytes` bytes of a pinned expert, without the `first` ones. It is unpinned once that
-        is over, or if asking fails."""
+        """Asks for the copy of the `nbytes` bytes of a pinned expert, without the `first` ones. It is unpinned once
+        that is over, or if asking fails."""
         try:
             source = self.buffer(key)[first:nbytes]
             work = functools.partial(target[first:nbytes].copy_, source, non_blocking=True)

@@ -30,6 +30,8 @@ from tiermoe.types import ExpertKey, Load
 Scatter = Callable[[torch.Tensor, int], None]
 """(staging buffer on the GPU, records in it): puts them in their places, which the buffer begins with: int64 (records,
 3), the address of each place, the byte at which the record lies, and its bytes."""
+_TO_BE_PINNED = -2
+"""The slot of a load that ends in main memory, where the expert is pinned."""
 _ENTRY, _ALIGNMENT = 24, 16  # bytes of a place there, and of what records lie at multiples of
 
 
@@ -92,6 +94,7 @@ class NeuronLink(LoadedNeurons, GpuLink):
         self._pinned = HostSlots(1, sum(sizes), pin=True)
         pairs = zip(torch.split(self._pinned.buffer(0), sizes), torch.split(on_device, sizes), strict=True)
         *own, self._together = (Staging(*pair) for pair in pairs)
+        self._brought: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()  # how the thread's own loads ended
         self._free: queue.SimpleQueue[Staging] = queue.SimpleQueue()
         for each in own:
             self._free.put(each)
@@ -117,22 +120,43 @@ class NeuronLink(LoadedNeurons, GpuLink):
         whole_ones = [self._is_whole(part) for part in missing]
         staged = sum(part.neurons.bit_count() for part, all_ in zip(missing, whole_ones, strict=True) if not all_)
 
-        def pinned() -> Iterator[Part]:
-            for part in missing:
-                self.host.bring(part.key)
-                yield part
-
-        ticket = self._move(pinned(), staged, self._together, self._copier.mark(), urgent=True)
+        ticket = self._move(self._pinning(missing), staged, self._together, self._copier.mark(), urgent=True)
         for part in missing:
             self.neurons.add(part.key, part.neurons)
         self._wait_s += time.perf_counter() - started
         assert ticket is not None
         self._before_use(ticket)
 
+    def roll_back(self) -> None:
+        super().roll_back()
+        self._brought = queue.SimpleQueue()
+
     def close(self) -> None:
         super().close()
         del self._free, self._together
         self._pinned.close()
+
+    def _pinning(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """Each with its expert pinned, which an I/O thread reads if it is not here: the thread that computes waits for
+        no condition."""
+        for part in parts:
+            if not self.host.pin_if_here(part.key):
+                self._threads.submit(Load(part.key, _TO_BE_PINNED, urgent=True))
+                error = self._brought.get()
+                if error is not None:
+                    raise error
+            yield part
+
+    def _work(self, load: Load) -> None:
+        if load.slot != _TO_BE_PINNED:
+            super()._work(load)
+            return
+        try:
+            self.host.bring(load.key)
+        except Exception as failure:  # handed to the thread that computes
+            self._brought.put(failure)
+        else:
+            self._brought.put(None)
 
     def _transfer(self, load: Load, mark: Mark) -> Ticket:
         key, slot, token = load.key, self._device.buffer(load.slot), self._tokens.pop(load.slot)
