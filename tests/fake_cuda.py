@@ -26,6 +26,7 @@ from tiermoe.formats.expert_format import SlotMatrix
 from tiermoe.formats.int4 import Int2, Int4
 from tiermoe.formats.int6 import Int6
 from tiermoe.formats.int8 import Int8
+from tiermoe.formats.neurons import RecordPlace, Records
 from tiermoe.formats.nonuniform import NonUniform
 from tiermoe.formats.trellis import Trellis
 from tiermoe.kernels import gpu
@@ -63,6 +64,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.pinned: dict[int, int] = {}  # address → bytes of main memory that was pinned
 
     @property
     def waits(self) -> Counter[str]:
@@ -129,8 +131,6 @@ class CudaTensor(torch.Tensor):
         )
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if torch._C._is_torch_function_mode_enabled():  # a stream of `fake_gpu.FakeGpu` takes it
-            return torch.Tensor.copy_(self, source, non_blocking=non_blocking)
         result: torch.Tensor = torch.ops.aten.copy_(self, source, non_blocking)
         return result
 
@@ -240,15 +240,16 @@ def _require_one_device(func: Any, name: str, args: tuple[Any, ...], kwargs: Map
 
 def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether CUDA lets the host wait for an operator. A copy out of memory that is not pinned waits for what was
-    launched before it unless it is asked for with non_blocking; a copy to the CPU always does here."""
+    launched before it unless it is asked for with non_blocking; a copy to the CPU does unless its memory is pinned
+    too."""
     if name == "_to_copy":
         device = kwargs.get("device")
         return device is not None and torch.device(device).type == "cpu"
     if name == "copy_":
         target, source = args[:2]
-        if not isinstance(target, CudaTensor):
-            return True
         blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        if not isinstance(target, CudaTensor):
+            return blocking or not _is_pinned(target)
         return blocking and not isinstance(source, CudaTensor)
     if name in _INDEXING:
         return _index_waits(tuple(args[1]), len(args) > 2 and args[2].numel() == 1)
@@ -386,15 +387,50 @@ def _decoded_at(address: int, matrix: SlotMatrix) -> torch.Tensor:
     return weight
 
 
+def _neuron_sums(
+    x: torch.Tensor, gates: torch.Tensor, tiles: torch.Tensor, records: Records, place: RecordPlace, dtype: torch.dtype
+) -> CudaTensor:
+    x, gates = values_of(x), values_of(gates)
+    _note("neuron_sums")
+    sums = []
+    for address, gate in zip(values_of(tiles)[:, 0].tolist(), gates.float(), strict=True):
+        used = gate.nonzero()[:, 0]
+        rows = [address + place.slot_at + place.record_bytes * neuron for neuron in used.tolist()]
+        content = b"".join(ctypes.string_at(row, place.record_bytes) for row in rows)
+        read = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)[: len(content)].view(len(rows), -1)
+        halves = [records.decode_half(read, half, x.shape[1], dtype).float() for half in (0, 1)] if rows else None
+        sums.append((gate[used] * (halves[0] @ x[0].float())) @ halves[1] if halves else torch.zeros(x.shape[1]))
+    return CudaTensor(torch.stack(sums).to(x.dtype))
+
+
+def scatter(staged: torch.Tensor, count: int) -> None:
+    values = plain(staged)
+    _note("scatter")
+    for address, first, nbytes in values[: 24 * count].view(torch.int64).view(-1, 3).tolist():
+        ctypes.memmove(address, values[first:].data_ptr(), nbytes)
+
+
 KERNELS = SimpleNamespace(
-    linear=_linear, tiles_of=_tiles_of, grouped_linear=_grouped_linear, weighted_sums=_weighted_sums
-)
-"""In the place of `kernels.triton_kernels`."""
+    linear=_linear, tiles_of=_tiles_of, grouped_linear=_grouped_linear, weighted_sums=_weighted_sums,
+    neuron_sums=_neuron_sums, scatter=scatter,
+)  # fmt: skip
+"""In the place of `kernels.triton_kernels` and `kernels.triton_neurons`."""
+
+
+def _pin(address: int, nbytes: int, _: int) -> int:
+    if _device is not None:
+        _device.pinned[address] = nbytes
+    return 0
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    pinned = _device.pinned.items() if _device is not None else ()
+    return any(first <= tensor.data_ptr() < first + nbytes for first, nbytes in pinned)
 
 
 def _runtime() -> SimpleNamespace:
     """In the place of `torch`, for `offload.cuda`: what it asks of the runtime."""
-    driver = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    driver = SimpleNamespace(cudaHostRegister=_pin, cudaHostUnregister=lambda *_: 0)
     runtime = SimpleNamespace(
         is_available=lambda: True, device_count=lambda: 1, mem_get_info=lambda device: (FREE, WHOLE),
         max_memory_allocated=lambda device: 0, cudart=lambda: driver,
@@ -415,7 +451,7 @@ def device() -> Iterator[FakeCuda]:
     ):
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(cuda, "torch", _runtime())
-        patch.setattr(gpu, "_triton", lambda: KERNELS)
+        patch.setattr(gpu, "triton", lambda *_: KERNELS)
         patch.setattr(gpu, "has_triton", lambda: True)
         for name in _FACTORIES:
             operators.impl(name, _factory(name))

@@ -10,11 +10,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tiermoe.engine import service
 from tiermoe.errors import LoadError
@@ -126,21 +124,6 @@ class Event:
         return 1e3 * (later.time - self.time)
 
 
-class Launches(TorchFunctionMode):
-    """Copies that are asked for within it run on a stream when their turn comes."""
-
-    def __init__(self, gpu: FakeGpu, stream: Stream) -> None:
-        super().__init__()
-        self._gpu, self._stream = gpu, stream
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not torch.Tensor.copy_:
-            return function(*args, **(kwargs or {}))
-        assert kwargs == {"non_blocking": True}
-        self._gpu.ask(self._stream, args[1], args[0])
-        return args[0]
-
-
 class FakeGpu(CudaCopier):
     """The program's own `CudaCopier` over streams of a fake GPU: a thread runs the next operation of any of them in
     random order, as far as events leave it free, and copies in two halves.
@@ -162,16 +145,21 @@ class FakeGpu(CudaCopier):
         self._computing = Stream(self)
         self._streams = [self._computing]
         super().__init__("cpu", SimpleNamespace(
-            Stream=self._new_stream, Event=functools.partial(Event, self), stream=functools.partial(Launches, self),
+            Stream=self._new_stream, Event=functools.partial(Event, self),
             current_stream=lambda device: self._computing,
         ))  # fmt: skip
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def ask(self, stream: Stream, host: torch.Tensor, device: torch.Tensor) -> None:
-        """Takes a copy for a stream."""
+    def _launch(self, work: Callable[[], object], stream: Stream) -> None:
+        """Takes a plain copy, or whatever else a stream does when its turn comes."""
         if self.failure is not None:
             raise self.failure
+        if not isinstance(work, functools.partial):
+            stream.launch(work)
+            return
+        (host,), device = work.args, work.func.__self__
+        assert work.keywords == {"non_blocking": True}
         copy = Copy(host, device, stream.urgent, host.clone())
         self.asked.append(copy)
         stream.launch(copy)
@@ -190,6 +178,11 @@ class FakeGpu(CudaCopier):
                 self.violations.append(f"the slot of {key} held something else when it was computed with")
 
         self._computing.launch(compute)
+
+    @property
+    def urgent(self) -> Stream:
+        """The stream of urgent copies."""
+        return next(each for each in self._streams if each.urgent)
 
     def hold(self, speculative_alone: bool = False) -> None:
         """No copy and no computation makes progress until `release`, or no speculative copy does."""
@@ -246,7 +239,10 @@ class FakeGpu(CudaCopier):
             case ("wait", _):
                 pass
             case compute:
-                compute()
+                try:
+                    compute()
+                except Exception as error:
+                    self.violations.append(repr(error))
         stream.reached += 1
 
     def _half(self, copy: Copy) -> None:

@@ -1,4 +1,4 @@
-"""Gated experts to pack in the neuron unit without a model."""
+"""Gated experts in the neuron unit without a model: to pack, and packed in a slot."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import numpy as np
 import torch
 
 from sources import RandomExperts
+from tiermoe.formats.expert_format import ExpertFormat, PartViews
+from tiermoe.formats.neurons import neuron_format
+from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.store import Source, Store
 from tiermoe.types import MoeLayer, Part
 
 HIDDEN, NEURONS, EXPERTS = 128, 160, 3
+CODES = [(4, "hqq"), (4, "hqq-double"), (2, "hqq")]
+"""Bits and quantiser of each kind of records."""
 
 
 class GatedExperts(RandomExperts):
@@ -61,3 +66,27 @@ def gated_store(root: Path, source: GatedExperts, dtype: str = "bfloat16") -> St
     store = Store(root, Source("random", "0123456789abcdef", "qwen3_moe", dtype), source.layers)
     store.save()
     return store
+
+
+def packed(
+    hidden: int, neurons: int, bits: int, dtype: torch.dtype, quantizer: str = "hqq", seed: int = 0
+) -> tuple[ExpertFormat, dict[str, PartViews]]:
+    """A random expert, and the views of its slot."""
+    layer = MoeLayer("l", 1, 1, (Part("gate_up_proj", (2 * neurons, hidden)), Part("down_proj", (hidden, neurons))))
+    form = neuron_format(layer, bits, dtype, quantizer)
+    generator = torch.Generator().manual_seed(hidden + neurons + seed)
+    tensors = {
+        part.name: (torch.randn(part.shape, generator=generator) / hidden**0.5).to(dtype) for part in form.layer.parts
+    }
+    stored, slot = (torch.zeros(layout.nbytes, dtype=torch.uint8) for layout in (form.stored, form.slot))
+    form.encode(tensors, QUANTIZERS[quantizer], stored)
+    form.widen(stored, slot)
+    return form, form.slot.views(slot)
+
+
+def dense(form: ExpertFormat, views: dict[str, PartViews]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """W1, W3 (I, H) and W2 (H, I) as the slot holds them, float32."""
+    neurons, hidden = form.layer.parts[0].shape
+    gate = form.encodings["gate"].decode(views["gate"], neurons, hidden, form.dtype).float()
+    both = form.encodings["neurons"].decode(views["neurons"], neurons, 2 * hidden, form.dtype).float()
+    return gate, both[:, :hidden], both[:, hidden:].t()

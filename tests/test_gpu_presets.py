@@ -23,7 +23,7 @@ from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import ConfigError
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.tokenizer import load_tokenizer
-from tiermoe.offload.composition import require_device
+from tiermoe.offload.composition import changed, require_device
 from tiermoe.offload.presets import PRESETS
 from tiermoe.offload.profiles import Profile, profile_path, to_json
 from tiermoe.serve.grammar import Grammars, json_rule
@@ -87,7 +87,8 @@ def answers(engine: Any, prompts: Sequence[list[int]] = PROMPTS, more: int = MOR
 def test_three_prompts_of_every_preset(
     name: str, gpu_model: Path, tmp_path: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], fake_cuda: FakeCuda
 ) -> None:
-    """The second prompt finds records of the first. Tokens are the CPU's; the host waits once a layer in decode."""
+    """The second prompt finds records of the first. Tokens are the CPU's; the host waits once a layer in decode, with
+    CORM twice: for active neurons too."""
     options = calibrated(gpu_model, tmp_path, name)
     cache = {} if PRESETS[name].cache in ("all", "none", "double") or name == "sti" else {"cache": "60%"}
     loaded, _ = on_fake_gpu(gpu_model, 6, **options, **cache)
@@ -99,7 +100,7 @@ def test_three_prompts_of_every_preset(
         assert found == answers(plain.tiermoe)
         plain.tiermoe.close()
     waits = decoding_waits(engine, fake_cuda)
-    passes = 1 + (name == "mobile" and engine.confident.fallback_ratio > 0)
+    passes = 1 + (name == "corm" or (name == "mobile" and engine.confident.fallback_ratio > 0))
     assert waits <= passes * LAYERS * MORE, fake_cuda.waits
 
 
@@ -113,6 +114,52 @@ def decoding_waits(engine: Any, device: FakeCuda, rows: int = 1) -> int:
     for at in range(MORE):
         engine.step(Batch(tuple(decode(slab, len(PROMPTS[0]) + at, 7 + slab) for slab in slabs)), cache)
     return sum(count for where, count in device.waits.items() if not where.startswith(OF_A_STEP))
+
+
+@pytest.mark.parametrize(
+    ("changes", "cache", "host_slots"),
+    [
+        ({}, "60%", 6),
+        ({"theta": 0.0}, "60%", 2),
+        ({"theta": 0.3, "upper_limit": 1.0}, "20%", 24),
+        ({"theta": 0.3, "prefetch": "none"}, "60%", 6),
+        ({"theta": 0.3, "upper_limit": 1.0, "prefetch": "none"}, "100%", 2),
+    ],
+    ids=str,
+)
+def test_active_neurons_give_the_cpus_tokens(
+    changes: dict[str, Any],
+    cache: str,
+    host_slots: int,
+    gpu_model: Path,
+    tmp_path: Path,
+    on_fake_gpu: Callable[..., tuple[Any, FakeGpu]],
+) -> None:
+    """And without prefetch, which takes its time, the CPU's counts of single tokens."""
+    alone = changes.get("prefetch") == "none"
+    prompts = [[3], [7], [9]] if alone else PROMPTS
+    options = calibrated(gpu_model, tmp_path, "corm")
+    options |= {"set": {"on_mispredict": "reload"} | changes, "cache": cache}
+    loaded, _ = on_fake_gpu(gpu_model, host_slots, **options)
+    found = within(lambda: answers(loaded.tiermoe, prompts))
+    plain, _ = tiermoe.load(gpu_model, device="cpu", **options)
+    assert found == answers(plain.tiermoe, prompts)
+    here, there = (each.tiermoe.service.unit.stats() for each in (loaded, plain))
+    assert here["neurons_left_out"] == 0
+    if alone:
+        assert here == there
+        assert all(0 < here[f"neurons_{name}"] < 1 for name in ("active", "there", "spared"))
+    plain.tiermoe.close()
+
+
+def test_what_goes_on_with_its_prediction_is_counted_on_the_gpu(
+    gpu_model: Path, tmp_path: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]
+) -> None:
+    options = calibrated(gpu_model, tmp_path, "corm") | {"cache": "60%", "set": {"theta": 0.3, "upper_limit": 1.0}}
+    loaded, _ = on_fake_gpu(gpu_model, 24, **options)
+    within(lambda: answers(loaded.tiermoe))
+    found = loaded.tiermoe.service.unit.stats()
+    assert 0 < found["neurons_left_out"] < 1 - found["neurons_there"] + 1e-9
 
 
 @pytest.mark.parametrize("family", ["mixtral", "phimoe", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss"])
@@ -133,6 +180,11 @@ def test_what_a_gpu_does_not_run_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="use --device cpu"):
         on_fake_gpu(gpu_model, 6, **calibrated(gpu_model, tmp_path, name))
+
+
+def test_gaps_between_neurons_do_not_apply_to_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"gap is for .* leave it out"):
+        require_device(changed(PRESETS["corm"], {"gap": "4KiB"}), "cuda")
 
 
 @pytest.mark.parametrize(

@@ -7,42 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from measures import relative_error
-from neuron_sources import by_the_page
+from neuron_sources import CODES, by_the_page, dense, packed
 from tiermoe import native
-from tiermoe.formats.expert_format import ExpertFormat, PartViews
-from tiermoe.formats.neurons import Records, neuron_format
-from tiermoe.formats.quantizers import QUANTIZERS
+from tiermoe.formats.neurons import Records
 from tiermoe.kernels.neurons import NeuronKernel
-from tiermoe.types import MoeLayer, Part
 
 # relative error allowed: a few roundings of the dtype
 ALLOWED = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 SHAPES = [(128, 48), (64, 96), (256, 512)]
-CODES = [(4, "hqq"), (4, "hqq-double"), (2, "hqq")]
-
-
-def packed(
-    hidden: int, neurons: int, bits: int, dtype: torch.dtype, quantizer: str = "hqq"
-) -> tuple[ExpertFormat, dict[str, PartViews]]:
-    """A random expert, and the views of its slot."""
-    layer = MoeLayer("l", 1, 1, (Part("gate_up_proj", (2 * neurons, hidden)), Part("down_proj", (hidden, neurons))))
-    form = neuron_format(layer, bits, dtype, quantizer)
-    generator = torch.Generator().manual_seed(hidden + neurons)
-    tensors = {
-        part.name: (torch.randn(part.shape, generator=generator) / hidden**0.5).to(dtype) for part in form.layer.parts
-    }
-    stored, slot = (torch.zeros(layout.nbytes, dtype=torch.uint8) for layout in (form.stored, form.slot))
-    form.encode(tensors, QUANTIZERS[quantizer], stored)
-    form.widen(stored, slot)
-    return form, form.slot.views(slot)
-
-
-def dense(form: ExpertFormat, views: dict[str, PartViews]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """W1, W3 (I, H) and W2 (H, I) as the slot holds them, float32."""
-    neurons, hidden = form.layer.parts[0].shape
-    gate = form.encodings["gate"].decode(views["gate"], neurons, hidden, form.dtype).float()
-    both = form.encodings["neurons"].decode(views["neurons"], neurons, 2 * hidden, form.dtype).float()
-    return gate, both[:, :hidden], both[:, hidden:].t()
 
 
 def masked(x: torch.Tensor, a: torch.Tensor, theta: float, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.kernels.linear import linear_for
 
 HERE = Path(__file__).parent
-CASES = [str(HERE / name) for name in ("triton_cases.py", "triton_grouped_cases.py")]
+CASES = [str(HERE / name) for name in ("triton_cases.py", "triton_grouped_cases.py", "triton_neuron_cases.py")]
 DEVICES = ("interpreter", "gpu") if torch.cuda.is_available() else ("interpreter",)
 CODINGS = ("INT8", "INT6", "INT4", "INT2", "TCQ2", "NL4", "NL3", "NL2")
 needs_triton = pytest.mark.skipif(
@@ -65,9 +65,9 @@ def test_long_cases(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("capability", "codings", "kernels"),
     [
-        ("90", ("INT4", "NL3"), 15),
-        *(pytest.param(each, CODINGS, 57, marks=pytest.mark.long) for each in ("75", "89", "90")),
-        pytest.param("80", CODINGS, 114, marks=pytest.mark.long),
+        ("90", ("INT4", "NL3"), 15 + 7),
+        *(pytest.param(each, CODINGS, 57 + 7, marks=pytest.mark.long) for each in ("75", "89", "90")),
+        pytest.param("80", CODINGS, 114 + 13, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -77,7 +77,7 @@ def test_kernels_compile_for_gpus_without_atomics_and_spills(
     command = (str(HERE / "triton_compiled.py"), capability, *codings)
     output = run_python(*command, tmp_path=tmp_path, TRITON_DUMP_PTXAS_LOG="1")
     assert output.count("compiled") == kernels
-    told = re.findall(r"(\d+) bytes spill stores.*?^compiled \w+ \d+ (\w+) \w+ (\d+)", output, re.DOTALL | re.MULTILINE)
+    told = re.findall(r"(\d+) bytes spill stores.*?^compiled \w+ \d+ (\w+) \S+ (\d+)", output, re.DOTALL | re.MULTILINE)
     assert len(told) == kernels
     for nbytes, dtype, tokens in told:
         without_tensor_cores = tokens != "1" and (capability == "75" or dtype == "fp32")

@@ -4,16 +4,20 @@ runs this in a process of its own, in which ptxas tells what a kernel uses (TRIT
 import re
 import sys
 
+import torch
 import triton.language as tl
 from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tiermoe.kernels import triton_kernels
+from neuron_sources import CODES
+from tiermoe.formats.neurons import records_for
+from tiermoe.kernels import triton_kernels, triton_neurons
 
 SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # what a program may use
 CAPABILITIES = {75: ("fp16",), 80: ("bf16", "fp32"), 89: ("bf16",), 90: ("bf16",)}  # Turing, Ampere, Ada, Hopper
 TYPES = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
+TORCH = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 GROUPS = {"INT4": 64, "INT2": 64, "INT6": 32, "NL4": 32, "NL3": 64, "NL2": 64, "TCQ2": 128, "INT8": 1}
 ONE_TOKEN, GROUPED, TILED = triton_kernels.vector_kernel, triton_kernels.grouped_kernel, triton_kernels.tiled_kernel
 
@@ -27,10 +31,10 @@ def compiled(kernel, capability: int, dtype: str, coding: str, tokens: int = 1, 
     types = {"codes": "*i8" if coding == "INT8" else "*u8", "levels": "*fp32", **numbers}
     if coding.startswith("NL"):
         types["scales"] = "*u8"  # the blocks have both
-    return built(kernel, capability, dtype, coding, sizes, types, options)
+    return compiled_with(kernel, capability, dtype, coding, sizes, types, options)
 
 
-def built(kernel, capability, dtype, coding, sizes, types, options):
+def compiled_with(kernel, capability: int, dtype: str, what: str, sizes: dict, types: dict, options: dict):
     names, types = kernel.arg_names, {"tiles": "*i64", "choices": "*i64", **types}
     signature = {name: "constexpr" if name in sizes else types.get(name, f"*{dtype}") for name in names}
     constants = {(names.index(name),): size for name, size in sizes.items() if name in names}
@@ -42,8 +46,26 @@ def built(kernel, capability, dtype, coding, sizes, types, options):
     assert not re.search(r"\b(atom|red)\.", result.asm["ptx"])
     assert "tf32" not in result.asm["ptx"]
     assert result.metadata.shared <= SHARED_BYTES[capability], result.metadata.shared
-    print("compiled", kernel.__name__, capability, dtype, coding, sizes.get("TOKENS", 1))
+    print("compiled", kernel.__name__, capability, dtype, what, sizes.get("TOKENS", 1))
     return result
+
+
+def compiled_for_neurons(capability: int, dtype: str) -> None:
+    """The kernels of the neuron unit, for each kind of records."""
+    pointers = {"products": "*fp32", "staged": "*u8", "N": "i32", "records_at": "i32"}
+    for bits, quantizer in CODES:
+        records = records_for(bits, 2048, quantizer)
+        _, products, sums = triton_neurons.constants_of(records, 2048, getattr(torch, TORCH[dtype]))
+        for kernel, sizes in ((triton_neurons.products_kernel, products), (triton_neurons.sums_kernel, sums)):
+            options = {"num_warps": sizes.pop("num_warps", 4), "enable_fp_fusion": sizes.pop("enable_fp_fusion")}
+            result = compiled_with(kernel, capability, dtype, records.name, sizes, pointers, options)
+            codes_are_vectors(result.asm["ptx"])
+    if dtype == CAPABILITIES[capability][0]:  # it moves bytes
+        compiled_with(triton_neurons.scatter_kernel, capability, dtype, "records", {"WORDS": 256}, pointers, {})
+
+
+def codes_are_vectors(ptx: str) -> None:
+    assert re.search(r"ld\.global(?:\.L1::\w+)*\.v[24]\.b32", ptx)
 
 
 def order_of_sums(result) -> tuple[list[str], list[str]]:
@@ -61,9 +83,10 @@ def codes_come_in_16_bytes(ptx: str, coding: str) -> None:
 
 capability = int(sys.argv[1])
 for dtype in CAPABILITIES[capability]:
+    compiled_for_neurons(capability, dtype)
     numbers = dict.fromkeys("TKH", "i32")
     sizes, options = {"WIDTH": 1024, "ALIGNED": 16}, {"num_warps": 4, "enable_fp_fusion": False}
-    added = built(triton_kernels.weighted_sum_kernel, capability, dtype, "sums", sizes, numbers, options)
+    added = compiled_with(triton_kernels.weighted_sum_kernel, capability, dtype, "sums", sizes, numbers, options)
     assert "fma.rn" not in added.asm["ptx"]  # products are rounded before they are added
     for coding in sys.argv[2:]:
         for tokens in (16, 64):

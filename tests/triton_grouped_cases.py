@@ -246,7 +246,7 @@ if DEVICE == "cpu":  # the interpreter computes with the values of the pretended
 
         monkeypatch.setattr(Grouped, "forward_one", watched)
         kernels = {name: on_values(name) for name in ("linear", "tiles_of", "grouped_linear", "weighted_sums")}
-        monkeypatch.setattr(gpu, "_triton", lambda: SimpleNamespace(**vars(triton_kernels) | kernels))
+        monkeypatch.setattr(gpu, "triton", lambda *_: SimpleNamespace(**vars(triton_kernels) | kernels))
         found, groups = [], []
         for cache, host_slots in (("100%", 24), ("15%", 2)):
             loaded, _ = on_fake_gpu(gpu_model, host_slots, bits=8, cache=cache, preset="lru")

@@ -9,7 +9,7 @@ by expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ import torch
 from tiermoe.engine.expert_sums import Sums, sums_of
 from tiermoe.engine.forward_context import ForwardContext
 from tiermoe.engine.rerouting import Route
-from tiermoe.engine.units import LayerKernels, NeuronExpert
+from tiermoe.engine.units import GpuNeuronExperts, LayerKernels, NeuronExpert
 from tiermoe.errors import TiermoeError
 from tiermoe.formats.encoding import scratch
 from tiermoe.kernels.experts import ExpertKernel, FusedExperts, SlotViews, Views
@@ -142,7 +142,7 @@ class MoELayer:
             chosen = [row for work in works for row in work.chosen]
             for group in context.run_layer(self._routed(chosen, weights), hidden):
                 for each in works:
-                    for alike in each.alike(group):
+                    for alike in each.alike(group, self._kernels):
                         self._compute_group(alike, each)
             totals = [self._total(each) for each in works]
             if alone:
@@ -167,7 +167,7 @@ class MoELayer:
         """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
         kernels, native = self._kernels, self.native
         self._kernels = {
-            bits: kernel.watched(wrap) if isinstance(kernel, NeuronExpert) else wrap(kernel)
+            bits: kernel.watched(wrap) if isinstance(kernel, NeuronExpert | GpuNeuronExperts) else wrap(kernel)
             for bits, kernel in kernels.items()
         }
         if native is not None:
@@ -329,16 +329,17 @@ class _Work:
         self.came = set[int]()
         self.on_cpu: list[tuple[Future[torch.Tensor], list[int]]] = []
 
-    def alike(self, group: list[Ready]) -> Iterator[list[Ready]]:
-        """Those of a group that its tokens chose, in calls of one precision. A call takes no more rows than there are
-        tokens, but for the first expert, so that a prompt's rows are not all there at once; few tokens are one call."""
+    def alike(self, group: list[Ready], kernels: Mapping[int, ExpertKernel]) -> Iterator[list[Ready]]:
+        """Those of a group that its tokens chose, in calls of one kernel. A call takes no more rows than there are
+        tokens, but for the first expert, so that a prompt's rows are not all there at once; few tokens are one call.
+        kernels: by precision."""
         tokens = self.hidden.shape[0]
         most = tokens * self.index.shape[1] if tokens <= FEW_TOKENS else tokens
         asked = self.sums.counts([ready.expert for ready in group])
-        for bits in dict.fromkeys(ready.bits for ready in group):
+        for kernel in dict.fromkeys(kernels[ready.bits] for ready in group):
             call, rows = list[Ready](), 0
             for ready, count in zip(group, asked, strict=True):
-                if not count or ready.bits != bits:
+                if not count or kernels[ready.bits] is not kernel:
                     continue
                 if call and rows + count > most:
                     yield call

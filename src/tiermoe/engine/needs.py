@@ -27,7 +27,9 @@ from tiermoe.model.prepare_store import packing_needs
 from tiermoe.model.rotary import table_bytes
 from tiermoe.model.stored_weights import loading_needs, table_keys
 from tiermoe.model.streams import streams_of
-from tiermoe.offload.disk import few_lanes, most_lanes, staging_bytes
+from tiermoe.offload.disk import few_lanes, most_lanes
+from tiermoe.offload.disk import staging_bytes as reading_bytes
+from tiermoe.offload.neuron_link import staging_bytes
 from tiermoe.offload.presets import Resolved
 from tiermoe.types import FEW_TOKENS, Need, Phase, Use, Workload
 
@@ -89,10 +91,21 @@ def while_running(model: PlanInputs) -> list[Need]:
         *expanding_needs(blueprint, settings, model.device),
         *decoder_needs(blueprint, formats, settings, load, model.device),
         *_between_turns(model),
-        Need("staging", staging_bytes(formats, lanes), Phase.RUNNING, "reading lanes"),
+        Need("staging", reading_bytes(formats, lanes), Phase.RUNNING, "reading lanes"),
         Need("staging", in_memory, Phase.RUNNING, "the store in memory"),
+        *_staged_neurons(model, formats, lanes),
         *([Need("requests", model.use.requests, Phase.RUNNING, "those in flight")] if model.use.requests else []),
     ]
+
+
+def _staged_neurons(model: PlanInputs, formats: Sequence[ExpertFormat], lanes: int) -> list[Need]:
+    """Needs of the staging buffers through which neurons come to a GPU: pinned ones, and as many bytes there."""
+    composition = model.resolved.composition
+    if model.device == "cpu" or composition.unit != "neuron":
+        return []
+    together = max(layer.top_k for layer in model.blueprint.layers)
+    nbytes = (lanes + together) * staging_bytes(formats, composition.upper_limit)
+    return [Need(part, nbytes, Phase.RUNNING, "neurons on their way") for part in ("staging", "activations")]
 
 
 def prompt_chunks(model: PlanInputs, slots: int, slot_bytes: int, spare: int) -> tuple[int, int]:

@@ -154,6 +154,7 @@ class ExpertService:
             self.device,
             [(pool.bits, pool.slots, pool.slot_bytes) for pool in self.plan.host_pools],
             Lanes(most_lanes(settings, formats)) if settings.lanes is None and not self.keep else None,
+            self.unit.gpu_link(formats, self.plan.layer_slots) if self.device != "cpu" else GpuLink,
         )
 
     def _filler(self) -> SlotFiller:
@@ -268,17 +269,24 @@ def tiers_of(
     device: str = "cpu",
     pinned: Sequence[tuple[Sequence[int], int, int]] = (),
     learned: Lanes | None = None,
+    gpu_link: Callable[..., GpuLink] = GpuLink,
 ) -> Tiers:
     """Disk → slots in main memory, filled by `lanes` threads, or by as many native ones as `learned` finds. sizes:
     (count, bytes, whether they share fewer bytes) of each run of equal slots, numbered one run after the other.
     bytes_of: bytes of an expert in its slot. For a GPU: disk → pinned slots → slots on the GPU; pinned: (the bits of
-    the experts that lie there, count, bytes) of each run. BudgetError if memory is refused."""
+    the experts that lie there, count, bytes) of each run; gpu_link: makes the link, as `GpuLink` does. BudgetError if
+    memory is refused."""
     if device == "cpu":
         slots = SlotRuns([HostSlots(count, nbytes, shared=shared) for count, nbytes, shared in sizes if count])
         return Tiers(slots, _disk_link(filler, slots, lanes, learned))
     copier = CudaCopier(device)  # before memory is pinned, which an error would leave so
     on_device = SlotRuns([DeviceSlots(count, nbytes, device) for count, nbytes, _ in sizes if count])
-    link = GpuLink(filler, _pinned(pinned), on_device, bytes_of, copier, lanes)
+    host = _pinned(pinned)
+    with contextlib.ExitStack() as undo:
+        for run in set(host.values()):
+            undo.callback(run.close)
+        link = gpu_link(filler, host, on_device, bytes_of, copier, lanes)
+        undo.pop_all()
     return Tiers(on_device, link, lambda: _gpu_stats(device, link))
 
 

@@ -132,7 +132,7 @@ class Records(SameInSlot):
 
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
         records, width = slot["records"], in_ // 2
-        weight = torch.empty(out, 2, width, dtype=dtype)
+        weight = torch.empty(out, 2, width, dtype=dtype, device=records.device)
         for half in (0, 1):
             weight[:, half] = self.decode_half(records, half, width, dtype)
         return weight.view(out, in_)
@@ -141,7 +141,7 @@ class Records(SameInSlot):
         """W3's rows (half 0) or W2's columns (half 1) of `records` (n, record_bytes), as (n, width) in `dtype`,
         computed in float32 and rounded once."""
         scale, zero = self.parameters(records, half, width, dtype)
-        weight = torch.empty(len(records), width, dtype=dtype)
+        weight = torch.empty(len(records), width, dtype=dtype, device=records.device)
         strips = weight.view(len(records), self.strips, -1, self.group)
         groups = strips.shape[2]
         for strip, codes in enumerate(self.codes(records, half, width)):
@@ -155,7 +155,8 @@ class Records(SameInSlot):
         the calling thread asks for the next ones."""
         size = width // self.strips
         packed = records[:, half * size : (half + 1) * size]
-        codes = scratch.take("codes", (self.strips, len(records), size), torch.uint8)
+        shape, on_cpu = (self.strips, len(records), size), records.device.type == "cpu"
+        codes = scratch.take("codes", shape, torch.uint8) if on_cpu else records.new_empty(shape)
         for strip, target in enumerate(codes):
             torch.bitwise_right_shift(packed, strip * self.bits, out=target)
             target.bitwise_and_((1 << self.bits) - 1)

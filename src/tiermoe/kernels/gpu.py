@@ -3,10 +3,11 @@ of experts by few launches a matrix, and for the weighted sums of experts."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 from tiermoe.errors import ConfigError
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat, SlotMatrix
+from tiermoe.formats.neurons import Sealed
 from tiermoe.types import Part
 
 Views = Mapping[str, Mapping[str, Tensor]]
@@ -57,7 +59,7 @@ class PackedLinear:
 
     def __init__(self, encoding: Encoding, dtype: torch.dtype) -> None:
         self._encoding = encoding
-        self._linear = _triton().linear
+        self._linear = triton().linear
 
     def __call__(self, x: Tensor, slot: Mapping[str, Tensor], out: int, in_: int) -> Tensor:
         how = self._encoding.in_c(out, in_)
@@ -67,15 +69,15 @@ class PackedLinear:
         return result
 
 
-def _triton() -> ModuleType:
-    """Imported on first use: Triton exists for Linux alone, and a machine without a GPU needs none of it."""
+def triton(module: str = "triton_kernels") -> Any:
+    """A module of kernels, imported on first use: Triton exists for Linux alone, and a machine without a GPU needs none
+    of it."""
     try:
-        from tiermoe.kernels import triton_kernels
+        return importlib.import_module(f"tiermoe.kernels.{module}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise
         raise ConfigError("packed weights on a GPU need Triton: pip install tiermoe[cuda]") from error
-    return triton_kernels
 
 
 @lru_cache(maxsize=1)
@@ -87,7 +89,7 @@ def has_triton() -> bool:
 def weighted_sums(addresses: Tensor, weights: Tensor, like: Tensor) -> Tensor:
     """`experts.combine_many` on a GPU: one copy and one launch. Needs Triton."""
     choices = torch.stack((addresses, weights.double().view(torch.int64))).to(like.device, non_blocking=True)
-    found: Tensor = _triton().weighted_sums(choices, like)
+    found: Tensor = triton().weighted_sums(choices, like)
     return found
 
 
@@ -96,7 +98,7 @@ class GroupedExperts:
 
     def __init__(self, form: ExpertFormat, first: SlotMatrix, second: SlotMatrix) -> None:
         self._first, self._second = first, second
-        self._kernels = _triton()
+        self._kernels = triton()
         start = form.slot.fields[0]
         assert start.offset == 0
         self._start = start.part, start.field.name
@@ -121,13 +123,16 @@ class GroupedExperts:
 def grouped_experts(form: ExpertFormat) -> GroupedExperts | None:
     """The grouped kernel of a format; None where it does not take the format: biases, matrices of 16 bits. Needs
     Triton."""
-    found = [_packed_matrix(form, part) for part in form.layer.parts]
+    found = [packed_matrix(form, part) for part in form.layer.parts]
     matrices = [matrix for matrix in found if matrix is not None]
     return GroupedExperts(form, *matrices) if len(matrices) == len(found) == 2 else None
 
 
-def _packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
+def packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
+    """A part of experts as the grouped kernels find it in their slots; None if they do not take it."""
     encoding = form.encodings.get(part.name)
+    if isinstance(encoding, Sealed):
+        encoding = encoding.inner
     if encoding is None or encoding.name.partition("/")[0] not in KINDS:
         return None
     how = encoding.in_c(*part.out_in)

@@ -6,39 +6,43 @@ theta = 0 gives the dense result of the packed weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from tiermoe.formats.encoding import scratch
 from tiermoe.formats.expert_format import ExpertFormat
-from tiermoe.formats.neurons import GATE, NEURONS, Records, Sealed
+from tiermoe.formats.neurons import GATE, NEURONS, Records, Sealed, record_place
+from tiermoe.kernels import gpu
 from tiermoe.kernels.experts import Views
 from tiermoe.kernels.gates import Activation
 from tiermoe.kernels.linear import linear_for, product_dtype
 from tiermoe.native import _native, available, structs
 
 BLOCK_WEIGHTS = 1 << 20  # weights of a half unpacked at a time: bounds the temporaries
-APART = 8  # tokens up to which the native kernel, token by token, takes less time than unpacking all neurons
+APART = 8  # tokens up to which the kernels of one token, token by token, take less time than unpacking all neurons
 
 
 class NeuronKernel:
-    """Computes experts of one format of the neuron unit on the CPU. activation: of W1 x, elementwise.
+    """Computes experts of one format of the neuron unit. activation: of W1 x, elementwise. device: 'cpu', or as
+    `GpuNeuronKernel`.
 
     The number of tokens and the used neurons alone choose the kernel, never the cache."""
 
-    def __init__(self, form: ExpertFormat, activation: Activation, theta: float) -> None:
+    def __init__(self, form: ExpertFormat, activation: Activation, theta: float, device: str = "cpu") -> None:
         gate, records = form.encodings[GATE], form.encodings[NEURONS]
         assert isinstance(gate, Sealed)
         assert isinstance(records, Records)
         self.neurons, self._width = form.layer.parts[0].out_in
-        self._gate = linear_for(gate.inner.name, "cpu", form.dtype)
+        self._gate = linear_for(gate.inner.name, device, form.dtype)
         self._activation = activation
         self._records = records
         self._dtype = form.dtype
-        self._product_dtype = product_dtype(form.dtype)
+        self._product_dtype = product_dtype(form.dtype) if device == "cpu" else form.dtype
         self._theta = theta
         self._block = max(1, BLOCK_WEIGHTS // self._width)
-        self._native = takes_records(records, self._width, form.dtype)
+        self._native = device == "cpu" and takes_records(records, self._width, form.dtype)
 
     def activations(self, x: Tensor, views: Views) -> Tensor:
         """act(W1 x): x (T, H) in the compute dtype → (T, I)."""
@@ -77,7 +81,7 @@ class NeuronKernel:
             return torch.cat([self.combine(*row, views) for row in rows])
         activations = activations.masked_fill(~active, 0).to(self._product_dtype)
         x_product = x.to(self._product_dtype)
-        total = torch.zeros(x.shape, dtype=torch.float32)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for first in range(0, self.neurons, self._block):
             part = slice(first, first + self._block)
             records = views[NEURONS]["records"][part]
@@ -112,6 +116,43 @@ class NeuronKernel:
         codes = self._records.codes(records, half, self._width)
         values = scratch.take("code values", tuple(codes.shape), self._product_dtype).copy_(codes)
         return list(values.view(self._records.strips, len(records), -1, self._records.group).transpose(1, 2))
+
+
+class GpuNeuronKernel(NeuronKernel):
+    """Computes experts of one format of the neuron unit on a GPU, a token by Triton's kernels: through several experts
+    at a time, which are found by `tiles_of` their slots. Needs Triton."""
+
+    def __init__(self, form: ExpertFormat, activation: Activation, theta: float) -> None:
+        super().__init__(form, activation, theta, "cuda")
+        self._matrix = gpu.packed_matrix(form, form.layer.parts[0])
+        self._place = record_place(form)
+        self._kernels = gpu.triton()
+        self._sums: Callable[..., Tensor] = gpu.triton("triton_neurons").neuron_sums
+
+    def __call__(self, x: Tensor, views: Views) -> Tensor:
+        if len(x) > APART:
+            return super().__call__(x, views)
+        activations = self.activations(x, views)
+        gates = activations.masked_fill(~self.active(activations), 0)
+        first = next(iter(views[GATE].values()))  # where the slot begins
+        tiles = self.tiles_of([first])
+        rows = zip(x[:, None], gates[:, None], strict=True)
+        return torch.cat([self.sums(each, own, tiles) for each, own in rows])
+
+    def tiles_of(self, slots: Sequence[Tensor]) -> dict[int, Tensor]:
+        """What finds experts in these slots, which take one token each."""
+        starts = [slot.data_ptr() for slot in slots]
+        found: dict[int, Tensor] = self._kernels.tiles_of(starts, [1] * len(slots), slots[0].device)
+        return found
+
+    def activations_of(self, x: Tensor, tiles: dict[int, Tensor]) -> Tensor:
+        """act(W1 x) of each of several experts: x (1, H) → (E, I), with the bits of `activations`."""
+        return self._activation(self._kernels.grouped_linear(x, tiles, self._matrix, shared=True))
+
+    def sums(self, x: Tensor, gates: Tensor, tiles: dict[int, Tensor]) -> Tensor:
+        """The sum over each expert's neurons of gates_j (w3_j . x) w2_j: x (1, H), gates (E, I) → (E, H). Records of
+        neurons whose gate is 0 are not read."""
+        return self._sums(x, gates, tiles[1], self._records, self._place, self._dtype)
 
 
 _AT_ONCE = 16  # codes

@@ -493,7 +493,7 @@ def linear(x: Tensor, coding: str, group: int, codes: Tensor, scales: Tensor, ro
     return y
 
 
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def tiles_of(slots: Sequence[int], counts: Sequence[int], device: torch.device) -> dict[int, Tensor]:
@@ -534,7 +534,7 @@ def grouped_linear(x: Tensor, tiles: Mapping[int, Tensor], matrix: SlotMatrix, s
                     k,
                     matrix.codes,
                     matrix.scales,
-                    TYPE=_TYPES[matrix.dtype],
+                    TYPE=TYPES[matrix.dtype],
                     SHARED=shared,
                     **(constants | {"TOKENS": size}),
                 )

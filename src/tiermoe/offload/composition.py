@@ -454,8 +454,7 @@ def require_settings(composition: Composition, model: str) -> None:
 
 
 def require_device(composition: Composition, device: str) -> None:
-    """ConfigError if a device type ('cpu', 'cuda') cannot run a composition: misses=cpu is help for a GPU, whose
-    kernels and copies know whole experts alone."""
+    """ConfigError if a device type ('cpu', 'cuda') cannot run a composition: misses=cpu is help for a GPU."""
     if composition.misses != "load" and device == "cpu":
         raise ConfigError(
             f"misses={composition.misses} computes on the CPU what a GPU lacks, and no GPU is in use; "
@@ -467,4 +466,4 @@ def require_device(composition: Composition, device: str) -> None:
 
 def kept_from_gpus(composition: Composition) -> str:
     """Why a composition runs on CPUs alone, and what to do; empty if it does not."""
-    return "unit=neuron runs on the CPU alone; use --set unit=expert" if composition.unit == "neuron" else ""
+    return "gap is for neurons that a CPU reads from a drive; leave it out" if composition.gap is not None else ""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,17 +41,21 @@ class CudaCopier:
         event.record(self._cuda.current_stream(self._device))
         return event
 
-    def copy(self, host: torch.Tensor, device: torch.Tensor, after: Mark, urgent: bool) -> Ticket:
-        """Asks for a copy that starts once `after` is reached. Returns at once; any thread may call."""
+    def launch(self, work: Callable[[], object], after: Mark, urgent: bool) -> Ticket:
+        """Lets `work` launch copies, and kernels on what they bring, which start once `after` is reached. Returns at
+        once; any thread may call."""
         stream = self._urgent if urgent else self._speculative
         begun = self._cuda.Event(enable_timing=True)
         done = self._cuda.Event(enable_timing=True, blocking=True)  # a thread that waits for it sleeps
-        with self._cuda.stream(stream):
-            stream.wait_event(after)
-            begun.record(stream)
-            device.copy_(host, non_blocking=True)
-            done.record(stream)
+        stream.wait_event(after)
+        begun.record(stream)
+        self._launch(work, stream)
+        done.record(stream)
         return Ticket(begun, done)
+
+    def _launch(self, work: Callable[[], object], stream: Any) -> None:
+        with self._cuda.stream(stream):
+            work()
 
     def ready(self, ticket: Ticket) -> bool:
         """True if the copy, or the wait, is done."""

@@ -10,6 +10,7 @@ filled in the background (`GpuLink.fill`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -46,21 +47,24 @@ class CopyQueue:
         self.copy_s = 0.0
         self.seconds: float | None = None
         self._copier = copier
-        self._under_way: deque[tuple[ExpertKey, int, Ticket]] = deque()  # with their bytes
+        self._under_way: deque[tuple[ExpertKey | None, int, Ticket]] = deque()  # with their bytes
 
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def start(self, key: ExpertKey, source: torch.Tensor, target: torch.Tensor, after: Mark, urgent: bool) -> Ticket:
-        """Asks for the copy of an expert, which starts once `after` is reached."""
-        ticket = self._copier.copy(source, target, after, urgent)
+    def start(
+        self, key: ExpertKey | None, nbytes: int, work: Callable[[], object], after: Mark, urgent: bool
+    ) -> Ticket:
+        """Lets `work` launch a copy of so many bytes, which starts once `after` is reached. key: the expert that is
+        pinned until it is over, if one is."""
+        ticket = self._copier.launch(work, after, urgent)
         with self.lock:
-            self._under_way.append((key, source.nbytes, ticket))
+            self._under_way.append((key, nbytes, ticket))
             self.changed.notify_all()
         return ticket
 
     def take_ended(self) -> list[ExpertKey]:
-        """The experts whose copies are over since the last call. The caller holds `lock`."""
+        """The experts that were pinned for copies that are over since the last call. The caller holds `lock`."""
         ended = [copy for copy in self._under_way if self.is_over(copy[2])]
         self._under_way = deque(copy for copy in self._under_way if copy not in ended)
         for _, nbytes, ticket in ended:
@@ -69,7 +73,7 @@ class CopyQueue:
                 self.seconds = averaged(self.seconds, seconds)
                 self.copy_s += seconds
                 self.bytes_copied += nbytes
-        return [key for key, _, _ in ended]
+        return [key for key, _, _ in ended if key is not None]
 
     def oldest(self) -> Ticket | None:
         """None if no copy is under way. The caller holds `lock`."""
@@ -151,10 +155,15 @@ class HostCache(SecondLevelCache):
                 self._read(key, slot)
                 self.give_back(key)
 
-    def copy(self, key: ExpertKey, nbytes: int, target: torch.Tensor, after: Mark, urgent: bool) -> Ticket:
-        """Asks for the copy of a pinned expert, which is unpinned once that is over, or if asking fails."""
+    def copy(
+        self, key: ExpertKey, nbytes: int, target: torch.Tensor, after: Mark, urgent: bool, first: int = 0
+    ) -> Ticket:
+        """Asks for the copy of the `nbytes` bytes of a pinned expert, without the `first` ones. It is unpinned once
+        that is over, or if asking fails."""
         try:
-            ticket = self._copies.start(key, self.buffer(key)[:nbytes], target[:nbytes], after, urgent)
+            source = self.buffer(key)[first:nbytes]
+            work = functools.partial(target[first:nbytes].copy_, source, non_blocking=True)
+            ticket = self._copies.start(key, source.nbytes, work, after, urgent)
         except Exception:
             self.give_back(key)
             raise
@@ -354,13 +363,17 @@ class GpuLink:
         if arrival.ticket is None:
             return Finished(arrival.load, arrival.error)
         try:
-            stall = self._copier.wait_before_use(arrival.ticket)
+            self._before_use(arrival.ticket)
         except Exception as failure:  # handed to whoever waits for the load
             return Finished(arrival.load, failure)
+        return Finished(arrival.load)
+
+    def _before_use(self, ticket: Ticket) -> None:
+        """Lets what is launched from now on start after a copy."""
+        stall = self._copier.wait_before_use(ticket)
         if stall is not None:
             self._stalls.append(stall)
             self._count_stalls()
-        return Finished(arrival.load)
 
     def _count_stalls(self) -> None:
         """Adds the stalls that are over to the waiting, without waiting for the others."""
@@ -387,10 +400,14 @@ class GpuLink:
     def _copy(self, load: Load, mark: Mark) -> Ticket | None:
         """Asks for the copy of an expert that is pinned in main memory; None if that fails."""
         try:
-            nbytes, target = self._bytes_of(load.key), self._device.buffer(load.slot)
-            ticket = self.host.copy(load.key, nbytes, target, mark, load.urgent)
+            ticket = self._transfer(load, mark)
         except Exception as failure:  # handed to whoever waits for the load
             self._ended.put(_Arrival(load, error=failure))
             return None
         self._ended.put(_Arrival(load, ticket))
         return ticket
+
+    def _transfer(self, load: Load, mark: Mark) -> Ticket:
+        """Asks for the copy of an expert that is pinned in main memory, and unpins it once that is over or has
+        failed."""
+        return self.host.copy(load.key, self._bytes_of(load.key), self._device.buffer(load.slot), mark, load.urgent)

@@ -1,4 +1,5 @@
-"""Loads experts of the neuron unit: W1 first, then the active neurons alone (CORM, sections 4.1 and 4.2).
+"""Experts of the neuron unit: what is loaded of each, and the loads of main memory: W1 first, then the active neurons
+alone (CORM, sections 4.1 and 4.2).
 
 A load is one piece of work for an I/O thread: read W1, compute act(W1 x) for the hidden state that runs, or that
 predicts, and read the records of the neurons above the threshold, or all of them above the upper limit. Sets of neurons
@@ -7,9 +8,10 @@ are ints to policies and tensors to kernels.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +29,12 @@ def to_bits(mask: torch.Tensor) -> int:
     return int.from_bytes(np.packbits(mask.numpy(), bitorder="little").tobytes(), "little")
 
 
+def to_mask(bits: int, neurons: int) -> torch.Tensor:
+    """The set as a mask, bool (neurons,): what `to_bits` takes."""
+    packed = np.frombuffer(bits.to_bytes(-(-neurons // 8), "little"), dtype=np.uint8)
+    return torch.from_numpy(np.unpackbits(packed, count=neurons, bitorder="little").view(np.bool_))
+
+
 def to_indices(bits: int) -> torch.Tensor:
     """The set's neurons in ascending order, int64 (n,)."""
     packed = np.frombuffer(bits.to_bytes(-(-bits.bit_length() // 8), "little"), dtype=np.uint8)
@@ -35,6 +43,62 @@ def to_indices(bits: int) -> torch.Tensor:
 
 ActiveOf = Callable[[ExpertKey, torch.Tensor, dict[str, PartViews]], torch.Tensor]
 """(expert, hidden state (1, H), views of its slot) → which neurons are active, bool (I,)."""
+
+
+class Token(NamedTuple):
+    """A single token, as layer `layer` runs on it: its hidden state (1, H)."""
+
+    layer: int
+    hidden: torch.Tensor
+
+
+class LoadedNeurons:
+    """What loads of the neuron unit are to bring, and have brought; any thread may load.
+
+    neurons: what is there of each expert. token: the one that runs, by which loads that begin now choose neurons; None:
+    they bring whole experts. Of the experts that were loaded for single tokens, `asked`: all their neurons, `spared`:
+    those that were not loaded."""
+
+    def __init__(self) -> None:
+        self.neurons = NeuronCache()
+        self.token: Token | None = None
+        self.asked = self.spared = 0
+        self._chosen_by: dict[ExpertKey, Token] = {}
+        self._holders: dict[int, ExpertKey] = {}
+        self._counting = threading.Lock()
+
+    def expect(self, layer: int, hidden: torch.Tensor) -> None:
+        """Layer `layer` runs on `hidden` (T, H): with one token, loads that begin from now on bring the neurons that
+        are active for it; with more, whole experts."""
+        self.token = Token(layer, hidden.clone()) if len(hidden) == 1 else None
+
+    def holder(self, slot: torch.Tensor) -> ExpertKey:
+        """The expert that was last loaded into `slot`."""
+        return self._holders[slot.data_ptr()]
+
+    def chosen_by(self, key: ExpertKey) -> Token | None:
+        """The token by which the last load of `key` chose its neurons; None from the second time on."""
+        return self._chosen_by.pop(key, None)
+
+    def was_predicted(self, key: ExpertKey) -> bool:
+        """Whether the last load of `key` chose its neurons by an earlier layer's hidden state. True once a load."""
+        token = self.chosen_by(key)
+        return token is not None and token.layer != key.layer
+
+    def _begin(self, key: ExpertKey, slot: torch.Tensor) -> None:
+        """A load of `key` into `slot` begins."""
+        self._chosen_by.pop(key, None)
+        self._holders[slot.data_ptr()] = key
+
+    def _end(self, key: ExpertKey, brought: int, neurons: int, token: Token | None) -> None:
+        """It has brought the neurons `brought` of so many, for a token or whole."""
+        self.neurons.put(key, brought)
+        if token is None:
+            return
+        with self._counting:
+            self.asked += neurons
+            self.spared += neurons - brought.bit_count()
+        self._chosen_by[key] = token
 
 
 class PartReader(Reader, Protocol):
@@ -52,14 +116,13 @@ class PartReader(Reader, Protocol):
         """Fills its place in `target` with a part. LoadError if it cannot."""
 
 
-class NeuronFiller(SlotFiller):
+class NeuronFiller(LoadedNeurons, SlotFiller):
     """Reads experts of the neuron unit into slots in main memory, from any number of threads at once.
 
-    neurons: what is there of each expert. active_of: the rule for active neurons. upper_limit: share of an expert's
-    neurons above which all are read. gap_bytes: records between two wanted ones are read through if they take up
-    no more than that; what is read through and whole counts as there. A whole expert is verified by its checksum, W1
-    and each record of a part by their own. `wait_s` adds up the time spent in `top_up`. Of the experts that were loaded
-    for single tokens, `asked`: all their neurons, `spared`: those that were not read.
+    active_of: the rule for active neurons. upper_limit: share of an expert's neurons above which all are read.
+    gap_bytes: records between two wanted ones are read through if they take up no more than that; what is read through
+    and whole counts as there. A whole expert is verified by its checksum, W1 and each record of a part by their own.
+    `wait_s` adds up the time spent in `top_up`.
     """
 
     def __init__(
@@ -71,33 +134,13 @@ class NeuronFiller(SlotFiller):
         upper_limit: float,
         gap_bytes: int,
     ) -> None:
-        super().__init__(reader, extent_of, format_of)
-        self.neurons = NeuronCache()
+        LoadedNeurons.__init__(self)
+        SlotFiller.__init__(self, reader, extent_of, format_of)
         self.wait_s = 0.0
-        self.asked = self.spared = 0
         self._parts = reader
         self._active_of = active_of
         self._upper_limit = upper_limit
         self._gap_bytes = gap_bytes
-        self._expected: tuple[int, torch.Tensor] | None = None
-        self._predicted: set[ExpertKey] = set()
-        self._holders: dict[int, ExpertKey] = {}
-
-    def expect(self, layer: int, hidden: torch.Tensor) -> None:
-        """Layer `layer` runs on `hidden` (T, H): with one token, loads that begin from now on bring the neurons that
-        are active for it; with more, whole experts."""
-        self._expected = (layer, hidden.clone()) if len(hidden) == 1 else None
-
-    def holder(self, slot: torch.Tensor) -> ExpertKey:
-        """The expert that was last read into `slot`."""
-        return self._holders[slot.data_ptr()]
-
-    def was_predicted(self, key: ExpertKey) -> bool:
-        """Whether the last load of `key` chose its neurons by an earlier layer's hidden state. True once a load."""
-        if key not in self._predicted:
-            return False
-        self._predicted.discard(key)
-        return True
 
     def top_up(self, key: ExpertKey, slot: torch.Tensor, missing: int) -> None:
         """Reads neurons that are `missing` of the expert in `slot` and adds them to those that are there. LoadError
@@ -112,25 +155,17 @@ class NeuronFiller(SlotFiller):
             self.wait_s += time.perf_counter() - started
 
     def _read(self, key: ExpertKey, slot: torch.Tensor) -> None:
-        expected, form = self._expected, self.format_of(key)
+        token, form = self.token, self.format_of(key)
         place = record_place(form)
-        self._predicted.discard(key)
-        self._holders[slot.data_ptr()] = key
-        if expected is None:
+        self._begin(key, slot)
+        brought = whole(place.neurons)
+        if token is None:
             super()._read(key, slot)
-            self.neurons.put(key, whole(place.neurons))
-            return
-        layer, hidden = expected
-        self._read_gate(key, form, place, slot)
-        active = to_bits(self._active_of(key, hidden, form.slot.views(slot)))
-        wanted = to_load(active, place.neurons, self._upper_limit)
-        brought = self._read_records(key, place, wanted, slot)
-        self.neurons.put(key, brought)
-        with self._lock:
-            self.asked += place.neurons
-            self.spared += place.neurons - brought.bit_count()
-        if key.layer != layer:
-            self._predicted.add(key)
+        else:
+            self._read_gate(key, form, place, slot)
+            active = to_bits(self._active_of(key, token.hidden, form.slot.views(slot)))
+            brought = self._read_records(key, place, to_load(active, place.neurons, self._upper_limit), slot)
+        self._end(key, brought, place.neurons, token)
 
     def _read_gate(self, key: ExpertKey, form: ExpertFormat, place: RecordPlace, slot: torch.Tensor) -> None:
         """Reads W1 into its place in the slot."""

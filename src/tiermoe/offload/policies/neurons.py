@@ -30,6 +30,10 @@ class NeuronCache:
         """Loaded neurons join those that are cached."""
         self._present[key] |= neurons
 
+    def present(self, key: ExpertKey) -> int:
+        """The neurons that are cached."""
+        return self._present[key]
+
     def missing(self, key: ExpertKey, active: int) -> int:
         """The active neurons that are not cached."""
         return active & ~self._present[key]
