@@ -1,8 +1,8 @@
 """The steps of `benchmarks.gpu` that run models of real shapes: the papers' presets beside load on demand, LRU and the
 default, and llama.cpp within the same memory.
 
-Weights are random. `PRESETS` has settings in the place of a calibration's. A profile's tables are counted in the recorded
-routing; for a model without one they know nothing.
+Weights are random. `PRESETS` has settings in the place of a calibration's. A profile's tables are counted in the
+recorded routing; for a model without one they know nothing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks.gpu_run import Fed, Row, Run, engine_of, random_tokens
 from benchmarks.llama_bench import experts_on_cpu, run_llama_bench
-from benchmarks.random_model import ALL, SMALL, Config, config_of, routing_for, write
+from benchmarks.random_model import ALL, SMALL, Config, config_of, write
 from benchmarks.random_store import fill
-from benchmarks.recorded_routing import Routing
+from benchmarks.recorded_routing import Routing, routing_for
 from tiermoe.config import DEFAULT_QUANTIZER, parse_size, settings
 from tiermoe.errors import ConfigError, TiermoeError, TraceError, reason
 from tiermoe.formats.store import precision_key
@@ -162,8 +162,8 @@ def _measured(
         return {"left_out": "its activation paths are counted in a recorded routing; give --routing"}
     if changes:
         found["set"] = ", ".join(f"{name} {value}" for name, value in changes.items())
-    room = {} if composition.cache in NO_CACHE else {"cache": budget}
-    room = room if budget.endswith("%") else {"gpu_memory": budget}
+    share = {} if composition.cache in NO_CACHE else {"cache": budget}
+    room = share if budget.endswith("%") else {"gpu_memory": budget}
     try:
         asked = settings(
             device=run.device, bits=BITS, dense_bits=dense_bits, context=512, store=model.store, preset=preset,

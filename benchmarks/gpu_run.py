@@ -1,4 +1,4 @@
-"""What the steps of `benchmarks.gpu` share: where they run, seconds by a GPU's clock, engines, and tokens to feed them."""
+"""What the steps of `benchmarks.gpu` share: where they run, seconds by a GPU's clock, engines, and tokens to feed."""
 
 from __future__ import annotations
 
@@ -93,8 +93,10 @@ def engine_of(blueprint: Blueprint, asked: Settings) -> Iterator[Any]:
     engine = start(blueprint, asked)
     try:
         held, until = -1, time.monotonic() + 60
-        while on_gpu and time.monotonic() < until and (now := engine.stats()["host_experts"]) > held:
-            held = int(now)
+        while on_gpu and time.monotonic() < until and held < (now := engine.stats()["host_experts"]):
+            held = now
+            if now >= engine.plan.host_slots:
+                break
             time.sleep(1)
         yield engine
     finally:
@@ -137,7 +139,7 @@ class Fed:
         """So many likeliest tokens, each fed in turn."""
         found = list[int]()
         for _ in range(tokens):
-            found.append(int(self.logits[-1].argmax()))
+            found.append(int(self.logits[-1].cpu().argmax()))
             self.feed(found[-1])
         return found
 

@@ -30,20 +30,9 @@ from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 from tokenizers import Tokenizer
 
-from benchmarks import random_model
-from benchmarks.random_model import (
-    TOKENIZER,
-    Config,
-    Drawing,
-    Spec,
-    config_of,
-    dense_layers,
-    experts_of,
-    model_parser,
-    require_room,
-    specs,
-)
-from benchmarks.recorded_routing import AMPLITUDE, RECALL, Routing
+from benchmarks import recorded_routing
+from benchmarks.random_model import TOKENIZER, Config, Drawing, Spec, config_of, model_parser, require_room, specs
+from benchmarks.recorded_routing import AMPLITUDE, RECALL, Routing, dense_layers, experts_of
 from tiermoe.errors import ConfigError, TiermoeError
 
 Bytes = npt.NDArray[np.uint8]
@@ -239,10 +228,10 @@ def _routed(data: npt.NDArray[Any], name: str, kind: Type, config: Config, routi
 
 
 def routing_for(path: Path, config: Config, recall: float = RECALL, seed: int = 0) -> Routing:
-    """`random_model.routing_for`. ConfigError too if the model's embedding has no blocks of 256 columns."""
+    """`recorded_routing.routing_for`. ConfigError too if the model's embedding has no blocks of 256 columns."""
     if config["hidden_size"] % 256:
         raise ConfigError(f"--trace takes models whose hidden size is a multiple of 256, not {config['hidden_size']}")
-    return random_model.routing_for(path, config, recall, seed)
+    return recorded_routing.routing_for(path, config, recall, seed)
 
 
 def one_hot_blocks(columns: npt.NDArray[np.int64], width: int) -> Bytes:

@@ -12,7 +12,6 @@ asked for. The tokenizer is that of the shipped small model, whose tokens are a 
 import argparse
 import json
 import math
-import re
 import shutil
 import struct
 import tempfile
@@ -25,22 +24,17 @@ import torch
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
 
-from benchmarks.recorded_routing import AMPLITUDE, RECALL, Routing, routing_of
+from benchmarks.recorded_routing import Routing, routed
 from benchmarks.rounds import at_least_one, parser_of
 from benchmarks.widen import TOKENIZER_FILES
 from tiermoe.config import format_size
-from tiermoe.errors import ConfigError, PackError, TiermoeError
-from tiermoe.lab.trace import read_trace
+from tiermoe.errors import PackError, TiermoeError
 
 Config = dict[str, Any]
 TOKENIZER = Path(__file__).resolve().parents[1] / "models" / "stories-7m"
 SHARD = 1 << 30  # bytes of a file, and so of memory
 _POOL = 1 << 24  # different random values; every tensor begins at another of them
 _STEP = 7919 * 257
-_ADDS = re.compile(r"\.(o_proj|down_proj|w2)\.(weight|bias)$")  # to the hidden states
-_NORM_OR_ROUTER = re.compile(
-    r"model\.layers\.(\d+)\.(post_attention_layernorm|mlp\.gate|block_sparse_moe\.gate)\.weight"
-)
 
 
 @dataclass(frozen=True)
@@ -393,27 +387,6 @@ def layers_within(kind: str, nbytes: float) -> int:
     return max(layers, 1)
 
 
-def experts_of(config: Config) -> int:
-    """Experts of a layer."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next(int(config[name]) for name in names if name in config)
-
-
-def dense_layers(config: Config) -> int:
-    """Layers without experts, the first ones."""
-    return int(config.get("first_k_dense_replace", 0))
-
-
-def routing_for(path: Path, config: Config, recall: float = RECALL, seed: int = 0) -> Routing:
-    """The routing of the trace at `path` in a model. TraceError if it is another model's, ConfigError if it has too
-    many tokens for the hidden size."""
-    layers = config["num_hidden_layers"] - dense_layers(config)
-    routing = routing_of(read_trace(path), layers, experts_of(config), config["num_experts_per_tok"], recall, seed)
-    if routing.columns > config["hidden_size"] // 2:
-        raise ConfigError(f"{path} has {routing.classes} tokens, too many for a hidden size of {config['hidden_size']}")
-    return routing
-
-
 def require_room(folder: Path, nbytes: int) -> None:
     """PackError if the drive of a folder has less free."""
     free = shutil.disk_usage(folder).free
@@ -466,7 +439,7 @@ def _write(kind: str, out: Path, config: Config, drawing: Drawing, routing: Rout
             flush()
             size = 0
         value = drawing.draw(spec)
-        held[name] = value if routing is None else _routed(value, name, config, routing)
+        held[name] = value if routing is None else routed(value, name, config, routing)
         size += spec.nbytes
     flush()
     if left_out:
@@ -491,23 +464,6 @@ def _write_holes(path: Path, tensors: Mapping[str, Spec]) -> None:
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + end)
-
-
-def _routed(value: torch.Tensor, name: str, config: Config, routing: Routing) -> torch.Tensor:
-    """A tensor of a model with a recorded routing."""
-    if name == "model.embed_tokens.weight":
-        value[:, : routing.columns] = 0
-        return value.scatter_(1, torch.from_numpy(routing.codes(len(value))), AMPLITUDE)
-    if _ADDS.search(name):
-        value[: routing.columns] = 0
-    elif name.endswith("e_score_correction_bias"):
-        value[:] = 0
-    elif found := _NORM_OR_ROUTER.fullmatch(name):
-        layer, hidden = int(found[1]) - dense_layers(config), config["hidden_size"]
-        if layer >= 0:
-            made = routing.norm(layer, hidden) if "norm" in found[2] else routing.router(layer, hidden)
-            return torch.from_numpy(made).bfloat16()
-    return value
 
 
 def model_parser(text: str | None, out: str, kinds: Mapping[str, Kind] = KINDS) -> argparse.ArgumentParser:
