@@ -24,7 +24,7 @@ commands of at most ten minutes do too: `--minutes 9` three times, with `--folde
 printed as one JSON object.
 
 Models have random weights. Their routers choose all but evenly, which no text does; `--routing` takes a recorded trace
-(`tiermoe trace`) for a model of the trace's shape. Up to 55 GB lie on the drive. `--device cpu --quick` runs the same
+(`tiermoe trace`) for a model of the trace's shape. Up to 45 GB lie on the drive. `--device cpu --quick` runs the same
 on a CPU and tiny shapes, which shows that the command works and nothing else.
 """
 

@@ -60,16 +60,16 @@ PRESETS: Mapping[str, dict[str, Any]] = {
     "lru": {},
     "default": {},
     "hobbit": {"t1": 0.6, "t2": 0.9, "weights": "0.25,0.25,0.25,0.25"},
-    "mobile": {},
     "fate": {"boundary": 1, "window": 4, "low_popularity": 0},
-    "corm": {"theta": 0.266},
-    "edgemoe": {},
+    "mobile": {},
     "mixtral-offload": {},
     "nimble": {},
+    "corm": {"theta": 0.266},
+    "edgemoe": {},
 }
 """Preset → settings in the place of a calibration's. HOBBIT's thresholds are the paper's (section 3.2). Fate's first
 layer is the only one that nothing predicts. Of a random gate's neurons 55 % are below this theta, CORM's share
-(`corm.INACTIVE_SHARE`)."""
+(`corm.INACTIVE_SHARE`). The last two need other codes of every expert: another 20 GB are written for each."""
 LATER: Mapping[str, dict[str, Any]] = {
     "moe-infinity": {}, "adapmoe": {}, "hybrimoe": {}, "pregated": {}, "moe-stream": {}, "fiddler": {},
     "llama-cpu-moe": {},

@@ -92,12 +92,8 @@ def engine_of(blueprint: Blueprint, asked: Settings) -> Iterator[Any]:
         torch.cuda.reset_peak_memory_stats(asked.device)
     engine = start(blueprint, asked)
     try:
-        held, until = -1, time.monotonic() + 60
-        while on_gpu and time.monotonic() < until and held < (now := engine.stats()["host_experts"]):
-            held = now
-            if now >= engine.plan.host_slots:
-                break
-            time.sleep(1)
+        if on_gpu:
+            _wait_for_main_memory(engine)
         yield engine
     finally:
         engine.close()
@@ -105,6 +101,16 @@ def engine_of(blueprint: Blueprint, asked: Settings) -> Iterator[Any]:
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
+
+
+def _wait_for_main_memory(engine: Any) -> None:
+    """Until its slots are full, or nothing has come for a second; a minute at most."""
+    held, began = 0, time.monotonic()
+    grown = began
+    while held < engine.plan.host_slots and time.monotonic() < min(grown + 1, began + 60):
+        time.sleep(0.05)
+        if (now := engine.stats()["host_experts"]) > held:
+            held, grown = now, time.monotonic()
 
 
 @dataclass

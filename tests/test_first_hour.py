@@ -20,6 +20,7 @@ from benchmarks.llama_bench import RESERVE, experts_on_cpu, run_llama_bench
 from benchmarks.random_model import SMALL, config_of
 from fake_cuda import FakeCuda
 from fake_gpu import FakeGpu
+from gpu_models import needs_gpu
 from small_traces import write_trace
 from test_full_size import recorded
 from tiermoe.engine import service
@@ -34,6 +35,14 @@ FIGURES = {"tok_s", "bound_tok_s", "hits", "copied_mb_a_token", "read_mb_a_token
 @pytest.fixture
 def run_(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
     return benchmark_runner(monkeypatch, capsys)
+
+
+@needs_gpu
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_runs_on_a_real_gpu(step: str, tmp_path: Path) -> None:
+    rows = list(STEPS[step][0](Run("cuda", True, tmp_path)))
+    assert not [row for row in rows if "error" in row and "tolerance" not in row]
+    assert all(row.get("right", True) for row in rows)
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step not in MODELS])
