@@ -116,7 +116,7 @@ def prepare(kind: str, run: Run, layers: int | None) -> Prepared:
     if run.routing is not None:
         with contextlib.suppress(TraceError):  # of another model
             routing = routing_for(run.routing, config)
-    directory = run.folder / f"{kind}-experts-apart"
+    directory = run.folder / f"{kind}-experts-apart{'-small' * run.quick}{'-routed' * (routing is not None)}"
     if not directory.exists():
         write(kind, directory, config, routing=routing, experts=False)
     return Prepared(kind, config, directory, run.store(directory), routing)
@@ -222,7 +222,7 @@ def llama_cpp(run: Run) -> Iterator[Row]:
         return
     from benchmarks import random_gguf  # late: it needs the package gguf
 
-    file = run.folder / f"{kind}.gguf"
+    file = run.folder / f"{kind}{'-small' * run.quick}.gguf"
     if not file.exists():
         random_gguf.write(kind, file, config_of(kind, 3 if run.quick else None, **(SMALL[kind] if run.quick else {})))
     for budget in budgets:
