@@ -1,16 +1,15 @@
-"""The steps of `benchmarks.gpu`. Each is a generator of rows, {what: text, figure: number or text}, and runs in a
-process of its own: `python -m benchmarks.gpu_steps STEP DEVICE FOLDER [quick]` prints a row a line."""
+"""The steps of `benchmarks.gpu`. Each is a generator of rows and runs in a process of its own:
+`python -m benchmarks.gpu_steps STEP RUN` prints a row a line. RUN: the fields of `Run` as a JSON object."""
 
 from __future__ import annotations
 
+import functools
 import json
-import shutil
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,12 +17,12 @@ from typing import Any
 import torch
 
 import tiermoe
+from benchmarks.gpu_models import LATER, PRESETS, llama_cpp, presets_on
+from benchmarks.gpu_run import Fed, Row, Run, engine_of, random_tokens
 from benchmarks.kernels import SHAPES, Shape, Turns, filled
-from benchmarks.random_model import ALL, SMALL, config_of, write
+from benchmarks.random_model import ALL
 from benchmarks.rounds import at_least_one
-from tiermoe.batch import Batch, decode, prompt
 from tiermoe.config import settings
-from tiermoe.engine.load import start
 from tiermoe.errors import TiermoeError, reason
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat
@@ -34,87 +33,16 @@ from tiermoe.kernels.gates import gate_named
 from tiermoe.kernels.linear import linear_for
 from tiermoe.lab.bench.summary import describe_machine
 from tiermoe.model.hf.blueprint import inspect_model
+from tiermoe.offload.composition import NO_CACHE
 from tiermoe.offload.cuda import CudaCopier
+from tiermoe.offload.presets import compose
 from tiermoe.platform.machine import installed_version
 from tiermoe.types import MoeLayer, Part
 
-Row = dict[str, Any]
-
 OLMOE = Shape(2048, 1024, 8, 16, 16, 128, 50304)
+EXPERT_BYTES = 2_654_208  # of Qwen3-30B-A3B's at 4 bits
 TOLERANCE = {torch.float32: 2**-20, torch.float16: 1.01 * 2**-10, torch.bfloat16: 1.01 * 2**-7}
 """Most error of an element, in units of |x| @ |w|: results are rounded to the dtype, weights by the tiled kernel."""
-
-PAPERS: Mapping[str, dict[str, Any]] = {
-    "load-on-demand": {},
-    "lru": {},
-    "mixtral-offload": {},
-    "hobbit": {"t1": 0.6, "t2": 0.9, "weights": "0.25,0.25,0.25,0.25"},
-    "mobile": {"gamma": 0.5},
-    "default": {},
-}
-"""Preset → the settings that a calibration would find; of random weights there is nothing to find. EdgeMoE, Fate
-and CORM read tables of a calibration."""
-
-MODELS = (
-    ("qwen3-30b-a3b", 8, "33%"),
-    ("mixtral-8x7b", 3, "25%"),
-    ("phi-3.5-moe", 3, "25%"),
-    ("olmoe-1b-7b", 16, "50%"),
-    ("qwen1.5-moe-a2.7b", 12, "50%"),
-    ("deepseek-v2-lite", 12, "50%"),
-)
-"""Shape, layers of it, and the share of the experts that the GPU holds: 8 GiB hold a third of Qwen3-30B-A3B's."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """Where a step runs. quick: on tiny shapes, to see that it does. folder: for checkpoints and their stores."""
-
-    device: str
-    quick: bool
-    folder: Path
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.device != "cpu"
-
-    @property
-    def kind(self) -> str:
-        """The device's type."""
-        return self.device.partition(":")[0]
-
-    def seconds(self, call: Callable[[], object], rounds: int = 5) -> float:
-        """Of one call, the median of the rounds after one that does not count; on a GPU by its own clock. A round calls
-        as often as 5 ms need."""
-        call()
-        first = self._seconds(call, 1)
-        often = 1 if self.quick else max(1, min(1000, int(5e-3 / max(first, 1e-9))))
-        return median(self._seconds(call, often) / often for _ in range(1 if self.quick else rounds))
-
-    def _seconds(self, call: Callable[[], object], often: int) -> float:
-        if not self.on_gpu:
-            began = time.perf_counter()
-            for _ in range(often):
-                call()
-            return time.perf_counter() - began
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(often):
-            call()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-    def checkpoint(self, kind: str, layers: int, small: bool) -> Path:
-        """A checkpoint of random weights, written once."""
-        out = self.folder / f"{kind}-{layers}{'-small' * small}"
-        if not out.exists():
-            write(kind, out, config_of(kind, layers, **(SMALL[kind] if small else {})))
-        return out
-
-    def store(self, model: Path) -> Path:
-        """Where a checkpoint is packed."""
-        return self.folder / f"store-{model.name}"
 
 
 def machine(run: Run) -> Iterator[Row]:
@@ -162,7 +90,8 @@ def kernels(run: Run) -> Iterator[Row]:
 
 
 def families(run: Run) -> Iterator[Row]:
-    """Tokens of small random checkpoints beside the CPU's, with all experts resident and with some."""
+    """Tokens of small random checkpoints beside the CPU's; of each exact preset with all experts on the GPU, half of
+    them, and 30 %."""
     ids = torch.randint(0, 4096, (1, 24), generator=torch.Generator().manual_seed(0))
     for kind in ALL if not run.quick else ("qwen3-30b-a3b",):
         model = run.checkpoint(kind, 2, small=True)
@@ -181,11 +110,36 @@ def families(run: Run) -> Iterator[Row]:
         except (TiermoeError, RuntimeError) as error:
             row["error"] = reason(error)
         yield row
+    yield from _budgets(run)
+
+
+def _budgets(run: Run) -> Iterator[Row]:
+    """Tokens of each exact preset: no cache's size may change one."""
+    model = run.checkpoint("qwen3-30b-a3b", 2, small=True)
+    first: list[int] | None = None
+    for preset, changes in {**PRESETS, **LATER}.items():
+        composition = compose(preset, changes)
+        if composition.lossy:
+            continue
+        budgets = [{}] if composition.cache in NO_CACHE else [{"cache": share} for share in ("100%", "50%", "30%")]
+        row: Row = {"what": f"tokens of {preset}" + ", 100, 50 and 30 % on the GPU" * (len(budgets) > 1)}
+        try:
+            answers = []
+            for budget in budgets:
+                with _engine(model, run, preset=preset, set=changes, **budget) as engine:
+                    answers.append(Fed(engine, random_tokens(24), ()).answer(16))
+            first = first or answers[0]
+            row["right"] = all(answer == first for answer in answers)
+        except (TiermoeError, RuntimeError) as error:
+            row["error"] = reason(error)
+        yield row
 
 
 def copies(run: Run) -> Iterator[Row]:
-    """GB/s between main memory and the GPU by size, and what an urgent copy waits behind a speculative one."""
+    """GB/s between main memory and the GPU by size; the engine's copies of an expert beside the largest pinned copy,
+    which is taken for the bus's rate; what an urgent copy waits behind a speculative one."""
     sizes = [1 << 16] if run.quick else [1 << shift for shift in (16, 18, 20, 22, 24, 26)]
+    bus = 0.0
     for nbytes in sizes:
         there = torch.empty(nbytes, dtype=torch.uint8, device=run.device)
         for pinned in (True, False) if run.on_gpu else (False,):
@@ -194,12 +148,25 @@ def copies(run: Run) -> Iterator[Row]:
                 seconds = run.seconds(lambda source=source, target=target: target.copy_(source, non_blocking=True))
                 what = f"{nbytes >> 10} KiB {way}, {'pinned' if pinned else 'not pinned'}"
                 yield {"what": what, "gb_s": nbytes / seconds / 1e9}
+                bus = max(bus, nbytes / seconds) if pinned and target is there else bus
     if not run.on_gpu:
         return
     large, small = 64 << 20, 4 << 20
     here = torch.empty(large + small, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(large + small, dtype=torch.uint8, device=run.device)
-    copier = CudaCopier(run.device)
+    copier, places = CudaCopier(run.device), range(0, large - EXPERT_BYTES, EXPERT_BYTES)
+
+    def copy_experts() -> float:
+        torch.cuda.synchronize()
+        mark, began = copier.mark(), time.perf_counter()
+        for at in places:
+            last = copier.copy(here[at : at + EXPERT_BYTES], there[at : at + EXPERT_BYTES], mark, urgent=True)
+        copier.wait(last)
+        return len(places) * EXPERT_BYTES / (time.perf_counter() - began)
+
+    rate = median([copy_experts() for _ in range(6)][1:])
+    what = f"{len(places)} experts of {EXPERT_BYTES / 1e6:.1f} MB, as the engine copies them"
+    yield {"what": what, "gb_s": rate / 1e9, "share_of_bus": rate / bus}
     for beside in (False, True):
         found = []
         for _ in range(5):
@@ -240,7 +207,6 @@ def _products(name: str, shape: Shape, run: Run, memory: int, read: float) -> It
         seconds = run.seconds(lambda x=x: kernel(x, next(turns.take(1))))
         yield {
             "what": f"{name}, an expert, {tokens} tokens", "us": 1e6 * seconds, "gb_s": nbytes / seconds / 1e9,
-            "share_of_memory": nbytes / seconds / read,
             "tflop_s": 6 * tokens * shape.hidden * shape.inner / seconds / 1e12,
             "torch_bfloat16_us": 1e6 * _plain_seconds(shape, tokens, run),
         }  # fmt: skip
@@ -248,79 +214,26 @@ def _products(name: str, shape: Shape, run: Run, memory: int, read: float) -> It
 
 def layers(run: Run) -> Iterator[Row]:
     """Python's and launches' time a layer: decoding with every expert resident, of matrices that take no time."""
-    depth = 2 if run.quick else 24
+    depth, measured = (2, 2) if run.quick else (24, 64)
     model = run.checkpoint("qwen3-30b-a3b", depth, small=True)
     for decoder in ("auto", "generic"):
         for preset in ("lru", "default"):
-            engine = _engine(model, run, preset=preset, decoder=decoder, cache="100%")
-            fed = _Fed(engine)
-            fed.decode(4)
-            used = fed.decode(2 if run.quick else 64)
-            row: Row = {"what": f"decoder {type(engine.decoder).__name__}, preset {preset}",
-                        "ms_a_layer": 1e3 * used.seconds / used.tokens / depth}  # fmt: skip
-            if run.on_gpu:
-                row["synchronisations_a_layer"] = _synchronisations(lambda fed=fed: fed.decode(4)) / 4 / depth
-            engine.close()
+            with _engine(model, run, preset=preset, decoder=decoder, cache="100%") as engine:
+                tokens = random_tokens(16 + 4 + measured + 4)
+                fed = Fed(engine, tokens[:16], tokens[16:])
+                fed.decode(4)
+                used = fed.decode(measured)
+                row: Row = {"what": f"decoder {type(engine.decoder).__name__}, preset {preset}",
+                            "ms_a_layer": 1e3 * used.seconds / used.tokens / depth}  # fmt: skip
+                if run.on_gpu:
+                    row["synchronisations_a_layer"] = _synchronisations(lambda fed=fed: fed.decode(4)) / 4 / depth
             yield row
-
-
-def papers(run: Run) -> Iterator[Row]:
-    """Presets on shapes that fit: tokens a second, bytes moved a token, hits. Main memory holds all experts."""
-    for kind, depth, cache in MODELS if not run.quick else (("qwen3-30b-a3b", 2, "50%"),):
-        model = run.checkpoint(kind, depth, small=run.quick)
-        for preset, changes in PAPERS.items():
-            row: Row = {"what": f"{kind}, {depth} layers, {cache} on the GPU, {preset}"}
-            try:
-                own = {} if preset == "load-on-demand" else {"cache": cache}
-                engine = _engine(model, run, preset=preset, set=changes, **own)
-                fed = _Fed(engine)
-                fed.decode(2 if run.quick else 16)
-                used = fed.decode(2 if run.quick else 48)
-                row |= {
-                    "tok_s": used.tok_s, "bound_tok_s": used.bound_tok_s(engine.service.bandwidth),
-                    "hits": used.hit_rate, "copied_mb_a_token": used.bytes_copied / used.tokens / 1e6,
-                    "read_mb_a_token": used.bytes_per_token / 1e6, "waited_ms_a_token": 1e3 * used.wait_s / used.tokens,
-                    "slots": engine.plan.slots, "of": engine.plan.all_slots,
-                }  # fmt: skip
-                engine.close()
-            except (TiermoeError, RuntimeError) as error:
-                row["error"] = reason(error)
-            yield row
-        for folder in (model, run.store(model)):  # the next one needs the room
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Fed:
-    """A sequence of random tokens over an engine."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine, self._cache = engine, engine.new_cache(1)
-        self._ids = iter(torch.randint(0, 4096, (512,), generator=torch.Generator().manual_seed(0)).tolist())
-        self._row = prompt(self._cache.open(), [next(self._ids) for _ in range(16)])
-        engine.step(Batch((self._row,)), self._cache)
-
-    def decode(self, tokens: int) -> Any:
-        """The metrics of so many tokens, one after the other."""
-        before = self._engine.snapshot()
-        for _ in range(tokens):
-            self._row = decode(self._row.slab, self._row.end, next(self._ids))
-            self._engine.step(Batch((self._row,)), self._cache)
-        used = self._engine.snapshot().since(before)
-        used.tokens = tokens
-        return used
 
 
 def _engine(model: Path, run: Run, **options: Any) -> Any:
-    """An engine without a record of earlier runs, whose main memory is filled by now."""
-    for record in run.store(model).glob("runs-*.json"):
-        record.unlink()
+    """`engine_of` a checkpoint that is packed at 4 bits."""
     asked = settings(device=run.device, bits=4, dense_bits=16, context=512, store=run.store(model), **options)
-    engine = start(inspect_model(model, str(model), asked.store), asked)
-    held, until = -1, time.monotonic() + 60
-    while run.on_gpu and time.monotonic() < until and (now := engine.stats()["host_experts"]) > held:
-        held = now
-        time.sleep(1)
-    return engine
+    return engine_of(inspect_model(model, str(model), asked.store), asked)
 
 
 def _synchronisations(work: Callable[[], object]) -> int:
@@ -364,21 +277,32 @@ def _plain_seconds(shape: Shape, tokens: int, run: Run) -> float:
 
 
 STEPS: Mapping[str, tuple[Callable[[Run], Iterator[Row]], float]] = {
-    "machine": (machine, 60),
-    "kernels": (kernels, 180),
-    "families": (families, 240),
-    "copies": (copies, 60),
-    "products": (products, 180),
-    "layers": (layers, 120),
-    "papers": (papers, 900),
+    "machine": (machine, 30),
+    "kernels": (kernels, 130),
+    "families": (families, 140),
+    "copies": (copies, 45),
+    "products": (products, 90),
+    "layers": (layers, 75),
+    "qwen3-30b-a3b": (functools.partial(presets_on, "qwen3-30b-a3b"), 400),
+    "llama.cpp": (llama_cpp, 150),
+    "mixtral-8x7b": (functools.partial(presets_on, "mixtral-8x7b"), 100),
+    "olmoe-1b-7b": (functools.partial(presets_on, "olmoe-1b-7b"), 110),
+    "qwen1.5-moe-a2.7b": (functools.partial(presets_on, "qwen1.5-moe-a2.7b"), 80),
+    "deepseek-v2-lite": (functools.partial(presets_on, "deepseek-v2-lite"), 80),
+    "phi-3.5-moe": (functools.partial(presets_on, "phi-3.5-moe"), 70),
 }
-"""Name → (what measures, seconds at most), in order of worth."""
+"""Name → (what measures, seconds at most), in order of worth; 25 minutes in all."""
 
 
 def main(words: Sequence[str]) -> None:
-    name, device, folder, *quick = words
-    for row in STEPS[name][0](Run(device, bool(quick), Path(folder))):
-        print(json.dumps(row), flush=True)
+    name, fields = words
+    given = json.loads(fields)
+    given |= {path: Path(given[path]) for path in ("folder", "routing") if given[path] is not None}
+    try:
+        for row in STEPS[name][0](Run(**given)):
+            print(json.dumps(row), flush=True)
+    except TiermoeError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 from tokenizers import Tokenizer
 
-from benchmarks.random_model import TOKENIZER, Config, Drawing, Spec, config_of, model_parser, specs
-from benchmarks.recorded_routing import AMPLITUDE, RECALL, Routing, routing_of
+from benchmarks import recorded_routing
+from benchmarks.random_model import TOKENIZER, Config, Drawing, Spec, config_of, model_parser, require_room, specs
+from benchmarks.recorded_routing import AMPLITUDE, RECALL, Routing, dense_layers, experts_of
 from tiermoe.errors import ConfigError, TiermoeError
-from tiermoe.lab.trace import read_trace
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -118,7 +118,7 @@ def tensors(kind: str, config: Config) -> Iterator[tuple[str, Spec]]:
 
 def _stacked(kind: str, config: Config) -> Iterator[tuple[str, Spec]]:
     """`specs`, with the experts of a layer in one, and what the converter splits in its halves."""
-    count = _experts(config)
+    count = experts_of(config)
     for path, spec in specs(kind, config):
         if found := _EXPERT.fullmatch(path):
             if found[2] == "0":
@@ -176,19 +176,22 @@ def write(
     experts: tuple[Type, Type] | None = None,
 ) -> int:
     """Writes the file, whole or not at all; its bytes. Memory: its largest tensor twice, and the pools of blocks.
-    routing: what its routers choose; None: random ones. experts: see `type_of`."""
+    routing: what its routers choose; None: random ones. experts: see `type_of`. PackError if there is too little room
+    on the drive."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=out.parent) as folder:
         half = Path(folder) / out.name
         writer = gguf.GGUFWriter(half, gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[config["model_type"]]])
         _add_entries(writer, config)
         _add_vocabulary(writer, config["vocab_size"])
-        found = list(tensors(kind, config))
+        found, total = list(tensors(kind, config)), 0
         for name, spec in found:
             type_ = type_of(name, spec, config, experts)
             columns, nbytes = gguf.GGML_QUANT_SIZES[type_]
             size = math.prod(spec.shape) // columns * nbytes
             writer.add_tensor_info(name, spec.shape, np.dtype("<f4"), size, raw_dtype=type_)
+            total += size
+        require_room(out.parent, total)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -218,32 +221,17 @@ def _routed(data: npt.NDArray[Any], name: str, kind: Type, config: Config, routi
     elif "exp_probs_b" in name:
         data[:] = 0
     elif found := re.fullmatch(r"blk\.(\d+)\.(ffn_norm|post_attention_norm|ffn_gate_inp)\.weight", name):
-        layer = int(found[1]) - _dense_layers(config)
+        layer = int(found[1]) - dense_layers(config)
         if layer >= 0:
             return routing.router(layer, hidden) if found[2] == "ffn_gate_inp" else routing.norm(layer, hidden)
     return data
 
 
 def routing_for(path: Path, config: Config, recall: float = RECALL, seed: int = 0) -> Routing:
-    """The routing of the trace at `path` in a model. TraceError where it is another model's, ConfigError where the
-    model's embedding has no blocks of 256 columns."""
+    """`recorded_routing.routing_for`. ConfigError too if the model's embedding has no blocks of 256 columns."""
     if config["hidden_size"] % 256:
         raise ConfigError(f"--trace takes models whose hidden size is a multiple of 256, not {config['hidden_size']}")
-    layers = config["num_hidden_layers"] - _dense_layers(config)
-    routing = routing_of(read_trace(path), layers, _experts(config), config["num_experts_per_tok"], recall, seed)
-    if routing.columns > config["hidden_size"] // 2:
-        raise ConfigError(f"{path} has {routing.classes} tokens, too many for a hidden size of {config['hidden_size']}")
-    return routing
-
-
-def _experts(config: Config) -> int:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next(int(config[name]) for name in names if name in config)
-
-
-def _dense_layers(config: Config) -> int:
-    """Layers without experts, the first ones."""
-    return int(config.get("first_k_dense_replace", 0))
+    return recorded_routing.routing_for(path, config, recall, seed)
 
 
 def one_hot_blocks(columns: npt.NDArray[np.int64], width: int) -> Bytes:
@@ -271,7 +259,7 @@ def _add_entries(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_expert_count(_experts(config))
+    writer.add_expert_count(experts_of(config))
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
     if family == "deepseek_v2":
@@ -373,15 +361,12 @@ def main() -> None:
     try:
         routing = None if args.trace is None else routing_for(args.trace, config, args.recall, args.seed)
         text = None if args.text is None or routing is None else text_of(routing)
+        nbytes = write(args.kind, args.out, config, args.seed, routing, args.experts)
     except TiermoeError as error:
         parser.error(str(error))
     if text is not None:
         args.text.write_text(text, encoding="utf-8")
-    print(
-        json.dumps(
-            {"file": str(args.out), "bytes": write(args.kind, args.out, config, args.seed, routing, args.experts)}
-        )
-    )
+    print(json.dumps({"file": str(args.out), "bytes": nbytes}))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,15 @@
 It stands for speed and memory alone: what the sizes, the kinds of layers and the stored types cost. Its routers are
 random, so they spread tokens all but evenly over the experts. It has no end-of-text token: an answer is as long as
 asked for. The tokenizer is that of the shipped small model, whose tokens are a beginning of the vocabulary.
+
+`write` can leave the experts out (`benchmarks.random_store` has them), and take a recorded trace's routing.
 """
 
 import argparse
 import json
 import math
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,8 +24,11 @@ import torch
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
 
+from benchmarks.recorded_routing import Routing, routed
 from benchmarks.rounds import at_least_one, parser_of
 from benchmarks.widen import TOKENIZER_FILES
+from tiermoe.config import format_size
+from tiermoe.errors import PackError, TiermoeError
 
 Config = dict[str, Any]
 TOKENIZER = Path(__file__).resolve().parents[1] / "models" / "stories-7m"
@@ -381,21 +387,41 @@ def layers_within(kind: str, nbytes: float) -> int:
     return max(layers, 1)
 
 
-def write(kind: str, out: Path, config: Config, seed: int = 0) -> int:
-    """Writes the checkpoint into a folder that is not there yet, whole or not at all; its bytes. Memory: one file of
-    about a GiB and its largest tensor."""
+def require_room(folder: Path, nbytes: int) -> None:
+    """PackError if the drive of a folder has less free."""
+    free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise PackError(
+            f"{format_size(nbytes)} are to be written into {folder}, {format_size(free)} are free; free some, or name "
+            f"another folder"
+        )
+
+
+def write(
+    kind: str, out: Path, config: Config, seed: int = 0, routing: Routing | None = None, experts: bool = True
+) -> int:
+    """Writes the checkpoint into a folder that is not there yet, whole or not at all; the bytes of its tensors. Memory:
+    one file of about a GiB and its largest tensor. routing: what its routers choose; None: random ones. experts: False
+    leaves holes in a file in the place of the experts, which take no room on the drive. PackError if there is too
+    little."""
     out.parent.mkdir(parents=True, exist_ok=True)
+    require_room(out.parent, sum(spec.nbytes for name, spec in specs(kind, config) if experts or not _of_expert(name)))
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=out.parent) as folder:
         half = Path(folder) / "checkpoint"
         half.mkdir()
-        total = _write(kind, half, config, Drawing(seed))
+        total = _write(kind, half, config, Drawing(seed), routing, experts)
         half.rename(out)
     return total
 
 
-def _write(kind: str, out: Path, config: Config, drawing: Drawing) -> int:
+def _of_expert(name: str) -> bool:
+    return ".experts." in name
+
+
+def _write(kind: str, out: Path, config: Config, drawing: Drawing, routing: Routing | None, experts: bool) -> int:
     index: dict[str, str] = {}
     held: dict[str, torch.Tensor] = {}
+    left_out: dict[str, Spec] = {}
     total = size = 0
 
     def flush() -> None:
@@ -405,19 +431,39 @@ def _write(kind: str, out: Path, config: Config, drawing: Drawing) -> int:
         held.clear()
 
     for name, spec in specs(kind, config):
+        total += spec.nbytes
+        if _of_expert(name) and not experts:
+            left_out[name] = spec
+            continue
         if held and size + spec.nbytes > SHARD:
             flush()
             size = 0
-        held[name] = drawing.draw(spec)
+        value = drawing.draw(spec)
+        held[name] = value if routing is None else routed(value, name, config, routing)
         size += spec.nbytes
-        total += spec.nbytes
     flush()
+    if left_out:
+        index.update(dict.fromkeys(left_out, "experts.safetensors"))
+        _write_holes(out / "experts.safetensors", left_out)
     for name in TOKENIZER_FILES:
         if (TOKENIZER / name).exists() and name != "generation_config.json":
             shutil.copyfile(TOKENIZER / name, out / name)
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     (out / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": index}) + "\n")
     return total
+
+
+def _write_holes(path: Path, tensors: Mapping[str, Spec]) -> None:
+    """A safetensors file of zeros that nothing was written for."""
+    table, end = dict[str, Any](), 0
+    for name, spec in tensors.items():
+        dtype = "U8" if spec.kind in ("codes", "exponents") else "BF16"
+        table[name] = {"dtype": dtype, "shape": spec.shape, "data_offsets": [end, end + spec.nbytes]}
+        end += spec.nbytes
+    header = json.dumps(table).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + end)
 
 
 def model_parser(text: str | None, out: str, kinds: Mapping[str, Kind] = KINDS) -> argparse.ArgumentParser:
@@ -437,7 +483,11 @@ def main() -> None:
     if args.out.exists():
         parser.error(f"{args.out} is there already; name another folder")
     config = config_of(args.kind, layers_within(args.kind, args.gb * 1e9) if args.gb else args.layers)
-    print(json.dumps({"directory": str(args.out), "bytes": write(args.kind, args.out, config, args.seed)}))
+    try:
+        nbytes = write(args.kind, args.out, config, args.seed)
+    except TiermoeError as error:
+        parser.error(str(error))
+    print(json.dumps({"directory": str(args.out), "bytes": nbytes}))
 
 
 if __name__ == "__main__":

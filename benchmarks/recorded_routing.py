@@ -10,14 +10,18 @@ what router l has for the other groups is what a forecast from the layers before
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from tiermoe.errors import TraceError
-from tiermoe.lab.trace import LayerTrace, Pass, Trace
+from tiermoe.errors import ConfigError, TraceError
+from tiermoe.lab.trace import LayerTrace, Pass, Trace, read_trace
 
 Floats = npt.NDArray[np.float32]
 
@@ -25,6 +29,8 @@ GROUPS = 4  # forecasts reach three layers ahead, as HOBBIT looks
 RECALL = 0.8
 AMPLITUDE = 4.0  # of a class's columns, where other columns of an embedding have a deviation of 1
 _MULTIPLE = 256  # columns of a block
+_ADDS = re.compile(r"\.(o_proj|down_proj|w2)\.(weight|bias)$|layernorm\.bias$")  # to the hidden states
+_NORM_OR_ROUTER = re.compile(r"model\.layers\.(\d+)\.(post_attention_layernorm|(mlp|block_sparse_moe)\.gate)\.weight")
 
 
 @dataclass(frozen=True)
@@ -140,3 +146,42 @@ def routing_of(trace: Trace, layers: int, experts: int, top_k: int, recall: floa
         expert_bytes={bits: sizes[:layers] for bits, sizes in header.expert_bytes.items()},
     )
     return Routing(Trace(first, passes), chosen, forecast, prompt)
+
+
+def experts_of(config: Mapping[str, Any]) -> int:
+    """Experts of a layer."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next(int(config[name]) for name in names if name in config)
+
+
+def dense_layers(config: Mapping[str, Any]) -> int:
+    """Layers without experts, the first ones."""
+    return int(config.get("first_k_dense_replace", 0))
+
+
+def routing_for(path: Path, config: Mapping[str, Any], recall: float = RECALL, seed: int = 0) -> Routing:
+    """The routing of the trace at `path` in a model. TraceError if it is another model's, ConfigError if it has too
+    many tokens for the hidden size."""
+    layers = config["num_hidden_layers"] - dense_layers(config)
+    routing = routing_of(read_trace(path), layers, experts_of(config), config["num_experts_per_tok"], recall, seed)
+    if routing.columns > config["hidden_size"] // 2:
+        raise ConfigError(f"{path} has {routing.classes} tokens, too many for a hidden size of {config['hidden_size']}")
+    return routing
+
+
+def routed(value: torch.Tensor, name: str, config: Mapping[str, Any], routing: Routing) -> torch.Tensor:
+    """A tensor of a checkpoint with a recorded routing; of others the value itself. The family calls its routers
+    `mlp.gate`, or as Mixtral does."""
+    if name == "model.embed_tokens.weight":
+        value[:, : routing.columns] = 0
+        return value.scatter_(1, torch.from_numpy(routing.codes(len(value))), AMPLITUDE)
+    if _ADDS.search(name):
+        value[: routing.columns] = 0
+    elif name.endswith("e_score_correction_bias"):
+        value[:] = 0
+    elif found := _NORM_OR_ROUTER.fullmatch(name):
+        layer, hidden = int(found[1]) - dense_layers(config), config["hidden_size"]
+        if layer >= 0:
+            made = routing.norm(layer, hidden) if "norm" in found[2] else routing.router(layer, hidden)
+            return torch.from_numpy(made).bfloat16()
+    return value

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from benchmark_commands import Printed, benchmark_runner, command_of
-from benchmarks import gpu, kernels, rounds
-from benchmarks.gpu_steps import STEPS, Run
+from benchmarks import kernels, rounds
 from benchmarks.llamacpp import Peer, convert
 from benchmarks.load import broken_rules, drift, hostile_broken
 from benchmarks.load_clients import Tally
@@ -91,7 +90,8 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 SHARED = {"__init__", "rounds", "serving", "surprisals", "load_clients", "load_dialects", "hostile_clients",
-          "run_converter", "peer", "full_size_child", "recorded_routing", "gpu_steps"}  # fmt: skip
+          "run_converter", "peer", "full_size_child", "recorded_routing", "gpu_run", "gpu_steps", "gpu_models",
+          "llama_bench", "random_store"}  # fmt: skip
 
 
 MAKES = {"llamacpp", "random_gguf", "random_model", "widen"}
@@ -172,42 +172,6 @@ def test_kernels_prints_every_part(run_: Printed, monkeypatch: pytest.MonkeyPatc
     found, _ = run_("benchmarks.kernels", "--shapes=small", "--types", ",".join(types), "--threads=1", "--megabytes=1")
     assert [row["part"] for row in found["small"][1:]] == types
     assert all(positive(row["gb_s"]) for row in found["small"][1:])
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_a_step_of_the_hour_on_a_gpu_runs_on_a_cpu(step: str, tmp_path: Path) -> None:
-    rows = list(STEPS[step][0](Run("cpu", True, tmp_path)))
-    assert rows
-    for row in rows:
-        assert "error" not in row or row["error"] <= row["tolerance"]
-        assert row.get("right", True)
-        assert row.get("equal_tokens") == row.get("of") or step != "families"
-        assert all(value >= 0 for value in row.values() if isinstance(value, float))
-
-
-def test_the_hour_on_a_gpu_goes_on_from_its_file(
-    run_: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("--device=cpu", "--quick", f"--resume={tmp_path / 'gpu.json'}")
-    found, err = run_("benchmarks.gpu", *words, "--steps=copies")
-    assert [row["what"] for row in found["steps"]["copies"]["rows"]] == [
-        "64 KiB to the GPU, not pinned", "64 KiB back, not pinned"
-    ]  # fmt: skip
-    assert "copies: 64 KiB to the GPU, not pinned: gb_s" in err
-    ran: list[str] = []
-    monkeypatch.setattr(gpu, "run_step", lambda name, *rest: ran.append(name) or {"rows": [], "error": "it failed"})
-    again, _ = run_("benchmarks.gpu", *words, "--steps=machine,copies")
-    assert again["steps"] == {**found["steps"], "machine": {"rows": [], "error": "it failed"}}
-    run_("benchmarks.gpu", *words, "--steps=machine,copies")
-    assert ran == ["machine", "machine"]
-    with pytest.raises(SystemExit):
-        run_("benchmarks.gpu", "--device=cpu", f"--resume={tmp_path / 'other.json'}")
-
-
-def test_a_step_that_fails_or_takes_too_long_keeps_its_error(tmp_path: Path) -> None:
-    assert "error" in gpu.run_step("copies", "meta", tmp_path, True, 60.0)
-    found = gpu.run_step("layers", "cpu", tmp_path, True, 0.1)
-    assert (found["error"], found["rows"]) == ("took longer than 0 s", [])
 
 
 ENDED = {"exit": 0, "oom_kills": 0}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,7 +252,9 @@ def _pack_layers(
             if job.in_place is not None:
                 packed = _checksum_layer(job.in_place[index], report)
             else:
-                packed = _write_layer(job, index, report)
+                quantizer = QUANTIZERS[job.quantizer]
+                encoded = encoded_experts(form, quantizer, job.source, index, job.workers, job.inputs)
+                packed = write_layer(job.root, job.key, index, form, encoded, report)
             journal.add(index, packed)
         else:
             report(form.layer.experts)
@@ -260,14 +262,23 @@ def _pack_layers(
         yield packed
 
 
-def _write_layer(job: _Job, index: int, report: Callable[[int], None]) -> PackedLayer:
-    form, path = job.formats[index], job.root / file_name(job.key, index)
+def write_layer(
+    root: Path,
+    key: str,
+    index: int,
+    form: ExpertFormat,
+    encoded: Iterable[tuple[memoryview, float]],
+    report: Callable[[int], None] = lambda done: None,
+) -> PackedLayer:
+    """Writes the file of layer `index` in precision `key`, whole or not at all. encoded: of each expert the
+    `form.stored.nbytes` bytes and the relative error. report: called with the experts done. The caller has the
+    folder's lock."""
+    path = root / file_name(key, index)
     extents: list[Extent] = []
     errors: list[float] = []
     with whole_or_nothing(path) as handle:
         file = Pieces(handle)
         offset = file.write(header_of(form.stored, index, form.layer.experts))
-        encoded = encoded_experts(form, QUANTIZERS[job.quantizer], job.source, index, job.workers, job.inputs)
         for content, error in encoded:
             errors.append(error)
             file.write(content)
