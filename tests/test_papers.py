@@ -15,9 +15,10 @@ from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.lab.papers import PAPERS
 from tiermoe.lab.papers import statistics as counted
-from tiermoe.lab.papers.figure import KINDS, Counted, Loss, Place, Ratio, Replayed, Row, Runs, Side, Sizes, Windows
+from tiermoe.lab.papers.figure import KINDS, Counted, Loss, Place, Ratio, Replayed, Row, Runs, Side, Windows
 from tiermoe.lab.papers.mobile import OFFLOADING, RTX_4080, AsOften, Estimated, at
 from tiermoe.lab.simulate import ReplaySettings, machine_of, parse_link, replay, spread
+from tiermoe.lab.sizes import Sizes
 from tiermoe.lab.trace import Little, Trace
 from tiermoe.offload.presets import compose
 
@@ -80,7 +81,7 @@ def test_a_replay_of_a_papers_sizes_has_its_loads_and_its_computing() -> None:
     tx2 = machine_of("jetson-tx2", None, None).processor
     assert tx2 is not None
     assert decode.bytes_read == 3 * 2 * 2 * 16e6  # three tokens, two layers
-    assert decode.compute_s == pytest.approx(3 * 2 * (2 * 16e6 + 20e6) / tx2.rate, rel=1e-3)
+    assert decode.compute_s == pytest.approx(3 * 2 * ((2 * 16e6 + 20e6) / tx2.rate + tx2.layer_s), rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import ClassVar
 from tiermoe.errors import TraceError
 from tiermoe.lab.papers import statistics as counted
 from tiermoe.lab.papers.figure import (
-    QWEN_MOE,
     Counted,
     Figure,
     Ladder,
@@ -26,6 +25,7 @@ from tiermoe.lab.papers.figure import (
     decoding,
 )  # fmt: skip
 from tiermoe.lab.papers.statistics import decode_passes
+from tiermoe.lab.sizes import QWEN_MOE
 from tiermoe.offload.composition import Composition
 from tiermoe.offload.policies.routing import speedup
 
