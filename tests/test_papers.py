@@ -19,7 +19,7 @@ from tiermoe.lab.papers.figure import KINDS, Counted, Loss, Place, Ratio, Replay
 from tiermoe.lab.papers.mobile import OFFLOADING, RTX_4080, AsOften, Estimated, at
 from tiermoe.lab.simulate import ReplaySettings, machine_of, parse_link, replay, spread
 from tiermoe.lab.sizes import Sizes
-from tiermoe.lab.trace import Little, Trace
+from tiermoe.lab.trace import Costs, Deciding, Little, Trace, read_trace
 from tiermoe.offload.presets import compose
 
 SATA = Place("jetson-tx2", "75%", seconds=(2e-3, 2e-4))
@@ -280,6 +280,24 @@ def test_lists_and_tables(tiermoe_: Command, trace_file: Path) -> None:
     assert table.count("\n| 13 |") == 15
     without = tiermoe_("paper", "fate", "--figure", "12", "--trace", trace_file, "--json").out
     assert "--profiles" in json.loads(without)[0]["ours"]
+
+
+def test_replays_charge_the_costs_of_the_trace_that_is_named(
+    tiermoe_: Command, trace_file: Path, tmp_path: Path
+) -> None:
+    trace = read_trace(trace_file)
+    costs = Costs(1e9, 0.0, 1, 0.0, {"lru": Deciding({}, 1.0, 1.0)})  # longer than all else
+    other = write_trace(tmp_path / "other.trace", Trace(replace(trace.header, costs=costs), trace.passes))
+
+    def waited(*words: object) -> float:
+        row = json.loads(tiermoe_("paper", "hobbit", "--figure", "3a", "--trace", trace_file, "--json", *words).out)[0]
+        return float(row["ours"].rstrip("%"))
+
+    assert waited("--costs", other) == 0 < waited()
+    alone = tiermoe_("paper", "hobbit", "--figure", "3a", "--costs", other, "--model", "m", "--text", "t").cause
+    assert "give --trace FILE beside it" in alone
+    without = tiermoe_("paper", "hobbit", "--figure", "3a", "--trace", other, "--costs", trace_file).cause
+    assert "holds no costs; make it again with tiermoe trace --costs" in without
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sizes, in weights, of the models that papers run. Rates of their machines follow from these, and replays take them."""
+"""Sizes of the models that papers run, in weights: replays take them, and rates of the papers' machines follow."""
 
 from __future__ import annotations
 
