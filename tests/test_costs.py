@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from commands import Command
-from small_traces import TIMES, decode, layer, trace_of, write_trace
+from small_traces import TIMES, decode, layer, prompt, trace_of, write_trace
 from tiermoe.config import CacheSize
 from tiermoe.lab.measure.costs import costs_of, with_link
-from tiermoe.lab.simulate import ReplaySettings, Result, replay
-from tiermoe.lab.trace import Costs, Deciding, Times, Trace, read_trace
+from tiermoe.lab.simulate import Machine, NamedLink, ReplaySettings, Result, replay, settings_on
+from tiermoe.lab.simulate.costs import deciding_of
+from tiermoe.lab.simulate.machines import Processor
+from tiermoe.lab.trace import Costs, Deciding, Pass, Times, Trace, read_trace
+from tiermoe.metrics import PhaseMetrics
 from tiermoe.offload.presets import PRESETS, compose
 
 LAYERS = 2
@@ -81,8 +84,28 @@ def test_a_replay_charges_deciding_and_asking() -> None:
     # where nothing is waited for, all of it is added; a load overlaps it
     assert dear.metrics.decode.seconds > free.metrics.decode.seconds
     assert dear.metrics.decode.compute_s == free.metrics.decode.compute_s
-    # another machine's computing times come without this one's costs
-    assert seconds(charged, "lru", TIMES).deciding_s == 0
+    # another machine's computing times change none of it
+    assert seconds(charged, "lru", replace(TIMES, dense=0.7)).deciding_s == pytest.approx(3 * 0.25 + 5 * 0.125)
+
+
+def test_a_machine_charges_layers_and_what_the_engine_spent() -> None:
+    """A layer takes 1/8 s whatever its size, its dense part 1/4 s, and an expert 1/12 s after one of loading; a decoded
+    token decides a layer in 1/4 s and each load in 1/8 s. A prompt's two tokens take 1.2 s each, .4 s by expert."""
+    machine = Machine("m", NamedLink("l", 100.0, 0.0, ""), Processor(1200.0, "", 1000.0, 0.125))
+    passes = [decode(layer([0, 1]), layer([0, 1]))] * 2
+    both = prompt(layer([0, 1], [0, 1]), layer([0, 1], [0, 1]))
+
+    def took(*passes: Pass) -> PhaseMetrics:
+        trace = trace_of(passes, dense_bytes=600, made_from={"dense_bits": 8})
+        header = replace(trace.header, costs=costs())
+        settings = settings_on(machine, header, CacheSize(fraction=1.0))
+        return replay(Trace(header, trace.passes), compose("lru"), settings).metrics.total
+
+    # first token: 1/8 + 1/4, two loads while 1/4 is decided, the second one computed, and 2/8 for the loads;
+    # the second has all: 1/8 + 1/4 and two experts
+    assert took(*passes).seconds == pytest.approx(2 * (0.375 + 2 + 1 / 12 + 0.25) + 2 * (0.375 + 2 / 12))
+    assert took(*passes).compute_s == pytest.approx(4 * 0.375 + 8 / 12)
+    assert took(both).seconds == pytest.approx(2 * (0.125 + 1.2 + 2 + 1 / 12 + 0.4 + 0.25))
 
 
 def test_a_composition_that_was_not_measured_takes_the_nearest_ones_time() -> None:
@@ -90,6 +113,8 @@ def test_a_composition_that_was_not_measured_takes_the_nearest_ones_time() -> No
     charged = Trace(replace(trace_of(passes, times=TIMES).header, costs=costs()), passes)
     lfu = seconds(charged, "lru", cache="lfu")  # shares all but the eviction with lru
     assert lfu.deciding_s == pytest.approx(2 * 0.25 + 4 * 0.125)
+    path = deciding_of(charged.header, compose("eap", {"cache": "lru"}))  # reads ahead, as mixtral-offload does
+    assert path == costs().presets["mixtral-offload"]
     low = seconds(charged, "lru", precision="gate-score", t1=0.9, t2=0.95)  # the precision comes before the prediction
     assert low.deciding_s == pytest.approx(2 * 3.0 + (low.counts.loads) * 0.125)
 

@@ -15,10 +15,11 @@ from tiermoe.config import CacheSize
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.lab.papers import PAPERS
 from tiermoe.lab.papers import statistics as counted
-from tiermoe.lab.papers.figure import KINDS, Counted, Loss, Place, Ratio, Replayed, Row, Runs, Side, Sizes, Windows
+from tiermoe.lab.papers.figure import KINDS, Counted, Loss, Place, Ratio, Replayed, Row, Runs, Side, Windows
 from tiermoe.lab.papers.mobile import OFFLOADING, RTX_4080, AsOften, Estimated, at
 from tiermoe.lab.simulate import ReplaySettings, machine_of, parse_link, replay, spread
-from tiermoe.lab.trace import Little, Trace
+from tiermoe.lab.sizes import Sizes
+from tiermoe.lab.trace import Costs, Deciding, Little, Trace, read_trace
 from tiermoe.offload.presets import compose
 
 SATA = Place("jetson-tx2", "75%", seconds=(2e-3, 2e-4))
@@ -80,7 +81,7 @@ def test_a_replay_of_a_papers_sizes_has_its_loads_and_its_computing() -> None:
     tx2 = machine_of("jetson-tx2", None, None).processor
     assert tx2 is not None
     assert decode.bytes_read == 3 * 2 * 2 * 16e6  # three tokens, two layers
-    assert decode.compute_s == pytest.approx(3 * 2 * (2 * 16e6 + 20e6) / tx2.rate, rel=1e-3)
+    assert decode.compute_s == pytest.approx(3 * 2 * ((2 * 16e6 + 20e6) / tx2.rate + tx2.layer_s), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +280,24 @@ def test_lists_and_tables(tiermoe_: Command, trace_file: Path) -> None:
     assert table.count("\n| 13 |") == 15
     without = tiermoe_("paper", "fate", "--figure", "12", "--trace", trace_file, "--json").out
     assert "--profiles" in json.loads(without)[0]["ours"]
+
+
+def test_replays_charge_the_costs_of_the_trace_that_is_named(
+    tiermoe_: Command, trace_file: Path, tmp_path: Path
+) -> None:
+    trace = read_trace(trace_file)
+    costs = Costs(1e9, 0.0, 1, 0.0, {"lru": Deciding({}, 1.0, 1.0)})  # longer than all else
+    other = write_trace(tmp_path / "other.trace", Trace(replace(trace.header, costs=costs), trace.passes))
+
+    def waited(*words: object) -> float:
+        row = json.loads(tiermoe_("paper", "hobbit", "--figure", "3a", "--trace", trace_file, "--json", *words).out)[0]
+        return float(row["ours"].rstrip("%"))
+
+    assert waited("--costs", other) == 0 < waited()
+    alone = tiermoe_("paper", "hobbit", "--figure", "3a", "--costs", other, "--model", "m", "--text", "t").cause
+    assert "give --trace FILE beside it" in alone
+    without = tiermoe_("paper", "hobbit", "--figure", "3a", "--trace", other, "--costs", trace_file).cause
+    assert "holds no costs; make it again with tiermoe trace --costs" in without
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,12 @@ def test_what_main_memory_holds_is_not_read_again() -> None:
     # three are read and copied, 2 + 1 s; 0 has left the GPU and is copied again, 1 s
     assert result.decode_tok_s == pytest.approx(4 / (4 * 0.9 + 3 * 3 + 1))
     assert result.second_level == {"host_hits": 1, "host_misses": 3, "bytes_copied": 400}
-    assert result.bytes_read == 300  # from the drive, whose rate the bound goes by
+    assert result.bytes_read == 300  # from the drive, which takes longer for them than the link for the copies
     assert result.bound_tok_s == pytest.approx(4 / 6.0)
+    fast = replayed(trace, slots=2, latency=0.5, ram=CacheSize(nbytes=300), drive=NamedLink("fast", 400.0, 0.0, ""))
+    # four copies of 1.5 s, which are 400 bytes at 100 a second: more than 3.6 s of computing and 300 bytes at 400
+    assert (fast.metrics.decode.copy_s, fast.metrics.decode.read_s) == (pytest.approx(6.0), pytest.approx(0.75))
+    assert fast.bound_tok_s == pytest.approx(4 / 4.0)
     less = replayed(trace, slots=2, **ram(2))
     assert less.second_level == {"host_hits": 0, "host_misses": 4, "bytes_copied": 400}
 
@@ -165,10 +169,10 @@ def test_main_memory_hits_as_the_engines_own() -> None:
 
 def test_times_follow_from_what_a_processor_reads_and_calculates() -> None:
     trace = trace_of([decode(layer([0, 1]))], dense_bytes=600, made_from={"dense_bits": 8}, slot_bytes={4: [120]})
-    times = computed_times(trace.header, Processor(1200.0, "", arithmetic=1000.0))
-    # 600 bytes dense are 600 weights, the 100 stored ones of an expert in 4 bits 200
-    assert (times.dense, times.expert) == (0.5, {4: 0.1})
-    assert (times.prefill_token, times.prefill_expert) == (1.2, {4: 0.4})
+    times = computed_times(trace.header, Processor(1200.0, "", arithmetic=1000.0, layer_s=0.125))
+    # 600 bytes dense are 600 weights, the 100 stored ones of an expert in 4 bits 200; a layer takes its own in any pass
+    assert (times.dense, times.expert) == (0.5 + 0.125, {4: 0.1})
+    assert (times.prefill_token, times.prefill_expert, times.prefill_pass) == (1.2, {4: 0.4}, 0.125)
     with pytest.raises(TraceError, match="does not say how many bytes its dense layers have"):
         computed_times(trace_of([decode(layer([0]))]).header, Processor(1.0, "", 1.0))
 
@@ -183,9 +187,10 @@ def test_what_the_papers_measured_comes_out() -> None:
     assert rtx.cpu is not None
     assert orin.processor is not None
     assert corm.processor is not None
-    assert (4 * expert + 2 * attention) / rtx.processor.rate == pytest.approx(3e-3)
+    assert (4 * expert + 2 * attention) / rtx.processor.rate + rtx.processor.layer_s == pytest.approx(3e-3)
     assert 2 * expert / rtx.cpu.rate == pytest.approx(5e-3)
-    loading, computing = 2 * expert / LINKS["nvme"].bandwidth, (2 * expert + attention) / orin.processor.rate
+    loading = 2 * expert / LINKS["nvme"].bandwidth
+    computing = (2 * expert + attention) / orin.processor.rate + orin.processor.layer_s
     assert loading / (loading + computing) == pytest.approx(0.945)
     for layers, k, weights, dense, loading, computing in (
         (32, 2, expert, attention, 2.1, 0.35),
@@ -197,7 +202,8 @@ def test_what_the_papers_measured_comes_out() -> None:
         assert computed == pytest.approx(computing)
     pi = MACHINES["raspberry-pi-4b"]
     assert pi.processor is not None
-    assert 6 * 18.9e6 / pi.link.bandwidth / (0.495e9 / pi.processor.rate) == pytest.approx(2.55)
+    computing = 0.495e9 / pi.processor.rate + 6 * pi.processor.layer_s
+    assert 6 * 18.9e6 / pi.link.bandwidth / computing == pytest.approx(2.55, rel=2e-3)
 
 
 def test_the_way_of_an_expert_on_each_machine() -> None:

@@ -35,7 +35,7 @@ _NEURONS = ("neurons", "named")  # fields of a layer
 _RANKED = ("forecasts", "counts")  # likewise
 _LATER = ("slot_bytes", "copied_bytes", "neuron_slot_bytes")  # files of earlier versions of tiermoe lack them
 _NOT_PLAIN = (*_LATER, "quantized_bytes", "hash_layers", "costs")  # older files lack these too
-_LATER_TIMES = ("layers", "prefill_layers")
+_LATER_TIMES = ("layers", "prefill_layers", "prefill_pass")
 
 _CSV = "# route_trace"  # a CSV's first characters
 _CSV_VERSION = "v1"
@@ -92,6 +92,7 @@ class Times:
     prefill_expert: dict[int, float]  # bits → one expert per prompt token beyond its first
     layers: float = 0.0  # of `dense`, what layers take from the router's choice to their first expert
     prefill_layers: float = 0.0  # likewise of `prefill_token`
+    prefill_pass: float = 0.0  # of a prompt's pass, however many tokens; 0 where `prefill_token` has it
 
 
 DECIDING = ("unit", "precision", "prefetch", "routing", "cache")

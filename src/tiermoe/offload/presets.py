@@ -4,7 +4,7 @@ table, `compose` applies `--set` to a preset, `resolve` makes one ready for a mo
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -191,22 +191,16 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str, layer
     given = {**options, **settings.set}
     composition = compose(settings.preset, settings.set)
     composition = composition.having({name: value for name, value in options.items() if name not in settings.set})
-    profile = None
-    command = _calibrate(composition, model)
-    path = profile_path(store, composition.profile)
-    if composition.needs_profile:
-        if not composition.profile:
-            raise ProfileError(f"preset {composition.name} {_without_profile(composition)}")
-        profile = read_profile(path, fingerprint, command)
-        composition = filled(composition, profile)
-        asked = given.get("quantizer")
-        if asked is not None and asked != composition.quantizer:
-            raise ProfileError(
-                f"the bitwidths of {settings.preset} were found for {composition.quantizer}, not for {asked}; "
-                f"calibrate with --bitwidth-quantizer {asked}, or leave quantizer out"
-            )
-    elif composition.profile and path.exists():
-        composition = refined(composition, given, read_profile(path, fingerprint, command))
+    needed, asked = composition.needs_profile, given.get("quantizer")
+    if needed and not composition.profile:
+        raise ProfileError(f"preset {composition.name} {_without_profile(composition)}")
+    command, path = _calibrate(composition, model), profile_path(store, composition.profile)
+    composition, profile = calibrated(composition, given, path, lambda: read_profile(path, fingerprint, command))
+    if needed and asked is not None and asked != composition.quantizer:
+        raise ProfileError(
+            f"the bitwidths of {settings.preset} were found for {composition.quantizer}, not for {asked}; "
+            f"calibrate with --bitwidth-quantizer {asked}, or leave quantizer out"
+        )
     require_settings(composition, model)
     composition = with_low_share(composition, layers)
     settings = replace(
@@ -215,12 +209,22 @@ def resolve(settings: Settings, store: Path, fingerprint: str, model: str, layer
         dense_bits=composition.dense_bits,
         quantizer=composition.quantizer,
     )
-    found = tables(profile)
+    found = tables(profile if needed else None)
     return Resolved(settings, composition, found, precisions(composition, settings.bits_used, found.bits))
 
 
-def refined(composition: Composition, given: Collection[str], profile: Profile) -> Composition:
-    """A complete composition with the values that a calibration has found instead of the preset's; the settings that
-    are `given` stay."""
+def calibrated(
+    composition: Composition, given: Collection[str], path: Path, read: Callable[[], Profile]
+) -> tuple[Composition, Profile | None]:
+    """A composition with what its calibration has found, and that profile: one that it needs, or one that is at `path`,
+    whose values come before the preset's and after those that are `given`. read: the profile at `path`; raises what is
+    wrong with it."""
+    if composition.needs_profile:
+        profile = read()
+        return filled(composition, profile), profile
+    if not composition.profile or not path.exists():
+        return composition, None
+    profile = read()
     found = {name: value for name, value in profile.settings.items() if name not in given}
-    return changed(composition, {name: value for name, value in found.items() if unread(name, composition) is None})
+    found = {name: value for name, value in found.items() if unread(name, composition) is None}
+    return changed(composition, found), profile

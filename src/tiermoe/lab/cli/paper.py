@@ -6,7 +6,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +22,7 @@ from tiermoe.errors import ConfigError, TiermoeError
 if TYPE_CHECKING:
     from tiermoe.lab.papers import Figure, Paper, Row
     from tiermoe.lab.papers.figure import Measure, Runs, Side, Windows
+    from tiermoe.lab.trace import Trace
 
 
 Name = Annotated[
@@ -34,6 +35,10 @@ Figures = Annotated[
 ]  # fmt: skip
 TraceFile = Annotated[
     Path | None, typer.Option(help="A routing trace, which replays and statistics are of.", show_default=False)
+]
+CostsOf = Annotated[
+    Path | None,
+    typer.Option("--costs", help="A trace whose costs replays charge. Default: those of --trace.", show_default=False),
 ]
 Profiles = Annotated[
     Path | None, typer.Option(help="Folder of calibrations (NAME.json) for presets that need one.", show_default=False)
@@ -71,6 +76,7 @@ def paper(
     name: Name = None,
     figures: Figures = None,
     trace: TraceFile = None,
+    costs: CostsOf = None,
     profiles: Profiles = None,
     model: Model = None,
     text: Text = None,
@@ -85,13 +91,16 @@ def paper(
     calibrations, which tiermoe calibrate makes beside a model's store). Quality
     takes --model and --text. Speeds are replayed on the paper's machine
     (simulate --machine), with the cache that the row names or 45 % of the
-    experts (EdgeMoE: 20 %).
+    experts (EdgeMoE: 20 %). They charge what deciding took the engine where the
+    trace was made with tiermoe trace --costs. Of a large model that holds
+    computing on this machine, too: --costs names the trace of a small one.
 
     kind: measured by the engine, replayed with named costs, or counted in a
     trace. What is given follows from what was put in, and stands apart.
     moved by: the same with what may be the cause of a difference taken away.
     """
     from tiermoe.lab.papers import PAPERS
+    from tiermoe.lab.trace import read_trace
 
     if name is None:
         if figures:
@@ -110,7 +119,10 @@ def paper(
         raise ConfigError(
             "on which model? give --trace FILE for replays and statistics, --model and --text for quality"
         )
-    found = _made(chosen, trace, profiles, model, text, tokens)
+    recorded = None if trace is None else read_trace(trace)
+    if costs is not None:
+        recorded = _charged(recorded, costs)
+    found = _made(chosen, recorded, profiles, model, text, tokens)
     if as_json:
         print(json.dumps([each.as_dict() for each in found]))
     elif as_markdown:
@@ -138,18 +150,29 @@ def _chosen(of: Paper, names: Sequence[str]) -> list[Figure]:
     return chosen
 
 
+def _charged(recorded: Trace | None, path: Path) -> Trace:
+    """A trace with the costs of the one at `path`. ConfigError where either is lacking."""
+    from tiermoe.lab.trace import read_trace
+
+    if recorded is None:
+        raise ConfigError(f"--costs {path} is what replays of a trace charge; give --trace FILE beside it")
+    costs = read_trace(path).header.costs
+    if costs is None:
+        raise ConfigError(f"the trace {path} holds no costs; make it again with tiermoe trace --costs PRESETS")
+    return replace(recorded, header=replace(recorded.header, costs=costs))
+
+
 def _made(
-    figures: Sequence[Figure], trace: Path | None, profiles: Path | None, model: str | None, text: Path | None,
+    figures: Sequence[Figure], recorded: Trace | None, profiles: Path | None, model: str | None, text: Path | None,
     tokens: int,
 ) -> list[Found]:  # fmt: skip
     """Every row of the figures. ConfigError where a row could be had of nothing that was given."""
     from tiermoe.lab.papers.figure import Runs
-    from tiermoe.lab.trace import read_trace
 
     with tempfile.TemporaryDirectory() as folder:
         evaluate = None if model is None or text is None else _evaluation(model, opt.read_text(text), tokens, folder)
         with spinner("replaying"):
-            runs = Runs(None if trace is None else read_trace(trace), profiles, evaluate)
+            runs = Runs(recorded, profiles, evaluate)
             found = [
                 Found(figure, row, _ours(row.ours, runs), {what: _ours(each, runs) for what, each in row.moved.items()})
                 for figure in figures

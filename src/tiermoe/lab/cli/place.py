@@ -25,7 +25,7 @@ from tiermoe.lab.simulate.profiles import borrowed, profile_of
 from tiermoe.lab.simulate.synthetic import Synthetic
 from tiermoe.lab.trace import Header
 from tiermoe.offload.composition import Composition
-from tiermoe.offload.presets import compose, refined
+from tiermoe.offload.presets import calibrated, compose
 
 CACHE = "20%"
 """Size of the cache where none is given."""
@@ -97,24 +97,15 @@ class Place:
         if counted is not None and composition.needs_profile:
             profile, origin = recorded.profile(composition.profile, counted, settings, synthetic.recall)
             settings = replace(settings, profile=profile)
-        elif (folder := self._folder(composition)) is not None:
-            profile = profile_of(folder, composition.profile, header)
-            origin = borrowed(profile, header)
-            if composition.needs_profile:
-                settings = replace(settings, profile=profile)
-            else:
-                composition = refined(composition, row.set, profile)
+        elif (folder := self.profiles) is not None and folder != FROM_TRACE and (name := composition.profile):
+            needed, path = composition.needs_profile, folder / f"{name}.json"
+            composition, found = calibrated(composition, row.set, path, lambda: profile_of(folder, name, header))
+            origin = "" if found is None else borrowed(found, header)
+            settings = replace(settings, profile=found if needed else None)
         result = replay(trace, composition, settings, recorded.belady).as_dict()
         described = self.machine(values, header).described("ram" in values) | recorded.described(synthetic, composition)
         described |= {"profile": origin} if origin else {}
         return {**described, **result, "set": dict(row.set), "lossy": composition.lossy}
-
-    def _folder(self, composition: Composition) -> Path | None:
-        """The folder of the calibration that a composition takes: one that it needs, or one that is there."""
-        folder, name = self.profiles, composition.profile
-        if folder is None or folder == FROM_TRACE or not name:
-            return None
-        return folder if composition.needs_profile or (folder / f"{name}.json").exists() else None
 
     def synthetic(self, values: Mapping[str, Any]) -> Synthetic:
         """What is drawn for a row. values: of the options of `simulate.SWEPT`."""

@@ -88,7 +88,8 @@ Lanes = Annotated[
     ),
 ]
 Compute = Annotated[
-    str | None, typer.Option(help="Compute time of a decoded token, like 20ms. Default: as the trace measured.")
+    str | None,
+    typer.Option(help="Compute time of a decoded token, like 20ms. Default: the machine's, or as the trace measured."),
 ]
 PrefillCompute = Annotated[
     str | None, typer.Option(help="Compute time of a prompt token, like 5ms. Default: --compute.")
@@ -139,6 +140,10 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Replay a routing trace without weights: speed of presets on a given machine, or hit rates of eviction policies.
+
+    Charged are loads, computing, and what deciding took the engine where
+    the trace was made (tiermoe trace --costs); with --machine a layer's
+    Python and launches, too.
 
     --sweep takes cache, link, machine, ram, compute, recall and fallback beside the settings of --set."""
     if sum(given is not None for given in (preset, presets, evictions)) > 1:

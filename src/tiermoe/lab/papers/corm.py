@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 from tiermoe.lab.papers import statistics as counted
 from tiermoe.lab.papers.figure import (
-    DEEPSEEK_MOE,
-    MIXTRAL,
     Counted,
     Figure,
     Ladder,
@@ -27,6 +25,7 @@ from tiermoe.lab.papers.figure import (
     rungs,
 )
 from tiermoe.lab.papers.statistics import decode_passes
+from tiermoe.lab.sizes import DEEPSEEK_MOE, MIXTRAL
 from tiermoe.lab.trace import Trace, frequencies
 from tiermoe.offload.composition import Composition
 

@@ -32,10 +32,10 @@ from tiermoe.lab.papers.figure import (
     Replayed,
     Row,
     Side,
-    Sizes,
     decoding,
     rungs,
 )
+from tiermoe.lab.sizes import ST_BASE_8
 from tiermoe.offload.composition import Composition
 
 PRESET = Composition(
@@ -203,7 +203,6 @@ def lowered(order: Sequence[ExpertPlace], k: int, lower: int, upper: int) -> dic
     return {place: lower if index < k else upper for index, place in enumerate(order)}
 
 
-ST_BASE_8 = Sizes(4.72e6, 15.9e6)  # six MoE layers share what runs for each token, the vocabulary too
 TX2, CARD, HDD = (Place(name, "20%", ST_BASE_8) for name in ("jetson-tx2", "raspberry-pi-4b", "jetson-tx2-hdd"))
 OURS, IO_EXP, IO_QEXP = Side("edgemoe"), Side("load-on-demand", bits=16), Side("io-qexp")
 STI, KEPT = Side("sti"), Side("sti", {"cache": "belady"})

@@ -12,7 +12,6 @@ from tiermoe.errors import TraceError
 from tiermoe.lab.papers import statistics as counted
 from tiermoe.lab.papers.figure import (
     BITS,
-    QWEN_MOE,
     Counted,
     Figure,
     Ladder,
@@ -27,6 +26,7 @@ from tiermoe.lab.papers.figure import (
     prompts,
     rungs,
 )
+from tiermoe.lab.sizes import QWEN_MOE
 from tiermoe.lab.trace import Trace
 from tiermoe.offload.composition import Composition
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from tiermoe.config import CacheSize, parse_cache
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.lab.papers.statistics import windows
+from tiermoe.lab.sizes import Sizes
 from tiermoe.lab.trace import Header, Trace
 from tiermoe.offload.composition import Composition, changed, parsed, unread
 from tiermoe.offload.presets import compose
@@ -179,19 +180,6 @@ class Side:
         names = ("bits", "share", "share_of", "cpu")
         own: dict[str, Any] = {name: changes.pop(name) for name in names if name in changes}
         return replace(self, changes={**self.changes, **{name: str(value) for name, value in changes.items()}}, **own)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of a paper's model, in weights."""
-
-    expert: float
-    dense: float  # of a MoE layer and what runs beside it for each token
-
-
-MIXTRAL, DEEPSEEK_MOE = Sizes(176.2e6, 41.9e6), Sizes(8.65e6, 34.1e6)
-QWEN_MOE = Sizes(8.65e6, 51.4e6)
-"""Mixtral 8x7B, DeepSeekMoE 16B and Qwen1.5-MoE; shared experts are among what runs for each token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from tiermoe.config import CacheSize
 from tiermoe.lab.papers import statistics as counted
 from tiermoe.lab.papers.figure import (
-    MIXTRAL,
     RATE,
     Counted,
     Figure,
@@ -31,6 +30,7 @@ from tiermoe.lab.papers.figure import (
     waiting,
 )
 from tiermoe.lab.papers.statistics import decode_passes
+from tiermoe.lab.sizes import MIXTRAL
 from tiermoe.lab.trace import Trace
 from tiermoe.offload.assembly import assemble, cache_bytes, divide
 from tiermoe.offload.composition import Composition

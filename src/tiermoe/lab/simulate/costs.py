@@ -58,7 +58,8 @@ class Costs:
 
     def dense_s(self, phase: str, tokens: int) -> float:
         """Seconds of everything but experts in a pass over `tokens` tokens, without `layers_s`."""
-        dense = self.times.dense if phase == "decode" else self.times.prefill_token * tokens
+        times = self.times
+        dense = times.dense if phase == "decode" else times.prefill_pass + times.prefill_token * tokens
         return dense - self.layers_s(phase, tokens)
 
     def layers_s(self, phase: str, tokens: int) -> float:
@@ -152,8 +153,8 @@ def spread(header: Header, decode_s: float, prefill_s: float) -> Times:
 
 def computed_times(header: Header, processor: Processor) -> Times:
     """Times of a processor that decodes at the rate at which it reads weights, and computes prompts as fast as its
-    arithmetic allows: two operations a weight and token. TraceError where the trace does not say how many bytes its
-    dense layers have."""
+    arithmetic allows: two operations a weight and token. A pass of either kind takes `layer_s` for each layer, too.
+    TraceError where the trace does not say how many bytes its dense layers have."""
     if not header.dense_bytes:
         raise TraceError(
             f"the trace of {header.model} does not say how many bytes its dense layers have, from which their time "
@@ -164,8 +165,11 @@ def computed_times(header: Header, processor: Processor) -> Times:
     dense_weights = header.dense_bytes * 8 / int(header.made_from.get("dense_bits", precise))
     expert = expert_times(header, processor.rate)
     further = dict.fromkeys(expert, 2 * weights / processor.arithmetic)
-    dense = header.dense_bytes / processor.rate + len(header.experts) * processor.layer_s
-    return Times(dense, expert, 2 * dense_weights / processor.arithmetic, further)
+    layers = len(header.experts) * processor.layer_s
+    return Times(
+        header.dense_bytes / processor.rate + layers, expert, 2 * dense_weights / processor.arithmetic, further,
+        prefill_pass=layers,
+    )  # fmt: skip
 
 
 def expert_times(header: Header, rate: float) -> dict[int, float]:
@@ -174,13 +178,15 @@ def expert_times(header: Header, rate: float) -> dict[int, float]:
 
 
 def deciding_of(header: Header, composition: Composition) -> Deciding | None:
-    """What deciding takes under a composition: as measured for the one with most parts in common, the dearest parts
-    first; None if nothing was measured."""
+    """What deciding takes under a composition, whatever the device computes, as the engine measured it where the trace
+    was made: for the one with most parts in common, the dearest parts first. One that reads ahead stands for another
+    that does before one that does not. None if nothing was measured."""
     if header.costs is None:
         return None
 
-    def alike(measured: Deciding) -> list[bool]:
-        return [measured.parts.get(part) == str(composition[part]) for part in DECIDING]
+    def alike(measured: Deciding) -> list[tuple[bool, bool]]:
+        pairs = [(measured.parts.get(part), str(composition[part])) for part in DECIDING]
+        return [(theirs == ours, (theirs == "none") == (ours == "none")) for theirs, ours in pairs]
 
     return max(header.costs.presets.values(), key=alike)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tiermoe.offload.link import Finished
+from tiermoe.offload.link import Finished, LinkCounters
 from tiermoe.offload.policies.routing import averaged
 from tiermoe.offload.second_level import SecondLevelCache
 from tiermoe.types import ExpertKey, Load
@@ -58,6 +58,7 @@ class _Hop:
     latency: float
     active: list[_Transfer] = field(default_factory=list)
     bytes_moved: int = 0
+    busy_s: float = 0.0  # seconds in which a transfer was under way
 
     def begin(self, nbytes: int, then: Callable[[], None], delay: float = 0.0) -> None:
         """Begins a transfer. delay: seconds before the latency."""
@@ -75,6 +76,7 @@ class _Hop:
     def advance(self, seconds: float) -> list[_Transfer]:
         """Moves what is under way; returns what has ended."""
         rate = self._rate()
+        self.busy_s += seconds if self.active else 0.0
         for active in self.active:
             if active.latency:
                 active.latency = active.latency - seconds if active.latency > seconds else 0.0
@@ -117,8 +119,7 @@ class VirtualLink:
     at an equal share of `bandwidth` (bytes per second) with the others under way.
 
     move_of: what a load moves; called when the load begins. `wait_s`: seconds in which the clock stood at `wait` or
-    `fetch`; `busy_s`: seconds in which the link, or the drive behind it, was at work. `at`: the time up to which they
-    are simulated, between two calls the clock's.
+    `fetch`. `at`: the time up to which the link is simulated, between two calls the clock's.
 
     host: main memory that does not hold every expert. As in `offload.gpu.GpuLink` the lanes then read from the drive
     what is not there, and copies over this link run one after the other. An urgent load of an expert that is there
@@ -135,7 +136,6 @@ class VirtualLink:
         host: HostTier | None = None,
     ) -> None:
         self.wait_s = 0.0
-        self.busy_s = 0.0
         self.seconds_per_copy: float | None = None  # of one expert alone, as the last ones took
         self._clock = clock
         self._hop = _Hop(bandwidth, latency)
@@ -152,16 +152,6 @@ class VirtualLink:
         self._uncopied: deque[Load] = deque()  # in main memory, behind other copies
         self._timers: list[_Timer] = []
         self._finished: deque[Finished] = deque()
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes from the drive, or over the only link there is."""
-        return self._hops[-1].bytes_moved
-
-    @property
-    def bytes_copied(self) -> int:
-        """Bytes over the link itself."""
-        return self._hop.bytes_moved
 
     @property
     def seconds_per_load(self) -> float | None:
@@ -203,8 +193,18 @@ class VirtualLink:
     def now(self) -> float:
         return self._clock.now
 
+    def counters(self) -> LinkCounters:
+        """What the link has done by the clock's time, as the engine's links count: with main memory in between reads
+        from the drive and copies, else reads alone."""
+        self._run_to(self._clock.now)
+        hop = self._hop
+        if self._host is None:
+            return LinkCounters(hop.bytes_moved, hop.busy_s, self.wait_s)
+        drive = self._host.drive
+        return LinkCounters(drive.bytes_moved, drive.busy_s, self.wait_s, hop.bytes_moved, hop.busy_s)
+
     def catch_up(self) -> None:
-        """Simulates the link up to the clock's time, so that its figures are of that time."""
+        """Simulates the link up to the clock's time."""
         self._run_to(self._clock.now)
 
     def fetch(self, move: Move) -> None:
@@ -336,7 +336,6 @@ class VirtualLink:
 
     def _advance(self, seconds: float) -> None:
         self.at += seconds
-        self.busy_s += seconds if any(hop.active for hop in self._hops) else 0.0
         ended: list[_Transfer | _Timer] = []
         for hop in self._hops:
             ended += hop.advance(seconds)

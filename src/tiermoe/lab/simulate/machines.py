@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tiermoe.config import parse_size
 from tiermoe.errors import ConfigError
+from tiermoe.lab.sizes import DEEPSEEK_MOE, MIXTRAL, ST_BASE_8
 from tiermoe.lab.trace import Costs
 from tiermoe.offload.computers import ARITHMETIC_SHARE, COMPUTERS, LINKS, MEMORY_SHARE, NamedLink
 
@@ -30,6 +31,11 @@ def parse_link(text: str, what: str = "link") -> NamedLink:
     return NamedLink(text, float(parse_size(rate[1], what)), 0.0, "as given")
 
 
+GPU_LAYER_S, CPU_LAYER_S = 5.5e-4, 3.3e-5
+"""Seconds of Python and launches of a layer in our own decoder, by torch's operators and by native kernels, of models
+whose computing takes next to nothing (docs/results.md, "A layer's Python and launches")."""
+
+
 @dataclass(frozen=True, slots=True)
 class Processor:
     """What computes."""
@@ -37,7 +43,7 @@ class Processor:
     rate: float  # bytes a second of weights that it gets through while it decodes
     source: str  # of the figures, for people
     arithmetic: float = 0.0  # float operations a second in prompts; 0 of one that computes none
-    layer_s: float = 0.0  # seconds of a decoded token's layer, whatever its size
+    layer_s: float = 0.0  # seconds of Python and launches of a pass's layer, whatever its size
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +80,22 @@ class Machine:
         for name, processor in (("processor", self.processor), ("cpu", self.cpu)):
             if processor is not None:
                 parts[name] = (processor.rate, processor.source)
-        return {"machine": self.name} | {name: f"{rate / 1e9:.3g} GB/s: {told}" for name, (rate, told) in parts.items()}
+        told = {name: f"{rate / 1e9:.3g} GB/s: {source}" for name, (rate, source) in parts.items()}
+        if self.processor is not None:
+            told["processor"] += f"; Python and launches: {self.processor.layer_s * 1e3:.2g} ms a layer"
+        return {"machine": self.name} | told
 
 
 def _gpu(memory: float, teraflops: float, source: str) -> Processor:
     """A GPU by its maker's figures: GB/s of memory, float32 operations a second."""
-    return Processor(
-        memory * MEMORY_SHARE * 1e9, f"{source}: {memory:g} GB/s, taken at 80 %", teraflops * ARITHMETIC_SHARE * 1e12
-    )
+    rate, arithmetic = memory * MEMORY_SHARE * 1e9, teraflops * ARITHMETIC_SHARE * 1e12
+    return Processor(rate, f"{source}: {memory:g} GB/s, taken at 80 %", arithmetic, GPU_LAYER_S)
+
+
+def _timed(nbytes: float, seconds: float, source: str, arithmetic: float, layer_s: float = GPU_LAYER_S) -> Processor:
+    """A processor on which a paper's own engine took `seconds` for a decoded token's layer of `nbytes` bytes, Python
+    and launches within: as ours, so that the layer takes what was measured, and a smaller one no less than these."""
+    return Processor(nbytes / (seconds - layer_s), source, arithmetic * ARITHMETIC_SHARE, layer_s)
 
 
 def _cpu(memory: float, source: str) -> Processor:
@@ -95,22 +109,14 @@ def _unified(memory: float) -> NamedLink:
     return NamedLink("unified", rate, 1e-5, f"a copy within {memory:g} GB/s of memory, taken at 80 %, halved", True)
 
 
-# Mixtral's experts have 176 M weights each, a layer's attention 42 M (HOBBIT's table 1 model)
-_MIXTRAL_EXPERT, _MIXTRAL_ATTENTION = 176.2e6, 41.9e6
-_ST_BASE_8_TOKEN = 0.495e9
-"""Bytes of a decoded token's weights in ST-base-8 at float32: 12 layers of width 768, six of them with one of the
-experts of 18.9 MB, and the vocabulary's 32,128."""
-
-
 # CORM's table 3, seconds of a token with int4 experts on demand: Mixtral (32 layers, two experts), and DeepSeekMoE (27
-# MoE layers of 28, six experts of 8.65 M weights, two more and an attention of 16.8 M in 16 bits). Two models give two
-# unknowns each: what a transfer and a layer take whatever their size, and a rate.
+# MoE layers of 28, six experts). Two models give two unknowns each: what a transfer and a layer take whatever their
+# size, and a rate.
 _INT4 = 4.25 / 8  # bytes a weight: groups of 64 with scales that are quantised again (CORM, section 5)
-_DEEPSEEK_EXPERT, _DEEPSEEK_ATTENTION = 8.65e6, 16.8e6
-_LOADING = ((2.1 / (32 * 2), _MIXTRAL_EXPERT * _INT4), (0.706 / (27 * 6), _DEEPSEEK_EXPERT * _INT4))
+_LOADING = ((2.1 / (32 * 2), MIXTRAL.expert * _INT4), (0.706 / (27 * 6), DEEPSEEK_MOE.expert * _INT4))
 _COMPUTING = (
-    (0.35 / 32, 2 * _MIXTRAL_EXPERT * _INT4 + 2 * _MIXTRAL_ATTENTION),
-    (0.13 / 28, 6 * _DEEPSEEK_EXPERT * _INT4 + 2 * (2 * _DEEPSEEK_EXPERT + _DEEPSEEK_ATTENTION)),
+    (0.35 / 32, 2 * MIXTRAL.expert * _INT4 + 2 * MIXTRAL.dense),
+    (0.13 / 28, 6 * DEEPSEEK_MOE.expert * _INT4 + 2 * DEEPSEEK_MOE.dense),
 )
 
 
@@ -123,10 +129,11 @@ def _fitted(measured: tuple[tuple[float, float], tuple[float, float]]) -> tuple[
 
 _CORM_LINK, _CORM_GPU = _fitted(_LOADING), _fitted(_COMPUTING)
 
-_TX2 = Processor(
-    _ST_BASE_8_TOKEN / (0.789 / 3.55),
+_TX2 = _timed(
+    4 * (ST_BASE_8.expert + ST_BASE_8.dense),
+    0.789 / 3.55 / 6,
     "EdgeMoE, figures 3 and 16: ST-base-8 takes .789 s a token, 3.2 to 3.9 times as long as without I/O",
-    0.665 * ARITHMETIC_SHARE * 1e12,  # NVIDIA: 256 cores at 1.3 GHz
+    0.665e12,  # NVIDIA: 256 cores at 1.3 GHz
 )
 
 MACHINES: dict[str, Machine] = {
@@ -135,21 +142,23 @@ MACHINES: dict[str, Machine] = {
         Machine(
             "rtx4090",
             LINKS["pcie4"],
-            Processor(
-                2 * (2 * _MIXTRAL_EXPERT + _MIXTRAL_ATTENTION) / 3e-3,
+            _timed(
+                2 * (2 * MIXTRAL.expert + MIXTRAL.dense),
+                3e-3,
                 "HOBBIT, section 2: a float16 layer of Mixtral takes about 3 ms",
-                82.6 * ARITHMETIC_SHARE * 1e12,  # NVIDIA
+                82.6e12,  # NVIDIA
             ),
             LINKS["nvme"],
-            cpu=Processor(2 * _MIXTRAL_EXPERT / 5e-3, "HOBBIT, section 5.4: a float16 expert of Mixtral takes 5 ms"),
+            cpu=Processor(2 * MIXTRAL.expert / 5e-3, "HOBBIT, section 5.4: a float16 expert of Mixtral takes 5 ms"),
         ),
         Machine(
             "jetson-orin",
             _unified(204.8),
-            Processor(
-                (1 + _MIXTRAL_ATTENTION / (2 * _MIXTRAL_EXPERT)) * LINKS["nvme"].bandwidth * 0.945 / (1 - 0.945),
+            _timed(
+                2 * MIXTRAL.expert + MIXTRAL.dense,
+                2 * MIXTRAL.expert / LINKS["nvme"].bandwidth * (1 - 0.945) / 0.945,
                 "HOBBIT, figure 3-(a): 94.5 % of an int8 Mixtral layer is loading, here two experts from the SSD",
-                5.3 * ARITHMETIC_SHARE * 1e12,  # NVIDIA: 2,048 cores at 1.3 GHz
+                5.3e12,  # NVIDIA: 2,048 cores at 1.3 GHz
             ),
             LINKS["nvme"],
             stores_all=False,
@@ -159,11 +168,13 @@ MACHINES: dict[str, Machine] = {
         Machine(
             "raspberry-pi-4b",
             LINKS["sdcard"],
-            Processor(
-                _ST_BASE_8_TOKEN / (6 * 18.9e6 / LINKS["sdcard"].bandwidth / 2.55),
+            _timed(
+                4 * (ST_BASE_8.expert + ST_BASE_8.dense),
+                4 * ST_BASE_8.expert / LINKS["sdcard"].bandwidth / 2.55,
                 "EdgeMoE, figure 3: a token takes 3.3 to 3.8 times as long as without I/O, here of six experts of "
                 "18.9 MB from the card",
-                4 * 1.5e9 * 8 * ARITHMETIC_SHARE,  # four Cortex-A72 at 1.5 GHz
+                4 * 1.5e9 * 8,  # four Cortex-A72 at 1.5 GHz
+                CPU_LAYER_S,
             ),
         ),
         Machine(
@@ -221,5 +232,5 @@ def machine_of(name: str | None, link: str | None, drive: str | None) -> Machine
     return Machine(
         name,
         NamedLink(name, rates.drive, 1e-4, f"{computer.source}; its drive, taken at 65 %"),
-        Processor(rates.memory, f"{computer.source}; its memory, taken at 80 %", rates.arithmetic),
+        Processor(rates.memory, f"{computer.source}; its memory, taken at 80 %", rates.arithmetic, CPU_LAYER_S),
     )

@@ -138,13 +138,14 @@ class Result:
 
     @property
     def bound_tok_s(self) -> float | None:
-        """Decode tokens / max(compute time, bytes read / bandwidth): docs/architecture.md, "Bounds"."""
+        """`PhaseMetrics.bound_tok_s` of decoding, at the rate of the link that fills slots."""
         return self.metrics.decode.bound_tok_s(self.metrics.bandwidth) or None
 
     @property
     def belady_bound_tok_s(self) -> float | None:
-        """The same with the bytes that Belady's choice would miss, read in no known time."""
-        best = replace(self.metrics.decode, bytes_read=self.belady.decode.bytes_read, read_s=0.0)
+        """The same with the bytes that Belady's choice would miss, over that link in no known time."""
+        missed = self.belady.decode.bytes_read
+        best = replace(self.metrics.decode, bytes_read=missed, read_s=0.0, bytes_copied=0, copy_s=0.0)
         return best.bound_tok_s(self.metrics.bandwidth) or None
 
     @property
@@ -202,10 +203,9 @@ def replay(
     times = settings.times or header.times
     if times is None:
         raise TraceError(f"the trace of {header.model} holds no computing times; give them with --compute 20ms")
-    deciding = deciding_of(header, composition) if settings.times is None else None
     if composition.store == "memory" and settings.memory:
         settings = replace(settings, bandwidth=settings.memory, latency=0.0)
-    run = _Run(trace, composition, settings, Costs(header, times, settings.copies, deciding))
+    run = _Run(trace, composition, settings, Costs(header, times, settings.copies, deciding_of(header, composition)))
     run.all_steps()
     unit = slot_sizes(header, [run.bits], composition.unit)[run.bits]
     return Result(
@@ -293,7 +293,6 @@ class _Run:
             runs = [(each.bits, each.slots) for each in whole]
             stored = Costs(header, costs.times).nbytes
             self._host = HostTier(SecondLevelCache(runs), drive.bandwidth, drive.latency, stored)
-            self.metrics.bandwidth = drive.bandwidth
         self._link = link = VirtualLink(
             self._clock, settings.bandwidth, self._neurons.load if self._neurons else costs.move, settings.latency,
             settings.lanes, self._host,
@@ -330,8 +329,8 @@ class _Run:
         """`Result.second_level`."""
         if self._host is None:
             return {}
-        cache = self._host.cache
-        return {"host_hits": cache.hits, "host_misses": cache.misses, "bytes_copied": self._link.bytes_copied}
+        cache, copied = self._host.cache, self._link.counters().bytes_copied
+        return {"host_hits": cache.hits, "host_misses": cache.misses, "bytes_copied": copied}
 
     def _place(self) -> None:
         """The cache holds what a static placement has there before the first pass, as when a model has been loaded."""
@@ -404,7 +403,8 @@ class _Run:
         return Routed(routed.layer, routed.phase, experts, routed.weights)
 
     def _meter(self) -> PhaseMetrics:
-        link, clock = self._link, self._clock
-        counts = self._scheduler.loader.counts.copy()
-        link.catch_up()
-        return PhaseMetrics(clock.now, clock.compute_s, link.wait_s, link.bytes_read, 0, counts, read_s=link.busy_s)
+        link, clock, counts = self._link.counters(), self._clock, self._scheduler.loader.counts.copy()
+        return PhaseMetrics(
+            clock.now, clock.compute_s, link.wait_s, link.bytes_read, 0, counts, read_s=link.busy_s,
+            bytes_copied=link.bytes_copied, copy_s=link.copy_s,
+        )  # fmt: skip
