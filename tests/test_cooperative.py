@@ -74,7 +74,7 @@ class Layer:
             adaptive=None, forecasts=SimpleNamespace(at=lambda hidden, layer: None),
         )  # fmt: skip
         views = lambda key, slot: slot  # noqa: E731
-        kernels = {4: Kernel(self._kernel)}
+        kernels = dict.fromkeys((2, 4), Kernel(self._kernel))
         source = LayerKernels(kernels, views, self._on_cpu)  # type: ignore[arg-type]
         self.experts = MoELayer(0, 3, source, current)  # type: ignore[arg-type]
 
