@@ -185,8 +185,11 @@ def test_gaps_between_neurons_do_not_apply_to_a_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "cache", "changes"),
-    [("lru", "100%", {}), ("lru", "60%", {}), ("default", "60%", {"speculate": "always"}), ("fate", "60%", FATE)],
-)
+    [
+        ("lru", "100%", {}), ("lru", "60%", {}), ("default", "60%", {"speculate": "always"}), ("fate", "60%", FATE),
+        ("lru", "20%", {"unit": "neuron", "theta": 0.3}),  # all experts are loaded for the token
+    ],
+)  # fmt: skip
 def test_a_layer_lets_the_host_wait_once(
     preset: str,
     cache: str,

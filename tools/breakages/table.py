@@ -379,6 +379,13 @@ BREAKAGES = (
         ("tests/test_triton.py",),
     ),
     Breakage(
+        "all strips of a neuron take the first one's inputs",
+        "products_kernel",
+        "strip * half + byte",
+        "byte",
+        ("tests/test_triton.py",),
+    ),
+    Breakage(
         "blocks of tokens all take the first block's",
         "tiled_kernel",
         "tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)",
@@ -1341,6 +1348,27 @@ BREAKAGES = (
         "whole(neurons) if missing.bit_count() > limit * neurons else missing",
         "whole(neurons)",
         ("tests/test_parts.py",),
+    ),
+    Breakage(
+        "a GPU computes neurons that are not there",
+        "GpuNeuronExperts.forward_one",
+        "wanted & there.to(x.device, non_blocking=True)",
+        "wanted",
+        ("tests/test_neuron_link.py",),
+    ),
+    Breakage(
+        "a GPU's host waits for experts that were loaded for the token",
+        "GpuNeuronExperts._goes_on",
+        "token is link.token or (self._proceed and token.layer != key.layer)",
+        "self._proceed and token.layer != key.layer",
+        ("test_a_layer_lets_the_host_wait_once",),
+    ),
+    Breakage(
+        "neurons are scattered to the begin of a slot",
+        "NeuronLink._move",
+        "slot.data_ptr() + place.slot_at",
+        "slot.data_ptr()",
+        ("tests/test_neuron_link.py",),
     ),
     Breakage(
         "CORM waits for experts that were not predicted",
