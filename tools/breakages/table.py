@@ -1846,14 +1846,14 @@ BREAKAGES = (
     # a GPU
     Breakage(
         "a copy to a GPU does not wait for the kernels that read its slot",
-        "CudaCopier.copy",
+        "CudaCopier.launch",
         "stream.wait_event(after)",
         "pass",
         ("test_every_computation_sees_its_expert",),
     ),
     Breakage(
         "an urgent copy waits behind speculative ones",
-        "CudaCopier.copy",
+        "CudaCopier.launch",
         "self._urgent if urgent else self._speculative",
         "self._speculative",
         ("test_an_urgent_copy_waits_for_no_speculative_one",),
