@@ -361,15 +361,25 @@ def test_devices(gpu_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("bits", [16, 8, 4, 2])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
-def test_a_real_gpu_says_what_the_cpu_says(family: str, bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "bits", "changes"),
+    [
+        *(
+            (family, bits, {})
+            for family in ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+            for bits in (16, 8, 4, 2)
+        ),
+        *(("qwen3_moe", bits, {"unit": "neuron", "theta": 0.2}) for bits in (4, 2)),
+    ],
+)
+def test_a_real_gpu_says_what_the_cpu_says(family: str, bits: int, changes: dict[str, Any], tmp_path: Path) -> None:
     directory = write(tmp_path / "model", family, torch.float32)
     ids = tokens(1, 12)
     options = {"max_new_tokens": 16, "do_sample": False}
     answers, scores = [], []
     for device, cache in (("cpu", "100%"), ("cuda", "100%"), ("cuda", "40%")):
-        loaded, _ = tiermoe.load(directory, memory="8GiB", bits=bits, dense_bits=16, cache=cache, device=device)
+        given = {"bits": bits, "dense_bits": 16, "cache": cache, "device": device, "set": changes}
+        loaded, _ = tiermoe.load(directory, memory="8GiB", **given)
         mine = ids.to(loaded.device)
         answers.append(loaded.generate(mine, attention_mask=torch.ones_like(mine), **options).cpu())
         scores.append(logits(loaded, family, mine).cpu())

@@ -264,9 +264,9 @@ class NeuronCounts:
         """Itself with what the GPU has counted, which lets the host wait."""
         if self.later is not None:
             active, there = self.later.tolist()
-            self.active, self.there, self.left_out = (
-                self.active + active, self.there + there, self.left_out + active - there,
-            )  # fmt: skip
+            self.active += active
+            self.there += there
+            self.left_out += active - there
             self.later = None
         return self
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -117,10 +117,7 @@ class NeuronLink(LoadedNeurons, GpuLink):
         number. What the calling thread launches from now on finds them there. LoadError if main memory lacks an expert
         and cannot read it."""
         started = time.perf_counter()
-        whole_ones = [self._is_whole(part) for part in missing]
-        staged = sum(part.neurons.bit_count() for part, all_ in zip(missing, whole_ones, strict=True) if not all_)
-
-        ticket = self._move(self._pinning(missing), staged, self._together, self._copier.mark(), urgent=True)
+        ticket = self._move(missing, self._together, self._copier.mark(), urgent=True, pinned=False)
         for part in missing:
             self.neurons.add(part.key, part.neurons)
         self._wait_s += time.perf_counter() - started
@@ -136,16 +133,14 @@ class NeuronLink(LoadedNeurons, GpuLink):
         del self._free, self._together
         self._pinned.close()
 
-    def _pinning(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """Each with its expert pinned, which an I/O thread reads if it is not here: the thread that computes waits for
-        no condition."""
-        for part in parts:
-            if not self.host.pin_if_here(part.key):
-                self._threads.submit(Load(part.key, _TO_BE_PINNED, urgent=True))
-                error = self._brought.get()
-                if error is not None:
-                    raise error
-            yield part
+    def _pin(self, key: ExpertKey) -> None:
+        """Pins an expert for the thread that computes. An I/O thread reads it if main memory lacks it: this one waits
+        for no condition (`IOThreads`)."""
+        if not self.host.pin_if_here(key):
+            self._threads.submit(Load(key, _TO_BE_PINNED, urgent=True))
+            error = self._brought.get()
+            if error is not None:
+                raise error
 
     def _work(self, load: Load) -> None:
         if load.slot != _TO_BE_PINNED:
@@ -170,9 +165,7 @@ class NeuronLink(LoadedNeurons, GpuLink):
         try:
             gate, active = self._bring_gate(key, slot, token, staging, mark, load.urgent)
             wanted = self.to_load(key, active)
-            part = Part(key, slot, wanted)
-            staged = 0 if wanted == whole(neurons) else wanted.bit_count()
-            ticket = self._move([part], staged, staging, mark, load.urgent) or gate
+            ticket = self._move([Part(key, slot, wanted)], staging, mark, load.urgent, pinned=True) or gate
         finally:
             self._free.put(staging)
         self._end(key, wanted, neurons, token)
@@ -200,20 +193,23 @@ class NeuronLink(LoadedNeurons, GpuLink):
             self.host.give_back(key)
             raise
 
-    def _move(self, parts: Iterable[Part], staged: int, staging: Staging, mark: Mark, urgent: bool) -> Ticket | None:
-        """Brings neurons of experts, each of which is pinned when it is taken from `parts` and unpinned once it was
-        gathered or copied. staged: how many of their records go through `staging`. Returns the last copy, which is over
-        when all are; None if there is nothing to bring."""
+    def _move(self, parts: Sequence[Part], staging: Staging, mark: Mark, urgent: bool, pinned: bool) -> Ticket | None:
+        """Brings neurons of experts. pinned: main memory has them pinned; else each is pinned when its turn comes. They
+        are unpinned once they were gathered or copied. Returns the last copy, which is over when all are; None if there
+        is nothing to bring."""
         self._wait_out(staging)
+        staged = sum(part.neurons.bit_count() for part in parts if not self._is_whole(part))
         entries, filled = staging.host[: _ENTRY * staged].view(torch.int64).view(-1, 3), 0
         end, last = align(_ENTRY * staged, _ALIGNMENT), None
-        for key, slot, neurons in parts:
-            place = record_place(self._filler.format_of(key))
-            if neurons == whole(place.neurons):
+        for part in parts:
+            key, slot, place = part.key, part.slot, record_place(self._filler.format_of(part.key))
+            if not pinned:
+                self._pin(key)
+            if self._is_whole(part):
                 last = self.host.copy(key, self._bytes_of(key), slot, mark, urgent, place.slot_at)
                 continue
             try:
-                rows, record_bytes = to_indices(neurons), place.record_bytes
+                rows, record_bytes = to_indices(part.neurons), place.record_bytes
                 records = self.host.buffer(key)[place.slot_at :][: place.neurons * record_bytes].view(-1, record_bytes)
                 gathered = staging.host[end:][: len(rows) * record_bytes].view(-1, record_bytes)
                 torch.index_select(records, 0, rows, out=gathered)
