@@ -63,6 +63,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # targets of the CPU, and what they will hold
 
     @property
     def waits(self) -> Counter[str]:
@@ -71,6 +72,22 @@ class FakeCuda:
 
     def clear(self) -> None:
         self.events.clear()
+
+    def copy_late(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """A copy to the CPU that nobody has waited for: until then the target holds nothing."""
+        self._late.append((target, values.clone()))
+        target.fill_(float("nan"))
+
+    def record_event(self) -> SimpleNamespace:
+        """An event of the stream; `synchronize` waits for the copies before it."""
+        before, self._late = self._late, []
+
+        def synchronize() -> None:
+            self.note("synchronize", waits=True)
+            for target, values in before:
+                target.copy_(values)
+
+        return SimpleNamespace(synchronize=synchronize)
 
     def note(self, operator: str, waits: bool = False) -> None:
         """Records an operator; nothing if no code of tiermoe's asked for it."""
@@ -201,6 +218,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             return values
         return CPU if isinstance(each, torch.device) and each.type == "cuda" else each
 
+    if name == "copy_" and not isinstance(args[0], CudaTensor) and _unblocked(args, kwargs) and _device is not None:
+        _device.copy_late(args[0], args[1].values)
+        return args[0]
     to_cpu = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
 
     def made(each: Any) -> Any:
@@ -240,21 +260,22 @@ def _require_one_device(func: Any, name: str, args: tuple[Any, ...], kwargs: Map
 
 def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether CUDA lets the host wait for an operator. A copy out of memory that is not pinned waits for what was
-    launched before it unless it is asked for with non_blocking; a copy to the CPU always does here."""
+    launched before it unless it is asked for with non_blocking; so does a copy to the CPU, and there `to` always."""
     if name == "_to_copy":
         device = kwargs.get("device")
         return device is not None and torch.device(device).type == "cpu"
     if name == "copy_":
-        target, source = args[:2]
-        if not isinstance(target, CudaTensor):
-            return True
-        blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        return blocking and not isinstance(source, CudaTensor)
+        return not (_unblocked(args, kwargs) or all(isinstance(each, CudaTensor) for each in args[:2]))
     if name in _INDEXING:
         return _index_waits(tuple(args[1]), len(args) > 2 and args[2].numel() == 1)
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
     return name in _WAITING
+
+
+def _unblocked(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a `copy_` is asked for with non_blocking."""
+    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
 
 
 def _index_waits(index: Any, number: bool = False) -> bool:
@@ -301,6 +322,11 @@ def _tensor(of_torch: Any, *given: Any, device: Any = None, **named: Any) -> tor
     if device is None or torch.device(device).type != "cuda":
         return of_torch(*given, device=device, **named)
     return of_torch(*given, **named).to(DEVICE)
+
+
+def _unpinned(of_torch: Any, *given: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+    """torch.empty without pinned memory, which needs a driver."""
+    return of_torch(*given, **named)
 
 
 # what stands for Triton's kernels: decoding, then a product, at the addresses that the kernels are given
@@ -419,10 +445,12 @@ def device() -> Iterator[FakeCuda]:
         patch.setattr(gpu, "has_triton", lambda: True)
         for name in _FACTORIES:
             operators.impl(name, _factory(name))
+        patch.setattr(torch, "empty", functools.partial(_unpinned, torch.empty))
         for name in ("tensor", "as_tensor"):
             patch.setattr(torch, name, functools.partial(_tensor, getattr(torch, name)))
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # else parameters keep their class
         _device = found = FakeCuda()
+        patch.setattr(torch.cuda, "current_stream", lambda device: found)
         try:
             yield found
         finally:
