@@ -264,13 +264,13 @@ def grouped_kernel(
         tl.store(y + tokens[:, None] * N + rows[None, :], total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def weighted_sum_kernel(choices, y, T, K, H, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
+@triton.jit(do_not_specialize=["T"])
+def weighted_sum_kernel(choices, y, T, H, K: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
     """Columns of a token's sum; choices (2, T, K) as `weighted_sums` has them. What has no address adds nothing."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     total = tl.full((WIDTH,), -0.0, tl.float32)  # to which any number adds itself
-    for place in range(K):
+    for place in tl.static_range(K):  # all loads before the first sum
         at = choices + token * K + place
         address, weight = tl.load(at), tl.load(at + T * K).to(tl.float64, bitcast=True).to(tl.float32)
         row = tl.multiple_of(address.to(tl.pointer_type(y.dtype.element_ty)), ALIGNED)
@@ -393,6 +393,6 @@ def weighted_sums(choices: Tensor, like: Tensor) -> Tensor:
     with torch.cuda.device(like.get_device()):
         # products and sums are rounded apart
         weighted_sum_kernel[(tokens, triton.cdiv(columns, width))](
-            choices, y, tokens, k, columns, WIDTH=width, ALIGNED=step, enable_fp_fusion=False
+            choices, y, tokens, columns, K=k, WIDTH=width, ALIGNED=step, enable_fp_fusion=False
         )
     return y
