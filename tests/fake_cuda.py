@@ -64,7 +64,10 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.pinned: dict[int, int] = {}  # address → bytes of main memory that was pinned
+        # main memory that was pinned: address → its bytes, and whether copies to it are late (`copy_late`); those of a
+        # link's streams are by `fake_gpu.FakeGpu`
+        self.pinned: dict[int, tuple[int, bool]] = {}
+        self._late: list[tuple[torch.Tensor, torch.Tensor]] = []  # targets of the CPU, and what they will hold
 
     @property
     def waits(self) -> Counter[str]:
@@ -73,6 +76,22 @@ class FakeCuda:
 
     def clear(self) -> None:
         self.events.clear()
+
+    def copy_late(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """A copy to the CPU that nobody has waited for: until then the target holds nothing."""
+        self._late.append((target, values.clone()))
+        target.fill_(float("nan"))
+
+    def record_event(self) -> SimpleNamespace:
+        """An event of the stream; `synchronize` waits for the copies before it."""
+        before, self._late = self._late, []
+
+        def synchronize() -> None:
+            self.note("synchronize", waits=True)
+            for target, values in before:
+                target.copy_(values)
+
+        return SimpleNamespace(synchronize=synchronize)
 
     def note(self, operator: str, waits: bool = False) -> None:
         """Records an operator; nothing if no code of tiermoe's asked for it."""
@@ -201,6 +220,11 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             return values
         return CPU if isinstance(each, torch.device) and each.type == "cuda" else each
 
+    if name == "copy_" and not isinstance(args[0], CudaTensor) and _unblocked(args, kwargs):
+        pinned = _pinned(args[0])
+        if _device is not None and pinned is not None and pinned[1]:
+            _device.copy_late(args[0], args[1].values)
+            return args[0]
     to_cpu = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
 
     def made(each: Any) -> Any:
@@ -246,16 +270,19 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         device = kwargs.get("device")
         return device is not None and torch.device(device).type == "cpu"
     if name == "copy_":
-        target, source = args[:2]
-        blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        if not isinstance(target, CudaTensor):
-            return blocking or not _is_pinned(target)
-        return blocking and not isinstance(source, CudaTensor)
+        if not isinstance(args[0], CudaTensor):
+            return not _unblocked(args, kwargs) or _pinned(args[0]) is None
+        return not _unblocked(args, kwargs) and not isinstance(args[1], CudaTensor)
     if name in _INDEXING:
         return _index_waits(tuple(args[1]), len(args) > 2 and args[2].numel() == 1)
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
     return name in _WAITING
+
+
+def _unblocked(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a `copy_` is asked for with non_blocking."""
+    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
 
 
 def _index_waits(index: Any, number: bool = False) -> bool:
@@ -302,6 +329,14 @@ def _tensor(of_torch: Any, *given: Any, device: Any = None, **named: Any) -> tor
     if device is None or torch.device(device).type != "cuda":
         return of_torch(*given, device=device, **named)
     return of_torch(*given, **named).to(DEVICE)
+
+
+def _unpinned(of_torch: Any, *given: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+    """torch.empty without pinned memory, which needs a driver."""
+    made: torch.Tensor = of_torch(*given, **named)
+    if pin_memory and _device is not None:
+        _device.pinned[made.data_ptr()] = made.nbytes, True
+    return made
 
 
 # what stands for Triton's kernels: decoding, then a product, at the addresses that the kernels are given
@@ -419,13 +454,14 @@ KERNELS = SimpleNamespace(
 
 def _pin(address: int, nbytes: int, _: int) -> int:
     if _device is not None:
-        _device.pinned[address] = nbytes
+        _device.pinned[address] = nbytes, False
     return 0
 
 
-def _is_pinned(tensor: torch.Tensor) -> bool:
+def _pinned(tensor: torch.Tensor) -> tuple[int, bool] | None:
+    """What `FakeCuda.pinned` says of memory of the CPU."""
     pinned = _device.pinned.items() if _device is not None else ()
-    return any(first <= tensor.data_ptr() < first + nbytes for first, nbytes in pinned)
+    return next((each for first, each in pinned if first <= tensor.data_ptr() < first + each[0]), None)
 
 
 def _runtime() -> SimpleNamespace:
@@ -453,12 +489,15 @@ def device() -> Iterator[FakeCuda]:
         patch.setattr(cuda, "torch", _runtime())
         patch.setattr(gpu, "triton", lambda *_: KERNELS)
         patch.setattr(gpu, "has_triton", lambda: True)
+        patch.setattr(gpu, "_pinned", gpu._Pinned())
         for name in _FACTORIES:
             operators.impl(name, _factory(name))
+        patch.setattr(torch, "empty", functools.partial(_unpinned, torch.empty))
         for name in ("tensor", "as_tensor"):
             patch.setattr(torch, name, functools.partial(_tensor, getattr(torch, name)))
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # else parameters keep their class
         _device = found = FakeCuda()
+        patch.setattr(torch.cuda, "current_stream", lambda device: found)
         try:
             yield found
         finally:

@@ -21,7 +21,7 @@ from fake_link import Said, scheduler_with
 from tiermoe.config import settings
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import start
-from tiermoe.engine.rerouting import PredictedRouting
+from tiermoe.engine.rerouting import PredictedRouting, routes
 from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.lab.measure import searches as prior
 from tiermoe.lab.measure.searches import STRENGTHS, Trials, cost, find_prior
@@ -327,6 +327,16 @@ def test_models_whose_scores_are_not_known_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="routing=cached needs the scores of all experts"):
         answer(tiny_model(family, torch.bfloat16), "nimble", **more)
+
+
+def test_layers_whose_experts_follow_from_the_token_choose_by_their_table(tiny_model: Callable[..., Path]) -> None:
+    directory = tiny_model("deepseek_v4", torch.bfloat16)
+    loaded, _ = tiermoe.load(directory, preset="nimble", memory="4GiB", device="cpu", bits=16, warm=False)
+    engine = loaded.tiermoe
+    found = routes(engine.context, engine.decoder, len(engine.layers))
+    assert [layer for layer, each in enumerate(found) if each is None] == [*engine.decoder.tables]
+    assert 0 < len(engine.decoder.tables) < len(found)
+    engine.close()
 
 
 TEXT_IDS = torch.randint(3, 128, (4, 24), generator=torch.Generator().manual_seed(7))

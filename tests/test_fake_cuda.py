@@ -72,6 +72,8 @@ def test_threads_share_the_device(fake_cuda: FakeCuda) -> None:
         (lambda a: torch.equal(a, a), 1),
         (lambda a: a.copy_(torch.ones(3)), 1),
         (lambda a: torch.ones(3).copy_(a), 1),
+        (lambda a: torch.ones(3).copy_(a, non_blocking=True), 1),
+        (lambda a: torch.empty(3, pin_memory=True).copy_(a, non_blocking=True), 0),
         (lambda a: torch.ones(3).to(DEVICE), 1),
         (lambda a: torch.ones(3).to(DEVICE, non_blocking=True), 0),
         (lambda a: a.repeat_interleave(a), 1),
@@ -84,6 +86,13 @@ def test_waits_are_counted(fake_cuda: FakeCuda, operator: Callable[..., object],
     code = compile("operator(tensor)", f"{PACKAGE}engine/moe.py", "exec")
     exec(code, {"operator": operator, "tensor": on_device(ONE.long())})
     assert sum(fake_cuda.waits.values()) == waits
+
+
+def test_a_copy_that_nobody_waits_for_has_not_come(fake_cuda: FakeCuda) -> None:
+    target = torch.empty(3, pin_memory=True).copy_(on_device(ONE), non_blocking=True)
+    assert target.isnan().all()
+    torch.cuda.current_stream(DEVICE).record_event().synchronize()
+    assert torch.equal(target, ONE)
 
 
 def test_all_tensors_come_back_in_one_copy(fake_cuda: FakeCuda) -> None:

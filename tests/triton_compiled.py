@@ -84,8 +84,8 @@ def codes_come_in_16_bytes(ptx: str, coding: str) -> None:
 capability = int(sys.argv[1])
 for dtype in CAPABILITIES[capability]:
     compiled_for_neurons(capability, dtype)
-    numbers = dict.fromkeys("TKH", "i32")
-    sizes, options = {"WIDTH": 1024, "ALIGNED": 16}, {"num_warps": 4, "enable_fp_fusion": False}
+    numbers = dict.fromkeys("TH", "i32")
+    sizes, options = {"K": 8, "WIDTH": 1024, "ALIGNED": 16}, {"num_warps": 4, "enable_fp_fusion": False}
     added = compiled_with(triton_kernels.weighted_sum_kernel, capability, dtype, "sums", sizes, numbers, options)
     assert "fma.rn" not in added.asm["ptx"]  # products are rounded before they are added
     for coding in sys.argv[2:]:

@@ -245,7 +245,7 @@ if DEVICE == "cpu":  # the interpreter computes with the values of the pretended
             return lambda *given, **named: CudaTensor(kernel(*map(plain, given), **named))
 
         monkeypatch.setattr(Grouped, "forward_one", watched)
-        kernels = {name: on_values(name) for name in ("linear", "tiles_of", "grouped_linear", "weighted_sums")}
+        kernels = {name: on_values(name) for name in ("linear", "grouped_linear", "weighted_sums")}
         monkeypatch.setattr(gpu, "triton", lambda *_: SimpleNamespace(**vars(triton_kernels) | kernels))
         found, groups = [], []
         for cache, host_slots in (("100%", 24), ("15%", 2)):

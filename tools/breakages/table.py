@@ -379,10 +379,10 @@ BREAKAGES = (
         ("tests/test_triton.py",),
     ),
     Breakage(
-        "on a GPU an expert's tile of tokens reads the tokens of the next expert",
+        "on a GPU experts of one launch all take the first tokens",
         "grouped_kernel",
-        "tl.load(tile + 2)",
-        "TOKENS",
+        "x += token * K",
+        "x += 0 * K",
         ("tests/test_triton.py",),
     ),
     Breakage(
@@ -415,14 +415,14 @@ BREAKAGES = (
     ),
     Breakage(
         "2 bits on a GPU: the columns of a nibble change places",
-        "_level",
+        "level_of",
         "words[0] >> 4 * lane + 2 * column & 3",
         "words[0] >> 4 * lane + 2 - 2 * column & 3",
         ("tests/test_triton.py",),
     ),
     Breakage(
         "the last rows of a matrix on a GPU lie as those of a whole block",
-        "_row",
+        "row_of",
         "ROWS == 64",
         "ROWS > 0",
         ("tests/test_triton.py",),

@@ -124,8 +124,8 @@ class PredictedRouting:
 
 
 def routes(context: ForwardContext, decoder: Any, layers: int) -> list[Route | None]:
-    """What chooses the experts of each of a decoder's MoE layers; None: its router alone. ConfigError if scores
-    are not known."""
+    """What chooses the experts of each of a decoder's MoE layers; None: its router alone, or a table. ConfigError if
+    scores are not known."""
     scheduler = context.scheduler
     moves = scheduler.moves_choices
     if not moves:
@@ -136,7 +136,7 @@ def routes(context: ForwardContext, decoder: Any, layers: int) -> list[Route | N
             f"{INSTEAD[moves]}, or a preset without it"
         )
     kind = PredictedRouting if scheduler.substitutes else CachedRouting
-    return [kind(index, context) for index in range(layers)]
+    return [None if index in decoder.tables else kind(index, context) for index in range(layers)]
 
 
 Output = TypeVar("Output")

@@ -5,11 +5,8 @@
 """Linear layers on packed weights for GPUs: y = x @ W.T, W in 2 to 8 bits, decoded inside the kernel. The codes lie as
 the CPUs' kernels take them, so that a store, a slot in main memory and a slot on the GPU have the same bytes.
 
-A block of 64 rows is one run of bytes. Its unit is what few columns are packed in: planes of 32 bytes, eight words of
-32 bits, and the units of consecutive columns follow each other, so that a thread loads 16 bytes at a time and the
-threads of a warp load what is contiguous. A word has eight rows of a column, its lanes (four rows, of a trellis); each
-lane has a tensor of its own, and no code changes its thread. Levels are summed within a group of columns, then scaled
-once: scale * sum(x * level) + zero * sum(x). At 8 bits the rows lie one after the other, each with one scale.
+A program takes a block of 64 rows (`triton_codes`). Levels are summed within a group of columns, then scaled once:
+scale * sum(x * level) + zero * sum(x). At 8 bits a row has one scale.
 
 One token goes through a matrix-vector kernel: a program owns a block of rows, a thread half the rows of a few columns
 at a time, and the partial sums of its threads are added up once at the end. More tokens go through a tiled kernel: a
@@ -33,137 +30,31 @@ Needs Triton: `gpu` imports this module on first use.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tiermoe.formats import nonuniform, trellis
 from tiermoe.formats.encoding import BLOCK_ROWS
 from tiermoe.formats.expert_format import SlotMatrix
 from tiermoe.formats.int4 import sections
+from tiermoe.kernels.triton_codes import (
+    UNITS,
+    int8_levels,
+    join_all,
+    level_of,
+    levels_of,
+    load_scales,
+    load_units,
+    row_of,
+    unit_levels,
+)
 
 # Bytes; below it Triton compiles another kernel, which may add in another order. Slot fields have more.
 ALIGNMENT = 16
 FUSE = True  # a * b + c rounds once: part of the result, so not left to Triton's default, which 3.10 changes
-
-_FACTORS, _KEPT = tl.constexpr(trellis.FACTORS), tl.constexpr(trellis.KEPT)
-
-
-@triton.jit
-def _number(code, middle: tl.constexpr):
-    """code - middle as fp32, of codes 0..2**23 - 1: as the last bits of 2**23 + code, which needs no conversion."""
-    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + middle)
-
-
-@triton.jit
-def _index(words, CODING: tl.constexpr, column: tl.constexpr, lane: tl.constexpr):
-    """The index into the coding's levels of a unit's column, in a lane of its words."""
-    if CODING == "NL4":
-        index = words[0] >> 4 * lane & 15
-    elif CODING == "NL2":
-        index = words[0] >> 4 * lane + 2 * column & 3
-    elif CODING == "NL3":
-        if column < 3:
-            index = words[column] >> 4 * lane & 7
-        else:  # of the highest bits of the three planes' nibbles
-            low = words[0] >> 4 * lane + 3 & 1
-            index = low | words[1] >> 4 * lane + 2 & 2 | words[2] >> 4 * lane + 1 & 4
-    else:  # TCQ2: the second word has the bytes before those of the first
-        at: tl.constexpr = 8 * (column % 2 * 2 + column // 2)
-        state = words[1] >> at & 255 | (words[0] >> at & 255) << 8
-        index = (state & _KEPT[lane]) * _FACTORS[lane] >> 16 & 31
-    return index
-
-
-@triton.jit
-def _level(words, levels, CODING: tl.constexpr, column: tl.constexpr, lane: tl.constexpr):
-    """The weight of a unit's column over its scale, fp32, in a lane of its words."""
-    if CODING == "INT4":
-        level = _number(words[0] >> 4 * lane & 15, 8)
-    elif CODING == "INT2":
-        level = _number(words[0] >> 4 * lane + 2 * column & 3, 2)
-    elif CODING == "INT6":
-        low = words[column] >> 4 * lane & 15
-        high = words[4 + column // 2] >> 8 * (lane // 2) + 4 * (column % 2) + 2 - 2 * (lane % 2) & 3
-        level = _number(low | high << 4, 32)
-    else:
-        level = tl.load(levels + _index(words, CODING, column, lane))
-    return level
-
-
-@triton.jit
-def _row(word, lane, CODING: tl.constexpr, ROWS: tl.constexpr):
-    """The row of a block of so many rows in a lane of a word."""
-    if CODING == "TCQ2":
-        row = 16 * lane + word
-    elif ROWS == 64:
-        row = 4 * word + lane // 2 + 32 * (lane % 2)
-    else:  # two rows after each other share a byte
-        row = 8 * word + lane
-    return row
-
-
-@triton.jit
-def _joined(parts, COUNT: tl.constexpr):
-    """COUNT tensors of a shape in new minor dimensions, the first tensor at index 0: a power of two of them."""
-    if COUNT == 1:
-        joined = parts[0]
-    else:
-        pairs = ()
-        for at in tl.static_range(COUNT // 2):
-            pairs = pairs + (tl.join(parts[at], parts[at + COUNT // 2]),)
-        joined = _joined(pairs, COUNT // 2)
-    return joined
-
-
-@triton.jit
-def _units(
-    at, inside, CODING: tl.constexpr, PLANES: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
-):  # fmt: skip
-    """The planes of units that begin at the pointers `at` (U): tensors (U, WORDS) of 32 bits, 0 outside."""
-    word = tl.arange(0, WORDS)
-    mask = inside[:, None]
-    if WORDS * LANES != ROWS:
-        mask = mask & (word < ROWS // LANES)[None, :]
-    first = tl.load(at[:, None] + word[None, :], mask=mask, other=0)
-    if CODING == "TCQ2":
-        planes = (first, tl.load(at[:, None] + ((word + 15) % 16)[None, :], mask=mask, other=0))
-    else:
-        planes = (first,)
-        for plane in tl.static_range(1, PLANES):
-            words = (plane * (ROWS // LANES) + word)[None, :]
-            planes = planes + (tl.load(at[:, None] + words, mask=mask, other=0),)
-    return planes
-
-
-@triton.jit
-def _scales(
-    codes, scales, block, group, row, mask, N, K,
-    CODING: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
-    """Scale and zero, fp32, of rows of a block in groups; without zeros the scale twice. `mask`: where they are."""
-    if CODING == "INT4" or CODING == "INT2":  # a pair is one load
-        width: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth
-        half: tl.constexpr = tl.int16 if width == 16 else tl.int32
-        both: tl.constexpr = tl.int32 if width == 16 else tl.int64
-        start = scales.to(tl.pointer_type(both)) + block * 64
-        pairs = tl.load(start + (group * N + row), mask=mask, other=0)
-        scale = pairs.to(half).to(scales.dtype.element_ty, bitcast=True)
-        zero = (pairs >> width).to(half).to(scales.dtype.element_ty, bitcast=True)
-    else:
-        groups = block * (K // GROUP)
-        if CODING == "INT6" or CODING == "TCQ2":
-            start, apart = scales + groups * 64, 64
-        else:  # before the codes of its group
-            start, apart = codes.to(tl.pointer_type(tl.bfloat16)) + groups * (RUN // 2), RUN // 2
-        scale = tl.load(start + (group * apart + row), mask=mask, other=0)
-        zero = scale
-    return scale.to(tl.float32), zero.to(tl.float32)
 
 
 @triton.jit
@@ -172,7 +63,7 @@ def block_sums(
     CODING: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, HEAD: tl.constexpr,
     LANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """W[rows of a block] @ x for x (K), as fp32 (WORDS * LANES) in the order of `_row`. WIDTH: pairs of
+    """W[rows of a block] @ x for x (K), as fp32 (WORDS * LANES) in the order of `row_of`. WIDTH: pairs of
     threads, each of which takes a few columns of one group."""
     takes: tl.constexpr = 4 if COLUMNS == 4 else 8  # columns: more would take the registers of a second program
     each: tl.constexpr = takes // COLUMNS
@@ -191,7 +82,7 @@ def block_sums(
         units = ()  # all loads before the first is used
         for i in tl.static_range(each):
             at = start + (group * (run // 4) + (i * apart + unit % apart) * (PLANES * (ROWS // 8)))
-            units = units + (_units(at, inside, CODING, PLANES, LANES, ROWS, WORDS),)
+            units = units + (load_units(at, inside, CODING, PLANES, LANES, ROWS, WORDS),)
         parts = ()
         for _lane in tl.static_range(LANES):
             parts = parts + (tl.zeros((WIDTH, WORDS), dtype=tl.float32),)
@@ -203,21 +94,21 @@ def block_sums(
                 sum_x += value
                 added = ()
                 for lane in tl.static_range(LANES):
-                    added = added + (parts[lane] + value[:, None] * _level(units[i], levels, CODING, column, lane),)
+                    added = added + (parts[lane] + value[:, None] * level_of(units[i], levels, CODING, column, lane),)
                 parts = added
         added = ()
         for lane in tl.static_range(LANES):
-            row = _row(row_of_word, lane, CODING, ROWS)
+            row = row_of(row_of_word, lane, CODING, ROWS)
             mask = inside[:, None]
             if WORDS * LANES != ROWS:
                 mask = mask & (row < ROWS)
-            scale, zero = _scales(codes, scales, block, group[:, None], row, mask, N, K, CODING, GROUP, run)
+            scale, zero = load_scales(codes, scales, block, group[:, None], row, mask, N, K, CODING, GROUP, run)
             total = totals[lane] + scale * parts[lane]
             if CODING == "INT4" or CODING == "INT2":
                 total += zero * sum_x[:, None]
             added = added + (total,)
         totals = added
-    return tl.sum(tl.reshape(_joined(totals, LANES), (WIDTH, WORDS * LANES)), axis=0)
+    return tl.sum(tl.reshape(join_all(totals, LANES), (WIDTH, WORDS * LANES)), axis=0)
 
 
 @triton.jit
@@ -227,15 +118,8 @@ def int8_sums(x, codes, scales, rows, N, K, ROWS: tl.constexpr, WIDTH: tl.conste
     for k0 in range(0, K, WIDTH):
         k = k0 + tl.arange(0, WIDTH)
         values = tl.load(x + k, mask=k < K, other=0).to(tl.float32)
-        partial += _int8_tile(codes, rows, k, N, K) * values[None, :]
+        partial += int8_levels(codes, rows, k, N, K) * values[None, :]
     return tl.sum(partial, axis=1) * tl.load(scales + rows, mask=rows < N, other=0).to(tl.float32)
-
-
-@triton.jit
-def _int8_tile(codes, rows, k, N, K):
-    """The codes of W[rows, k] as fp32, zero outside (N, K); the row's scale is applied to the sum."""
-    inside = (rows < N)[:, None] & (k < K)[None, :]
-    return tl.load(codes + rows[:, None] * K + k[None, :], mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -250,7 +134,7 @@ def product(
         total = int8_sums(x, codes, scales, rows, N, K, ROWS, WIDTH)
     else:
         place = tl.arange(0, WORDS * LANES)
-        rows = block * 64 + _row(place // LANES, place % LANES, CODING, ROWS)
+        rows = block * 64 + row_of(place // LANES, place % LANES, CODING, ROWS)
         total = block_sums(
             x, codes, scales, levels, block, N, K, CODING, GROUP, COLUMNS, PLANES, HEAD, LANES, ROWS, WORDS, WIDTH
         )
@@ -271,22 +155,6 @@ def vector_kernel(
 
 
 @triton.jit
-def _tile(
-    words, levels, CODING: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, UNITS: tl.constexpr,
-    WORDS: tl.constexpr,
-):  # fmt: skip
-    """The levels of units as fp32 (UNITS * COLUMNS, WORDS * LANES): columns, and rows in the order of `_row`."""
-    columns = ()
-    for column in tl.static_range(COLUMNS):
-        lanes = ()
-        for lane in tl.static_range(LANES):
-            lanes = lanes + (_level(words, levels, CODING, column, lane),)
-        columns = columns + (tl.reshape(_joined(lanes, LANES), (UNITS, WORDS * LANES)),)
-    whole = tl.reshape(_joined(columns, COLUMNS), (UNITS, WORDS * LANES, COLUMNS))
-    return tl.reshape(tl.permute(whole, (0, 2, 1)), (UNITS * COLUMNS, WORDS * LANES))
-
-
-@triton.jit
 def _block_tiles(
     x, codes, scales, levels, block, tokens, M, N, K,
     CODING: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, HEAD: tl.constexpr,
@@ -298,17 +166,17 @@ def _block_tiles(
     run: tl.constexpr = GROUP // COLUMNS * PLANES * (ROWS // 2) + HEAD
     start = tl.multiple_of((codes + block * (K // GROUP) * of_block + HEAD).to(tl.pointer_type(tl.int32)), 16)
     place, unit, k = tl.arange(0, WORDS * LANES), tl.arange(0, step // COLUMNS), tl.arange(0, step)
-    row = _row(place // LANES, place % LANES, CODING, ROWS)
+    row = row_of(place // LANES, place % LANES, CODING, ROWS)
     of_tokens = x + tokens[:, None] * K + k[None, :]
     total = tl.zeros((TOKENS, WORDS * LANES), dtype=tl.float32)
     for tile in range(K // step):
         group, first = tile // (GROUP // step), tile % (GROUP // step) * (step // COLUMNS)
         values = tl.load(of_tokens + tile * step, mask=(tokens < M)[:, None], other=0)
         at = start + (group * (run // 4) + (first + unit) * (PLANES * (ROWS // 8)))
-        words = _units(at, unit >= 0, CODING, PLANES, LANES, ROWS, WORDS)
-        levels_of_tile = _tile(words, levels, CODING, COLUMNS, LANES, step // COLUMNS, WORDS)
+        words = load_units(at, unit >= 0, CODING, PLANES, LANES, ROWS, WORDS)
+        levels_of_tile = unit_levels(words, levels, CODING, COLUMNS, LANES, step // COLUMNS, WORDS)
         part = tl.dot(values, levels_of_tile.to(values.dtype), input_precision="ieee")
-        scale, zero = _scales(codes, scales, block, group, row, row < ROWS, N, K, CODING, GROUP, run)
+        scale, zero = load_scales(codes, scales, block, group, row, row < ROWS, N, K, CODING, GROUP, run)
         total += part * scale[None, :]
         if CODING == "INT4" or CODING == "INT2":
             total += tl.sum(values.to(tl.float32), axis=1)[:, None] * zero[None, :]
@@ -329,12 +197,12 @@ def tiled_product(
             k = k0 + tl.arange(0, WIDTH)
             inside = (tokens < M)[:, None] & (k < K)[None, :]
             values = tl.load(x + tokens[:, None] * K + k[None, :], mask=inside, other=0)
-            w = _int8_tile(codes, rows, k, N, K)
+            w = int8_levels(codes, rows, k, N, K)
             total = tl.dot(values, tl.trans(w.to(values.dtype)), total, input_precision="ieee")
         total *= tl.load(scales + rows, mask=rows < N, other=0).to(tl.float32)[None, :]
     else:
         place = tl.arange(0, WORDS * LANES)
-        rows = block * 64 + _row(place // LANES, place % LANES, CODING, ROWS)
+        rows = block * 64 + row_of(place // LANES, place % LANES, CODING, ROWS)
         total = _block_tiles(
             x, codes, scales, levels, block, tokens, M, N, K, CODING, GROUP, COLUMNS, PLANES, HEAD, LANES, ROWS, WORDS,
             TOKENS,
@@ -396,13 +264,13 @@ def grouped_kernel(
         tl.store(y + tokens[:, None] * N + rows[None, :], total.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def weighted_sum_kernel(choices, y, T, K, H, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
+@triton.jit(do_not_specialize=["T"])
+def weighted_sum_kernel(choices, y, T, H, K: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
     """Columns of a token's sum; choices (2, T, K) as `weighted_sums` has them. What has no address adds nothing."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     total = tl.full((WIDTH,), -0.0, tl.float32)  # to which any number adds itself
-    for place in range(K):
+    for place in tl.static_range(K):  # all loads before the first sum
         at = choices + token * K + place
         address, weight = tl.load(at), tl.load(at + T * K).to(tl.float64, bitcast=True).to(tl.float32)
         row = tl.multiple_of(address.to(tl.pointer_type(y.dtype.element_ty)), ALIGNED)
@@ -411,33 +279,6 @@ def weighted_sum_kernel(choices, y, T, K, H, WIDTH: tl.constexpr, ALIGNED: tl.co
         added = total + product.to(y.dtype.element_ty).to(tl.float32)
         total = tl.where(there, added.to(y.dtype.element_ty).to(tl.float32), total)
     tl.store(y + token * H + column, total.to(y.dtype.element_ty), mask=column < H)
-
-
-class Unit(NamedTuple):
-    """What a coding packs few columns of a block of 64 rows in."""
-
-    columns: int
-    planes: int  # of 32 bytes
-    lanes: int = 8  # rows of a word
-    head: int = 0  # bytes of a group's scales before its codes
-
-
-UNITS = {
-    "INT8": Unit(1, 1), "INT6": Unit(4, 6), "INT4": Unit(1, 1), "INT2": Unit(2, 1), "TCQ2": Unit(4, 2, lanes=4),
-    "NL4": Unit(1, 1, head=128), "NL3": Unit(4, 3, head=128), "NL2": Unit(2, 1, head=128),
-}  # fmt: skip
-"""Coding (`formats.encoding.InC`) → its units. The fields are those of `Int8`, `Int6`, `Int4`, `Int2`, `Trellis` and
-`NonUniform`; at 8 bits rows lie one after the other."""
-
-
-@lru_cache
-def levels_of(coding: str, device: torch.device) -> Tensor | None:
-    """What the codes stand for, float32, where a table says so."""
-    if coding == "TCQ2":
-        return torch.tensor(trellis.LEVELS, dtype=torch.float32, device=device)
-    if coding.startswith("NL"):
-        return torch.tensor(nonuniform.LEVELS[int(coding[-1])], dtype=torch.float32, device=device)
-    return None
 
 
 def tile_tokens(m: int) -> int:
@@ -552,6 +393,6 @@ def weighted_sums(choices: Tensor, like: Tensor) -> Tensor:
     with torch.cuda.device(like.get_device()):
         # products and sums are rounded apart
         weighted_sum_kernel[(tokens, triton.cdiv(columns, width))](
-            choices, y, tokens, k, columns, WIDTH=width, ALIGNED=step, enable_fp_fusion=False
+            choices, y, tokens, columns, K=k, WIDTH=width, ALIGNED=step, enable_fp_fusion=False
         )
     return y
