@@ -726,6 +726,20 @@ BREAKAGES = (
         ("tests/test_simulate_machines.py",),
     ),
     Breakage(
+        "a prompt on a machine takes no Python and launches",
+        "computed_times",
+        "Times(..., ..., ..., ..., prefill_pass=layers)",
+        "Times(..., ..., ..., ..., prefill_pass=0.0)",
+        ("tests/test_costs.py",),
+    ),
+    Breakage(
+        "a replay's bound leaves out the copies to a GPU",
+        "VirtualLink.counters",
+        "LinkCounters(drive.bytes_moved, drive.busy_s, self.wait_s, hop.bytes_moved, hop.busy_s)",
+        "LinkCounters(drive.bytes_moved, drive.busy_s, self.wait_s)",
+        ("tests/test_simulate_machines.py",),
+    ),
+    Breakage(
         "simulated forecasts name more of a token's experts than was asked for",
         "_ranking",
         "chance.random() >= recall",
