@@ -353,7 +353,7 @@ class ModelProcess:
             timeout=httpx.Timeout(None, connect=30),
         )
         self.progress = ""  # of loading, in words
-        self._words, self._socket, self._said = words, socket, said
+        self._words, self._said = words, said
         self._process: asyncio.subprocess.Process | None = None
         self._error = ""  # in which the command has ended
         self._reading: asyncio.Task[None] | None = None
