@@ -178,7 +178,11 @@ def _grammar(served: Served, chat: Chat, tools: Sequence[Json], inside: bool) ->
     rules, said, terms = list[str](), list[str](), terms_with(served.chat.special)
     if form.calls is not None and named:
         for function in named:
-            _tell_left_out(function)
+            _, left_out = expressible(function.get("parameters") or {})
+            if left_out:  # it stays free
+                _log.warning(
+                    "tool %s: the grammar of its calls leaves out %s", function["name"], ", ".join(left_out[:8])
+                )
         rules.append(call_rule(form.calls, named, terms))
         said.append("call")
     if constraint is not None:
@@ -191,13 +195,6 @@ def _grammar(served: Served, chat: Chat, tools: Sequence[Json], inside: bool) ->
         rules.append(free)
     culprit = partial(_culprit, served, named, terms) if form.calls is not None and named else None
     return _followed(served, "\n".join([start, *rules]), constraint, culprit)
-
-
-def _tell_left_out(function: Mapping[str, Any]) -> None:
-    """Logs what a grammar cannot say of a tool's arguments, so that it stays free."""
-    _, left_out = expressible(function.get("parameters") or {})
-    if left_out:
-        _log.warning("tool %s: the grammar of its calls leaves out %s", function["name"], ", ".join(left_out[:8]))
 
 
 def grammar_of(served: Served, constraint: Constraint | None) -> Compiling | None:

@@ -216,10 +216,6 @@ class Shape:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
-def shape_of(model: str, chat: bool) -> Shape:
-    return Shape(("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex, model, chat)
-
-
 def usage_of(prompt: int, pieces: Sequence[Piece], readings: Iterable[ChoiceReader]) -> Json:
     """Usage of all choices. prompt: tokens of the prompts."""
     made = sum(len(piece.tokens) for piece in pieces)
@@ -378,7 +374,8 @@ async def _answer(
     if asked.logit_bias is not None:
         served.check_ids(list(asked.logit_bias), "logit_bias")
     answers = await submitted(served.worker, requests, prompts[0].grammar)
-    shape, count = shape_of(served.name, chat), sum(len(each.ids) for each in prompts)
+    shape = Shape(f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", served.name, chat)
+    count = sum(len(each.ids) for each in prompts)
     if asked.stream:
         shown = ((index, _shown(asked, piece)) async for index, piece in answers)
         return Stream(answers, stream(shape, shown, count, readings, asked))
