@@ -124,13 +124,17 @@ class Encoding(Protocol):
 
 
 class SameInSlot(ABC):
-    """Base of encodings whose kernel reads the fields as they are stored."""
+    """Base of encodings whose kernel reads the fields as they are stored. Where no override says otherwise, a matrix is
+    encoded whole."""
 
     @abstractmethod
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]: ...
 
     def slot_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return self.stored_fields(out, in_, dtype)
+
+    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
+        return None
 
     def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
         return None
