@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
+from tiermoe.formats.safetensors import DTYPES
 from tiermoe.formats.store import layer_from_json, layer_to_json
 from tiermoe.platform.json_files import read_json, replace_unlocked
 from tiermoe.types import MoeLayer
@@ -20,13 +21,7 @@ from tiermoe.types import MoeLayer
 VERSION = 6
 NAME = "outline.json"
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.bfloat16, torch.float16, torch.float32, torch.float64,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
