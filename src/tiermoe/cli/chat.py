@@ -123,7 +123,8 @@ def chat(
 
     def no_context(tokenizer: Any, blueprint: Blueprint, chat: ChatTemplate) -> None:
         nonlocal sampling
-        _refuse_encoder_decoder(blueprint)
+        if blueprint.family.encoder_decoder:
+            raise ModelError(f"{blueprint.family.name} models do not chat; use 'tiermoe run'")
         sampling = choose_sampling(blueprint, named, make_sampling(**OTHERWISE))
 
     session = open_session(model, options, no_context, headers=headers, draft=draft, template=template)
@@ -236,11 +237,6 @@ class _Chat:
         for token in tokens:
             if not 0 <= token < vocabulary:
                 raise ConfigError(f"the model has the tokens 0 to {vocabulary - 1:,}, not {token}")
-
-
-def _refuse_encoder_decoder(blueprint: Blueprint) -> None:
-    if blueprint.family.encoder_decoder:
-        raise ModelError(f"{blueprint.family.name} models do not chat; use 'tiermoe run'")
 
 
 def _messages() -> Iterator[str]:

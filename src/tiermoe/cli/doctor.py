@@ -315,8 +315,9 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "rates:", rates["source"]
     sizes = gpu["name"] and f"{format_size(gpu['memory'])}, {format_size(gpu['free'])} free"
     yield "GPU:", _joined(gpu["name"] or "none", sizes, gpu["problem"])
-    missing = (f"{extra} ({', '.join(names)})" for extra, names in found["missing_extras"].items())
-    yield "extras:", f"{'; '.join(missing) or 'none'} missing{_how_to(found['missing_extras'])}"
+    extras = found["missing_extras"]
+    missing = "; ".join(f"{extra} ({', '.join(names)})" for extra, names in extras.items())
+    yield "extras:", f"{missing} missing: pip install 'tiermoe[{','.join(extras)}]'" if extras else "none missing"
     for index, text in enumerate(found["advice"]):
         yield ("" if index else "would be faster:"), text
 
@@ -324,10 +325,6 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _joined(*parts: Any) -> str:
     """The parts that are there."""
     return "; ".join(filter(None, parts))
-
-
-def _how_to(missing: dict[str, list[str]]) -> str:
-    return f": pip install 'tiermoe[{','.join(missing)}]'" if missing else ""
 
 
 def _gigabytes(rate: float) -> str:

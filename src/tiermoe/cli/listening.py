@@ -19,7 +19,6 @@ from tiermoe.errors import ConfigError
 LAST_WORDS_S = 5  # seconds for connections when a server ends, after its answers
 SOCKET = ".sock"
 """How the path of a Unix socket ends. Its owner alone may use it."""
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ def listen(
 ) -> Listener:
     """Listens before minutes of loading, by the options of `tiermoe serve`. ConfigError where the address cannot be
     bound, or a file has no keys, or no certificate with its key."""
-    from tiermoe.serve.guards import Hosts, check_certificate, read_keys
+    from tiermoe.serve.guards import LOOPBACK, Hosts, check_certificate, read_keys
 
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; name one, or leave --api-key out")
@@ -76,7 +75,7 @@ def listen(
     elif keyfile is not None:
         raise ConfigError(f"--ssl-keyfile {keyfile} does nothing without --ssl-certfile; name the certificate")
     bound = _unix_socket(host) if host.endswith(SOCKET) else _tcp_socket(host, port)
-    if not keys and host not in _LOCAL and not host.endswith(SOCKET):
+    if not keys and host not in LOOPBACK and not host.endswith(SOCKET):
         note(f"note: anybody who reaches {host}:{port} can use this model; --api-key asks for a key")
     # with a key any host name is allowed: a foreign web page does not have the key
     known = Hosts(host, _split(hosts)) if not keys or hosts is not None else None

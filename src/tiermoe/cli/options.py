@@ -312,11 +312,3 @@ def read_template(path: Path | None) -> str | None:
     except ValueError as error:
         raise ConfigError(f"{path} is no chat template: {error}") from error
     return text
-
-
-def need_ray(option: str) -> None:
-    """ConfigError, naming the option, where Ray Serve is not installed."""
-    try:
-        import ray.serve  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"{option} needs {error.name}: pip install 'tiermoe[ray]'") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -141,7 +141,8 @@ def _print_plan(found: Preview) -> None:
 def _lines(found: Preview) -> Iterator[tuple[str, str]]:
     """(label, text) of the lines below the table."""
     if found.download is not None:
-        yield "download:", f"{format_size(found.download.nbytes)} in {_files(found.download.files)}; none is here yet"
+        files = f"{found.download.files} files" if found.download.files > 1 else "1 file"
+        yield "download:", f"{format_size(found.download.nbytes)} in {files}; none is here yet"
     if found.packing is not None:
         yield "packing:", _packing(found.packing)
     yield "decoder:", found.backend.decoder
@@ -159,7 +160,8 @@ def _lines(found: Preview) -> Iterator[tuple[str, str]]:
         if found.expectation is None or not found.expectation.measured:
             yield "the last run says:", _measured(found.found)
         more = [each for each in found.other_budgets if each.slots > found.found.slots]
-        for label, each in zip(("with more memory:", ""), _two_of(more), strict=False):
+        shown = [more[len(more) // 2], more[-1]] if len(more) > 1 else more
+        for label, each in zip(("with more memory:", ""), shown, strict=False):
             yield label, f"{format_size(each.memory_bytes)}: {_measured(each)}"
 
 
@@ -185,15 +187,6 @@ def _measured(found: OtherBudget) -> str:
     return f"{_number(found.decode_tok_s)} tokens a second, {found.hit_rate:.0%} of a token's experts in the cache"
 
 
-def _two_of(more: Sequence[OtherBudget]) -> list[OtherBudget]:
-    """The middle one and the last."""
-    return [more[len(more) // 2], more[-1]] if len(more) > 1 else list(more)
-
-
-def _files(count: int) -> str:
-    return f"{count} files" if count > 1 else "1 file"
-
-
 def _expected(expected: Expectation, dense_bits: str) -> Iterator[tuple[str, str]]:
     rates, drive = expected.rates, expected.drive_bytes
     yield (
@@ -201,7 +194,8 @@ def _expected(expected: Expectation, dense_bits: str) -> Iterator[tuple[str, str
         f"{_range(expected.decode_tok_s)} tokens a second; first token {_range(expected.first_token_s)} s after a "
         f"prompt of {expected.prompt} tokens, once loaded",
     )
-    missed = f"; {_shares(expected.hit_rate)} of its experts are in the cache, the drive reads {_sizes(drive)}"
+    hits, read = _range(expected.hit_rate, "{:.0%}".format), _range(drive, format_size)
+    missed = f"; {hits} of its experts are in the cache, the drive reads {read}"
     yield "a token:", f"reads {format_size(expected.memory_bytes)} of memory{missed if drive.high else ''}"
     if dense_bits == "16" and expected.dense_bytes > expected.memory_bytes / 2:
         size = format_size(expected.dense_bytes)
@@ -214,22 +208,11 @@ def _expected(expected: Expectation, dense_bits: str) -> Iterator[tuple[str, str
     yield "assumed:", expected.assumptions
 
 
-def _range(numbers: Range) -> str:
-    return _between(_number(numbers.low), _number(numbers.high))
-
-
 def _number(value: float) -> str:
     """Two digits: an estimate has no more."""
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def _sizes(nbytes: Range) -> str:
-    return _between(format_size(nbytes.low), format_size(nbytes.high))
-
-
-def _shares(shares: Range) -> str:
-    return _between(f"{shares.low:.0%}", f"{shares.high:.0%}")
-
-
-def _between(low: str, high: str) -> str:
+def _range(numbers: Range, form: Callable[[float], str] = _number) -> str:
+    low, high = form(numbers.low), form(numbers.high)
     return low if low == high else f"{low} to {high}"

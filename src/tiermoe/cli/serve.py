@@ -17,7 +17,7 @@ from tiermoe.cli.serve_models import name_of, serve_models
 from tiermoe.cli.session import Session, choose_sampling, make_sampling, open_session, read_ahead
 from tiermoe.config import format_size, parse_size, settings
 from tiermoe.errors import ConfigError
-from tiermoe.platform.machine import processors
+from tiermoe.platform.machine import processors, require_extra
 
 if TYPE_CHECKING:
     from tiermoe.engine.sampling import Sampling
@@ -32,6 +32,7 @@ PREFIX_DISK_SIZE = "4GiB"
 GRACE_S = 30  # seconds for answers under way when the server ends
 LAST_WRITES_S = 10  # seconds for prefixes that are still to be written to disk
 KEEP_ALIVE = "10m"  # for one of several models without a request
+_LIBRARIES = ("fastapi", "httpx", "llguidance", "prometheus_client", "sse_starlette", "uvicorn")
 
 
 @opt.engine_options()
@@ -184,7 +185,7 @@ def serve(
     if not models and models_dir is None:
         raise ConfigError("name a model, several, or a folder of models with --models-dir")
     several, drafts = models_dir is not None or len(models) > 1, draft not in ("lookup", "none")
-    _need_libraries()
+    require_extra("serving", "serve", *_LIBRARIES)
     if several:
         one: dict[str, Any] = {"--name": name, "--replicas": replicas > 1, "--draft MODEL": drafts}
         one |= {f"--{each}": options.get(each) for each in ("also", "store")}
@@ -202,7 +203,7 @@ def serve(
     template = opt.read_template(chat_template_file)
     listener = listen(host, port, api_key, api_key_file, ssl_certfile, ssl_keyfile, allowed_hosts, allowed_origins)
     if replicas > 1:
-        opt.need_ray("--replicas")
+        require_extra("--replicas", "ray", "ray.serve")
     options = options if max_batch is None else {**options, "batch": max_batch}
     named = opt.given(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty
@@ -304,18 +305,6 @@ def _refuse(named: Mapping[str, Any], why: str) -> None:
     """ConfigError for an option that is named. named: option → its value, or whether it is named."""
     if wrong := next((option for option, value in named.items() if value), None):
         raise ConfigError(f"{wrong} {why}")
-
-
-def _need_libraries() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import httpx  # noqa: F401
-        import llguidance  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import sse_starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"serving needs {error.name}: pip install 'tiermoe[serve]'") from error
 
 
 def prepare_replicas(

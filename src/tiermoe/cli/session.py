@@ -125,7 +125,7 @@ def open_session(
 
             asked, use = as_served(blueprint, asked, "batch" in options, kv_memory, note)
         drafting = None
-        if names_model(draft):
+        if draft not in (LOOKUP, MTP, NONE):  # a model of their own
             drafting, asked = planned_draft(draft, tokenizer, blueprint, asked)
         engine = start(blueprint, asked, packing, use)
         speculation = speculation_of(draft, drafting, engine, packing)
@@ -188,11 +188,6 @@ def choose_sampling(blueprint: Blueprint, named: dict[str, Any], otherwise: Samp
 
 
 LOOKUP, MTP, NONE = "lookup", "mtp", "none"
-
-
-def names_model(draft: str) -> bool:
-    """Whether guesses come from a model of their own."""
-    return draft not in (LOOKUP, MTP, NONE)
 
 
 def planned_draft(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tiermoe.errors import StoreError
 from tiermoe.formats.encoding import DECODED_WEIGHTS, Field, FixedEncoding, InC, OfMatrices
-from tiermoe.formats.quantizers import Quantizer
 from tiermoe.native import ScaleKind
 
 PREFIX = "published/"
@@ -79,9 +78,6 @@ class CheckpointQuant(OfMatrices, FixedEncoding):
             Field("scales", SCALES[self.scale][0], (-(-out // self.rows), -(-in_ // self.columns))),
             *((Field("factors", torch.float32, (self.matrices,)),) if self.matrices else ()),
         )
-
-    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
-        return self.rows
 
     def decoded(self, slot: Mapping[str, Tensor], in_: int) -> Iterator[tuple[int, Tensor]]:
         codes, some = slot["codes"].cpu(), max(1, DECODED_WEIGHTS // in_)
@@ -156,9 +152,6 @@ class Transposed4(OfMatrices, FixedEncoding):
             Field("scales", SCALES[self.scale][0], (out, in_ // self.group)),
             Field("zeros", torch.uint8, (out, in_ // self.group)),
         )
-
-    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
-        return None
 
     def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
         """Puts the fields in the order of outputs."""

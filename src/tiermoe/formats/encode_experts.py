@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from tiermoe.formats.encoding import BLOCK_WEIGHTS, Squares, in_order, scratch, workspace_bytes
+from tiermoe.formats.encoding import BLOCK_WEIGHTS, Squares, in_order, scratch, summed, workspace_bytes
 from tiermoe.formats.expert_format import ExpertFormat, PartViews, Slice, expert_format, relative_error
 from tiermoe.formats.gptq import Solved, levels_of, solve, solving_bytes
 from tiermoe.formats.quantizers import QUANTIZERS, Quantizer
@@ -19,9 +19,8 @@ from tiermoe.platform.machine import available_memory
 from tiermoe.types import Part, Segment
 
 _OTHERS = QUANTIZERS["hqq"]  # for matrices that are not solved: those that take 8 bits
-_SOLVING = (
-    2 << 30
-)  # bytes for all workers that solve for codes, fewer where less is free; one worker takes what it must
+# bytes for all workers that solve for codes, fewer where less is free; one worker takes what it must
+_SOLVING = 2 << 30
 _SHARE_OF_FREE = 0.7
 
 Task = list[Slice]
@@ -66,7 +65,8 @@ def encoded_experts(
             return _encode_solved(form, source.read(layer, expert), inputs, (layer, expert), buffers[expert % count])
         if placed is None:
             return form.encode(source.read(layer, expert), quantizer, buffers[expert % count])
-        return _encode(form, quantizer, buffers[expert % count], tasks[task], placed, expert)
+        views = form.stored.views(buffers[expert % count])
+        return summed(form.encode_slice(views, of, placed.read(expert, of), quantizer) for of in tasks[task])
 
     error = size = 0.0
     try:
@@ -163,21 +163,6 @@ def _in_flight(tasks: int, workers: int) -> int:
     return 1 + -(-(workers - 1) // tasks)
 
 
-def _encode(
-    form: ExpertFormat,
-    quantizer: Quantizer,
-    buffer: torch.Tensor,
-    task: Task,
-    placed: _PlacedExperts,
-    expert: int,
-) -> Squares:
-    views, error, size = form.stored.views(buffer), 0.0, 0.0
-    for of in task:
-        squares = form.encode_slice(views, of, placed.read(expert, of), quantizer)
-        error, size = error + squares[0], size + squares[1]
-    return error, size
-
-
 def _encode_solved(
     form: ExpertFormat,
     tensors: Mapping[str, torch.Tensor],
@@ -206,10 +191,9 @@ def _encode_matrix(
     levels = levels_of(form.encodings[part.name], form.dtype)
     slices = [each for each in form.slices(_OTHERS) if each.part == part]
     if levels is None:
-        found = [
+        return summed(
             form.encode_slice(views, each, matrix[each.first : each.last].contiguous(), _OTHERS) for each in slices
-        ]
-        return sum(error for error, _ in found), sum(size for _, size in found)
+        )
     solved = Solved(solve(matrix, moments, levels))
     error = size = 0.0
     for each in slices:

@@ -11,7 +11,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol, Self, TypeVar
@@ -71,6 +71,14 @@ Encoded = tuple[Mapping[str, Tensor], Squares]
 """Stored fields, codes among them in buffers that the thread's next call uses again, and squares."""
 
 
+def summed(squares: Iterable[Squares]) -> Squares:
+    """The sums, each addition rounded: `sum` rounds once from Python 3.12 on."""
+    error = size = 0.0
+    for each in squares:
+        error, size = error + each[0], size + each[1]
+    return error, size
+
+
 class Encoding(Protocol):
     """Encoding of a matrix of `out` rows and `in_` columns; `dtype` is the model's compute dtype.
 
@@ -116,13 +124,17 @@ class Encoding(Protocol):
 
 
 class SameInSlot(ABC):
-    """Base of encodings whose kernel reads the fields as they are stored."""
+    """Base of encodings whose kernel reads the fields as they are stored. Where no override says otherwise, a matrix is
+    encoded whole."""
 
     @abstractmethod
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]: ...
 
     def slot_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return self.stored_fields(out, in_, dtype)
+
+    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
+        return None
 
     def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
         return None

@@ -156,15 +156,12 @@ class Expanding:
 
     keys: GgufTensor  # (heads, latent, columns): transposed
     values: GgufTensor  # (heads, columns, latent)
+    dtype: torch.dtype = field(default=torch.float32, init=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
         heads, latent, columns = self.keys.shape
         return (heads * (columns + self.values.shape[1]), latent)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
 
     def encoding(self) -> str | None:
         return None
@@ -183,14 +180,11 @@ class Numbers:
     """A parameter of whole numbers that are an entry of the file."""
 
     values: tuple[int, ...]
+    dtype: torch.dtype = field(default=torch.int64, init=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (len(self.values),)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.int64
 
     def encoding(self) -> str | None:
         return None

@@ -17,7 +17,6 @@ from tiermoe.errors import StoreError
 from tiermoe.formats.checkpoint_quant import CheckpointQuant
 from tiermoe.formats.encoding import DECODED_WEIGHTS, Field, FixedEncoding, InC, OfMatrices
 from tiermoe.formats.gguf_header import TYPES
-from tiermoe.formats.quantizers import Quantizer
 
 PREFIX = "gguf/"
 _GROUP = 16  # columns of NVFP4 that share a scale
@@ -48,9 +47,6 @@ class Gguf(FixedEncoding):
         if in_ % self.columns:
             raise StoreError(f"a row of {in_} columns is no whole number of {self.label} blocks of {self.columns}")
         return (Field("blocks", torch.uint8, (out, in_ // self.columns * self.nbytes)),)
-
-    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
-        return 1
 
     def decoded(self, slot: Mapping[str, Tensor], in_: int) -> Iterator[tuple[int, Tensor]]:
         """The weights in float32, never rounded, some rows at a time: (first row, (rows, in_))."""
@@ -99,9 +95,6 @@ class Nvfp4(OfMatrices, FixedEncoding):
 
     def slot_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return self.in_slot.slot_fields(out, in_, dtype)
-
-    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
-        return None
 
     def widen(self, stored: Mapping[str, Tensor], slot: Mapping[str, Tensor]) -> None:
         """Puts codes and scales in the order of columns."""

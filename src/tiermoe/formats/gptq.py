@@ -149,8 +149,10 @@ def solve(weight: Tensor, moments: Tensor, levels: Levels) -> Solution:
     if not (bool(torch.isfinite(weight).all()) and bool(torch.isfinite(moments).all())):
         raise PackError("a weight matrix, or what it gets as inputs, holds infinite or undefined values")
     order = _by_moment(levels.group, moments.diagonal())
-    damped = _damped(moments[order][:, order])
-    factor = _inverse_factor(damped)
+    damped = moments[order][:, order]
+    # so that the Cholesky factor exists; inputs that were always 0 count as if they were small
+    damped.diagonal().add_(DAMPING * float(damped.diagonal().mean()) or 1.0)
+    factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
     rows, columns = weight.shape
     found = Solution(
         torch.empty(rows, columns),
@@ -191,20 +193,6 @@ def _by_moment(group: int, moments: Tensor) -> Tensor:
     columns = grouped.argsort(dim=1, descending=True, stable=True)
     groups = grouped.gather(1, columns).sum(1).argsort(descending=True, stable=True)
     return (columns[groups] + groups[:, None] * group).flatten()
-
-
-def _damped(moments: Tensor) -> Tensor:
-    """The moments with enough added to the diagonal, in place, that the Cholesky factor exists. Inputs that were always
-    0 count as if they were small."""
-    moments.diagonal().add_(DAMPING * float(moments.diagonal().mean()) or 1.0)
-    return moments
-
-
-def _inverse_factor(moments: Tensor) -> Tensor:
-    """U, upper, with U'U the inverse."""
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments))
-    upper: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return upper
 
 
 def _rounded(block: Tensor, place: Place, factor: Tensor, kind: Levels) -> tuple[Tensor, Tensor]:

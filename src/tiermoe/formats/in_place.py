@@ -9,7 +9,7 @@ import torch
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.checkpoint_quant import Transposed4
-from tiermoe.formats.encoding import Encoding, OfMatrices
+from tiermoe.formats.encoding import OfMatrices
 from tiermoe.formats.expert_format import PAGE, format_from_names
 from tiermoe.formats.gguf_types import Nvfp4
 from tiermoe.formats.plain import Halves, Values
@@ -94,7 +94,7 @@ def _named(
         if not part.is_matrix:
             return ways[0].label
     transposed = any(way.transposed != part.transposed for way in ways)
-    encodings = [_encoding_of(way) for way in different]
+    encodings = [Values(way.dtype) if way.encoding == "plain" else encoding_named(way.encoding) for way in different]
     halves = len(different) == len(ways) == 2 and not any(isinstance(each, _REORDERED) for each in encodings)
     if not part.is_matrix or transposed or (len(different) > 1 and not halves):
         raise _refused(checkpoint, layer, part, " and ".join(way.label for way in different), dtype)
@@ -108,10 +108,6 @@ def _named(
 
 def _ways(checkpoint: TensorSource, sources: Sequence[str], expert: int) -> list[StoredAs]:
     return [way for source in sources for way in checkpoint.stored_as(source, expert)]
-
-
-def _encoding_of(way: StoredAs) -> Encoding:
-    return Values(way.dtype) if way.encoding == "plain" else encoding_named(way.encoding)
 
 
 def _refused(checkpoint: TensorSource, layer: MoeLayer, part: Part, what: str, dtype: torch.dtype) -> ModelError:

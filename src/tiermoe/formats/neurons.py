@@ -60,9 +60,6 @@ class Sealed(SameInSlot):
         content = {name: fields[name].contiguous() for name in order}
         return {**fields, "check": torch.frombuffer(bytearray(_seal(content)), dtype=torch.uint8)}
 
-    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
-        return None
-
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
         return self.inner.decode(slot, out, in_, dtype)
 
@@ -126,9 +123,6 @@ class Records(SameInSlot):
         for neuron, record in enumerate(records.numpy()):
             record[end : end + CHECK_BYTES] = bytearray(checksum(record[:end], neuron))
         return {"records": records}
-
-    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
-        return None  # a record's checksum counts the neurons before it
 
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
         records, width = slot["records"], in_ // 2

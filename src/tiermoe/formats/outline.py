@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
+from tiermoe.formats.safetensors import DTYPES
 from tiermoe.formats.store import layer_from_json, layer_to_json
 from tiermoe.platform.json_files import read_json, replace_unlocked
 from tiermoe.types import MoeLayer
@@ -20,13 +21,7 @@ from tiermoe.types import MoeLayer
 VERSION = 6
 NAME = "outline.json"
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.bfloat16, torch.float16, torch.float32, torch.float64,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +83,9 @@ def read_outline(root: Path, origin: Origin) -> Outline | None:
 
 def write_outline(root: Path, origin: Origin, outline: Outline) -> None:
     """Replaces the outline: a reader sees the old or the new one. Where it cannot be written nothing happens."""
-    document = {
-        "layers": [layer_to_json(layer) for layer in outline.layers],
-        "sources": outline.sources,
-        "tensors": {path: _tensor_to_json(tensor) for path, tensor in outline.tensors.items()},
-        "tied": outline.tied,
-        "packable": outline.packable,
-        "table": outline.table,
-        "tables": outline.tables,
-        "joined": outline.joined,
-        "dense_bytes": outline.dense_bytes,
-        "dense_keys": outline.dense_keys,
-        "gate": outline.gate,
-        "whole": outline.whole,
-    }
+    document = {each.name: getattr(outline, each.name) for each in fields(outline)}
+    document["layers"] = [layer_to_json(layer) for layer in outline.layers]
+    document["tensors"] = {path: _tensor_to_json(tensor) for path, tensor in outline.tensors.items()}
     write_kept(root / NAME, origin, document)
 
 

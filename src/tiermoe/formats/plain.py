@@ -58,9 +58,6 @@ class Values(FixedEncoding):
     def stored_fields(self, out: int, in_: int, dtype: torch.dtype) -> tuple[Field, ...]:
         return (Field("weight", self.dtype, (out, in_)),)
 
-    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
-        return 1
-
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
         return slot["weight"].to(dtype)
 
@@ -101,9 +98,6 @@ class Halves(SameInSlot):
     def encode(self, weight: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> dict[str, Tensor]:
         """Raises ConfigError: such weights are used where they are."""
         raise ConfigError("two encodings in one matrix are never packed: choose 8, 6, 4, 3 or 2 bits")
-
-    def row_multiple(self, columns: int, quantizer: Quantizer) -> int | None:
-        return None
 
     def decode(self, slot: Mapping[str, Tensor], out: int, in_: int, dtype: torch.dtype) -> Tensor:
         return torch.cat([half.decode(fields, out // 2, in_, dtype) for half, fields in self.of(slot)])

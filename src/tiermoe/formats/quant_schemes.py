@@ -146,7 +146,8 @@ def _fp8(scheme: _Scheme, name: str) -> None:
     elif grid in ((*entry.shape[:-1], 1), entry.shape[:-1]):
         together = (1, columns)
     else:
-        first, second = scheme.settings.get("weight_block_size") or _block_of(scheme.settings) or (128, 128)
+        stated = (each["block_structure"] for each in _weights(scheme.settings) if each.get("block_structure"))
+        first, second = scheme.settings.get("weight_block_size") or next(stated, (128, 128))
         together = (min(int(first), rows), int(second))
     encoding = CheckpointQuant("e4m3", scheme.scale_kind(scales), *together)
     scheme.make(name, encoding, {"codes": name, "scales": scales}, entry.shape)
@@ -240,10 +241,6 @@ def _weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The settings of weights in compressed-tensors' config, one for each group of layers."""
     groups = settings.get("config_groups") or {}
     return [group["weights"] for group in groups.values() if isinstance(group, dict) and group.get("weights")]
-
-
-def _block_of(settings: Mapping[str, Any]) -> Any:
-    return next((each["block_structure"] for each in _weights(settings) if each.get("block_structure")), None)
 
 
 def _codes_of(scale: str) -> str:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +200,7 @@ class Store:
         document = {
             "format": FORMAT,
             "version": VERSION,
-            "source": {
-                "name": self.source.name,
-                "fingerprint": self.source.fingerprint,
-                "model_type": self.source.model_type,
-                "dtype": self.source.dtype,
-            },
+            "source": asdict(self.source),
             "layers": [layer_to_json(layer) for layer in self.layers],
             "precisions": {
                 key: precision.to_json(self.root) for key, precision in self.precisions.items() if not precision.derived

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import re
@@ -10,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tiermoe.errors import ConfigError
 
 _SHARE_OF_ALL = 0.5  # of all memory that counts as free where a system does not say
 _NO_LIMIT = 1 << 60  # control groups of version 1 write a number above this where there is no limit
@@ -62,6 +65,15 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def require_extra(what: str, extra: str, *modules: str) -> None:
+    """ConfigError where one of the modules is not installed. what: needs them. extra: of tiermoe, which has them."""
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{what} needs {error.name}: pip install 'tiermoe[{extra}]'") from error
+
+
 # --- memory ---
 
 
@@ -106,13 +118,8 @@ def _system_memory() -> tuple[int, str]:
 
 
 def _linux_available() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+    available = fields_of(Path("/proc/meminfo")).get("MemAvailable")
+    return int(available.split()[0]) * 1024 if available else None
 
 
 def _macos_available() -> int | None:
@@ -154,18 +161,16 @@ class _Cgroup:
 
     def limit(self) -> int | None:
         """Bytes; None if there is no limit."""
-        name = "memory.limit_in_bytes" if self.first_version else "memory.max"
-        try:
-            limit = int((self.folder / name).read_text())  # ValueError for "max"
-        except (OSError, ValueError):
-            return None
-        return limit if limit < _NO_LIMIT else None
+        limit = self._number("memory.limit_in_bytes" if self.first_version else "memory.max")
+        return limit if limit is not None and limit < _NO_LIMIT else None
 
     def used(self) -> int | None:
         """Bytes, with those of cached files; None if they cannot be read."""
-        name = "memory.usage_in_bytes" if self.first_version else "memory.current"
+        return self._number("memory.usage_in_bytes" if self.first_version else "memory.current")
+
+    def _number(self, name: str) -> int | None:
         try:
-            return int((self.folder / name).read_text())
+            return int((self.folder / name).read_text())  # ValueError for "max"
         except (OSError, ValueError):
             return None
 

@@ -46,7 +46,7 @@ def failure(error: BaseException) -> Refused:
         code = TOO_LONG if isinstance(error, TooLongError) else None
         return Refused(400, str(error), "prompt", code=code)
     status = 503 if isinstance(error, QueueFullError | ClosingError) else 500
-    return Refused(status, str(error), kind="server_error")
+    return Refused(status, str(error))
 
 
 async def whole(http: HttpRequest, answers: Answers, add: Callable[[int, Piece], object]) -> None:

@@ -16,7 +16,16 @@ from tiermoe.model.chat.reader import CallPiece
 from tiermoe.serve.answers import ANSWERS, Stream, events_of, failure, submitted, whole
 from tiermoe.serve.chats import Chat, PieceReader, Prepared, prepare
 from tiermoe.serve.dialects import MESSAGES, Json, Refused, anthropic_error
-from tiermoe.serve.fields import CallArguments, Several, StopStrings, Tools, check_fields, readable_object, text_alone
+from tiermoe.serve.fields import (
+    CallArguments,
+    Several,
+    StopStrings,
+    Tools,
+    check_fields,
+    readable_object,
+    text_alone,
+    text_of,
+)
 from tiermoe.serve.grammar import json_constraint
 from tiermoe.serve.intake import aside
 from tiermoe.serve.served import Served
@@ -203,10 +212,6 @@ def _described(tool: Tool) -> Json:
     return {"name": tool.name} | ({"description": tool.description} if tool.description else {})
 
 
-def text_of(content: str | list[TextBlock] | None) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content or ())
-
-
 class GrowingMessage:
     """A message while it grows: its blocks, and the events of each change.
 
@@ -339,7 +344,6 @@ async def _prepared(served: Served, asked: CountRequest) -> Prepared:
 
 
 def _request(served: Served, asked: MessagesRequest, prepared: Prepared) -> Request:
-    values = {name: getattr(asked, name) for name in ("temperature", "top_p", "top_k")}
-    named = {name: value for name, value in values.items() if value is not None}
+    named = asked.model_dump(include={"temperature", "top_p", "top_k"}, exclude_none=True)
     sampling = replace(served.sampling, max_tokens=asked.max_tokens, **named)
     return prepared.request(sampling, asked.stop_sequences or ())

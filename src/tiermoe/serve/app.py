@@ -143,7 +143,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unforeseen(request: HttpRequest, error: Exception) -> JSONResponse:
-        return await refused(request, Refused(500, f"{type(error).__name__}: {error}", kind="server_error"))
+        return await refused(request, Refused(500, f"{type(error).__name__}: {error}"))
 
     @app.exception_handler(StarletteHTTPException)
     async def http(request: HttpRequest, error: HTTPException) -> JSONResponse:

@@ -13,7 +13,7 @@ from tiermoe.engine.request import Piece, Request, Thinking, ThoughtBudget
 from tiermoe.engine.sampling import Grammar, Sampling
 from tiermoe.errors import ConfigError
 from tiermoe.model.chat.parameters import parameters_of, properties
-from tiermoe.model.chat.reader import AnswerReader, CallPatterns, CallPiece
+from tiermoe.model.chat.reader import AnswerReader, CallPatterns, Chunk
 from tiermoe.serve import harmony
 from tiermoe.serve.call_rules import Terms, call_rule, expressible, free_text, terms_with
 from tiermoe.serve.dialects import Json, Refused
@@ -64,16 +64,6 @@ class Chat:
 # --- answers ---
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedChunk:
-    """A piece of an answer after parsing: thought, text, and what is new of calls."""
-
-    thought: str = ""
-    text: str = ""
-    calls: list[CallPiece] = field(default_factory=list)
-    finish: str | None = None  # 'stop', 'length', 'tool_calls'; None while more comes
-
-
 class PieceReader:
     """Reads the pieces of one answer: thought, text and tool calls. reader: None where all is text."""
 
@@ -81,15 +71,15 @@ class PieceReader:
         self.thought_tokens = 0  # so far
         self._reader = reader
 
-    def add(self, piece: Piece) -> ParsedChunk:
+    def add(self, piece: Piece) -> Chunk:
         reader = self._reader
         if reader is None:
-            return ParsedChunk("", piece.text, [], piece.finish)
+            return Chunk(text=piece.text, finish=piece.finish)
         chunk = reader.add(piece.text, piece.finish is not None, piece.finish == "length")
         if chunk.thought or reader.inside:
             self.thought_tokens += len(piece.tokens)
-        finish = "tool_calls" if piece.finish == "stop" and reader.called else piece.finish
-        return ParsedChunk(chunk.thought, chunk.text, chunk.calls, finish)
+        chunk.finish = "tool_calls" if piece.finish == "stop" and reader.called else piece.finish
+        return chunk
 
 
 # --- preparing ---
@@ -188,7 +178,11 @@ def _grammar(served: Served, chat: Chat, tools: Sequence[Json], inside: bool) ->
     rules, said, terms = list[str](), list[str](), terms_with(served.chat.special)
     if form.calls is not None and named:
         for function in named:
-            _tell_left_out(function)
+            _, left_out = expressible(function.get("parameters") or {})
+            if left_out:  # it stays free
+                _log.warning(
+                    "tool %s: the grammar of its calls leaves out %s", function["name"], ", ".join(left_out[:8])
+                )
         rules.append(call_rule(form.calls, named, terms))
         said.append("call")
     if constraint is not None:
@@ -201,13 +195,6 @@ def _grammar(served: Served, chat: Chat, tools: Sequence[Json], inside: bool) ->
         rules.append(free)
     culprit = partial(_culprit, served, named, terms) if form.calls is not None and named else None
     return _followed(served, "\n".join([start, *rules]), constraint, culprit)
-
-
-def _tell_left_out(function: Mapping[str, Any]) -> None:
-    """Logs what a grammar cannot say of a tool's arguments, so that it stays free."""
-    _, left_out = expressible(function.get("parameters") or {})
-    if left_out:
-        _log.warning("tool %s: the grammar of its calls leaves out %s", function["name"], ", ".join(left_out[:8]))
 
 
 def grammar_of(served: Served, constraint: Constraint | None) -> Compiling | None:

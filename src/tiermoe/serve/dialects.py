@@ -43,18 +43,20 @@ def from_json(text: bytes | str) -> Any:
 
 
 class Refused(Exception):
-    """A request that cannot be answered. status: HTTP's. param: the field that is the cause. kind, code: OpenAI's."""
+    """A request that cannot be answered. status: HTTP's. param: the field that is the cause. kind, code: OpenAI's; the
+    kind follows from the status where none is given."""
 
     def __init__(
         self,
         status: int,
         message: str,
         param: str | None = None,
-        kind: str = "invalid_request_error",
+        kind: str | None = None,
         code: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.kind, self.code = status, param, kind, code
+        self.status, self.param, self.code = status, param, code
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
 
 _ANTHROPIC_KINDS = {

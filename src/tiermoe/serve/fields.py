@@ -81,6 +81,11 @@ class _TextPart(BaseModel):
 TextPart = Annotated[_TextPart, BeforeValidator(text_alone)]
 
 
+def text_of(content: str | list[Any] | None) -> str:
+    """The text of a content, or of its parts that have `text`."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
 def thinking_variables(effort: str | None) -> Json:
     """Template variables that say how much to think."""
     if effort is None:

@@ -82,7 +82,7 @@ class Grammars:
     async def compiled(self, rules: str, count: int, grammar: str = "") -> list[Grammar]:
         """`compile`, in a thread. Refused if too many grammars wait."""
         if self._under_way >= MOST_WAITING:
-            raise Refused(503, f"{MOST_WAITING} grammars are being compiled; ask again later", kind="server_error")
+            raise Refused(503, f"{MOST_WAITING} grammars are being compiled; ask again later")
         self._under_way += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self.compile, rules, count, grammar)
@@ -183,7 +183,7 @@ def _run_trial(asked: Json) -> tuple[Any, str]:
         ended = subprocess.run(command, input=given, capture_output=True, text=True, timeout=_STARVED_S)
     except subprocess.TimeoutExpired as error:
         text = f"compiling the JSON schema or grammar took more than {_STARVED_S} s; simplify it, or ask again later"
-        raise Refused(503, text, kind="server_error") from error
+        raise Refused(503, text) from error
     if ended.returncode == 0:
         return json.loads(ended.stdout), ""
     if ended.returncode > 0:

@@ -83,11 +83,7 @@ class Intake:
                 self.nbytes += nbytes
                 return
         self._on_refusal()
-        raise Refused(
-            503,
-            f"requests in flight hold {self.nbytes:,} of {self.most:,} bytes; ask again later",
-            kind="server_error",
-        )
+        raise Refused(503, f"requests in flight hold {self.nbytes:,} of {self.most:,} bytes; ask again later")
 
     def remove(self, nbytes: int) -> None:
         with self._lock:
@@ -123,22 +119,19 @@ class Share:
         self._body += len(part)
         if self._body > self._intake.largest_body:
             raise too_large(self._intake.largest_body)
-        self._take(len(part))
+        self.take(len(part))
 
     async def hold_values(self, body: bytes) -> None:
         """Adds the values of the whole body, which is parsed next; a large one in its own round of the event loop, so
         that other requests come between two of them. Refused with 413 or 503 if they would be too much."""
         values = values_of(body, self._intake.largest // _VALUE)
-        self._take((_TEXT - 1) * len(body) + _VALUE * values)
+        self.take((_TEXT - 1) * len(body) + _VALUE * values)
         if not self._small:
             async with self._intake.turn:
                 await asyncio.sleep(0)
 
-    def hold_tokens(self, count: int) -> None:
-        """Adds token ids. Refused with 413 or 503 if they are too many."""
-        self._take(_TOKEN * count)
-
-    def _take(self, nbytes: int) -> None:
+    def take(self, nbytes: int) -> None:
+        """Adds bytes of the request. Refused with 413 or 503 if they are too many."""
         most = self._intake.largest
         if self._nbytes + nbytes > most:
             raise Refused(413, f"the request would take {self._nbytes + nbytes:,} bytes of memory, {most:,} at most")
@@ -160,7 +153,7 @@ def hold_tokens(count: int) -> None:
     """Adds token ids to the current request's share, if there is one. Refused with 413 or 503 if they are too
     many."""
     if (share := _CURRENT.get(None)) is not None:
-        share.hold_tokens(count)
+        share.take(_TOKEN * count)
 
 
 def too_large(most: int) -> Refused:

@@ -15,13 +15,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 import httpx
 
 from tiermoe.config import format_size
 from tiermoe.errors import reason
-from tiermoe.serve.dialects import LATEST, Json, Refused
+from tiermoe.serve.dialects import LATEST, Refused
 
 PAUSE_S = 60
 """Seconds without a request after which a model may be loaded again with a larger share."""
@@ -125,9 +126,7 @@ class LoadedModels:
             return self._begun(model, model.process)
         if len(self._waiting) >= self._most_waiting:
             raise Refused(
-                503,
-                f"{len(self._waiting)} requests wait for a model, which is all that may; ask again later",
-                kind="server_error",
+                503, f"{len(self._waiting)} requests wait for a model, which is all that may; ask again later"
             )
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((model, turn))
@@ -197,7 +196,7 @@ class LoadedModels:
                 async with asyncio.timeout(self._until_idle()):
                     await self._changed.wait()
             if self._until_idle() == 0:
-                _, idle, grows = min(self._pauses(), key=_when)
+                _, idle, grows = min(self._pauses(), key=itemgetter(0))
                 await self._unload(idle)
                 if grows:
                     await self._bring(idle, wanted=True)
@@ -224,7 +223,7 @@ class LoadedModels:
         except Exception as error:
             model.error = reason(error)
             self._note(f"{model.name} was not loaded: {model.error}")
-            self._give_turns(model, Refused(500, f"{model.name} was not loaded: {model.error}", kind="server_error"))
+            self._give_turns(model, Refused(500, f"{model.name} was not loaded: {model.error}"))
         finally:
             self.doing = ""
             if model.loaded:
@@ -318,16 +317,12 @@ class LoadedModels:
 
     def _until_idle(self) -> float | None:
         """Seconds until a model was idle for long enough; None where none is idle, or stays as it is for good."""
-        first = min(self._pauses(), key=_when, default=None)
-        return None if first is None else max(0.0, _when(first) - time.monotonic())
-
-
-def _when(pause: tuple[float, Model, bool]) -> float:
-    return pause[0]
+        first = min((when for when, _, _ in self._pauses()), default=None)
+        return None if first is None else max(0.0, first - time.monotonic())
 
 
 def _about_to_end() -> Refused:
-    return Refused(503, "the server is about to end", kind="server_error")
+    return Refused(503, "the server is about to end")
 
 
 # --- processes ---
@@ -358,7 +353,7 @@ class ModelProcess:
             timeout=httpx.Timeout(None, connect=30),
         )
         self.progress = ""  # of loading, in words
-        self._words, self._socket, self._said = words, socket, said
+        self._words, self._said = words, said
         self._process: asyncio.subprocess.Process | None = None
         self._error = ""  # in which the command has ended
         self._reading: asyncio.Task[None] | None = None
@@ -376,7 +371,8 @@ class ModelProcess:
                 answer = await self.client.get("/health")
                 if answer.status_code == 200:
                     return
-                self.progress = _in_words(answer.json().get("progress"))
+                found = answer.json().get("progress")
+                self.progress = f"{found['what']}, {found['done']} of {found['total']}" if found else ""
             await asyncio.sleep(_LOOK_S)
         await self._reading
         raise LoadError(self.cause())
@@ -428,8 +424,3 @@ class ModelProcess:
             if text := line.decode(errors="replace").strip():
                 self._error = text.removeprefix(_ERROR) if text.startswith(_ERROR) else ""
                 self._said(text)
-
-
-def _in_words(progress: Json | None) -> str:
-    """Progress of loading, as `/health` of a server gives it."""
-    return f"{progress['what']}, {progress['done']} of {progress['total']}" if progress else ""

@@ -16,10 +16,10 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tiermoe.engine.request import Piece, Request
-from tiermoe.model.chat.reader import ToolCall
+from tiermoe.model.chat.reader import Chunk, ToolCall
 from tiermoe.serve import harmony
 from tiermoe.serve.answers import LineStream, Logprobs, failure, submitted, whole
-from tiermoe.serve.chats import Chat, ParsedChunk, PieceReader, Prepared, grammar_of, prepare
+from tiermoe.serve.chats import Chat, PieceReader, Prepared, grammar_of, prepare
 from tiermoe.serve.dialects import (
     LATEST,
     OLLAMA,
@@ -179,7 +179,7 @@ class GrowingReply:
         self._prompt = prompt
         self._began = time.perf_counter_ns()
         self._calls = 0
-        self._said: list[tuple[ParsedChunk, list[Json]]] = []
+        self._said: list[tuple[Chunk, list[Json]]] = []
         self._end: Json = {}
 
     def add(self, piece: Piece) -> Iterator[Json]:
@@ -204,16 +204,16 @@ class GrowingReply:
             "eval_count": timings.tokens,
             "eval_duration": round(timings.answer_s * 1e9),
         }
-        yield self._object(ParsedChunk(), []) | self._end
+        yield self._object(Chunk(), []) | self._end
 
     def whole(self) -> Json:
         self._calls = 0
         read = [parsed for parsed, _ in self._said]
         text, thought = "".join(each.text for each in read), "".join(each.thought for each in read)
-        said = ParsedChunk(thought, text, [piece for each in read for piece in each.calls])
+        said = Chunk(thought, text, [piece for each in read for piece in each.calls])
         return self._object(said, [each for _, logprobs in self._said for each in logprobs]) | self._end
 
-    def _object(self, said: ParsedChunk, logprobs: list[Json]) -> Json:
+    def _object(self, said: Chunk, logprobs: list[Json]) -> Json:
         found = ollama_reply(self._model, self._chat, said.text, said.thought)
         if said.calls:
             found["message"]["tool_calls"] = [self._call(each.call) for each in said.calls]

@@ -30,6 +30,7 @@ from tiermoe.serve.fields import (
     TokenIds,
     Tools,
     check_fields,
+    text_of,
     thinking_variables,
 )
 from tiermoe.serve.grammar import ConstraintFields
@@ -118,15 +119,9 @@ class Message(BaseModel):
     reasoning_content: str | None = None
 
     @property
-    def text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
-
-    @property
     def plain(self) -> Json:
         """The message as chat templates take it."""
-        plain: Json = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        plain: Json = {"role": "system" if self.role == "developer" else self.role, "content": text_of(self.content)}
         if self.tool_calls:
             plain["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return plain | {name: value for name in _MESSAGE_FIELDS if (value := getattr(self, name))}
@@ -219,10 +214,6 @@ class Shape:
 
     def _object(self, choices: list[Json], kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-
-
-def shape_of(model: str, chat: bool) -> Shape:
-    return Shape(("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex, model, chat)
 
 
 def usage_of(prompt: int, pieces: Sequence[Piece], readings: Iterable[ChoiceReader]) -> Json:
@@ -343,12 +334,6 @@ def sampling_of(asked: Common, default: Sampling, most: int) -> Sampling:
     return replace(default, **asked.named(max(wanted, 1)), max_tokens=min(max(wanted, 1), most))
 
 
-def requests_of(prepared: Prepared, asked: Common, sampling: Sampling, more: Mapping[str, Any]) -> list[Request]:
-    """A request for each choice; with a seed each has its own. more: fields of `Request`."""
-    seeds = [None if sampling.seed is None else sampling.seed + index for index in range(asked.n or 1)]
-    return [prepared.request(replace(sampling, seed=seed), asked.stops, **more) for seed in seeds]
-
-
 def routes(app: FastAPI, served: Served) -> None:
     """Adds the endpoints."""
 
@@ -389,7 +374,8 @@ async def _answer(
     if asked.logit_bias is not None:
         served.check_ids(list(asked.logit_bias), "logit_bias")
     answers = await submitted(served.worker, requests, prompts[0].grammar)
-    shape, count = shape_of(served.name, chat), sum(len(each.ids) for each in prompts)
+    shape = Shape(f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", served.name, chat)
+    count = sum(len(each.ids) for each in prompts)
     if asked.stream:
         shown = ((index, _shown(asked, piece)) async for index, piece in answers)
         return Stream(answers, stream(shape, shown, count, readings, asked))
@@ -422,9 +408,10 @@ def _requests(
             "salt": asked.cache_salt or "",
         }  # fmt: skip
         text = served.tokenizer.decode(each.ids, skip_special_tokens=True) if echo else ""
-        for request in requests_of(each, asked, sampling, more):
+        for index in range(asked.n or 1):
+            seed = None if sampling.seed is None else sampling.seed + index  # each choice has its own
             readings[len(requests)] = ChoiceReader(Logprobs(served.tokenizer, chat), each.reader(), text)
-            requests.append(request)
+            requests.append(each.request(replace(sampling, seed=seed), asked.stops, **more))
     return requests, readings
 
 

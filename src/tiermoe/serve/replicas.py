@@ -70,7 +70,8 @@ def start(deployed: Deployed, replicas: int, host: str, port: int, tls: Mapping[
     asked = settings(**deployed.options)
     start_ray()
     with suppress(TimeoutError):  # Ray waits for a minute; the proxy's start goes on, and `run` waits again
-        serve.start(http_options=HTTPOptions(host=host, port=port, **_for_proxies(tls)))
+        files = {option: str(path.resolve()) for option, path in tls.items()}  # a proxy may run in another folder
+        serve.start(http_options=HTTPOptions(host=host, port=port, **files))
     deployment = serve.deployment(
         serve.ingress(lambda: app_of(deployed))(),
         name=deployed.name,
@@ -82,11 +83,6 @@ def start(deployed: Deployed, replicas: int, host: str, port: int, tls: Mapping[
         graceful_shutdown_timeout_s=grace_s,
     )
     serve.run(deployment.bind(), name=APP, route_prefix="/")
-
-
-def _for_proxies(tls: Mapping[str, Path]) -> dict[str, str]:
-    """The options for Ray's proxies, which may run in another folder."""
-    return {option: str(path.resolve()) for option, path in tls.items()}
 
 
 def stop() -> None:

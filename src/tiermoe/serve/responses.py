@@ -19,7 +19,16 @@ from tiermoe.model.chat.reader import CallPiece
 from tiermoe.serve.answers import ANSWERS, Logprobs, Stream, events_of, submitted, whole
 from tiermoe.serve.chats import Chat, PieceReader, Prepared, prepare
 from tiermoe.serve.dialects import Json, Refused
-from tiermoe.serve.fields import CallArguments, Options, Several, TextPart, Tools, check_fields, thinking_variables
+from tiermoe.serve.fields import (
+    CallArguments,
+    Options,
+    Several,
+    TextPart,
+    Tools,
+    check_fields,
+    text_of,
+    thinking_variables,
+)
 from tiermoe.serve.grammar import json_constraint
 from tiermoe.serve.intake import aside
 from tiermoe.serve.served import Served
@@ -204,11 +213,11 @@ def _messages(items: Sequence[Item]) -> list[Json]:
     for item in items:
         if isinstance(item, OutputItem):
             turn = None
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
         elif isinstance(item, MessageItem) and item.role != "assistant":
             turn = None
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": _text(item.content)})
+            messages.append({"role": role, "content": text_of(item.content)})
         else:
             if turn is None or (isinstance(item, ReasoningItem) and turn.keys() - {"role", "reasoning_content"}):
                 turn = {"role": "assistant", "content": ""}
@@ -219,16 +228,12 @@ def _messages(items: Sequence[Item]) -> list[Json]:
 
 def _add(turn: Json, item: MessageItem | CallItem | ReasoningItem) -> None:
     if isinstance(item, ReasoningItem):
-        turn["reasoning_content"] = "".join(part.text for part in item.content or ())
+        turn["reasoning_content"] = text_of(item.content)
     elif isinstance(item, MessageItem):
-        turn["content"] += _text(item.content)
+        turn["content"] += text_of(item.content)
     else:
         function = {"name": item.name, "arguments": item.arguments}
         turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
-
-
-def _text(content: str | Several[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 # --- answers ---
@@ -280,26 +285,25 @@ class GrowingResponse:
         for each in parsed.calls:
             yield from self._call(each)
         if parsed.finish is not None:
-            yield from self._end(parsed.finish)
+            yield from self._end("incomplete" if parsed.finish == "length" else "completed")
 
-    def _end(self, finish: str) -> Iterator[Json]:
-        whole = finish != "length"
-        yield from self._close("completed" if whole else "incomplete")
-        if whole:
-            self.response |= {"status": "completed", "completed_at": int(time.time())}
+    def _end(self, status: str) -> Iterator[Json]:
+        yield from self._close(status)
+        if status == "completed":
+            self.response["completed_at"] = int(time.time())
         else:
-            self.response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        self.response["usage"] = self._usage()
-        yield self._whole("completed" if whole else "incomplete")
-
-    def _usage(self) -> Json:
-        return {
-            "input_tokens": self._prompt,
-            "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
-            "output_tokens": self._made,
-            "output_tokens_details": {"reasoning_tokens": self._reader.thought_tokens},
-            "total_tokens": self._prompt + self._made,
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.response |= {
+            "status": status,
+            "usage": {
+                "input_tokens": self._prompt,
+                "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
+                "output_tokens": self._made,
+                "output_tokens_details": {"reasoning_tokens": self._reader.thought_tokens},
+                "total_tokens": self._prompt + self._made,
+            },
         }
+        yield self._whole(status)
 
     def _text(self, kind: str, text: str, logprobs: list[Json]) -> Iterator[Json]:
         """Adds text to the open item, or to a new one where that is of another kind."""
@@ -400,12 +404,8 @@ def routes(app: FastAPI, served: Served) -> None:
 
 def _request(served: Served, asked: ResponsesRequest, prepared: Prepared) -> Request:
     room = max(served.context - len(prepared.ids), 1)
-    sampling = replace(
-        served.sampling,
-        max_tokens=min(asked.max_output_tokens or room, room),
-        temperature=served.sampling.temperature if asked.temperature is None else asked.temperature,
-        top_p=served.sampling.top_p if asked.top_p is None else asked.top_p,
-    )
+    named = asked.model_dump(include={"temperature", "top_p"}, exclude_none=True)
+    sampling = replace(served.sampling, max_tokens=min(asked.max_output_tokens or room, room), **named)
     return prepared.request(sampling, (), logprobs=asked.logprobs)
 
 

@@ -183,7 +183,7 @@ class Router:
             return None
         model = self._loaded.find(name)
         if not model.loaded or model.leaving:
-            raise Refused(503, f"{model.name} is not loaded; a request for an answer loads it", kind="server_error")
+            raise Refused(503, f"{model.name} is not loaded; a request for an answer loads it")
         return _Passed(self._loaded, model, _request(request, b""), None)
 
     def _facts(self, model: Model) -> Json:
@@ -266,7 +266,7 @@ class _Passed:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
         except httpx.TransportError as error:
             why = f"{self._model.name} has ended, or its process does not answer ({reason(error)}); ask again"
-            raise Refused(502, why, kind="server_error") from error
+            raise Refused(502, why) from error
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -307,7 +307,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
-    return await _refused(request, Refused(500, reason(error), kind="server_error"))
+    return await _refused(request, Refused(500, reason(error)))
 
 
 # --- metrics ---

@@ -7,13 +7,14 @@ import contextlib
 import html
 import importlib.util
 import io
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError
-from tiermoe.lab.bench.cases import OURS, Condition, named
+from tiermoe.lab.bench.cases import OURS, named
 from tiermoe.lab.bench.summary import Column, case_of, failure, figures, heading, notes, number, speeds, spent, split_up
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def speed_over_budget(cases: Sequence[Case], key: str, title: str) -> str:
     if not any(case[key] for case in cases):
         return ""
     engines = list(dict.fromkeys(named(case["engine"], case["preset"]) for case in cases))
-    budgets = sorted({case_of(case).condition for case in cases}, key=_by_memory)
+    budgets = sorted({case_of(case).condition for case in cases}, key=lambda each: each.memory or math.inf)
     step = 0.8 / (len(engines) + 1)
     with _drawing(8.6, 4.2) as (figure, text):
         axes = figure.add_subplot()
@@ -110,10 +111,6 @@ def speed_over_budget(cases: Sequence[Case], key: str, title: str) -> str:
         axes.set(title=title, xlabel="memory for the whole process", ylabel="tokens per second")
         figure.legend(loc="outside lower center", ncols=4)
     return _svg(text)
-
-
-def _by_memory(condition: Condition) -> float:
-    return float("inf") if condition.memory is None else condition.memory
 
 
 def _ranges(lows: Sequence[float], middles: Sequence[float], highs: Sequence[float]) -> list[list[float]]:

@@ -15,6 +15,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.lab.cli import options as lab
 from tiermoe.lab.measure.pairs import read_pairs
 from tiermoe.offload.presets import PRESETS
+from tiermoe.platform.machine import require_extra
 
 if TYPE_CHECKING:
     from tiermoe.lab.measure.calibrate import MadeProfile
@@ -110,7 +111,7 @@ def _check_processes(names: list[str], processes: int | None, ray: bool) -> None
     if ray and processes is None:
         raise ConfigError("--ray runs the measuring processes; say how many with --processes")
     if ray:
-        opt.need_ray("--ray")
+        require_extra("--ray", "ray", "ray.serve")
 
 
 def parse_names(text: str) -> list[str]:

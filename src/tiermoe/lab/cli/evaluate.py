@@ -16,6 +16,7 @@ from tiermoe.cli.terminal import Terminal
 from tiermoe.config import format_size
 from tiermoe.errors import ConfigError
 from tiermoe.lab.cli import options as lab
+from tiermoe.platform.machine import require_extra
 
 
 @opt.engine_options(without=["context"])
@@ -86,10 +87,10 @@ def _evaluate_tasks(
     if more is not None:
         raise ConfigError(f"--tasks brings texts of its own; leave out {more}")
     with starting():
-        from tiermoe.lab.measure.harness import evaluate_tasks, need_harness, tasks_asked
+        from tiermoe.lab.measure.harness import evaluate_tasks, tasks_asked
 
         names = tasks_asked(tasks, data)
-        need_harness()
+        require_extra("--tasks", "eval", "lm_eval")
     assert data is not None
     with progress_bar() as progress:
         result = evaluate_tasks(model, names, data, limit, options, progress)

@@ -68,7 +68,9 @@ def find_bitwidths(
     places = places_of(blueprint)
     source = ModelSource.of(blueprint, settings, task)
     journal = Journal(resume_path, _made_from(blueprint, settings, task))
-    _pack_all(blueprint, settings, progress)
+    store = open_or_create(blueprint, store_root(blueprint, settings.store))
+    for bits in PRECISIONS:  # before processes that would all begin to
+        ensure_packed(store, blueprint, bits, settings.quantizer_used, settings.dense_bits_used, progress)
     with BitsMeter(source) as meter:
 
         def values(table: Mapping[ExpertPlace, int], half: Task) -> list[float]:
@@ -136,13 +138,6 @@ def _reported(
         return found
 
     return reporting
-
-
-def _pack_all(blueprint: Blueprint, settings: Settings, progress: Progress) -> None:
-    """Packs every precision that is tried, so that no two processes begin to pack."""
-    store = open_or_create(blueprint, store_root(blueprint, settings.store))
-    for bits in PRECISIONS:
-        ensure_packed(store, blueprint, bits, settings.quantizer_used, settings.dense_bits_used, progress)
 
 
 def _rows(blueprint: Blueprint, values: Mapping[ExpertPlace, Any]) -> list[list[Any]]:

@@ -8,13 +8,14 @@ import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
-from tiermoe.config import CacheSize, Settings, parse_cache
+from tiermoe.config import Settings, parse_cache
 from tiermoe.config import settings as make_settings
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import start
@@ -165,11 +166,6 @@ class Calibration:
     def settings(self) -> Settings:
         return make_settings(**self.load_options)
 
-    @property
-    def cache(self) -> CacheSize:
-        """The cache of the runs that the profiles are for."""
-        return parse_cache(self.options.cache)
-
 
 def prepare(
     model: str,
@@ -274,9 +270,9 @@ def calibrate_hobbit(calibration: Calibration, progress: Progress) -> Contents:
     t1, t2 = hobbit.thresholds_of(found_on)
     split = hobbit.Split.of(judged_on, t1, t2)
     composition = PRESETS["hobbit"].having({"t1": t1, "t2": t2})
-    bits, cache = calibration.settings.bits_used, calibration.cache
+    bits, cache = calibration.settings.bits_used, parse_cache(calibration.options.cache)
     penalties = MissPenalties(found_on, composition, bits, cache)
-    found = penalties.search(lambda done, total: progress("weighing the cache", done, total))
+    found = penalties.search(partial(progress, "weighing the cache"))
     judged = MissPenalties(judged_on, composition, bits, cache).judge(found.weights)
     settings = {"t1": t1, "t2": t2, "weights": list(found.weights)}
     names = ("penalty", "lru_penalty", "lfu_penalty")
@@ -336,7 +332,7 @@ def calibrate_mobile(calibration: Calibration, progress: Progress) -> Contents:
     def on_engine(engine: Engine, _: Blueprint) -> Gamma:
         find, goal = (find_gamma, calibration.options.tolerated_loss) if ratio is None else (find_gamma_for, ratio)
         prompt, ids = calibration.shape.prompt, calibration.ids
-        return find(engine, ids, prompt, goal, lambda done, total: progress("decoding at a gamma", done, total))
+        return find(engine, ids, prompt, goal, partial(progress, "decoding at a gamma"))
 
     found: Gamma = calibration.on_engine({"routing": "confident", "gamma": 1.0}, on_engine, progress)
     data = {
@@ -404,11 +400,10 @@ def calibrate_corm(calibration: Calibration, progress: Progress) -> Contents:
     theta = calibration.on_engine(
         {},
         lambda engine, blueprint: find_theta(
-            engine, blueprint, calibration.ids, corm.INACTIVE_SHARE,
-            lambda done, total: progress("measuring neurons", done, total),
+            engine, blueprint, calibration.ids, corm.INACTIVE_SHARE, partial(progress, "measuring neurons")
         ),
         progress,
-    )  # fmt: skip
+    )
     trace = calibration.trace(progress)
     table = corm.bits_by_usage(trace, preset.bits or corm.BITS, preset["low_bits"], calibration.options.usage_share)
     usage = corm.low_usage(trace, table)
@@ -426,10 +421,7 @@ def calibrate_nimble(calibration: Calibration, progress: Progress) -> Contents:
     preset, plain = PRESETS["nimble"].settings(), PRESETS["lru"].settings()
 
     def on_engine(engine: Engine, _: Blueprint) -> tuple[Prior, float]:
-        found = find_prior(
-            engine, calibration.ids, calibration.shape.prompt,
-            lambda done, total: progress("moving choices", done, total),
-        )  # fmt: skip
+        found = find_prior(engine, calibration.ids, calibration.shape.prompt, partial(progress, "moving choices"))
         return found, engine.plan.slots / engine.plan.all_slots
 
     changes = {name: value for name, value in preset.items() if value != plain[name] and name != "profile"}

@@ -71,17 +71,13 @@ def measure_all(
     for round_ in range(rounds):
         for row in rows if round_ % 2 == 0 else reversed(rows):
             if row.error is None:
-                _measure(row, measure)
+                try:
+                    row.rounds.append(measure(row.variant))
+                except TiermoeError as error:
+                    row.error = str(error)
             done += 1
             progress(done, total)
     return rows
-
-
-def _measure(row: Measured, measure: Measure) -> None:
-    try:
-        row.rounds.append(measure(row.variant))
-    except TiermoeError as error:
-        row.error = str(error)
 
 
 def summarise(rows: Sequence[Measured]) -> list[dict[str, Any]]:

@@ -56,14 +56,6 @@ def tasks_asked(text: str, data: Path | None) -> list[str]:
     return names
 
 
-def need_harness() -> None:
-    """ConfigError where lm-eval is not installed."""
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"--tasks needs {error.name}: pip install 'tiermoe[eval]'") from error
-
-
 def results_of(model: Any, tasks: Sequence[str], data: str, limit: int | None) -> dict[str, dict[str, float]]:
     """Task → figure → its value and NAME_stderr, of what lm-eval finds with a model of its own class."""
     from lm_eval import simple_evaluate
@@ -85,7 +77,6 @@ def evaluate_tasks(
 ) -> dict[str, Any]:
     """What lm-eval finds with a preset, and what it cost, by the names that `tiermoe eval --json` prints. tasks: as
     `tasks_asked` gives them. limit: documents of each task; None: all."""
-    need_harness()
     from lm_eval.models.huggingface import HFLM
 
     asked = make_settings(**options)

@@ -105,7 +105,7 @@ def made_from(text_name: str, text: str, shape: SequenceShape, settings: Setting
 
 
 class Recorder(Observer):
-    """Records the routing of a loaded model that has run before (`Forecaster`). Close it, or use it as a context.
+    """Records the routing of a loaded model that has run before (`Forecaster`). A context.
 
     distances: layers ahead whose routers forecast on a layer's input. little: run the little pass (MoBiLE) before each
     token, of `little_k` experts (None: K/2). theta: record the neurons above it of each token after a prompt (CORM;
@@ -156,9 +156,6 @@ class Recorder(Observer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Leaves the model as it was before."""
         self._engine.context.little = None
         self._engine.observe(None)
@@ -174,18 +171,15 @@ class Recorder(Observer):
             little = self._little(feed, position) if self.little else None
             self._begin()
             feed.token(position)
-            self._record_neurons()
+            if self._neurons is not None:
+                for layer, active, named in zip(self._layers, self._neurons.active, self._neurons.named, strict=True):
+                    layer.neurons, layer.named = active, named
             yield Pass("decode", sequence, [int(ids[position])], self._layers, little)
 
     def _begin(self) -> None:
         self._layers = [LayerTrace([], []) for _ in self._experts]
         if self._neurons is not None:
             self._neurons.start_pass()
-
-    def _record_neurons(self) -> None:
-        if self._neurons is not None:
-            for layer, active, named in zip(self._layers, self._neurons.active, self._neurons.named, strict=True):
-                layer.neurons, layer.named = active, named
 
     def _little(self, feed: Feed, position: int) -> Little:
         """The little pass at a position; it is undone afterwards."""

@@ -217,7 +217,8 @@ def learned(rendered: Callable[..., str], template: str, special: Sequence[str] 
         form = replace(form, calls=calls, arguments=probe.arguments, id_form=_id_form(probe))
         closed = after[: len(after.rstrip()) - len(kept)]
     except _Unlearned as error:
-        form, kept, closed = _stated(replace(form, no_calls=str(error)), template), after, ""
+        stated = next((calls for mark, calls in STATED.items() if mark in template), None)
+        form, kept, closed = replace(form, calls=stated, no_calls=str(error)), after, ""
     form = replace(form, text=(_without(before, tags).strip(), closed.strip()), blank=probe.blank is not None)
     return _tried(_with_ends(form, probe, kept, after), probe, header)
 
@@ -506,10 +507,6 @@ STATED = {
 """Words of a template that shows no calls → how its model writes them; the first that it has counts."""
 
 
-def _stated(form: ChatFormat, template: str) -> ChatFormat:
-    return replace(form, calls=next((calls for mark, calls in STATED.items() if mark in template), None))
-
-
 # --- ends, and the trial ---
 
 
@@ -589,19 +586,13 @@ def _tried(form: ChatFormat, probe: _Probe, header: str) -> ChatFormat:
             read = [(call.name, json.loads(call.arguments)) for call in calls]
         except ValueError:
             read, thought, said = [], "", ""
-        kept = [
-            (name, {key: value for key, value in args.items() if key in _shown(text, args)}) for name, args in given
-        ]
+        # some templates leave out null
+        kept = [(name, {key: value for key, value in args.items() if key in text}) for name, args in given]
         if read != kept or thought or said.strip():
             return replace(
                 form, calls=None, no_calls=f"calls are not read as the chat template writes them: {text!r:.300}"
             )
     return form
-
-
-def _shown(text: str, arguments: Mapping[str, Any]) -> set[str]:
-    """The arguments that a template shows: some leave out null."""
-    return {key for key in arguments if key in text}
 
 
 # --- the process ---

@@ -58,11 +58,6 @@ class ObjectReader:
             at += size
         return "".join(made), text[at:]
 
-    @property
-    def quoted(self) -> bool:
-        """Whether a string is under way."""
-        return bool(self._within)
-
     def _string(self, text: str, at: int, made: list[str]) -> int:
         """Reads a part of a string; its size, 0 where more text must come first."""
         quote = self._within

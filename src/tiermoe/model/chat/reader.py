@@ -60,6 +60,7 @@ class Chunk:
     thought: str = ""
     text: str = ""
     calls: list[CallPiece] = field(default_factory=list)
+    finish: str | None = None  # the answer's end, for a server: 'stop', 'length', 'tool_calls'; None while more comes
 
 
 def nine_letters() -> str:

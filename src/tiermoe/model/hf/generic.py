@@ -152,12 +152,7 @@ class GenericDecoder:
                     layer.register_forward_hook(partial(_require_finite_output, f"{name}.{index}"))
                     for index, layer in enumerate(layers)
                 ]
-
-        def undo() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return undo
+        return partial(_remove, handles)
 
     def time_linears(self, note: Callable[[float], None]) -> Callable[[], None]:
         """Calls `note` with the seconds of each call of a linear layer; returns what ends it."""
@@ -173,12 +168,7 @@ class GenericDecoder:
         linears = [each for each in self.model.modules() if isinstance(each, torch.nn.Linear | PackedLinear)]
         handles = [each.register_forward_pre_hook(before) for each in linears]
         handles += [each.register_forward_hook(after) for each in linears]
-
-        def undo() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return undo
+        return partial(_remove, handles)
 
     @torch.no_grad()
     def step(self, batch: Batch, cache: GenericCache, every: bool = False) -> Tensor:
@@ -200,6 +190,11 @@ class GenericDecoder:
         cache.grew(slab, len(tokens), cache_of(output))
         logits: Tensor = output.logits[0]
         return logits if every else logits[-1:]  # Qwen3-Omni's class computes the logits of all tokens
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _require_finite_output(name: str, _: Any, __: Any, output: Any) -> None:
@@ -314,7 +309,7 @@ def _cache_after(model: Any, tokens: int) -> list[tuple[int, int | None]] | None
     """(bytes, window) of each layer after so many tokens."""
     shells = [module for module in model.modules() if hasattr(module, "run_experts")]
     for shell in shells:
-        shell.run_experts = _nothing
+        shell.run_experts = lambda hidden, *_: torch.zeros_like(hidden)
     try:
         with torch.no_grad():
             ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
@@ -339,10 +334,6 @@ def _linear(cache: Any) -> Any:
 
 def _linear_nbytes(layer: Any) -> int:
     return sum(part.nbytes for part in tensors_in(layer))
-
-
-def _nothing(hidden: Tensor, *_: Tensor) -> Tensor:
-    return torch.zeros_like(hidden)
 
 
 def _nbytes(layer: Any) -> int:

@@ -206,7 +206,10 @@ def download_files(repository: Repository, files: Sequence[str], notify: Callabl
         begun = sum(_size(part) for part in blobs.glob(f"*{PART}"))
         left = max(repository.nbytes(missing) - begun, 0)
         _check_room(name, left, blobs)  # the folder is not there yet where no small files are
-        notify(_announcement(name, left, len(missing), repository.nbytes(files) - left))
+        here = repository.nbytes(files) - left
+        known = f" ({format_size(here)} are here already)" if here else ""
+        count = f"{len(missing)} files" if len(missing) > 1 else "1 file"
+        notify(f"downloading {name}: {format_size(left)} in {count}{known}; if it is interrupted, run this again")
         for file in missing:
             _fetch_blob(repository, file, blobs)
     return fetch(name, [*repository.beside, *files])
@@ -219,12 +222,6 @@ def _check_room(name: str, left: int, folder: Path) -> None:
             f"'{name}' needs {format_size(left)} more on the drive of {folder}, which has {format_size(free)} free; "
             f"make room, or set HF_HUB_CACHE to a folder on another drive"
         )
-
-
-def _announcement(name: str, left: int, files: int, here: int) -> str:
-    known = f" ({format_size(here)} are here already)" if here else ""
-    count = f"{files} files" if files > 1 else "1 file"
-    return f"downloading {name}: {format_size(left)} in {count}{known}; if it is interrupted, run this again"
 
 
 def _fetch_blob(repository: Repository, file: str, blobs: Path) -> None:

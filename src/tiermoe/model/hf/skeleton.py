@@ -52,7 +52,7 @@ class Skeleton:
     ) -> None:
         self._family, self._dtype = family, dtype
         text = text_config(config)
-        self._part, self._model_type = text is not config, text.model_type
+        self._part = text is not config
         register()
         with experts_left_out(family, text), torch.device("meta"):
             try:
@@ -99,7 +99,7 @@ class Skeleton:
             dense_bytes=self._dense_bytes(tensors),
             dense_keys=tuple(dense_keys),
             gate=gate,
-            whole=gate is not None and self._known_embedding() and as_they_are,
+            whole=gate is not None and (self._family.scales_embedding or self._plain_embedding()) and as_they_are,
         )
 
     def _is_ignored(self, checkpoint: Checkpoint | GgufCheckpoint, key: str) -> bool:
@@ -213,10 +213,6 @@ class Skeleton:
     def _plain_embedding(self) -> bool:
         module = self.model.get_input_embeddings()
         return type(module) is torch.nn.Embedding and module.max_norm is None
-
-    def _known_embedding(self) -> bool:
-        """Whether decoders of our own compute the input embedding: a table, which they may scale."""
-        return self._family.scales_embedding or self._plain_embedding()
 
     def _dense_bytes(self, tensors: Mapping[str, DenseTensor]) -> int:
         """Bytes of the parameters and buffers that stay resident at 16 bits, or in float32 (tied ones once)."""
