@@ -25,7 +25,7 @@ from tiermoe.offload.policies.prediction import PREDICTIONS
 from tiermoe.offload.presets import PRESETS
 from tiermoe.platform import process_memory
 
-pytest_plugins = ["fake_cuda", "gpu_models", "gpu_rig", "serving"]
+pytest_plugins = ["fake_cuda", "gpu_models", "gpu_rig", "serving", "sharded"]
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"
 hypothesis.settings.register_profile(

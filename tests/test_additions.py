@@ -30,6 +30,7 @@ from c_builds import LIBRARIES, STRICT, built, compiler, ran
 from commands import Command
 from parity import close, logits, put_decoded_experts, tokens
 from patience import until
+from small_engines import NATIVE
 from small_traces import EVERYTHING, decode, layer, replayed, trace_of
 from tiermoe import config, native
 from tiermoe.batch import Batch
@@ -53,8 +54,6 @@ from tiermoe.offload.presets import PRESETS, compose
 from tiny import oracle
 
 Model = Callable[..., Path]
-MIXED = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
-"""Sizes of a Qwen3-MoE that the native kernels take."""
 
 
 def engine_of(directory: Path, **options: Any) -> Any:
@@ -311,7 +310,7 @@ def engine(request: pytest.FixtureRequest, tiny_model: Model) -> Iterator[Any]:
     if request.param == "float32":
         made = engine_of(tiny_model("qwen3_moe", torch.float32))
     else:
-        made = engine_of(tiny_model("qwen3_moe", torch.bfloat16, **MIXED), bits=4, dense_bits=4)
+        made = engine_of(tiny_model("qwen3_moe", torch.bfloat16, **NATIVE), bits=4, dense_bits=4)
     yield made
     made.close()
 
