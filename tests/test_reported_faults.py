@@ -552,7 +552,16 @@ def test_a_value_with_the_tags_that_end_it_stays_one(name: str, pieces: int) -> 
     after = plain.partition("QQ")[2].lstrip("\n")
     closing = after[: after.index(">") + 1]  # the parameter's
     last = plain[plain.rindex("<") :].strip()  # the block's
-    for city in (f"a {closing} b", f"a {last} b", f"{closing}b", f"a\n{closing}\nb {last} c"):
+    for city in (
+        f"a {closing} b",
+        f"a {last} b",
+        f"{closing}b",
+        f"a\n{closing}\nb {last} c",
+        f"{closing}{closing} x",
+        f"{last} b",
+        f"a{closing}\n\nb",
+        closing,
+    ):
         call = ("get_weather", {"city": city, "days": 3, "fast": True})
         thought, said, found = read(format_of(name), parts_of(written(name, given(call)), pieces))
         assert (thought, said.strip(), values(found)) == ("", "", [call])
