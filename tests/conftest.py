@@ -97,6 +97,11 @@ def _tiny(tiny_model: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def mixtral(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("mixtral", torch.float32)
+
+
+@pytest.fixture(scope="session")
 def shipped() -> Path:
     """The model that the project ships."""
     return SHIPPED
