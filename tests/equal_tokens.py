@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from native_experts import checkpoint
-from serving import Letters
+from serving import Counted, Letters
 from small_engines import engine_of, tokens
-from test_speculation import ALONE, FAMILIES, Counted, Eager, Informed, answers
+from test_speculation import ALONE, FAMILIES, Eager, Informed, answers
 from tiermoe.engine.request import Request
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling

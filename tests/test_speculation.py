@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.speculation import Forced
 from native_experts import checkpoint
-from serving import Letters, WrappedEngine
+from serving import Counted, Letters, WrappedEngine
 from small_engines import NATIVE, alone, engine_of, tokens
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify
@@ -88,17 +88,6 @@ class Eager(Speculation):
     def allows(self, rows: int) -> bool:
         self.share = 1e-9
         return True
-
-
-class Counted(WrappedEngine):
-    """Counts steps, and tokens that ran in them."""
-
-    steps = ran = 0
-
-    def step(self, batch: Any, *rest: Any) -> Any:
-        self.steps += 1
-        self.ran += len(batch.tokens)
-        return self._engine.step(batch, *rest)
 
 
 class Informed:
