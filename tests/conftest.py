@@ -25,7 +25,7 @@ from tiermoe.offload.policies.prediction import PREDICTIONS
 from tiermoe.offload.presets import PRESETS
 from tiermoe.platform import process_memory
 
-pytest_plugins = ["fake_cuda", "gpu_models", "gpu_rig", "serving"]
+pytest_plugins = ["fake_cuda", "gpu_models", "gpu_rig", "serving", "sharded"]
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"
 hypothesis.settings.register_profile(
@@ -94,6 +94,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def _tiny(tiny_model: Callable[..., Path]) -> Path:
     """A tiny checkpoint in float32, without a chat template."""
     return tiny_model("qwen3_moe", torch.float32)
+
+
+@pytest.fixture(scope="session")
+def mixtral(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("mixtral", torch.float32)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A file of random experts with their extents, and what fills slots from it."""
+"""Files that slots are filled from: random experts with their extents, random pages; and what damages one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from tiermoe.formats.expert_format import expert_format
+from tiermoe.formats.expert_format import PAGE, expert_format
 from tiermoe.offload.disk import SlotFiller
 from tiermoe.offload.reader import ExtentReader
 from tiermoe.types import Extent, MoeLayer, Part, Segment
@@ -31,8 +31,23 @@ def write_experts(path: Path, shift: int = 0) -> list[Extent]:
     return extents
 
 
+def write_pages(path: Path) -> Path:
+    """Some pages and a torn last one."""
+    path.write_bytes(random.Random(0).randbytes(9 * PAGE + 1000))
+    return path
+
+
 def filler(extents: list[Extent]) -> SlotFiller:
     return SlotFiller(ExtentReader(), lambda key: extents[key.expert], lambda _: FORM)
+
+
+def flip(path: Path | str, at: int) -> None:
+    """Turns a bit of the byte at `at`."""
+    with open(path, "r+b") as handle:
+        handle.seek(at)
+        byte = handle.read(1)[0]
+        handle.seek(at)
+        handle.write(bytes([byte ^ 1]))
 
 
 def bytes_of(path: Path, extent: Extent) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parity import close
-from tiermoe.batch import Batch, decode, prompt
+from tiermoe.batch import Batch, prompt
 from tiermoe.config import settings
 from tiermoe.engine.load import start
 from tiermoe.model.hf.blueprint import inspect_model
@@ -49,16 +49,6 @@ def agree(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     if mine.dtype == torch.float32:
         return bool((mine - theirs).abs().max() <= 1e-3 * theirs.abs().max())
     return close(mine, theirs)
-
-
-def greedy(engine: Any, ids: list[int], count: int) -> list[int]:
-    cache = engine.new_cache(1, len(ids) + count)
-    slab = cache.open()
-    found = [int(engine.step(Batch((prompt(slab, ids),)), cache).argmax())]
-    while len(found) < count:
-        row = decode(slab, len(ids) + len(found) - 1, found[-1])
-        found.append(int(engine.step(Batch((row,)), cache).argmax()))
-    return found
 
 
 def eager_greedy(model: Any, ids: list[int], count: int) -> list[int]:

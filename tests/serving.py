@@ -166,6 +166,17 @@ class WrappedEngine:
         return getattr(self._engine, name)
 
 
+class Counted(WrappedEngine):
+    """Counts steps, and tokens that ran in them."""
+
+    steps = ran = 0
+
+    def step(self, batch: Any, *rest: Any, **named: Any) -> Any:
+        self.steps += 1
+        self.ran += len(batch.tokens)
+        return self._engine.step(batch, *rest, **named)
+
+
 TEMPLATE = (
     '{# {"name": <function-name>, "arguments": <args-json-object>} #}'
     "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}{% endfor %}{% for m in messages %}{{ m.role }}"

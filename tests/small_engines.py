@@ -40,6 +40,17 @@ def alone(engine: Any, ids: list[int], read: int) -> torch.Tensor:
     return logits_of_steps(engine, ids, read)[1:]
 
 
+def greedy(engine: Any, ids: list[int], count: int) -> list[int]:
+    """`count` tokens after `ids`, one by one."""
+    cache = engine.new_cache(1, len(ids) + count)
+    slab = cache.open()
+    found = [int(engine.step(Batch((prompt(slab, ids),)), cache).argmax())]
+    while len(found) < count:
+        row = decode(slab, len(ids) + len(found) - 1, found[-1])
+        found.append(int(engine.step(Batch((row,)), cache).argmax()))
+    return found
+
+
 class OnRoute(Observer):
     """Calls `note` with each layer's routing and its input, with gate weights where `weights` says so."""
 

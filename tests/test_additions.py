@@ -30,11 +30,10 @@ from c_builds import LIBRARIES, STRICT, built, compiler, ran
 from commands import Command
 from parity import close, logits, put_decoded_experts, tokens
 from patience import until
+from serving import Counted
+from small_engines import NATIVE, greedy
 from small_traces import EVERYTHING, decode, layer, replayed, trace_of
 from tiermoe import config, native
-from tiermoe.batch import Batch
-from tiermoe.batch import decode as decode_row
-from tiermoe.batch import prompt as prompt_row
 from tiermoe.engine.sampling import TRUNCATIONS, Sampler, Sampling
 from tiermoe.errors import ConfigError, TraceError
 from tiermoe.formats.quantizers import QUANTIZERS
@@ -53,24 +52,12 @@ from tiermoe.offload.presets import PRESETS, compose
 from tiny import oracle
 
 Model = Callable[..., Path]
-MIXED = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
-"""Sizes of a Qwen3-MoE that the native kernels take."""
 
 
 def engine_of(directory: Path, **options: Any) -> Any:
     """At 16 bits with a cache of part of the experts, unless other options are given."""
     given = {"memory": "4GiB", "device": "cpu", "lanes": 1, "bits": 16, "cache": "40%"}
     return tiermoe.load(directory, **(given | options))[0].tiermoe
-
-
-def greedy(engine: Any, ids: list[int], count: int) -> list[int]:
-    """`count` tokens after `ids`, one by one."""
-    cache = engine.new_cache()
-    slab = cache.open()
-    found = [int(engine.step(Batch((prompt_row(slab, ids),)), cache).argmax())]
-    for at in range(len(ids), len(ids) + count - 1):
-        found.append(int(engine.step(Batch((decode_row(slab, at, found[-1]),)), cache).argmax()))
-    return found
 
 
 def answered(directory: Path, **options: Any) -> tuple[list[int], Any, dict[str, Any]]:
@@ -311,25 +298,9 @@ def engine(request: pytest.FixtureRequest, tiny_model: Model) -> Iterator[Any]:
     if request.param == "float32":
         made = engine_of(tiny_model("qwen3_moe", torch.float32))
     else:
-        made = engine_of(tiny_model("qwen3_moe", torch.bfloat16, **MIXED), bits=4, dense_bits=4)
+        made = engine_of(tiny_model("qwen3_moe", torch.bfloat16, **NATIVE), bits=4, dense_bits=4)
     yield made
     made.close()
-
-
-class Counted:
-    """An engine whose steps are counted."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.steps = 0
-
-    def new_cache(self, sequences: int = 1) -> Any:
-        return self._engine.new_cache(sequences)
-
-    def step(self, batch: Batch, cache: Any, every: bool = False) -> torch.Tensor:
-        self.steps += 1
-        logits: torch.Tensor = self._engine.step(batch, cache, every)
-        return logits
 
 
 def test_speculation_by_looking_up_the_prompt(engine: Any) -> None:

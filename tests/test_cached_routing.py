@@ -18,6 +18,7 @@ from transformers import DynamicCache
 import tiermoe
 from commands import Command
 from fake_link import Said, scheduler_with
+from profiles import write_profile
 from tiermoe.config import settings
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import start
@@ -30,7 +31,7 @@ from tiermoe.model.routers import Router, RouterRule
 from tiermoe.offload.composition import Composition, changed
 from tiermoe.offload.policies.routing import CachePrior
 from tiermoe.offload.presets import resolve
-from tiermoe.offload.profiles import Profile, profile_path, to_json
+from tiermoe.offload.profiles import Profile
 from tiermoe.types import Routed
 
 
@@ -419,14 +420,12 @@ def test_a_calibration_takes_the_presets_place_and_what_is_asked_for_stays(tmp_p
         return resolve(settings(preset="nimble", **options), tmp_path, "abc", "m", 8).composition.prior
 
     preset = strength()
-    path = profile_path(tmp_path, "nimble")
-    path.parent.mkdir()
-    path.write_bytes(to_json(Profile("nimble", "abc", {}, {"prior": 0.375}, {})))
+    write_profile(tmp_path, Profile("nimble", "abc", {}, {"prior": 0.375}, {}))
     assert preset != 0.375
     assert strength() == 0.375
     assert strength(set={"prior": 0.05}) == 0.05
     assert strength(set={"routing": "all"}) == preset  # which nothing reads
-    path.write_bytes(to_json(Profile("nimble", "another", {}, {"prior": 0.375}, {})))
+    write_profile(tmp_path, Profile("nimble", "another", {}, {"prior": 0.375}, {}))
     with pytest.raises(ProfileError, match="made for another checkpoint"):
         strength()
 

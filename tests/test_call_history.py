@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ def ollamas(arguments: Any) -> tuple[str, dict[str, Any]]:
     [
         ('{"city": "Bonn"}', "[city=Bonn]"),
         ({"city": "Bonn"}, "[city=Bonn]"),
+        (json.dumps(json.dumps({"city": "Bonn"})), "[city=Bonn]"),
         ('{"city": "Bon', "[city=Bon]"),  # cut off
         ('{"city": "Bonn", "days": ', "[city=Bonn]"),
         ('{"city": "say "Bonn""}', "[city=say ]"),  # quotes that the model forgot to escape

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,32 +13,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, OpenAIPrivacyFilterConfi
 
 import tiermoe
 from commands import Command
+from sharded import edit_json
 from tiermoe.model.families import REFUSED
 from tiny import write, write_tokenizer
 
 RUN = ("--memory", "4GiB", "--max-tokens", "4", "--lanes", "1")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in three shards or so, its store packed at 4 bits in `store` beside it."""
-    directory = write(tmp_path_factory.mktemp("errors") / "tiny", "qwen3_moe", torch.float32, shard="200KB")
-    model, _ = tiermoe.load(directory, memory="4GiB", lanes=1, store=directory.parent / "store")
-    model.tiermoe.close()
-    assert len(list(directory.glob("*.safetensors"))) > 1
-    return directory
-
-
 @pytest.fixture
-def model(tiny: Path, tmp_path: Path) -> Path:
+def model(sharded: Path, tmp_path: Path) -> Path:
     """A copy of the checkpoint to damage."""
-    return Path(shutil.copytree(tiny, tmp_path / "model"))
-
-
-def edit_json(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
+    return Path(shutil.copytree(sharded, tmp_path / "model"))
 
 
 # --- the model ---
@@ -145,14 +128,14 @@ def test_a_model_that_is_not_there(tiermoe_: Command, model: Path, tmp_path: Pat
 # --- the budget and the options ---
 
 
-def test_too_little_memory(tiermoe_: Command, tiny: Path) -> None:
-    for words in (("run", tiny, "hi"), ("plan", tiny), ("chat", tiny)):
+def test_too_little_memory(tiermoe_: Command, sharded: Path) -> None:
+    for words in (("run", sharded, "hi"), ("plan", sharded), ("chat", sharded)):
         cause = tiermoe_(*words, "--memory", "100MiB").cause
         assert re.search(
             r"100 MiB are too little: interpreter .*, dense .* need .* MiB\. Use --memory \d+MiB or more",
             cause,
         )
-    assert re.search(r"cannot hold the 3 .*; use --cache \d+KiB", tiermoe_("plan", tiny, "--cache", "2%").cause)
+    assert re.search(r"cannot hold the 3 .*; use --cache \d+KiB", tiermoe_("plan", sharded, "--cache", "2%").cause)
 
 
 @pytest.mark.parametrize(
@@ -183,46 +166,46 @@ def test_too_little_memory(tiermoe_: Command, tiny: Path) -> None:
         (("one", "too", "many"), r"unexpected extra argument.*; see --help"),
     ],
 )
-def test_wrong_options(words: tuple[str, ...], cause: str, tiermoe_: Command, tiny: Path) -> None:
-    outcome = tiermoe_("run", tiny, "hi", *words)
+def test_wrong_options(words: tuple[str, ...], cause: str, tiermoe_: Command, sharded: Path) -> None:
+    outcome = tiermoe_("run", sharded, "hi", *words)
     assert re.search(cause, outcome.cause)
     assert outcome.out == ""
 
 
-def test_wrong_commands(tiermoe_: Command, tiny: Path) -> None:
-    assert "no such command 'rnu'" in tiermoe_("rnu", tiny).cause
+def test_wrong_commands(tiermoe_: Command, sharded: Path) -> None:
+    assert "no such command 'rnu'" in tiermoe_("rnu", sharded).cause
     assert re.search("missing argument '(?i:model)'; see --help", tiermoe_("run").cause)
-    assert "bits 'a' are not numbers; write them like 4 or 4,2" in tiermoe_("pack", tiny, "--bits", "a").cause
-    assert "bits must be of 16, 8, 4, 3, 2, got 5" in tiermoe_("pack", tiny, "--bits", "4,5").cause
+    assert "bits 'a' are not numbers; write them like 4 or 4,2" in tiermoe_("pack", sharded, "--bits", "a").cause
+    assert "bits must be of 16, 8, 4, 3, 2, got 5" in tiermoe_("pack", sharded, "--bits", "4,5").cause
     assert tiermoe_("rum").cause == "tiermoe: no such command 'rum'; did you mean 'run'?"
     assert tiermoe_("xyzzy").cause == "tiermoe: no such command 'xyzzy'; see --help"
 
 
-def test_wrong_keys_of_the_python_interface(tiny: Path) -> None:
+def test_wrong_keys_of_the_python_interface(sharded: Path) -> None:
     with pytest.raises(tiermoe.ConfigError, match=r"unknown option 'memry'; did you mean 'memory'"):
-        tiermoe.load(tiny, memry="6GiB")
+        tiermoe.load(sharded, memry="6GiB")
     with pytest.raises(tiermoe.ConfigError, match=r"memory 'banana' is not a size"):
-        tiermoe.plan(tiny, memory="banana")
+        tiermoe.plan(sharded, memory="banana")
 
 
 # --- the prompt ---
 
 
-def test_an_empty_prompt(tiermoe_: Command, tiny: Path) -> None:
+def test_an_empty_prompt(tiermoe_: Command, sharded: Path) -> None:
     for words, stdin in (("", ""), ("  \n", ""), ("-", ""), ("-", "  \n")):
-        assert "the prompt is empty; say something" in tiermoe_("run", tiny, words, *RUN, stdin=stdin).cause
+        assert "the prompt is empty; say something" in tiermoe_("run", sharded, words, *RUN, stdin=stdin).cause
 
 
-def test_a_prompt_longer_than_the_context(tiermoe_: Command, tiny: Path) -> None:
-    cause = tiermoe_("run", tiny, "x" * 300, *RUN).cause
+def test_a_prompt_longer_than_the_context(tiermoe_: Command, sharded: Path) -> None:
+    cause = tiermoe_("run", sharded, "x" * 300, *RUN).cause
     assert "the prompt has 300 tokens, the model's context holds 256 with the answer; shorten it" in cause
-    cause = tiermoe_("run", tiny, "x" * 30, *RUN, "--context", "20").cause
+    cause = tiermoe_("run", sharded, "x" * 30, *RUN, "--context", "20").cause
     assert "the prompt has 30 tokens, memory is reserved for 20 with the answer; shorten it or reserve more" in cause
 
 
-def test_a_conversation_longer_than_the_context(tiermoe_: Command, tiny: Path) -> None:
-    words = ("--context", "40", "--temperature", "0", "--store", tiny.parent / "store")
-    outcome = tiermoe_("chat", tiny, *RUN, *words, stdin="x" * 50 + "\nab\n")
+def test_a_conversation_longer_than_the_context(tiermoe_: Command, sharded: Path) -> None:
+    words = ("--context", "40", "--temperature", "0", "--store", sharded.parent / "store")
+    outcome = tiermoe_("chat", sharded, *RUN, *words, stdin="x" * 50 + "\nab\n")
     assert outcome.code == 0  # it goes on with the next line
     assert "the conversation has 50 tokens, there is room for 40 with the answer; /clear it, or start" in outcome.err
-    assert outcome.out == "\n" + tiermoe_("chat", tiny, *RUN, *words, stdin="ab\n").out
+    assert outcome.out == "\n" + tiermoe_("chat", sharded, *RUN, *words, stdin="ab\n").out

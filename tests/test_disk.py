@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extent_files import EXPERTS, FORM, SIZE, bytes_of, filler, write_experts
+from extent_files import EXPERTS, FORM, SIZE, bytes_of, filler, flip, write_experts, write_pages
 from tiermoe.errors import LoadError
 from tiermoe.formats.expert_format import PAGE
 from tiermoe.offload.disk import DiskLink, SlotFiller
@@ -49,10 +49,7 @@ def test_a_part_comes_to_its_place_and_leaves_its_neighbours(
 
 @pytest.fixture(scope="module")
 def file_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some pages and a torn last one."""
-    path = tmp_path_factory.mktemp("pages") / "file"
-    path.write_bytes(random.Random(0).randbytes(6 * PAGE + 1000))
-    return path
+    return write_pages(tmp_path_factory.mktemp("pages") / "file")
 
 
 @pytest.mark.parametrize("most", [1, 1000, 4096, 5000])
@@ -70,18 +67,10 @@ def test_a_read_that_ends_early_goes_on(file_of_pages: Path, monkeypatch: pytest
     assert bytes(memory[100 : 100 + 5 * PAGE]) == file_of_pages.read_bytes()[100 : 100 + 5 * PAGE]
 
 
-def damage(path: Path) -> None:
-    with open(path, "r+b") as handle:
-        handle.seek(3 * SIZE + 77)
-        byte = handle.read(1)
-        handle.seek(3 * SIZE + 77)
-        handle.write(bytes([byte[0] ^ 1]))
-
-
 @pytest.mark.parametrize(
     ("wrong", "cause"),
     [
-        (damage, r"layer 5, expert 3 \(4 bits\) is damaged.*experts"),
+        (lambda path: flip(path, 3 * SIZE + 77), r"layer 5, expert 3 \(4 bits\) is damaged.*experts"),
         (lambda path: os.truncate(path, 3 * SIZE + 100), r"layer 5, expert 3.*ends 8,092 bytes early"),
         (Path.unlink, "layer 5, expert 3.*No such file"),
     ],

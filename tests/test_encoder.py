@@ -15,9 +15,10 @@ from transformers import SwitchTransformersEncoderModel
 import tiermoe
 from benchmarks.serving import free_port
 from commands import Command
+from profiles import write_profile
 from small_engines import OnRoute, finish
 from tiermoe.model.hf.blueprint import inspect_model
-from tiermoe.offload.profiles import Profile, profile_path, to_json
+from tiermoe.offload.profiles import Profile
 from tiny import config_of, make_random, write, write_tokenizer
 
 LAYERS, EXPERTS = 2, 8
@@ -59,9 +60,7 @@ def edgemoe(checkpoint: Path, tmp_path: Path, load: Callable[..., Any]) -> Calla
     def opening(bits: int, **options: Any) -> Any:
         fingerprint = inspect_model(checkpoint, "encoder").checkpoint.fingerprint()
         data = {"table": [[bits] * EXPERTS] * LAYERS, "paths": {}, "frequencies": FREQUENCIES}
-        path = profile_path(tmp_path, "edgemoe")
-        path.parent.mkdir(parents=True)
-        path.write_bytes(to_json(Profile("edgemoe", fingerprint, {}, {}, data)))
+        write_profile(tmp_path, Profile("edgemoe", fingerprint, {}, {}, data))
         return load(checkpoint, preset="edgemoe", store=tmp_path, **options)
 
     return opening

@@ -19,7 +19,7 @@ from tiermoe.lab.measure.scoring import TokenScores, mean_over_windows, score_to
 from tiermoe.lab.measure.texts import WindowShape, cut_windows
 from tiermoe.metrics import ExpertCounts, PhaseMetrics
 from tiermoe.model.tokenizer import load_tokenizer
-from tiny import oracle, write
+from tiny import oracle
 
 SHAPE = WindowShape(prompt=8, window=12, tokens=36)
 OPTIONS = {"memory": "4GiB", "lanes": 1, "cache": "40%"}
@@ -180,11 +180,6 @@ def test_shapes_that_score_nothing_are_refused() -> None:
 
 
 # ---- a model
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("eval") / "tiny", "qwen3_moe", torch.float32)
 
 
 @pytest.fixture(scope="module")

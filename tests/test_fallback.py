@@ -98,11 +98,6 @@ def test_always_falling_back_is_exact(pair: Any) -> None:
     assert one.tiermoe.stats()["discarded_hits"] + one.tiermoe.stats()["discarded_misses"] > 0
 
 
-@pytest.fixture
-def mixtral(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("mixtral", torch.float32)
-
-
 def load(directory: Path, **options: Any) -> Any:
     return tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, preset="mobile", **options)[0]
 

@@ -12,14 +12,12 @@ from transformers import DynamicCache
 
 import tiermoe
 from native_experts import checkpoint
-from small_engines import OnRoute, logits_of_steps
+from small_engines import OnRoute
 from tiermoe import native
-from tiermoe.batch import Batch, decode, prompt
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native kernels")
 
 LENGTHS = (9, 4, 7)  # of the prompts
-GENERATED = 6
 
 
 @pytest.fixture(scope="module", params=["100%", "25%"])
@@ -36,24 +34,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def prompts() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     return [torch.randint(3, 128, (1, length), generator=generator) for length in LENGTHS]
-
-
-def test_a_sequence_has_the_same_logits_alone_and_beside_others(model: Any) -> None:
-    engine = model.tiermoe
-    coming = torch.randint(3, 128, (len(LENGTHS), GENERATED), generator=torch.Generator().manual_seed(3)).tolist()
-    sequences = [[*ids[0].tolist(), *rest] for ids, rest in zip(prompts(), coming, strict=True)]
-    alone = [logits_of_steps(engine, ids, length)[1:] for ids, length in zip(sequences, LENGTHS, strict=True)]
-    cache = engine.new_cache(len(LENGTHS))
-    slabs = [cache.open() for _ in LENGTHS]
-    for slab, ids, length in zip(slabs, sequences, LENGTHS, strict=True):
-        engine.step(Batch((prompt(slab, ids[:length]),)), cache)
-    for step in range(GENERATED):
-        rows = [
-            decode(slab, length + step, ids[length + step])
-            for slab, ids, length in zip(slabs, sequences, LENGTHS, strict=True)
-        ]
-        got = engine.step(Batch(tuple(rows)), cache)
-        assert torch.equal(got, torch.stack([each[step] for each in alone]))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -15,9 +15,10 @@ import torch
 
 import gguf_files
 from gguf_cases import CASES
-from gguf_engines import agree, eager, eager_greedy, engine_of, greedy, logits_of
+from gguf_engines import agree, eager, eager_greedy, engine_of, logits_of
 from gguf_files import kinds
 from parity import close, tokens
+from small_engines import greedy
 from tiermoe.batch import Batch, decode, prompt
 from tiermoe.model.gguf.outline import outline_of
 from tiermoe.model.hf.blueprint import Blueprint, inspect_model

@@ -13,9 +13,10 @@ import torch
 import gguf_files
 import tiermoe
 from commands import Command
-from gguf_engines import agree, eager, eager_greedy, engine_of, greedy, logits_in, logits_of
+from gguf_engines import agree, eager, eager_greedy, engine_of, logits_in, logits_of
 from gguf_files import Kinds, altered, kinds
 from parity import close, tokens
+from small_engines import greedy
 from tiermoe.errors import ModelError
 from tiermoe.formats.expert_format import PAGE
 from tiermoe.formats.gguf_file import open_gguf, read_whole

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tiermoe
-from extent_files import EXPERTS, FORM, SIZE, bytes_of, write_experts
+from extent_files import EXPERTS, FORM, SIZE, bytes_of, flip, write_experts
 from parity import logits, tokens
 from tiermoe.config import Settings
 from tiermoe.engine import reading
@@ -52,14 +52,6 @@ def load(tiers: Tiers, expert: int, slot: int) -> Exception | None:
     return tiers.link.wait().error
 
 
-def change(path: Path, at: int) -> None:
-    with open(path, "r+b") as handle:
-        handle.seek(at)
-        byte = handle.read(1)[0]
-        handle.seek(at)
-        handle.write(bytes([byte ^ 1]))
-
-
 @pytest.fixture(params=["populated", "read"])
 def any_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that cannot be asked to bring pages in."""
@@ -92,7 +84,7 @@ def test_a_slot_is_the_extent_of_its_expert(tmp_path: Path, lanes: int) -> None:
     ("wrong", "early", "cause"),
     [
         (
-            lambda path: change(path, 4 * SIZE + 77),
+            lambda path: flip(path, 4 * SIZE + 77),
             False,
             r"expert 4 \(16 bits\) is damaged: its bytes in .*experts do not",
         ),
@@ -276,12 +268,12 @@ def test_a_damaged_expert_stops_an_answer_and_not_the_engine(
     store = tmp_path / "store"
     opened(directory, bits=4, store=store).tiermoe.close()
     extent = next(iter(open_store(store).precisions.values())).layers[0].extents[2]
-    change(Path(extent.segments[0].file), extent.segments[0].offset + 5)
+    flip(Path(extent.segments[0].file), extent.segments[0].offset + 5)
     model = opened(directory, bits=4, store=store)
     assert model.tiermoe.stats()["mapped"]
     with pytest.raises(LoadError, match=r"layer 0, expert 2 \(4 bits\) is damaged"):
         logits(model, "qwen3_moe", ids)
-    change(Path(extent.segments[0].file), extent.segments[0].offset + 5)
+    flip(Path(extent.segments[0].file), extent.segments[0].offset + 5)
     logits(model, "qwen3_moe", ids)
 
 
@@ -290,7 +282,7 @@ def test_a_damaged_dense_layer_is_named(
 ) -> None:
     directory, store = tiny_model("qwen3_moe", torch.float32), tmp_path / "store"
     opened(directory, bits=4, dense_bits=4, store=store).tiermoe.close()
-    change(next(store.glob("dense-*.bin")), 5)
+    flip(next(store.glob("dense-*.bin")), 5)
     with pytest.raises(LoadError, match=r"dense layer .* is damaged or cannot be read; 'tiermoe pack MODEL"):
         opened(directory, bits=4, dense_bits=4, store=store)
 

@@ -21,9 +21,9 @@ from commands import Command
 from fake_link import SHAPE, FakeLink, Said, keys, run
 from mtp_models import blueprint_with_head, engine_with_head
 from native_experts import native_changes
-from serving import Letters, WrappedEngine
+from serving import Counted, Letters, WrappedEngine
 from small_engines import tokens
-from test_speculation import Counted, Eager, answers, with_preemptions
+from test_speculation import Eager, answers, with_preemptions
 from test_speculation import requests as longer
 from tiermoe import native
 from tiermoe.batch import Batch, decode, prompt, verify

@@ -29,15 +29,6 @@ pytestmark = [
 SETS = native.instruction_sets()
 
 
-@pytest.fixture(params=SETS)
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = native.instruction_set()
-    assert before is not None
-    native.use(request.param)
-    yield request.param
-    native.use(before)
-
-
 def some(rows: int, columns: int, size: float, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Weights with groups of equal ones, zeros of both signs, and few that are far from the others."""
     generator = torch.Generator().manual_seed(seed)
@@ -63,7 +54,7 @@ ENCODINGS = ["int8", *[f"{kind}/{{}}/g{group}" for kind in ("int4", "u2") for gr
 SHAPES = [(64, 256), (80, 2816), (16, 768)]
 
 
-@pytest.mark.usefixtures("instructions")
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("quantizer", ["hqq", "linear"])
 @pytest.mark.parametrize("name", ENCODINGS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -76,7 +67,7 @@ def test_fields_are_torchs_bit_for_bit(
         compare(encoding, quantizer, weight, dtype, monkeypatch)
 
 
-@pytest.mark.usefixtures("instructions")
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("name", ["nl4/{}/g32", "nl3/{}/g64", "nl3/{}/g32", "nl2/{}/g64"])
 def test_uneven_bits_are_torchs_bit_for_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     encoding = encoding_named(name.format(ORDER))
@@ -86,7 +77,7 @@ def test_uneven_bits_are_torchs_bit_for_bit(name: str, monkeypatch: pytest.Monke
     assert torch.equal(encoding.encode(weight, QUANTIZERS["hqq"], torch.bfloat16)["blocks"], found)
 
 
-@pytest.mark.usefixtures("instructions")
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("name", ["int6/{}/g32", "int6/{}/g64"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_six_bits_are_torchs_bit_for_bit(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extent_files import EXPERTS, FORM, SIZE, bytes_of, write_experts
+from extent_files import EXPERTS, FORM, SIZE, bytes_of, flip, write_experts, write_pages
 from patience import within
 from tiermoe.errors import LoadError
 from tiermoe.formats.expert_format import PAGE
@@ -60,10 +60,7 @@ def content(link: NativeDiskLink, slot: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def file_of_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Some pages and a torn last one."""
-    path = tmp_path_factory.mktemp("pages") / "file"
-    path.write_bytes(random.Random(0).randbytes(9 * PAGE + 1000))
-    return path
+    return write_pages(tmp_path_factory.mktemp("pages") / "file")
 
 
 @given(
@@ -140,11 +137,7 @@ def test_a_rollback_forgets_what_is_under_way(tmp_path: Path, linked: Linked) ->
 def test_errors_name_the_expert_and_the_cause_and_the_link_goes_on(tmp_path: Path, linked: Linked) -> None:
     path = tmp_path / "experts"
     extents = write_experts(path)
-    with open(path, "r+b") as handle:
-        handle.seek(SIZE + 77)
-        byte = handle.read(1)
-        handle.seek(SIZE + 77)
-        handle.write(bytes([byte[0] ^ 1]))
+    flip(path, SIZE + 77)
     os.truncate(path, 4 * SIZE + 100)
     gone = Extent((Segment(str(tmp_path / "gone"), 0, SIZE, 0),), "")
     folder = Extent((Segment(str(tmp_path), 0, SIZE, 0),), "")

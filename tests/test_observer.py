@@ -11,12 +11,10 @@ import pytest
 import torch
 
 import tiermoe
+from small_engines import NATIVE
 from tiermoe.batch import Batch, verify
 from tiermoe.engine.observer import DENSE, EXPERTS, Observer
 from tiermoe.types import Ready, Routed
-
-SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
-"""Of a Qwen3-MoE that the native kernels take."""
 
 
 class Clock(Observer):
@@ -53,7 +51,7 @@ class Told(Observer):
 @pytest.fixture(params=["auto", "generic"])
 def engine(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Any]:
     model, _ = tiermoe.load(
-        tiny_model("qwen3_moe", torch.bfloat16, **SIZES), memory="4GiB", device="cpu", bits=4, dense_bits=4, lanes=1,
+        tiny_model("qwen3_moe", torch.bfloat16, **NATIVE), memory="4GiB", device="cpu", bits=4, dense_bits=4, lanes=1,
         cache="60%", decoder=request.param,
     )  # fmt: skip
     yield model.tiermoe

@@ -152,22 +152,34 @@ def test_dense_layers_in_blocks_of_rows_are_those_packed_whole(
     assert steps[-1][1] < len(steps) - steps[-1][1]  # more blocks than layers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_output_layer_at_6_bits_against_its_decoded_weights(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Other dense layers are too small for 4 bits here but in q_proj and o_proj; all are decoded into the oracle."""
+@pytest.mark.parametrize(
+    ("dtype", "dense_bits", "key", "head"),
+    [
+        (torch.float32, 8, "8", "int8"),
+        (torch.float32, 4, "4-lm_head6", "int6/cpu-avx512/g32"),
+        (torch.bfloat16, 4, "4-lm_head6", "int6/cpu-avx512/g32"),
+    ],
+)
+def test_dense_layers_against_their_decoded_weights(
+    dtype: torch.dtype, dense_bits: int, key: str, head: str, tmp_path: Path
+) -> None:
+    """At 4 bits the output layer has 6, and others are too small here but q_proj and o_proj. All are decoded into the
+    oracle."""
     directory = write(tmp_path / "model", "qwen3_moe", dtype)
-    ours, _ = tiermoe.load(directory, memory="4GiB", device="cpu", bits=16, dense_bits=4, store=tmp_path / "store")
+    ours, _ = tiermoe.load(
+        directory, memory="4GiB", device="cpu", bits=16, dense_bits=dense_bits, store=tmp_path / "store"
+    )
     plain = oracle(directory, "qwen3_moe", dtype)
     ids = tokens(2, 9)
     assert not close(logits(ours, "qwen3_moe", ids), logits(plain, "qwen3_moe", ids))
-    put_dense_decoded(ours.tiermoe.store, "4-lm_head6", plain)
+    assert put_dense_decoded(ours.tiermoe.store, key, plain)["lm_head"] == head
     assert close(logits(ours, "qwen3_moe", ids), logits(plain, "qwen3_moe", ids))
     ours.tiermoe.close()
 
 
-def put_dense_decoded(store: Any, key: str, plain: Any) -> None:
-    """Gives a transformers model the weights that packed dense layers stand for."""
-    found = {}
+def put_dense_decoded(store: Any, key: str, plain: Any) -> dict[str, str]:
+    """Gives a transformers model the weights that packed dense layers stand for; their encodings, by name."""
+    found = dict[str, str]()
     for name, entry in store.dense[key]["layers"].items():
         form, (out, in_) = store.dense_format(key, name), entry["shape"]
         content = (store.root / store.dense[key]["file"]).read_bytes()[entry["offset"] :][: form.stored.nbytes]
@@ -176,7 +188,7 @@ def put_dense_decoded(store: Any, key: str, plain: Any) -> None:
         layer = plain.get_submodule(name)
         layer.weight.data = decoded.to(layer.weight.dtype)
         found[name] = entry["encoding"]
-    assert found["lm_head"] == "int6/cpu-avx512/g32"
+    return found
 
 
 def test_a_store_with_the_output_layer_at_8_bits_gets_it_at_6(

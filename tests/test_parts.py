@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from profiles import write_profile
 from tiermoe.config import CacheSize, settings
 from tiermoe.engine.engine import Engine
 from tiermoe.engine.load import load_blueprint
@@ -26,7 +27,7 @@ from tiermoe.offload.policies.eviction.classic import LeastRecentlyUsed
 from tiermoe.offload.policies.eviction.edgemoe import DistanceByFrequency
 from tiermoe.offload.policies.eviction.hobbit import Weighted
 from tiermoe.offload.policies.prediction import PREDICTIONS, count_paths, paths_to_json
-from tiermoe.offload.profiles import Profile, profile_path, to_json
+from tiermoe.offload.profiles import Profile
 from tiermoe.types import Demand, ExpertKey, Ready, Routed, Wanted
 
 PROMPT, LENGTH = 8, 16
@@ -60,9 +61,7 @@ def store(blueprint: Blueprint, sequences: torch.Tensor, tmp_path_factory: pytes
     found = {"theta": 0.25, "boundary": 1, "window": 3, "low_popularity": 0.5}
     found |= {"layer_recall": [0.0, 0.2] + [0.8] * 6, "layer_uses": [3.5] * 8}
     for name in ("edgemoe", "fate", "corm", "adapmoe", "fiddler"):
-        path = profile_path(folder, name)
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(to_json(Profile(name, blueprint.checkpoint.fingerprint(), {}, found, data)))
+        write_profile(folder, Profile(name, blueprint.checkpoint.fingerprint(), {}, found, data))
     return folder
 
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache as memoised
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -430,39 +429,6 @@ def test_random_repeats_itself_for_a_seed_and_reaches_everyone() -> None:
     counts = Counter(choices(3))
     assert sum(counts.values()) == 300
     assert min(counts[expert] for expert in range(3)) > 60  # of 300 among three, five standard deviations below 100
-
-
-def best_possible(slots: int, trace: Sequence[int]) -> int:
-    """Most hits of any demand replacement, by trying every victim."""
-
-    @memoised
-    def most(step: int, held: frozenset[int]) -> int:
-        if step == len(trace):
-            return 0
-        who = trace[step]
-        if who in held:
-            return 1 + most(step + 1, held)
-        if len(held) < slots:
-            return most(step + 1, held | {who})
-        return max(most(step + 1, held - {victim} | {who}) for victim in held)
-
-    return most(0, frozenset())
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), st.lists(st.integers(0, 5), max_size=14))
-def test_no_policy_has_more_hits_than_are_possible_and_belady_as_many(slots: int, trace: list[int]) -> None:
-    most, now = best_possible(slots, trace), [0]
-
-    def next_use(who: ExpertKey) -> float:
-        return next((at for at in range(now[0] + 1, len(trace)) if trace[at] == who.expert), math.inf)
-
-    for name in EVICTIONS:
-        cache = one_pool(slots, EVICTIONS[name](context(slots=slots, next_use=next_use), **settings_of(name)))
-        found = 0
-        for now[0], expert in enumerate(trace):
-            found += use(cache, expert)
-        assert found == most if name == "belady" else found <= most, name
 
 
 def test_belady_without_a_future_is_refused() -> None:

@@ -20,6 +20,7 @@ from benchmarks.serving import free_port
 from commands import Command
 from patience import until
 from serving import Letters, WrappedEngine, ids
+from small_engines import NATIVE
 from tiermoe import native
 from tiermoe.batch import Batch, Kind
 from tiermoe.engine.engine import numerics
@@ -42,7 +43,6 @@ from tiermoe.model.cache.recurrent import StateShape
 from tiermoe.serve.served import PrometheusMetrics, prefix_disk
 from tiny import write
 
-NATIVE = {"hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4, "head_dim": 32}
 GIB = 1 << 30
 WHOLE, LATENT, SLIDING = LayerShape(2, 4, 6), LayerShape(1, 12, 0), LayerShape(2, 4, 4, window=20)
 COMPRESSED = LayerShape(1, 8, 0, window=20, beside=(LayerShape(1, 16, 0, window=12), LayerShape(1, 8, 0, stride=6)))

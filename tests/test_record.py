@@ -42,11 +42,6 @@ IDS = torch.tensor([5, 40, 77, 12, 9, 100, 33, 8, 61, 25, 90, 14])
 PROMPT = 6
 
 
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write(tmp_path_factory.mktemp("mixtral"), "mixtral", torch.float32)
-
-
 class Captured:
     """A plain model's routers: what each was given and said, of the last pass."""
 

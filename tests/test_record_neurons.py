@@ -31,11 +31,6 @@ NEURONS = 64
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen; Winston Smith slipped quickly. " * 4
 
 
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write(tmp_path_factory.mktemp("mixtral"), "mixtral", torch.float32)
-
-
 @torch.inference_mode()
 def test_recorded_neurons_are_those_of_the_plain_models_gates(mixtral: Path) -> None:
     model, _ = tiermoe.load(mixtral, bits=16, preset="lru", cache="30%", lanes=1)

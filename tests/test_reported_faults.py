@@ -24,8 +24,6 @@ from gguf_files import kinds
 from patience import PATIENCE_S, until
 from serving import Letters, Stage, connected, ids, parts_of, running, use_template
 from small_engines import NATIVE
-from test_call_history import TEMPLATE as HISTORY
-from test_call_history import anthropics, ollamas, openais, responses
 from test_chat_formats import FIRST, KNOWN, THINKING, given, read, values, written
 from test_gguf_tokenizers import BYTES, KIND, put
 from test_leaving import Counted, Held
@@ -381,14 +379,6 @@ def test_a_schema_without_effort_is_followed_from_the_first_token(
 # --- calls that come back ---
 
 
-@pytest.mark.parametrize("dialect", [openais, responses, anthropics, ollamas])
-def test_arguments_in_a_json_string_within_a_string_are_read(stage: Stage, dialect: Any) -> None:
-    stage.says("So.", HISTORY)
-    answer = stage.ask(*dialect(json.dumps(json.dumps({"city": "Bonn"}))))
-    assert answer.status_code == 200, answer.text
-    assert stage.prompt == "[city=Bonn];sun;"
-
-
 def closed(text: str) -> Any:
     """The longest beginning of a JSON object that is one with what closes it."""
     for end in range(len(text), 0, -1):
@@ -552,7 +542,16 @@ def test_a_value_with_the_tags_that_end_it_stays_one(name: str, pieces: int) -> 
     after = plain.partition("QQ")[2].lstrip("\n")
     closing = after[: after.index(">") + 1]  # the parameter's
     last = plain[plain.rindex("<") :].strip()  # the block's
-    for city in (f"a {closing} b", f"a {last} b", f"{closing}b", f"a\n{closing}\nb {last} c"):
+    for city in (
+        f"a {closing} b",
+        f"a {last} b",
+        f"{closing}b",
+        f"a\n{closing}\nb {last} c",
+        f"{closing}{closing} x",
+        f"{last} b",
+        f"a{closing}\n\nb",
+        closing,
+    ):
         call = ("get_weather", {"city": city, "days": 3, "fast": True})
         thought, said, found = read(format_of(name), parts_of(written(name, given(call)), pieces))
         assert (thought, said.strip(), values(found)) == ("", "", [call])

@@ -34,7 +34,7 @@ from tiermoe.engine.sampling import (
     without_top_choices,
 )
 from tiermoe.errors import ConfigError
-from tiny import oracle, write
+from tiny import oracle
 
 LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15, 0.0]))
 VALUES = st.lists(st.integers(-60, 60), min_size=2, max_size=40, unique=True)
@@ -384,11 +384,6 @@ def test_what_would_do_nothing_is_refused(named: dict[str, Any], cause: str) -> 
     with pytest.raises(tiermoe.ConfigError, match=cause):
         sampling_for(GenerationConfig(**SAID), {**named, "temperature": 0.0}, Sampling())
     assert sampling_for(GenerationConfig(**SAID), named, Sampling()).top_p == 0.5
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("sampling") / "tiny", "qwen3_moe", torch.float32)
 
 
 def saying(tiny: Path, directory: Path, **said: Any) -> Path:

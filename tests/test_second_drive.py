@@ -20,7 +20,7 @@ import gguf_files
 import tiermoe
 import tiny
 from commands import Command
-from extent_files import EXPERTS, FORM, SIZE, bytes_of, write_experts
+from extent_files import EXPERTS, FORM, SIZE, bytes_of, flip, write_experts
 from gguf_engines import engine_of, greedy
 from gguf_files import kinds
 from parity import tokens
@@ -42,14 +42,6 @@ FAST, SLOW = 1e12, 1e3  # bandwidths of a second drive that takes every read, or
 
 def load(expert: int) -> Load:
     return Load(ExpertKey(0, expert, 4), expert, True)
-
-
-def flip(path: Path | str, at: int) -> None:
-    with open(path, "r+b") as handle:
-        handle.seek(at)
-        byte = handle.read(1)[0]
-        handle.seek(at)
-        handle.write(bytes([byte ^ 1]))
 
 
 @dataclass

@@ -15,16 +15,18 @@ from hypothesis import strategies as st
 
 from benchmarks.speculation import Forced
 from native_experts import checkpoint
-from serving import Letters, WrappedEngine
+from serving import Counted, Letters, WrappedEngine
 from small_engines import NATIVE, alone, engine_of, tokens
 from tiermoe import native
-from tiermoe.batch import Batch, prompt, verify
+from tiermoe.batch import Batch, decode, prompt, verify
 from tiermoe.engine.drafts import LONGEST, MATCH, DraftModel, Lookup, PromptLookup, check_vocabulary
 from tiermoe.engine.request import Piece, Request, ThoughtBudget
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
 from tiermoe.engine.speculation import LOSS, MOST, CachedSequence, Speculation
 from tiermoe.errors import LoadError, ModelError
+from tiermoe.model.cache.kv import KVCache
+from tiermoe.types import MOST_VERIFIED
 from tiny import oracle, write
 
 VOCABULARY = 128
@@ -86,17 +88,6 @@ class Eager(Speculation):
     def allows(self, rows: int) -> bool:
         self.share = 1e-9
         return True
-
-
-class Counted(WrappedEngine):
-    """Counts steps, and tokens that ran in them."""
-
-    steps = ran = 0
-
-    def step(self, batch: Any, *rest: Any) -> Any:
-        self.steps += 1
-        self.ran += len(batch.tokens)
-        return self._engine.step(batch, *rest)
 
 
 class Informed:
@@ -195,18 +186,62 @@ def test_tokens_behind_any_number_of_right_guesses_have_their_bits(family: Any) 
 
 
 def test_answers_side_by_side_have_the_bits_of_each(family: Any) -> None:
-    """Guesses of two answers, of which one is longer than what is chosen, beside a third without."""
+    """Two with guesses, of which one is longer than what is chosen, beside a third; then two others. Of each one's
+    guesses another number is right. In one call: no more tokens than a chunk has."""
     if not family.decoder.batch_invariant:
         pytest.skip("verifies one answer at a time")
-    read, guessed = (50, 9, 21), (7, 4, 1)
-    texts = [tokens(first + count, seed=first) for first, count in zip(read, guessed, strict=True)]
+    read, wrong = (50, 9, 21), tokens(9, seed=9)
+    texts = [tokens(first + 12, seed=first) for first in read]
     expected = [alone(family, ids, first) for ids, first in zip(texts, read, strict=True)]
-    cache = family.new_cache(3)
+    cache, at = family.new_cache(3), list(read)
     slabs = [cache.open() for _ in texts]
     for slab, ids, first in zip(slabs, texts, read, strict=True):
         family.step(Batch((prompt(slab, ids[:first]),)), cache)
-    rows = [verify(slab, first, ids[first:]) for slab, ids, first in zip(slabs, texts, read, strict=True)]
-    assert torch.equal(family.step(Batch(tuple(rows)), cache, every=True), torch.cat(expected))
+    for rights in ((3, 2, 0), (2, 0, 3)):
+        ends = [first + 1 + right for first, right in zip(at, rights, strict=True)]
+        rows = [
+            verify(slab, first, [*ids[first:end], *wrong[:right]])
+            for slab, ids, first, end, right in zip(slabs, texts, at, ends, rights, strict=True)
+        ]
+        found = family.step(Batch(tuple(rows)), cache, every=True).split([len(row.tokens) for row in rows])
+        for each, first, begin, end in zip(range(3), read, at, ends, strict=True):
+            assert torch.equal(found[each][: end - begin], expected[each][begin - first : end - first])
+            cache.crop(slabs[each], end)
+        at = ends
+
+
+def verified(engine: Any, ids: list[int], count: int) -> tuple[KVCache, int]:
+    """A cache of three sequences with one of the first 13 tokens, behind which `count` have been verified."""
+    cache = engine.new_cache(3)
+    if cache.recurrent is None or not engine.decoder.can_verify_draft:
+        pytest.skip("has no recurrent state, or verifies no draft")
+    slab = cache.open()
+    engine.step(Batch((prompt(slab, ids[:13]),)), cache)
+    found = engine.step(Batch((verify(slab, 13, ids[13 : 13 + count]),)), cache, every=True)
+    assert torch.equal(found, alone(engine, ids[: 13 + count], 13))
+    return cache, slab
+
+
+def test_a_recurrent_state_amid_guesses_is_with_the_sequence_alone(family: Any, tmp_path: Path) -> None:
+    ids = tokens(20)
+    cache, slab = verified(family, ids, 7)
+    other = cache.fork(slab)
+    with pytest.raises(ValueError, match="cannot be wound back to 16"):
+        cache.crop(other, 16)
+    with pytest.raises(ValueError, match="cannot go on from position 16"):
+        family.step(Batch((decode(slab, 16, ids[16]),)), cache)
+    cache, slab = verified(family, ids, 7)
+    cache.crop(slab, 16)
+    cache.save(slab, tmp_path / "sequence")
+    fresh = family.new_cache(1)
+    for kept, its in ((cache, cache.fork(slab, 16)), (fresh, fresh.load(tmp_path / "sequence")), (cache, slab)):
+        assert torch.equal(family.step(Batch((decode(its, 16, ids[16]),)), kept), alone(family, ids, 16)[:1])
+
+
+def test_no_recurrent_state_is_kept_amid_too_many_guesses(family: Any) -> None:
+    cache, slab = verified(family, tokens(60), MOST_VERIFIED + 1)
+    with pytest.raises(ValueError, match="cannot be wound back"):
+        cache.crop(slab, 15)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "minimax_m3_vl_text", "gemma4_text", "phimoe"])

@@ -8,72 +8,49 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import tiermoe
 from commands import Command
+from extent_files import flip
+from sharded import edit_json
 from tiermoe.formats import store_files
 from tiermoe.formats.store import open_store
 from tiermoe.offload.probe import drive_rate
-from tiny import write
 
 RUN = ("--memory", "4GiB", "--max-tokens", "4", "--lanes", "1")
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in three shards or so, its store packed at 4 bits in `store` beside it."""
-    directory = write(tmp_path_factory.mktemp("errors") / "tiny", "qwen3_moe", torch.float32, shard="200KB")
-    model, _ = tiermoe.load(directory, memory="4GiB", lanes=1, store=directory.parent / "store")
-    model.tiermoe.close()
-    assert len(list(directory.glob("*.safetensors"))) > 1
-    return directory
-
-
 @pytest.fixture
-def model(tiny: Path, tmp_path: Path) -> Path:
+def model(sharded: Path, tmp_path: Path) -> Path:
     """A copy of the checkpoint to damage."""
-    return Path(shutil.copytree(tiny, tmp_path / "model"))
+    return Path(shutil.copytree(sharded, tmp_path / "model"))
 
 
 @pytest.fixture
-def store(tiny: Path, tmp_path: Path) -> Path:
+def store(sharded: Path, tmp_path: Path) -> Path:
     """A copy of the store to damage."""
-    return Path(shutil.copytree(tiny.parent / "store", tmp_path / "store"))
+    return Path(shutil.copytree(sharded.parent / "store", tmp_path / "store"))
 
 
-def edit_json(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
+def run_with(store: Path, sharded: Path) -> tuple[Any, ...]:
+    return ("run", sharded, "hi there", *RUN, "--store", store)
 
 
-def flip(file: Path, offset: int) -> None:
-    with open(file, "r+b") as handle:
-        handle.seek(offset)
-        byte = handle.read(1)[0]
-        handle.seek(offset)
-        handle.write(bytes([byte ^ 0x10]))
-
-
-def run_with(store: Path, tiny: Path) -> tuple[Any, ...]:
-    return ("run", tiny, "hi there", *RUN, "--store", store)
-
-
-def test_a_store_of_another_version(tiermoe_: Command, tiny: Path, store: Path) -> None:
+def test_a_store_of_another_version(tiermoe_: Command, sharded: Path, store: Path) -> None:
     edit_json(store / "store.json", lambda table: table.update(format="recipes"))
-    assert "is not the table of a tiermoe expert store; name another folder" in tiermoe_(*run_with(store, tiny)).cause
+    assert (
+        "is not the table of a tiermoe expert store; name another folder" in tiermoe_(*run_with(store, sharded)).cause
+    )
     edit_json(store / "store.json", lambda table: table.update(format="tiermoe-expert-store", version=2))
-    cause = tiermoe_(*run_with(store, tiny)).cause
+    cause = tiermoe_(*run_with(store, sharded)).cause
     assert "has store format version 2, this tiermoe reads version 1; 'tiermoe pack" in cause
     assert "format version 2" in tiermoe_("show", store).cause
-    assert tiermoe_("pack", tiny, "--out", store, "--force").code == 0  # what the message says helps
-    assert tiermoe_(*run_with(store, tiny)).code == 0
+    assert tiermoe_("pack", sharded, "--out", store, "--force").code == 0  # what the message says helps
+    assert tiermoe_(*run_with(store, sharded)).code == 0
 
 
 def test_a_store_of_another_checkpoint(tiermoe_: Command, model: Path, store: Path) -> None:
@@ -85,21 +62,21 @@ def test_a_store_of_another_checkpoint(tiermoe_: Command, model: Path, store: Pa
     )
 
 
-def test_codes_in_an_older_order_are_packed_anew(tiermoe_: Command, tiny: Path, store: Path) -> None:
+def test_codes_in_an_older_order_are_packed_anew(tiermoe_: Command, sharded: Path, store: Path) -> None:
     def older(table: dict[str, Any]) -> None:
         (precision,) = table["precisions"].values()
         precision["machine"] = "cpu-avx2"
 
     edit_json(store / "store.json", older)
     assert tiermoe_("show", store).code == 0
-    assert tiermoe_(*run_with(store, tiny)).code == 0
+    assert tiermoe_(*run_with(store, sharded)).code == 0
     (precision,) = json.loads((store / "store.json").read_text())["precisions"].values()
     assert precision["machine"] == "cpu-avx512"
 
 
 @pytest.mark.parametrize("part", ["layers", "dense"])
 def test_a_store_of_a_model_that_another_transformers_describes(
-    part: str, tiermoe_: Command, tiny: Path, store: Path
+    part: str, tiermoe_: Command, sharded: Path, store: Path
 ) -> None:
     def rename(table: dict[str, Any]) -> None:
         if part == "layers":
@@ -109,34 +86,34 @@ def test_a_store_of_a_model_that_another_transformers_describes(
             dense["model.layers.0.self_attn.q_proj.linear"] = dense.pop("model.layers.0.self_attn.q_proj")
 
     edit_json(store / "store.json", rename)
-    cause = tiermoe_(*run_with(store, tiny)).cause
+    cause = tiermoe_(*run_with(store, sharded)).cause
     assert f"the store in {store} does not describe the layers of" in cause
     assert "--force" in cause
 
 
-def test_a_store_that_is_damaged(tiermoe_: Command, tiny: Path, store: Path, tmp_path: Path) -> None:
+def test_a_store_that_is_damaged(tiermoe_: Command, sharded: Path, store: Path, tmp_path: Path) -> None:
     file = next(store.glob("*layer001*"))
     size = file.stat().st_size
     os.truncate(file, size - 1)
     told = rf"layer001\.safetensors is truncated: {size - 1:,} bytes of at least {size:,}; 'tiermoe pack .*--force'"
-    assert re.search(told, tiermoe_(*run_with(store, tiny)).cause)
+    assert re.search(told, tiermoe_(*run_with(store, sharded)).cause)
     file.unlink()
-    assert "is missing from the expert store" in tiermoe_(*run_with(store, tiny)).cause
+    assert "is missing from the expert store" in tiermoe_(*run_with(store, sharded)).cause
     (store / "store.json").write_text("{")
     assert re.search(
         rf"store\.json cannot be read .*; 'tiermoe pack MODEL --store {store} --force' packs",
-        tiermoe_(*run_with(store, tiny)).cause,
+        tiermoe_(*run_with(store, sharded)).cause,
     )
-    assert "there is no store to verify" in tiermoe_("show", tiny, "--verify", "--store", tmp_path / "no").cause
+    assert "there is no store to verify" in tiermoe_("show", sharded, "--verify", "--store", tmp_path / "no").cause
 
 
-def test_a_flipped_byte_is_found_when_read(tiermoe_: Command, tiny: Path, store: Path) -> None:
+def test_a_flipped_byte_is_found_when_read(tiermoe_: Command, sharded: Path, store: Path) -> None:
     """In every expert of a layer, so that the answer meets one; the message names the layer and an expert. The
     store holds 24 experts and 7 dense layers."""
     layer = open_store(store).precisions["4-hqq"].layers[1]
     for extent in layer.extents:
         flip(Path(extent.segments[0].file), extent.segments[0].offset + 77)
-    cause = tiermoe_(*run_with(store, tiny)).cause
+    cause = tiermoe_(*run_with(store, sharded)).cause
     assert re.search(
         r"layer 1, expert \d \(4 bits\) is damaged: its bytes in \S+layer001\.safetensors do not .*--force'",
         cause,
@@ -146,10 +123,10 @@ def test_a_flipped_byte_is_found_when_read(tiermoe_: Command, tiny: Path, store:
     assert len(re.findall(r"^layer 1, expert \d .* is damaged", outcome.err, re.MULTILINE)) == 8
 
 
-def test_a_model_is_usable_after_a_damaged_expert(tiny: Path, store: Path) -> None:
+def test_a_model_is_usable_after_a_damaged_expert(sharded: Path, store: Path) -> None:
     extents = open_store(store).precisions["4-hqq"].layers[1].extents
     places = [(Path(extent.segments[0].file), extent.segments[0].offset + 5) for extent in extents]
-    model, tokenizer = tiermoe.load(tiny, memory="4GiB", store=store, cache="40%", lanes=2)
+    model, tokenizer = tiermoe.load(sharded, memory="4GiB", store=store, cache="40%", lanes=2)
     ids = tokenizer("once upon", return_tensors="pt").input_ids
     greedy = tiermoe.Sampling(max_tokens=6)
     for place in places:
@@ -160,20 +137,20 @@ def test_a_model_is_usable_after_a_damaged_expert(tiny: Path, store: Path) -> No
         flip(*place)
     after = tiermoe.generate(model, tokenizer, ids, greedy).token_ids
     model.tiermoe.close()
-    fresh, _ = tiermoe.load(tiny, memory="4GiB", store=store, lanes=2)
+    fresh, _ = tiermoe.load(sharded, memory="4GiB", store=store, lanes=2)
     assert tiermoe.generate(fresh, tokenizer, ids, greedy).token_ids == after
     fresh.tiermoe.close()
 
 
-def test_a_flipped_byte_in_a_packed_dense_layer(tiermoe_: Command, tiny: Path, store: Path) -> None:
-    words = (*run_with(store, tiny), "--dense-bits", "8")
+def test_a_flipped_byte_in_a_packed_dense_layer(tiermoe_: Command, sharded: Path, store: Path) -> None:
+    words = (*run_with(store, sharded), "--dense-bits", "8")
     assert tiermoe_(*words).code == 0
     flip(store / "dense-8.bin", 10)
     assert re.search(
         r"dense layer \S+ \(8 bits\) in .* is damaged.*--dense-bits 8 --force' packs anew",
         tiermoe_(*words).cause,
     )
-    assert tiermoe_("pack", tiny, "--out", store, "--dense-bits", "8", "--force").code == 0
+    assert tiermoe_("pack", sharded, "--out", store, "--dense-bits", "8", "--force").code == 0
     assert tiermoe_(*words).code == 0
 
 
@@ -181,24 +158,24 @@ def test_a_flipped_byte_in_a_packed_dense_layer(tiermoe_: Command, tiny: Path, s
 
 
 def test_a_cache_folder_that_cannot_be_written(
-    tiermoe_: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiermoe_: Command, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("TIERMOE_CACHE", str(tmp_path / "file" / "cache"))
-    for words in (("run", tiny, "hi", *RUN), ("pack", tiny)):
+    for words in (("run", sharded, "hi", *RUN), ("pack", sharded)):
         cause = tiermoe_(*words).cause
         assert re.search(
             r"cannot write to \S+/file/cache/tiny-\w{16}: Not a directory; choose another folder with --store",
             cause,
         )
-    assert "cannot write to" in tiermoe_("pack", tiny, "--out", tmp_path / "file").cause
+    assert "cannot write to" in tiermoe_("pack", sharded, "--out", tmp_path / "file").cause
 
 
 def test_a_second_process_waits_for_the_first(
-    tiermoe_: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiermoe_: Command, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody is packing into the folder, until the command has slept once."""
-    for number, words in enumerate((["pack", tiny], ["run", tiny, "hi", *RUN])):
+    for number, words in enumerate((["pack", sharded], ["run", sharded, "hi", *RUN])):
         folder, slept = tmp_path / str(number), threading.Event()
         held = threading.Event()
 

@@ -48,11 +48,6 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(directory, "switch_transformers", torch.float32, expert_capacity=64)
 
 
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("summaries") / "qwen", "qwen3_moe", torch.float32)
-
-
 def test_the_loss_of_summaries_is_transformers_own(roomy: Path) -> None:
     """Of whole summaries behind documents that are cut, by labels, as a model is trained."""
     plain, tokenizer = oracle(roomy, "switch_transformers", torch.float32), load_tokenizer(roomy)
@@ -69,8 +64,8 @@ def test_the_loss_of_summaries_is_transformers_own(roomy: Path) -> None:
     assert result["decode_tok_s"] > 0
 
 
-def test_the_loss_behind_a_document_that_a_decoder_reads(qwen: Path) -> None:
-    plain, tokenizer = oracle(qwen, "qwen3_moe", torch.float32), load_tokenizer(qwen)
+def test_the_loss_behind_a_document_that_a_decoder_reads(tiny: Path) -> None:
+    plain, tokenizer = oracle(tiny, "qwen3_moe", torch.float32), load_tokenizer(tiny)
     found = []
     for document, summary in PAIRS[1:]:
         read = tokenizer.encode(document)[: SHAPE.prompt]
@@ -78,7 +73,7 @@ def test_the_loss_behind_a_document_that_a_decoder_reads(qwen: Path) -> None:
         with torch.no_grad():
             rows = plain(torch.tensor([read + said])).logits[0, len(read) - 1 : -1].log_softmax(-1)
         found += [-float(row[token]) for row, token in zip(rows, said, strict=True)]
-    result = prepare(str(qwen), PAIRS, SHAPE, OPTIONS).run("none", nothing)
+    result = prepare(str(tiny), PAIRS, SHAPE, OPTIONS).run("none", nothing)
     assert result["perplexity"] == pytest.approx(math.exp(fmean(found)), rel=1e-5)
 
 
@@ -95,10 +90,10 @@ def test_sixteen_bits_are_fed_as_the_preset_is(switch: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", ["switch_transformers", "qwen3_moe"])
-def test_rouge2_is_that_of_transformers_greedy_summaries(family: str, switch: Path, qwen: Path, tmp_path: Path) -> None:
+def test_rouge2_is_that_of_transformers_greedy_summaries(family: str, switch: Path, tiny: Path, tmp_path: Path) -> None:
     """The references are its own summaries but for the last words, so that the scores are neither 0 nor 1."""
     scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rouge2"], use_stemmer=True)
-    directory = switch if family == "switch_transformers" else qwen
+    directory = switch if family == "switch_transformers" else tiny
     plain, tokenizer = oracle(directory, family, torch.float32), load_tokenizer(directory)
     tokenizer.model_max_length = 256
     pairs, expected = [], []

@@ -292,7 +292,7 @@ def written(path: Path, model: str, layers: int, experts: int, k: int) -> Path:
 
 
 SLICE = Path(__file__).parent / "data" / "qwen3-30b-a3b-20-tokens.csv.gz"
-SHAPES = {"gpt-oss-20b-MXFP4": (24, 32, 4), "gemma-4-26B-A4B-Q4_K_M": (30, 128, 8)}
+SHAPES = {"gpt-oss-20b-MXFP4": (10, 32, 4), "gemma-4-26B-A4B-Q4_K_M": (5, 128, 8)}
 MORE = sorted(Path(os.environ["ROUTE_TRACES"]).glob("*.csv")) if "ROUTE_TRACES" in os.environ else []
 PAPERS = ("hobbit", "edgemoe", "mobile", "fate", "corm")
 

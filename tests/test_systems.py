@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import tiermoe
+from profiles import write_profile
 from tiermoe.errors import ConfigError, ProfileError
 from tiermoe.formats.store import open_store
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.prepare_store import store_root
 from tiermoe.offload.policies.prediction import count_paths, paths_to_json
 from tiermoe.offload.presets import PRESETS
-from tiermoe.offload.profiles import Profile, profile_path, to_json
+from tiermoe.offload.profiles import Profile
 from tiny import write
 
 FAMILIES = ["qwen2_moe", "deepseek_v2"]
@@ -88,9 +89,8 @@ def calibrated(checkpoint: Path) -> Path:
     for name in ("edgemoe", "fate", "corm", "fiddler"):
         settings = {"theta": 0.02, "boundary": 1, "window": 2, "low_popularity": 0.3}
         settings |= {"quantizer": "linear"} if name == "edgemoe" else {}
-        path = profile_path(store_root(blueprint, None), name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(to_json(Profile(name, blueprint.checkpoint.fingerprint(), {}, settings, data)))
+        profile = Profile(name, blueprint.checkpoint.fingerprint(), {}, settings, data)
+        write_profile(store_root(blueprint, None), profile)
     return checkpoint
 
 

@@ -111,15 +111,6 @@ def read(form: Way, text: str, pieces: int) -> tuple[str, list[tuple[str, Any]]]
     return said, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 5, 40])
-def test_a_call_is_read_however_its_text_comes(form: Way, pieces: int) -> None:
-    for city in ("Bonn", "53111"):  # a string stays a string
-        call = WRITTEN[form.name].replace("Bonn", city).replace("53111,", '"53111",')
-        said, calls = read(form, f"I shall look.{call}{call}", pieces)
-        assert said == "I shall look."
-        assert calls == [("weather", {"city": city, "days": 3})] * 2
-
-
 @pytest.mark.parametrize("pieces", [1, 7])
 def test_what_is_no_call_is_text(form: Way, pieces: int) -> None:
     for text in ("2 < 3 and <tool", f"{form.begin}nothing{form.end} after", f"{form.begin} and no end"):
@@ -331,17 +322,6 @@ def test_a_call_ends_where_the_next_begins(form: Way, pieces: int) -> None:
     if form.tags is not None:  # a value may say how a call begins
         said = text.replace("Bonn", f"a{form.begin}b")
         assert read(form, said, pieces) == ("", [("weather", {"city": f"a{form.begin}b", "days": 3})])
-
-
-@pytest.mark.parametrize("pieces", [1, 5, 60])
-@pytest.mark.parametrize("form", [form for form in WAYS if form.tags], ids=lambda form: form.name)
-def test_a_value_ends_where_its_tag_is_followed_by_what_may_follow_it(form: Way, pieces: int) -> None:
-    """A string may have the tag that closes it, and those after it."""
-    assert form.tags is not None
-    ends = form.tags.value_end.strip()
-    for city in (f"a {ends} b", f"{ends}{ends} x", f"{form.end} b", f"a{ends}\n\nb", f"{ends}"):
-        text = WRITTEN[form.name].replace("Bonn", city)
-        assert read(form, text, pieces) == ("", [("weather", {"city": city, "days": 3})])
 
 
 def test_nothing_comes_after_the_first_of_several_calls(form: Way) -> None:
