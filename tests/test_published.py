@@ -15,9 +15,10 @@ from transformers.utils import logging as transformers_logging
 
 import tiermoe
 from commands import Command
-from gguf_engines import eager_greedy, engine_of, greedy, logits_of
+from gguf_engines import eager_greedy, engine_of, logits_of
 from parity import close, tokens
 from published import edit_config, edit_tensors, publish
+from small_engines import greedy
 from tiermoe.config import settings
 from tiermoe.engine.load import resolve_for, starts_lean
 from tiermoe.model.hf.blueprint import inspect_model

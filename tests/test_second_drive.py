@@ -21,10 +21,11 @@ import tiermoe
 import tiny
 from commands import Command
 from extent_files import EXPERTS, FORM, SIZE, bytes_of, flip, write_experts
-from gguf_engines import engine_of, greedy
+from gguf_engines import engine_of
 from gguf_files import kinds
 from parity import tokens
 from patience import within
+from small_engines import greedy
 from tiermoe.engine.machine_rates import with_second_drive
 from tiermoe.errors import ConfigError, LoadError
 from tiermoe.native import available
