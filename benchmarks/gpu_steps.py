@@ -301,7 +301,7 @@ STEPS: Mapping[str, tuple[Callable[[Run], Iterator[Row]], float]] = {
 def main(words: Sequence[str]) -> None:
     name, fields = words
     given = json.loads(fields)
-    given |= {path: Path(given[path]) for path in ("folder", "routing") if given[path] is not None}
+    given |= {path: Path(given[path]) for path in ("folder", "routing") if given.get(path) is not None}
     try:
         for row in STEPS[name][0](Run(**given)):
             print(json.dumps(row), flush=True)
