@@ -24,7 +24,7 @@ from tiermoe.errors import LoadError
 from tiermoe.formats.neurons import record_place
 from tiermoe.kernels.neurons import GpuNeuronKernel, NeuronKernel
 from tiermoe.offload.disk import SlotFiller
-from tiermoe.offload.neuron_link import NeuronLink, Part, staging_bytes
+from tiermoe.offload.neuron_link import NeuronLink, Part, neuron_staging_bytes
 from tiermoe.offload.neurons import LoadedNeurons, Token, to_bits, to_indices
 from tiermoe.offload.policies.neurons import to_load, whole
 from tiermoe.offload.slots import DeviceSlots, HostSlots
@@ -75,7 +75,7 @@ class Rig:
             SlotFiller(self.disk, lambda key: None, lambda key: FORM), {4: HostSlots(host, FORM.slot.nbytes)},
             self.slots, lambda key: FORM.slot.nbytes, self.gpu, lanes,
             active_of=lambda key, x, views: self.kernel.active(self.kernel.activations(x, views))[0], scatter=scatter,
-            upper_limit=LIMIT, staged=staging_bytes([FORM], LIMIT), at_once=2,
+            upper_limit=LIMIT, staged=neuron_staging_bytes([FORM], LIMIT), at_once=2,
         )  # fmt: skip
 
     def run(self, seed: int, layer: int = 0) -> Token:

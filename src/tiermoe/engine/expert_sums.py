@@ -163,7 +163,7 @@ class TorchSums(_ManySums):
 
 class NativeSums(_ManySums):
     """One call reads each output once, by its address. On a CPU outputs are kept in one piece of memory (T K, H), which
-    goes back as a whole; on a GPU they stay where they are."""
+    goes back as a whole; on a GPU they are read in place."""
 
     def __init__(self, choices: Choices, hidden: torch.Tensor) -> None:
         super().__init__(choices, hidden)

@@ -167,8 +167,8 @@ class ForwardContext:
         return keep_little(index, weights, self.unsure, none, renormalise, self.little)
 
     def read_back(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of a GPU's layer in main memory. The same copy has the forecasts that are usually asked for while
-        it runs: a layer lets the host wait once."""
+        """One device-to-host copy of a layer's tensors and of the routers' forecasts that its prefetch asked for in
+        earlier passes: the host synchronises once a layer."""
         said = self.forecasts.launch() if self.scheduler.predicting else []
         found = read_back([*tensors, *said])
         if said:

@@ -27,9 +27,8 @@ from tiermoe.model.prepare_store import packing_needs
 from tiermoe.model.rotary import table_bytes
 from tiermoe.model.stored_weights import loading_needs, table_keys
 from tiermoe.model.streams import streams_of
-from tiermoe.offload.disk import few_lanes, most_lanes
-from tiermoe.offload.disk import staging_bytes as reading_bytes
-from tiermoe.offload.neuron_link import staging_bytes
+from tiermoe.offload.disk import few_lanes, most_lanes, staging_bytes
+from tiermoe.offload.neuron_link import neuron_staging_bytes
 from tiermoe.offload.presets import Resolved
 from tiermoe.types import FEW_TOKENS, Need, Phase, Use, Workload
 
@@ -91,7 +90,7 @@ def while_running(model: PlanInputs) -> list[Need]:
         *expanding_needs(blueprint, settings, model.device),
         *decoder_needs(blueprint, formats, settings, load, model.device),
         *_between_turns(model),
-        Need("staging", reading_bytes(formats, lanes), Phase.RUNNING, "reading lanes"),
+        Need("staging", staging_bytes(formats, lanes), Phase.RUNNING, "reading lanes"),
         Need("staging", in_memory, Phase.RUNNING, "the store in memory"),
         *_staged_neurons(model, formats, lanes),
         *([Need("requests", model.use.requests, Phase.RUNNING, "those in flight")] if model.use.requests else []),
@@ -104,7 +103,7 @@ def _staged_neurons(model: PlanInputs, formats: Sequence[ExpertFormat], lanes: i
     if model.device == "cpu" or composition.unit != "neuron":
         return []
     together = max(layer.top_k for layer in model.blueprint.layers)
-    nbytes = (lanes + together) * staging_bytes(formats, composition.upper_limit)
+    nbytes = (lanes + together) * neuron_staging_bytes(formats, composition.upper_limit)
     return [Need(part, nbytes, Phase.RUNNING, "neurons on their way") for part in ("staging", "activations")]
 
 

@@ -22,7 +22,7 @@ from tiermoe.offload.composition import Composition
 from tiermoe.offload.disk import SlotFiller
 from tiermoe.offload.gpu import GpuLink
 from tiermoe.offload.link import MeteredLink
-from tiermoe.offload.neuron_link import NeuronLink, Part, staging_bytes
+from tiermoe.offload.neuron_link import NeuronLink, Part, neuron_staging_bytes
 from tiermoe.offload.neurons import NeuronFiller, PartReader, to_bits, to_indices, to_mask
 from tiermoe.offload.policies.neurons import whole
 from tiermoe.offload.policies.routing import MissCosts, averaged
@@ -139,7 +139,8 @@ class ActiveNeurons:
         in one call."""
         return functools.partial(
             NeuronLink, active_of=self._active, scatter=gpu.triton("triton_neurons").scatter,
-            upper_limit=self._upper_limit, staged=staging_bytes(formats, self._upper_limit), at_once=at_once,
+            upper_limit=self._upper_limit, staged=neuron_staging_bytes(formats, self._upper_limit),
+            at_once=at_once,
         )  # fmt: skip
 
     def views(self, form: ExpertFormat, slot: torch.Tensor) -> Views:

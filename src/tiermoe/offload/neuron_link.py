@@ -53,7 +53,7 @@ class Staging:
     last: Ticket | None = None
 
 
-def staging_bytes(formats: Iterable[ExpertFormat], upper_limit: float) -> int:
+def neuron_staging_bytes(formats: Iterable[ExpertFormat], upper_limit: float) -> int:
     """Bytes that an expert takes in a staging buffer: a flag for each neuron, then places and records of those that are
     gathered."""
     most = 0
