@@ -136,17 +136,22 @@ def test_chunks_that_take_the_memory_of_slots_have_the_same_bits(tmp_path: Path)
     engine.close()
 
 
-def test_slots_have_the_memory_of_large_steps_until_one_comes(tmp_path: Path) -> None:
-    """A long prompt, and one whose tokens are scored, take it; short prompts and answers do not. The bits are equal."""
+@pytest.mark.parametrize("room", [40, 12, 9], ids=["a pool a layer", "each pool's least", "one pool for all layers"])
+def test_slots_have_the_memory_of_large_steps_until_one_comes(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt, and one whose tokens are scored, take it; short prompts and answers do not. The bits are equal.
+    room: for so many of the 96 experts beside large steps."""
+    monkeypatch.setattr("tiermoe.engine.budget.resident_bytes", lambda: 300 << 20)
     sizes = {**NATIVE, "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 32, "num_experts_per_tok": 4}
     sizes["max_position_embeddings"] = 512
     directory = write(tmp_path, "qwen3_moe", torch.bfloat16, **sizes)
     options: dict[str, Any] = {"chunk": 512, "context": 512, "bits": 16, "dense_bits": 16}
     whole, ids = engine_of(directory, **options), tokens(400)
     plan = tiermoe.plan(directory, memory="4GiB", device="cpu", **options)
-    tight = plan.total - plan.idle_activations - plan.experts // 2
+    tight = plan.fixed - plan.idle_activations + room * plan.slot_bytes
     engine = tiermoe.load(directory, memory=tight, device="cpu", **options)[0].tiermoe
-    assert engine.plan.slots - engine.plan.step_slots < engine.plan.slots < engine.plan.all_slots
+    assert engine.plan.slots - engine.plan.step_slots == room < engine.plan.slots < engine.plan.all_slots
     assert engine.plan.total <= tight
     lent = set[int]()
     engine.observe(OnRoute(lambda *_: lent.add(engine.loader.cache.lent)))

@@ -203,7 +203,10 @@ def _divided(base: MemoryPlan, wanted: int, model: PlanInputs, sizes: Mapping[in
     chunks, chunk_bytes = prompt_chunks(model, slots, base.slot_bytes, plan.budget - plan.total)
     plan = replace(plan, prompt_chunks=chunks, chunk_bytes=chunk_bytes)
     tokens, beyond = of_large_steps(model) if len(pools) == 1 and not model.resolved.settings.cache else (0, 0)
-    more = min(min(beyond, wanted - room) // base.slot_bytes, base.all_slots - 1 - slots)  # all of them are no cache
+    # With `token_slots` each layer has a pool, which keeps `layer_slots` of it: fewer slots are not to become so many,
+    # since not all of `more` could be lent then. All of them are no cache.
+    most = base.token_slots if slots < base.token_slots else base.all_slots
+    more = min(min(beyond, wanted - room) // base.slot_bytes, most - 1 - slots)
     if more <= 0:
         return plan
     pools = planned_slots(room + more * base.slot_bytes, model.resolved, sizes, base.all_slots, whole_slots=False)
