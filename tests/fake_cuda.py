@@ -6,11 +6,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from operator import itemgetter
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
+import fake_graph
 import tiermoe
+from fake_graph import launch
 from tiermoe.formats.expert_format import SlotMatrix
 from tiermoe.formats.int4 import Int2, Int4
 from tiermoe.formats.int6 import Int6
@@ -59,8 +61,8 @@ class Event(NamedTuple):
     waits: bool = False
 
 
-class FakeCuda:
-    """What ran on the device since it was made, or since `clear`, as far as tiermoe's code asked for it."""
+class FakeCuda(fake_graph.Stream):
+    """The default stream, and what ran on the device since it was made or cleared, as far as tiermoe's code asked."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -94,7 +96,12 @@ class FakeCuda:
         return SimpleNamespace(synchronize=synchronize)
 
     def note(self, operator: str, waits: bool = False) -> None:
-        """Records an operator; nothing if no code of tiermoe's asked for it."""
+        """Records an operator; nothing in a capture, or if no code of tiermoe's asked for it."""
+        if fake_graph.capturing():
+            if waits:
+                fake_graph.refuse()
+            return
+        fake_graph.current_stream(self).require_order()
         where = _where(sys._getframe(1))
         if where:
             self.events.append(Event(operator, where, waits))
@@ -132,9 +139,10 @@ class CudaTensor(torch.Tensor):
     # torch's own of these ask for a guard of the device, which a build without CUDA has none of
 
     def __getitem__(self, index: Any) -> CudaTensor:
-        if _chooses(index):
-            _note("index", _index_waits(index))
-        return CudaTensor(self.values[plain(index)])
+        if not _chooses(index):
+            return CudaTensor(self.values[index])
+        _note("index", _index_waits(index))
+        return CudaTensor(launch(operator.getitem, self.values, plain(index)))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         number = not isinstance(value, torch.Tensor) or value.dim() == 0
@@ -142,7 +150,7 @@ class CudaTensor(torch.Tensor):
             raise RuntimeError("Expected all tensors to be on the same device, but the values to be put are on cpu")
         copied = isinstance(value, torch.Tensor) and not isinstance(value, CudaTensor)
         _note("index_put_" if _chooses(index) else "copy_", copied or _index_waits(index, number))
-        self.values[plain(index)] = plain(value)
+        launch(operator.setitem, self.values, plain(index), plain(value))
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
         return (
@@ -216,6 +224,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     def taken(each: Any) -> Any:
         if isinstance(each, torch.Tensor):
             values = each.values if isinstance(each, CudaTensor) else each
+            if fake_graph.capturing() and values is each and name != "copy_":
+                values = each.clone()  # a number, as it is now
             given[id(values)] = each
             return values
         return CPU if isinstance(each, torch.device) and each.type == "cuda" else each
@@ -223,8 +233,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if name == "copy_" and not isinstance(args[0], CudaTensor) and _unblocked(args, kwargs):
         pinned = _pinned(args[0])
         if _device is not None and pinned is not None and pinned[1]:
-            _device.copy_late(args[0], args[1].values)
+            fake_graph.launch_blind(functools.partial(_device.copy_late, args[0], args[1].values))
             return args[0]
+    if name == "copy_" and not isinstance(args[1], CudaTensor) and _pinned(args[1]) is None:
+        fake_graph.refuse()
     to_cpu = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
 
     def made(each: Any) -> Any:
@@ -238,7 +250,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return before
 
     plain_args, plain_kwargs = tree_map(taken, (args, dict(kwargs)))
-    return tree_map(made, func(*plain_args, **plain_kwargs))
+    return tree_map(made, launch(func, *plain_args, **plain_kwargs))
 
 
 def _require_one_device(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -316,10 +328,10 @@ def _where(frame: FrameType | None) -> str:
 
 def _factory(name: str) -> Callable[..., CudaTensor]:
     packet, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    made_by = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
     def make(*args: Any, **kwargs: Any) -> CudaTensor:
-        return CudaTensor(operator(*args, **{**kwargs, "device": CPU, "pin_memory": False}))
+        return CudaTensor(launch(made_by, *args, **{**kwargs, "device": CPU, "pin_memory": False}))
 
     return make
 
@@ -360,10 +372,12 @@ def _decoded(coding: str, group: int, codes: torch.Tensor, scales: torch.Tensor,
 def _linear(
     x: torch.Tensor, coding: str, group: int, codes: torch.Tensor, scales: torch.Tensor, rows: int
 ) -> CudaTensor:
-    x = values_of(x)
     _note("linear")
-    weight = _decoded(coding, group, values_of(codes), values_of(scales), rows, x.shape[1])
-    return CudaTensor(F.linear(x, weight.to(x.dtype)))
+
+    def product(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, _decoded(coding, group, codes, scales, rows, x.shape[1]).to(x.dtype))
+
+    return CudaTensor(launch(product, values_of(x), values_of(codes), values_of(scales)))
 
 
 def _tiles_of(slots: Sequence[int], counts: Sequence[int], device: torch.device) -> dict[int, torch.Tensor]:
@@ -381,29 +395,36 @@ def tile_tokens(count: int) -> int:
 
 
 def _grouped_linear(x: torch.Tensor, tiles: dict[int, torch.Tensor], matrix: SlotMatrix, shared: bool) -> CudaTensor:
-    x, entries = values_of(x), [entry for each in tiles.values() for entry in values_of(each).tolist()]
-    entries.sort(key=itemgetter(1))
-    assert len(x) == (1 if shared else sum(count for _, _, count in entries))
     for _ in tiles:
         _note("grouped_linear")
-    rows = [x if shared else x[first : first + count] for _, first, count in entries]
-    weights = [_decoded_at(slot, matrix).to(x.dtype) for slot, _, _ in entries]
-    return CudaTensor(torch.cat([F.linear(each, weight) for each, weight in zip(rows, weights, strict=True)]))
+
+    def products(x: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+        entries = sorted(tiles.tolist(), key=operator.itemgetter(1))
+        assert len(x) == (1 if shared else sum(count for _, _, count in entries))
+        rows = [x if shared else x[first : first + count] for _, first, count in entries]
+        weights = [_decoded_at(slot, matrix).to(x.dtype) for slot, _, _ in entries]
+        return torch.cat([F.linear(each, weight) for each, weight in zip(rows, weights, strict=True)])
+
+    return CudaTensor(launch(lambda x, *tiles: products(x, torch.cat(tiles)), values_of(x), *plain([*tiles.values()])))
 
 
 def _weighted_sums(choices: torch.Tensor, like: torch.Tensor) -> CudaTensor:
     """torch's separate operations, of rows at addresses."""
     _note("weighted_sums")
-    addresses, weights = values_of(choices)
-    columns, found = like.shape[-1], []
-    for places, gates in zip(addresses.tolist(), weights.view(torch.float64).float(), strict=True):
-        total = torch.zeros(columns, dtype=like.dtype)
-        for address, gate in zip(places, gates, strict=True):
-            if address:
-                content = bytearray(ctypes.string_at(address, columns * like.element_size()))
-                total += (torch.frombuffer(content, dtype=like.dtype) * gate[None]).to(like.dtype)
-        found.append(total)
-    return CudaTensor(torch.stack(found))
+    columns = like.shape[-1]
+
+    def sums(choices: torch.Tensor) -> torch.Tensor:
+        found, (addresses, weights) = [], choices
+        for places, gates in zip(addresses.tolist(), weights.view(torch.float64).float(), strict=True):
+            total = torch.zeros(columns, dtype=like.dtype)
+            for address, gate in zip(places, gates, strict=True):
+                if address:
+                    content = bytearray(ctypes.string_at(address, columns * like.element_size()))
+                    total += (torch.frombuffer(content, dtype=like.dtype) * gate[None]).to(like.dtype)
+            found.append(total)
+        return torch.stack(found)
+
+    return CudaTensor(launch(sums, values_of(choices)))
 
 
 def _decoded_at(address: int, matrix: SlotMatrix) -> torch.Tensor:
@@ -425,24 +446,31 @@ def _decoded_at(address: int, matrix: SlotMatrix) -> torch.Tensor:
 def _neuron_sums(
     x: torch.Tensor, gates: torch.Tensor, tiles: torch.Tensor, records: Records, place: RecordPlace, dtype: torch.dtype
 ) -> CudaTensor:
-    x, gates = values_of(x), values_of(gates)
     _note("neuron_sums")
-    sums = []
-    for address, gate in zip(values_of(tiles)[:, 0].tolist(), gates.float(), strict=True):
-        used = gate.nonzero()[:, 0]
-        rows = [address + place.slot_at + place.record_bytes * neuron for neuron in used.tolist()]
-        content = b"".join(ctypes.string_at(row, place.record_bytes) for row in rows)
-        read = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)[: len(content)].view(len(rows), -1)
-        halves = [records.decode_half(read, half, x.shape[1], dtype).float() for half in (0, 1)] if rows else None
-        sums.append((gate[used] * (halves[0] @ x[0].float())) @ halves[1] if halves else torch.zeros(x.shape[1]))
-    return CudaTensor(torch.stack(sums).to(x.dtype))
+
+    def found(x: torch.Tensor, gates: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+        sums = []
+        for address, gate in zip(tiles[:, 0].tolist(), gates.float(), strict=True):
+            used = gate.nonzero()[:, 0]
+            rows = [address + place.slot_at + place.record_bytes * neuron for neuron in used.tolist()]
+            content = b"".join(ctypes.string_at(row, place.record_bytes) for row in rows)
+            read = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)[: len(content)].view(len(rows), -1)
+            halves = [records.decode_half(read, half, x.shape[1], dtype).float() for half in (0, 1)] if rows else None
+            sums.append((gate[used] * (halves[0] @ x[0].float())) @ halves[1] if halves else torch.zeros(x.shape[1]))
+        return torch.stack(sums).to(x.dtype)
+
+    return CudaTensor(launch(found, values_of(x), values_of(gates), values_of(tiles)))
 
 
 def scatter(staged: torch.Tensor, count: int) -> None:
     values = plain(staged)
     _note("scatter")
-    for address, first, nbytes in values[: 24 * count].view(torch.int64).view(-1, 3).tolist():
-        ctypes.memmove(address, values[first:].data_ptr(), nbytes)
+
+    def move() -> None:
+        for address, first, nbytes in values[: 24 * count].view(torch.int64).view(-1, 3).tolist():
+            ctypes.memmove(address, values[first:].data_ptr(), nbytes)
+
+    fake_graph.launch_blind(move)
 
 
 KERNELS = SimpleNamespace(
@@ -497,7 +525,14 @@ def device() -> Iterator[FakeCuda]:
             patch.setattr(torch, name, functools.partial(_tensor, getattr(torch, name)))
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # else parameters keep their class
         _device = found = FakeCuda()
-        patch.setattr(torch.cuda, "current_stream", lambda device: found)
+        for name, fake in {
+            "current_stream": lambda device: fake_graph.current_stream(found),
+            "Stream": lambda device: fake_graph.side_stream(found),
+            "stream": functools.partial(fake_graph.stream, found),
+            "CUDAGraph": lambda: fake_graph.FakeGraph(found.note),
+            "graph_pool_handle": list,
+        }.items():
+            patch.setattr(torch.cuda, name, fake)
         try:
             yield found
         finally:
