@@ -139,12 +139,14 @@ class CudaTensor(torch.Tensor):
     # torch's own of these ask for a guard of the device, which a build without CUDA has none of
 
     def __getitem__(self, index: Any) -> CudaTensor:
+        index = _with_numbers(index)
         if not _chooses(index):
             return CudaTensor(self.values[index])
         _note("index", _index_waits(index))
         return CudaTensor(launch(operator.getitem, self.values, plain(index)))
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        index = _with_numbers(index)
         number = not isinstance(value, torch.Tensor) or value.dim() == 0
         if not number and not isinstance(value, CudaTensor) and _chooses(index):
             raise RuntimeError("Expected all tensors to be on the same device, but the values to be put are on cpu")
@@ -304,6 +306,15 @@ def _index_waits(index: Any, number: bool = False) -> bool:
     if any(not isinstance(each, CudaTensor) for each in there):
         return True
     return any(each.dtype in (torch.bool, torch.uint8) for each in there) and not (number and len(there) == 1)
+
+
+def _with_numbers(index: Any) -> Any:
+    """An index whose integers are the host's: torch takes one of the device's tensors as its item."""
+    integer = (torch.int64, torch.int32, torch.int16, torch.int8)
+    return tree_map(
+        lambda each: int(each) if isinstance(each, CudaTensor) and not each.dim() and each.dtype in integer else each,
+        index,
+    )
 
 
 def _chooses(index: Any) -> list[Any]:
@@ -527,7 +538,7 @@ def device() -> Iterator[FakeCuda]:
         _device = found = FakeCuda()
         for name, fake in {
             "current_stream": lambda device: fake_graph.current_stream(found),
-            "Stream": lambda device: fake_graph.side_stream(found),
+            "Stream": lambda device: fake_graph.SideStream(found),
             "stream": functools.partial(fake_graph.stream, found),
             "CUDAGraph": lambda: fake_graph.FakeGraph(found.note),
             "graph_pool_handle": list,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +69,8 @@ def test_threads_share_the_device(fake_cuda: FakeCuda) -> None:
         (lambda a: a.tolist(), 1),
         (lambda a: a[a > 1], 1),
         (lambda a: a[[0, 1]], 1),
+        (lambda a: a[a[0]], 1),
+        (lambda a: a[a[:1]], 0),
         (lambda a: a.bincount(), 1),
         (lambda a: a.nonzero(), 1),
         (lambda a: torch.equal(a, a), 1),
@@ -86,6 +90,79 @@ def test_waits_are_counted(fake_cuda: FakeCuda, operator: Callable[..., object],
     code = compile("operator(tensor)", f"{PACKAGE}engine/moe.py", "exec")
     exec(code, {"operator": operator, "tensor": on_device(ONE.long())})
     assert sum(fake_cuda.waits.values()) == waits
+
+
+def test_a_graph_runs_at_its_replay(fake_cuda: FakeCuda) -> None:
+    """And not before: what it makes holds nothing until then, and nothing else is written. Pinned memory is read then,
+    too."""
+    kept, pinned = on_device(ONE), torch.empty(3, pin_memory=True).copy_(TWO)
+    with capture() as graph:
+        rows = kept.repeat(2, 1)
+        kept[1:] += 1
+        rows[:, 0] = 7
+        chosen = kept[on_device(PLACES)]
+        back = torch.ones(3, device=DEVICE).copy_(pinned, non_blocking=True) + torch.arange(3, device=DEVICE)
+        late = torch.empty(3, pin_memory=True).copy_(kept, non_blocking=True)
+    assert torch.equal(values_of(kept), ONE)
+    assert all(values_of(each).isnan().all() for each in (rows, chosen, back))
+    pinned.copy_(ONE)
+    for more in (1, 2):
+        graph.replay()
+        torch.cuda.current_stream(DEVICE).record_event().synchronize()
+        now = ONE + more * torch.tensor([0, 1, 1])
+        assert torch.equal(values_of(kept), now)
+        assert torch.equal(values_of(rows)[1, 1:], now[1:] - 1)
+        assert values_of(rows)[:, 0].tolist() == [7, 7]
+        assert torch.equal(values_of(chosen), now[PLACES])
+        assert torch.equal(values_of(back), ONE + torch.arange(3))
+        assert torch.equal(late, now)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda a: a.sum().item(),
+        lambda a: a[a > 1],
+        lambda a: a[a.long()[0]],
+        lambda a: torch.cuda.current_stream(DEVICE).record_event().synchronize(),
+        lambda a: torch.ones(3).copy_(a),
+        lambda a: torch.tensor([1, 2], device=DEVICE),
+        lambda a: a.copy_(torch.ones(3), non_blocking=True),
+    ],
+)
+def test_a_capture_does_not_permit_what_waits_or_reads_memory_that_is_not_pinned(
+    fake_cuda: FakeCuda, operator: Callable[..., object]
+) -> None:
+    ended, refused = "previous error during capture", "not permitted when stream is capturing"
+    tensor = on_device(ONE)
+    with pytest.raises(RuntimeError, match=ended), capture(), pytest.raises(RuntimeError, match=refused):
+        operator(tensor)
+
+
+def test_an_earlier_graph_overwrites_what_a_later_one_has_made(fake_cuda: FakeCuda) -> None:
+    """Of the same pool: it may have had the memory."""
+    pool = torch.cuda.graph_pool_handle()
+    with capture(pool) as one:
+        first = torch.zeros(3, device=DEVICE) + 1
+    with capture(pool) as other:
+        second = torch.zeros(3, device=DEVICE) + 2
+    other.replay()
+    one.replay()
+    assert values_of(first).tolist() == [1, 1, 1]
+    assert values_of(second).isnan().all()
+
+
+@contextlib.contextmanager
+def capture(pool: Any = None) -> Iterator[Any]:
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(DEVICE)
+    side.wait_stream(torch.cuda.current_stream(DEVICE))
+    with torch.cuda.stream(side):
+        graph.capture_begin(torch.cuda.graph_pool_handle() if pool is None else pool, "thread_local")
+        try:
+            yield graph
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream(DEVICE).wait_stream(side)
 
 
 def test_a_copy_that_nobody_waits_for_has_not_come(fake_cuda: FakeCuda) -> None:
