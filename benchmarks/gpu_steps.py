@@ -216,19 +216,28 @@ def _products(name: str, shape: Shape, run: Run, memory: int, read: float) -> It
 
 
 def layers(run: Run) -> Iterator[Row]:
-    """Python's and launches' time a layer: decoding with every expert resident, of matrices that take no time. One
-    thread, and the quickest token: what others do on the machine is no part of it."""
+    """Python's and launches' time a layer, by graphs and without: decoding with every expert resident, of matrices that
+    take no time. One thread, and the quickest token: what others do on the machine is no part of it."""
     depth, measured = (2, 2) if run.quick else (24, 64)
     model = run.checkpoint("qwen3-30b-a3b", depth, small=True)
-    for decoder in ("auto", "generic"):
+    ways = (
+        [("auto", ", by graphs"), ("auto", ", no graphs"), ("generic", "")]
+        if run.on_gpu
+        else [("auto", ""), ("generic", "")]
+    )
+    for decoder, how in ways:
         for preset in ("lru", "default"):
             with _engine(model, run, preset=preset, decoder=decoder, cache="100%", threads=1) as engine:
                 tokens = random_tokens(16 + 4 + measured + 4)
                 fed = Fed(engine, tokens[:16], tokens[16:])
+                if how == ", no graphs":
+                    engine.decoder.watch(lambda part: part)
+                free = torch.cuda.mem_get_info(run.device)[0] if run.on_gpu else 0
                 fed.decode(4)
-                least = min(fed.decode(1).seconds for _ in range(measured))
-                row: Row = {"what": f"decoder {type(engine.decoder).__name__}, preset {preset}",
-                            "ms_a_layer": 1e3 * least / depth}  # fmt: skip
+                row: Row = {"what": f"decoder {type(engine.decoder).__name__}, preset {preset}{how}"}
+                if how == ", by graphs":
+                    row["graph_bytes_a_layer"] = (free - torch.cuda.mem_get_info(run.device)[0]) / depth
+                row["ms_a_layer"] = 1e3 * min(fed.decode(1).seconds for _ in range(measured)) / depth
                 if run.on_gpu:
                     row["synchronisations_a_layer"] = _synchronisations(lambda fed=fed: fed.decode(4)) / 4 / depth
             yield row

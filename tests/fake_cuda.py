@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -32,6 +33,7 @@ from tiermoe.formats.neurons import RecordPlace, Records
 from tiermoe.formats.nonuniform import NonUniform
 from tiermoe.formats.trellis import Trellis
 from tiermoe.kernels import gpu
+from tiermoe.model.attention.base import attend
 from tiermoe.offload import cuda
 
 DEVICE, CPU = torch.device("cuda:0"), torch.device("cpu")
@@ -484,7 +486,36 @@ def scatter(staged: torch.Tensor, count: int) -> None:
     fake_graph.launch_blind(move)
 
 
+def _write_row(kept: Sequence[torch.Tensor], new: Sequence[torch.Tensor], place: torch.Tensor) -> None:
+    _note("write_row")
+
+    def write() -> None:
+        position, slab = values_of(place).tolist()
+        for rows, each in zip(kept, new, strict=True):
+            values_of(rows)[slab, :, position % rows.shape[2]] = values_of(each)
+
+    fake_graph.launch_blind(write)
+
+
+def _attend_row(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, place: torch.Tensor, scale: float,
+    window: int | None = None, chunked: bool = False, sinks: torch.Tensor | None = None,
+) -> CudaTensor:  # fmt: skip
+    _note("attend_row")
+    logits = None if sinks is None else values_of(sinks)
+
+    def attended(query: torch.Tensor, *kept: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        position, slab = place.tolist()
+        first = 0 if window is None else position // window * window if chunked else max(0, position - window + 1)
+        rows = torch.arange(first, position + 1) % kept[0].shape[2]
+        with sdpa_kernel(SDPBackend.MATH):  # as the device's own operator
+            return attend(query[None], *(each[slab][:, rows] for each in kept), scale, None, logits)[0].contiguous()
+
+    return CudaTensor(launch(attended, *map(values_of, (query, keys, values)), place=values_of(place)))
+
+
 KERNELS = SimpleNamespace(
+    write_row=_write_row, attend_row=_attend_row,
     linear=_linear, tiles_of=_tiles_of, grouped_linear=_grouped_linear, weighted_sums=_weighted_sums,
     neuron_sums=_neuron_sums, scatter=scatter,
 )  # fmt: skip

@@ -21,6 +21,7 @@ from tiermoe.engine.request import Request, RequestState
 from tiermoe.engine.request_loop import RequestLoop
 from tiermoe.engine.sampling import Sampling
 from tiermoe.errors import ConfigError
+from tiermoe.kernels.experts import Grouped
 from tiermoe.model.hf.blueprint import inspect_model
 from tiermoe.model.tokenizer import load_tokenizer
 from tiermoe.offload.composition import changed, require_device
@@ -39,8 +40,9 @@ TABLES = {
     "table": [[4, 2] * (EXPERTS // 2)] * LAYERS, "frequencies": [[*range(EXPERTS)]] * LAYERS,
     "paths": {"1": {"0,1,2": {"2": 3}}, "2": {"0,1,2": {"1": 3}}},
 }  # fmt: skip
-OF_A_STEP = ("engine/steps.py", "engine/rerouting.py", "model/hf/generic.py")
-"""Files whose code waits once or twice a step: to give tokens to the device, and to look at logits."""
+OF_A_STEP = ("engine/steps.py", "engine/rerouting.py", "model/hf/generic.py", "kernels/graphs.py")
+"""Files whose code waits once or twice a step: to give tokens to the device, and to look at logits. Or once for each
+graph: to compare its bits."""
 FATE = {"precision": "fixed", "boundary": 1, "window": 2}
 DETERMINED = {"mobile", "adapmoe", "edgemoe", "nimble", "nimble-3bit"}
 """Lossy presets whose tokens do not depend on what is cached, or which cache the same here as on a CPU."""
@@ -243,10 +245,29 @@ def test_what_a_layer_launches_for_its_experts(
         assert calls == 1 or count == 100
         assert prompted == {"copy_": 2 * calls + 2, "index": calls, "silu": calls, "mul": calls, "weighted_sums": 1}
         assert 2 * calls <= matrices <= 6 * calls
-    token = {"copy_": 3, "grouped_linear": 2, "silu": 1, "mul": 1, "weighted_sums": 1}
-    assert launched(decode(slabs[0], 100, 7)) == token
+    token = {"grouped_linear": 2, "silu": 1, "mul": 1, "weighted_sums": 1}
     both = launched(decode(slabs[1], 12, 7), decode(slabs[2], 60, 7))
     assert both == {**token, "copy_": 4, "index": 1}
+    assert launched(decode(slabs[0], 100, 7)) == {**token, "copy_": 1}  # and one by `kernels.graphs`
+
+
+def test_what_a_layer_launches_by_graphs(
+    gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], fake_cuda: FakeCuda
+) -> None:
+    """Five graphs, what the host has to know and what it decided; the rest does not grow with the layers."""
+    loaded, _ = on_fake_gpu(gpu_model, bits=4, preset="lru", cache="100%", warm=True)
+    engine = loaded.tiermoe
+    cache = engine.new_cache()
+    slab = cache.open()
+    engine.step(Batch((prompt(slab, PROMPTS[0]),)), cache)
+    for at in range(2):
+        engine.step(Batch((decode(slab, len(PROMPTS[0]) + at, 7),)), cache)
+    fake_cuda.clear()
+    engine.step(Batch((decode(slab, len(PROMPTS[0]) + 2, 9),)), cache)
+    launched = Counter(each.operator for each in fake_cuda.events)
+    of_a_step = 4  # tokens and places, to where they stay; the hidden states, cos and sin
+    assert (launched["graph"], launched["copy_"]) == (5 * LAYERS, 2 * LAYERS + of_a_step + 1)
+    assert sum(launched.values()) < 8 * LAYERS + 20
 
 
 def test_what_the_gates_of_later_layers_launch(
@@ -255,6 +276,8 @@ def test_what_the_gates_of_later_layers_launch(
     """Figures of docs/architecture.md, of float32: bfloat16 takes one more, which widens the logits."""
     loaded, _ = on_fake_gpu(gpu_model, bits=4, preset="default", cache="60%", set={"speculate": "always"})
     decoding_waits(loaded.tiermoe, fake_cuda)  # what is asked for is known from then on
+    decoding_waits(loaded.tiermoe, fake_cuda)
+    loaded.tiermoe.decoder.watch(lambda part: part)  # without graphs
     decoding_waits(loaded.tiermoe, fake_cuda)
     asked = [each.operator for each in fake_cuda.events if each.where.startswith("engine/forecasts.py")]
     views = {"view", "slice", "t", "alias", "detach"}
@@ -282,12 +305,21 @@ def test_what_comes_next_is_decided_when_the_layer_is_launched(
         fake_cuda.events.append(Event("policy", "scheduler"))
         return prefetch(*arguments)
 
+    def computed(compute: Any) -> Any:
+        def compute_and_note(*arguments: Any) -> Any:
+            fake_cuda.events.append(Event("experts", "kernels"))
+            return compute(*arguments)
+
+        return compute_and_note
+
+    for name in ("sum_one", "forward_one"):
+        monkeypatch.setattr(Grouped, name, computed(getattr(Grouped, name)))
     monkeypatch.setattr(engine.scheduler.prediction, "candidates", noted)
     monkeypatch.setattr(engine.forecaster, "launch", launched)
     decoding_waits(engine, fake_cuda)
 
     def letter(each: Event) -> str:
-        return "c" if each.waits else {"grouped_linear": "e", "policy": "p", "forecast": "f"}.get(each.operator, "")
+        return "c" if each.waits else {"experts": "e", "policy": "p", "forecast": "f"}.get(each.operator, "")
 
     order = "".join(letter(each) for each in fake_cuda.events if not each.where.startswith(OF_A_STEP))
     assert re.fullmatch(rf"(p(fce+p){{{LAYERS - 1}}}ce+p){{{MORE}}}", order), order  # nothing follows the last layer

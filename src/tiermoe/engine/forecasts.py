@@ -3,11 +3,13 @@ by the token alone (DeepSeek-V4's first ones)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from tiermoe.kernels import graphs
 from tiermoe.kernels import router as native_router
 from tiermoe.kernels.gpu import read_back
 from tiermoe.model.decoder import Decoder
@@ -143,10 +145,12 @@ class Forecaster:
         """The layers that are asked at once where `target` is, and what they say, on hidden's device: of one layer
         `_said`, of several in one product weights (layers, k) and experts (layers, k)."""
         if self._stack is None or self.whole or hidden.shape[0] > 1 or target >= len(self._stack):
-            return range(target, target + 1), self._said(target, hidden)
+            said = functools.partial(self._said, target)
+            return range(target, target + 1), graphs.launch((id(self), "said", target), said, hidden)
         layers = range(target, min(target + self._ahead, len(self._stack)))
         k = max(self._routers[layer].top_k for layer in layers)
-        return layers, [*_largest(self._stack[layers.start : layers.stop], hidden, k)]
+        largest = functools.partial(_largest, self._stack[layers.start : layers.stop], k=k)
+        return layers, [*graphs.launch((id(self), "largest", target), largest, hidden)]
 
     def _rankings(self, layers: range, said: Sequence[torch.Tensor], tokens: int) -> dict[int, Ranked]:
         """Of what `_ask` gave for so many tokens, in main memory."""
@@ -212,7 +216,7 @@ class Forecaster:
         return remember
 
 
-def _largest(stack: torch.Tensor, hidden: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _largest(stack: torch.Tensor, hidden: torch.Tensor, *, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest probabilities of each router in stack (layers, E, H) for hidden (1, H), and their experts: (layers,
     k), the largest first."""
     matrix = stack.flatten(0, 1)

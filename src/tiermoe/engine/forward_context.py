@@ -166,11 +166,11 @@ class ForwardContext:
             self._record_little(layer, index, weights)
         return keep_little(index, weights, self.unsure, none, renormalise, self.little)
 
-    def read_back(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def read_back(self, layer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One device-to-host copy of a layer's tensors and of the routers' forecasts that its prefetch asked for in
         earlier passes: the host synchronises once a layer."""
         said = self.forecasts.launch() if self.scheduler.predicting else []
-        found = read_back([*tensors, *said])
+        found = read_back([*tensors, *said], ("read back", layer, len(said)))
         if said:
             self.forecasts.take(found[len(tensors) :])
         return found[: len(tensors)]

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
 
 from tiermoe.engine.expert_sums import Sums, sums_of
 from tiermoe.engine.forward_context import ForwardContext
-from tiermoe.engine.rerouting import Route
+from tiermoe.engine.rerouting import Route, route
 from tiermoe.engine.units import GpuNeuronExperts, LayerKernels, NeuronExpert
 from tiermoe.errors import TiermoeError
 from tiermoe.formats.encoding import scratch
-from tiermoe.kernels.experts import ExpertKernel, FusedExperts, SlotViews, Views
+from tiermoe.kernels.experts import ExpertKernel, FusedExperts, Grouped, SlotViews, Views
 from tiermoe.kernels.router import Router as NativeRouter
 from tiermoe.kernels.router import router_of
 from tiermoe.model.routers import Router
@@ -81,7 +82,7 @@ class MoELayer:
         forecasts = self._context.forecasts
         forecasts.router_input(parts)
         if self._chooses is None:
-            return [router.route(each) for each in parts]
+            return route(router, parts)
         forecasts.at(parts[0], self._index)  # of all parts: forecasts come in the copy that choices are made by
         return self._chooses(router, parts)
 
@@ -192,7 +193,7 @@ class MoELayer:
         context = self._context
         chosen = [each for _, index, weights in parts for each in (index, weights)]
         helped = [hidden] if self._on_cpu is not None and context.phase == "decode" and len(hidden) == 1 else []
-        found = context.read_back([*chosen, *helped])
+        found = context.read_back(self._index, [*chosen, *helped])
         read = [(part[0], found[2 * at], found[2 * at + 1]) for at, part in enumerate(parts)]
         return read, found[len(chosen)] if helped else None
 
@@ -259,6 +260,9 @@ class MoELayer:
             return
         kernel, tokens, sums = self._kernels[group[0].bits], work.hidden.shape[0], work.sums
         views = [self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot) for ready in group]
+        if tokens == 1 and len(group) == work.index.shape[1] and isinstance(kernel, Grouped):
+            work.summed = kernel.sum_one(work.hidden, *work.ascending(experts, views))
+            return
         if tokens == 1:
             outputs = kernel.forward_one(work.hidden, views)
         else:
@@ -272,7 +276,8 @@ class MoELayer:
     def _total(self, work: _Work) -> torch.Tensor:
         for future, experts in work.on_cpu:
             work.sums.keep(experts, future.result().to(work.hidden.device, non_blocking=True))
-        return self._rescaled(work.sums.total(), work.index, work.weights, work.came)
+        total = work.sums.total() if work.summed is None else work.summed
+        return self._rescaled(total, work.index, work.weights, work.came)
 
     def _rescaled(
         self, total: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, came: set[int]
@@ -313,7 +318,8 @@ class MoELayer:
 class _Work:
     """Tokens that are computed by themselves, and what has come for them: hidden (T, H), on any device; index and
     weights (T, K), in main memory. `chosen`: the index, as lists. `on_host`: hidden in main memory, if it is there
-    (T = 1). `alone`: each of its tokens is computed by itself. `on_cpu`: outputs to come."""
+    (T = 1). `alone`: each of its tokens is computed by itself. `on_cpu`: outputs to come. `summed`: the sum of a token
+    all of whose experts came together, on a GPU."""
 
     def __init__(
         self,
@@ -328,6 +334,13 @@ class _Work:
         self.sums: Sums = sums_of(hidden, self.chosen, index, weights)
         self.came = set[int]()
         self.on_cpu: list[tuple[Future[torch.Tensor], list[int]]] = []
+        self.summed: torch.Tensor | None = None
+
+    def ascending(self, experts: list[int], views: list[Views]) -> tuple[list[Views], list[float]]:
+        """What the token's experts are computed with and their weights, in the order of its sum."""
+        gates = dict(zip(self.chosen[0], self.weights[0].tolist(), strict=True))
+        pairs = sorted(zip(experts, views, strict=True), key=itemgetter(0))
+        return [each for _, each in pairs], [gates[expert] for expert, _ in pairs]
 
     def alike(self, group: list[Ready], kernels: Mapping[int, ExpertKernel]) -> Iterator[list[Ready]]:
         """Those of a group that its tokens chose, in calls of one kernel. A call takes no more rows than there are

@@ -16,6 +16,7 @@ from tiermoe.engine.memory_plan import total
 from tiermoe.errors import ConfigError
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.store import Store
+from tiermoe.kernels.gpu import has_triton
 from tiermoe.kernels.linear import decoded_bytes, prepared_at_most, prepared_bytes
 from tiermoe.model.attention.linear import LinearSizes
 from tiermoe.model.cache import kv as kv_cache
@@ -45,6 +46,7 @@ _SCORED_COPIES = 2  # of the logits of tokens that are scored, in the model's dt
 _GROUPED_STATES = 5  # hidden states of a token of several chunks that live at once, besides its experts' outputs
 _CHOICE_BYTES = 96  # of one of a token's experts: index, weight and place, as tensors and in lists
 _LENT_SHARE = 0.25  # of the slots, whose memory further chunks of a prompt may take
+_GRAPHS_OF_A_LAYER = 1536 << 10  # bytes on a GPU: some 45 launches at 32 KiB, not measured yet
 _FIRST_USE = 46 * MIB  # library code and heap that the first forward pass brings in: 43 MiB measured
 
 
@@ -228,6 +230,8 @@ def decoder_needs(
     else:
         needs = kv_cache.needs([each.sizes.shape for each in layers], load)
         needs = needs + _attention_needs(blueprint, layers, load)
+        if device != "cpu" and has_triton():
+            needs = [*needs, Need("activations", len(layers) * _GRAPHS_OF_A_LAYER, Phase.RUNNING, "graphs")]
         columns = max(each.sizes.token_columns for each in layers)
     return needs + _layer_needs(blueprint, formats, settings, load, columns)
 
@@ -277,11 +281,14 @@ def longest_request(blueprint: Blueprint, settings: Settings, context: int, devi
 
 
 def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> list[Need]:
-    """Needs of dense weights that a decoder derives from others and keeps: taps of convolutions, and for the native
-    kernels latent attention's matrices and parts of routers and of streams' matrices in float32."""
+    """Needs of dense weights that a decoder derives from others and keeps: taps of convolutions, latent attention's
+    matrices (native kernels, GPUs), and for the native kernels parts of routers and of matrices of streams in
+    float32."""
     layers = layers_of(blueprint, settings, device) or []
     by_kernels = blueprint.dtype == torch.bfloat16 and native.computes_on(torch.device(device))
-    latents = sum(each.sizes.expanding_bytes for each in layers if by_kernels and each.by_kernel)
+    by_place = device != "cpu" and has_triton()
+    expanded = (each.sizes.expanding_bytes for each in layers if by_place or (by_kernels and each.by_kernel))
+    latents = sum(expanded) * blueprint.dtype.itemsize // 2
     in_float32 = [tuple(each.shape) for each in blueprint.outline.tensors.values() if each.dtype == torch.float32]
     routers = [tuple(each.moe.router.weight.shape) for each in layers if each.moe is not None]
     hidden = blueprint.config.hidden_size

@@ -13,6 +13,7 @@ import torch
 
 from tiermoe.engine.forward_context import INSTEAD, ForwardContext
 from tiermoe.errors import ConfigError
+from tiermoe.kernels import graphs
 from tiermoe.model.decoder import Decoder
 from tiermoe.model.routers import Router
 from tiermoe.offload.policies.routing import CachePrior, as_predicted, is_confident
@@ -21,6 +22,11 @@ Chosen = tuple[torch.Tensor, torch.Tensor]
 """Weights (T, K) and experts (T, K) of a part."""
 Route = Callable[[Router, Sequence[torch.Tensor]], list[Chosen]]
 """A layer's router and the parts of a step, hidden (T, H) each → what each runs."""
+
+
+def route(router: Router, parts: Sequence[torch.Tensor]) -> list[Chosen]:
+    """The weights and the experts, (T, K) each, that a router chooses for each part (T, H)."""
+    return [graphs.launch((id(router), "route"), router.route, each) for each in parts]
 
 
 class _Own(NamedTuple):
@@ -33,14 +39,15 @@ class _Own(NamedTuple):
 
 
 def _read_back(
-    context: ForwardContext, router: Router, parts: Sequence[torch.Tensor], routed: Sequence[Chosen]
+    context: ForwardContext, layer: int, router: Router, parts: Sequence[torch.Tensor], routed: Sequence[Chosen]
 ) -> list[_Own]:
     """`routed`, what a router chose for the parts, and its scores. A GPU computes them whether or not they are asked
     for: with the choices they are one copy, and the host waits once."""
     if parts[0].device.type == "cpu":
         return [_Own(*chosen, partial(router.scores, each)) for each, chosen in zip(parts, routed, strict=True)]
+    scored = [graphs.launch((id(router), "scores"), router.scores, each) for each in parts]
     found = context.read_back(
-        [tensor for each, own in zip(parts, routed, strict=True) for tensor in (*own, *router.scores(each))]
+        layer, [tensor for own, other in zip(routed, scored, strict=True) for tensor in (*own, *other)]
     )
     fours = (found[at : at + 4] for at in range(0, len(found), 4))
     return [_Own(weights, experts, partial(list, scored)) for weights, experts, *scored in fours]
@@ -56,10 +63,10 @@ class CachedRouting:
     def __call__(self, router: Router, parts: Sequence[torch.Tensor]) -> list[Chosen]:
         """The router's own where nothing is displaced, and for prompts; else its weights of the experts that run. In
         main memory where a choice could move."""
-        routed, prior = [router.route(each) for each in parts], self._context.scheduler.prior
+        routed, prior = route(router, parts), self._context.scheduler.prior
         if self._context.phase != "decode" or prior is None or self._index < prior.untouched:
             return routed
-        return [self._part(router, prior, own) for own in _read_back(self._context, router, parts, routed)]
+        return [self._part(router, prior, own) for own in _read_back(self._context, self._index, router, parts, routed)]
 
     def _part(self, router: Router, prior: CachePrior, part: _Own) -> Chosen:
         weights, index = part.weights, part.experts
@@ -107,11 +114,13 @@ class PredictedRouting:
     def __call__(self, router: Router, parts: Sequence[torch.Tensor]) -> list[Chosen]:
         """In decode, of the predicted experts those that the router scores highest, with its weights of them, in main
         memory; its own where nothing was predicted, and for prompts."""
-        routed, scheduler = [router.route(each) for each in parts], self._context.scheduler
+        routed, scheduler = route(router, parts), self._context.scheduler
         predicted = scheduler.predicted(self._index) if self._context.phase == "decode" else []
         if not predicted:
             return routed
-        return [self._part(router, predicted, own) for own in _read_back(self._context, router, parts, routed)]
+        return [
+            self._part(router, predicted, own) for own in _read_back(self._context, self._index, router, parts, routed)
+        ]
 
     def _part(self, router: Router, predicted: list[int], part: _Own) -> Chosen:
         scores, shares = part.scored()

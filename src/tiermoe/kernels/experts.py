@@ -137,6 +137,11 @@ class Grouped(ExpertKernel):
     ) -> Tensor:
         return self._grouped(x, counts, views, self._gate)
 
+    def sum_one(self, x: Tensor, views: Sequence[Views], weights: list[float]) -> Tensor:
+        """One token x (1, hidden) through each expert, and the sum of what they give by these weights, in their order
+        → (1, hidden): the values of `forward_one` and `combine`. One copy, and one graph where there are graphs."""
+        return self._grouped.sum_one(x, views, weights, self._gate)
+
 
 class UnfusedExperts(ExpertKernel):
     """First matrix, activation, second matrix, each in a call of its own."""

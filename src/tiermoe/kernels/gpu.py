@@ -3,9 +3,11 @@ of experts by few launches a matrix, and for the weighted sums of experts."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +20,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.expert_format import ExpertFormat, SlotMatrix
 from tiermoe.formats.neurons import Sealed
+from tiermoe.kernels import graphs
 from tiermoe.types import Part
 
 Views = Mapping[str, Mapping[str, Tensor]]
@@ -34,15 +37,19 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, late: bool) -> Tensor:
     return weight * F.rms_norm(x, weight.shape, None, epsilon)
 
 
-def read_back(tensors: Sequence[Tensor]) -> list[Tensor]:
+def read_back(tensors: Sequence[Tensor], key: Hashable = None) -> list[Tensor]:
     """The tensors in main memory: those of a GPU by one copy of all, the only time that the host waits. Integers below
-    2^24, and floats of at most 32 bits."""
+    2^24, and floats of at most 32 bits. key: of the graph that puts them together; None: of no graph."""
     there = [each for each in tensors if each.device.type != "cpu"]
     if not there:
         return list(tensors)
-    together = _through_pinned(torch.cat([each.reshape(-1).float() for each in there]))
+    together = _through_pinned(_together(*there) if key is None else graphs.launch(key, _together, *there))
     parts = iter(torch.split(together, [each.numel() for each in there]))
     return [each if each.device.type == "cpu" else next(parts).view(each.shape).to(each.dtype) for each in tensors]
+
+
+def _together(*tensors: Tensor) -> Tensor:
+    return torch.cat([each.reshape(-1).float() for each in tensors])
 
 
 class _Pinned(threading.local):
@@ -133,11 +140,36 @@ class GroupedExperts:
     ) -> Tensor:
         """`ExpertKernel.forward_ragged`. shared: x is one token, of every expert. `activation` is called once, on all
         rows, as transformers calls it where it multiplies several experts at a time."""
-        part, field = self._start
-        tiles = self._kernels.tiles_of([each[part][field].data_ptr() for each in views], counts, x.device)
+        tiles = self._kernels.tiles_of(self._slots(views), counts, x.device)
         features = activation(self._kernels.grouped_linear(x, tiles, self._first, shared=shared))
         result: Tensor = self._kernels.grouped_linear(features, tiles, self._second, shared=False)
         return result
+
+    def sum_one(
+        self, x: Tensor, views: Sequence[Views], weights: list[float], activation: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """`experts.Grouped.sum_one`."""
+        bits = struct.unpack(f"{len(weights)}q", struct.pack(f"{len(weights)}d", *weights))
+        key = id(self), len(views)
+        choices = graphs.on_device(key, torch.tensor((self._slots(views), bits), dtype=torch.int64), x.device)
+        return graphs.launch(key, functools.partial(self._summed, activation), x, choices)
+
+    def _summed(self, activation: Callable[[Tensor], Tensor], x: Tensor, choices: Tensor) -> Tensor:
+        """choices (2, K) int64: the experts' slots, and the bits of their weights in float64. Launches do not depend on
+        what is in it."""
+        count, kernels = choices.shape[1], self._kernels
+        rows = torch.arange(count, device=x.device)
+        tiles = {1: torch.stack((choices[0], rows, torch.ones_like(rows)), 1)}
+        features = activation(kernels.grouped_linear(x, tiles, self._first, shared=True))
+        outputs = kernels.grouped_linear(features, tiles, self._second, shared=False)
+        addresses = rows * outputs.stride(0) * outputs.element_size() + outputs.data_ptr()
+        result: Tensor = kernels.weighted_sums(torch.stack((addresses, choices[1]))[:, None], outputs)
+        return result
+
+    def _slots(self, views: Sequence[Views]) -> list[int]:
+        """The slots' addresses."""
+        part, field = self._start
+        return [each[part][field].data_ptr() for each in views]
 
 
 def grouped_experts(form: ExpertFormat) -> GroupedExperts | None:

@@ -225,6 +225,12 @@ def launch(key: Hashable, function: Callable[..., Tensors], *inputs: Tensor) -> 
     return function(*inputs) if graphs is None else graphs.run(key, function, *inputs)
 
 
+def on_device(key: Hashable, x: Tensor, device: torch.device) -> Tensor:
+    """A copy of x, of the CPU, on the device: by `Graphs.fixed` of the graphs in use, else a new one."""
+    graphs = _current.graphs
+    return x.to(device, non_blocking=True) if graphs is None else graphs.fixed(key, x)[0]
+
+
 def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 

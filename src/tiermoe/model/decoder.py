@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tiermoe.batch import Batch
+from tiermoe.kernels.gpu import has_triton
+from tiermoe.kernels.graphs import Graphs, using
 from tiermoe.model.cache.kv import KVCache, LayerShape
 from tiermoe.model.families import decoder_family
 from tiermoe.model.layer import DecoderLayer, Layer
@@ -27,6 +29,8 @@ from tiermoe.model.step import Step
 from tiermoe.model.streams import StreamLayer, in_streams, streams_of
 from tiermoe.model.weights import Scope, ShapesOnly, Weights, text_part
 from tiermoe.native import computes_on
+
+_CACHES = 4  # to which graphs attend: those of more are dropped, so that a program's many caches leave none behind
 
 
 class NotFiniteError(Exception):
@@ -108,6 +112,8 @@ class Decoder:
         self._logits_divisor = logits_divisor
         self._kv_bits = kv_bits
         self._softcap = softcap
+        self._caches = set[int]()  # addresses of those that graphs know
+        self._graphs = Graphs(self._device) if self._device.type != "cpu" and has_triton() else None
         self.mtp = mtp
 
     @property
@@ -140,12 +146,12 @@ class Decoder:
     def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
         """Puts wrap(part), which is called as the part is, in the place of everything that computes with dense weights:
         attention, dense blocks, shared experts, the output layer. Returns the function that undoes it."""
-        layers, head = list(self.layers), self._head
-        self._head = wrap(head)
+        layers, head, graphs = list(self.layers), self._head, self._graphs
+        self._head, self._graphs = wrap(head), None  # no graph is launched in the place of what is called
         self.layers = [layer.watched(wrap) for layer in layers]
 
         def undo() -> None:
-            self.layers, self._head = layers, head
+            self.layers, self._head, self._graphs = layers, head, graphs
 
         return undo
 
@@ -174,14 +180,13 @@ class Decoder:
     def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:
         """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
         (sequences, vocabulary) of each sequence's last token, or of every token (T, vocabulary)."""
+        if self._graphs is not None and len(batch.tokens) == 1:
+            return self._step_of_one(batch, cache, self._graphs, every)
         passing = self.begin(batch, cache)
         if len(passing.parts) > 1:
             self.advance(passing, len(self.layers))
         else:
-            (x,), (step,) = passing.xs, passing.steps
-            for index, layer in enumerate(self.layers):
-                x = layer(x, index, step)
-            passing.xs = [x]
+            self._run(passing)
         return self.finish(passing, every)
 
     def begin(self, batch: Batch, cache: KVCache) -> Passing:
@@ -190,8 +195,7 @@ class Decoder:
         parts = [batch] if one else batch.parts(self.batch_invariant)
         for slab, end in batch.ends.items():
             cache.begin_write(slab, end)
-        steps = [Step(part, cache, *self._rotaries) for part in parts]
-        return Passing(batch, cache, parts, steps, [self._embedded(step) for step in steps])
+        return self._passing(batch, cache, parts)
 
     def advance(self, passing: Passing, end: int) -> None:
         """Runs the layers before layer `end` that have not run."""
@@ -217,6 +221,31 @@ class Decoder:
             if every or part.rows[-1].end == ends[part.rows[-1].slab]
         ]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _step_of_one(self, batch: Batch, cache: KVCache, graphs: Graphs, every: bool) -> Tensor:
+        """A step of one token on a GPU, by graphs, which know where the cache lies."""
+        lies_at = max(each.data_ptr() for each in cache.keys)
+        if lies_at not in self._caches:
+            if len(self._caches) == _CACHES:
+                graphs.clear()
+                self._caches.clear()
+            self._caches.add(lies_at)
+        cache.begin_write(batch.rows[0].slab, batch.rows[0].end)
+        passing = self._passing(batch, cache, [batch], graphs)
+        with using(graphs):
+            self._run(passing)
+        return self.finish(passing, every)
+
+    def _passing(self, batch: Batch, cache: KVCache, parts: list[Batch], graphs: Graphs | None = None) -> Passing:
+        steps = [Step(part, cache, *self._rotaries, graphs=graphs) for part in parts]
+        return Passing(batch, cache, parts, steps, [self._embedded(step) for step in steps])
+
+    def _run(self, passing: Passing) -> None:
+        """Runs a passing of one part through all layers."""
+        (x,), (step,) = passing.xs, passing.steps
+        for index, layer in enumerate(self.layers):
+            x = layer(x, index, step)
+        passing.xs = [x]
 
     def _embedded(self, step: Step) -> Tensor:
         x = self._embedding(step.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -70,6 +71,12 @@ class Layer:
 
     def attended(self, x: Tensor, index: int, step: Step) -> tuple[Tensor, Tensor]:
         """The second norm of x with attention's output added, and that sum itself, (T, H) each."""
+        if step.graphs is not None and step.place is not None and self.attention.by_place and self.indexer is None:
+            attend = functools.partial(self._attended, index=index, step=step)
+            return step.graphs.run((id(self), step.cache.keys[index].data_ptr()), attend, x)
+        return self._attended(x, index, step)
+
+    def _attended(self, x: Tensor, index: int, step: Step) -> tuple[Tensor, Tensor]:
         if self.indexer is not None:
             self.indexer(_normed(self.norm_before, x), index, step)
         if self.fused_attention is not None and step.native:

@@ -5,6 +5,7 @@ engine computes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tiermoe.errors import ModelError
 from tiermoe.formats.outline import Outline
+from tiermoe.kernels import graphs
 from tiermoe.kernels.gates import Activation, Gate, gate_named, gelu_tanh, relu_squared
 from tiermoe.model.model_config import ModelConfig
 from tiermoe.model.parts import Linear, Norm
@@ -156,10 +158,14 @@ class DenseBlock:
         return replace(self, first=tuple(map(wrap, self.first)), down=wrap(self.down))
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
-        return add_to(residual, self(x), multiplier)
+        added = functools.partial(self._added, multiplier=multiplier)
+        return graphs.launch((id(self), "dense"), added, x, residual)
 
     def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
-        return [self.add(x, residual, multiplier) for x, residual in parts]
+        return [self._added(x, residual, multiplier) for x, residual in parts]
+
+    def _added(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
+        return add_to(residual, self(x), multiplier)
 
 
 @dataclass(slots=True)
@@ -218,7 +224,12 @@ class MoeBlock:
             result = self.experts.block(self.router, x, residual)
             if result is not None:
                 return result
-        return add_to(residual, self(x), multiplier)
+        elif self.fused and (result := self.experts.block(self.router, x, None)) is not None:
+            return add_to(residual, self._whole(x, result), multiplier)
+        ((weights, index),) = self._routed([x], None)
+        routed = self.experts(*self._given(x, index, weights))
+        end = functools.partial(self._ended, multiplier=multiplier)
+        return graphs.launch((id(self), "end"), end, x, routed, residual)
 
     def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
         results = self.forward_ragged([x for x, _ in parts])
@@ -237,6 +248,10 @@ class MoeBlock:
         if self.weighs_input:
             return x * weights.to(x.device, non_blocking=True), index, torch.ones_like(weights)
         return x if self.latent is None else self.latent[0](x), index, weights
+
+    def _ended(self, x: Tensor, routed: Tensor, residual: Tensor, multiplier: float) -> Tensor:
+        """residual + multiplier * what the block gives of x."""
+        return add_to(residual, self._whole(x, routed), multiplier)
 
     def _whole(self, x: Tensor, routed: Tensor) -> Tensor:
         """What the block gives of x, whose routed experts gave `routed`."""

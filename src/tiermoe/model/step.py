@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tiermoe.batch import Batch, Row
 from tiermoe.kernels.attention import Step as NativeStep
+from tiermoe.kernels.graphs import Graphs
 from tiermoe.model.cache.kv import KVCache
 from tiermoe.model.cache.recurrent import StateRows
 from tiermoe.model.rotary import Rotary
@@ -32,10 +33,20 @@ class Step:
     model's dtype; cos, sin: the first ones. temperatures: of each rotary embedding the factors of queries, float32 (T),
     or None. states: of each row the places of its recurrent states; None in a cache without them, or for a layer
     without (with_states). chosen: positions that an indexer chose (`choose`). native: of each rotary embedding the step
-    for the attention kernel; empty if no kernel runs, or groups of heads attend to positions of their own."""
+    for the attention kernel; empty if no kernel runs, or groups of heads attend to positions of their own. place: the
+    position and the slab of a step's only token, int64 (2), where a GPU's kernels find them (`gpu.attend_row`); None if
+    there are more tokens, or the kernels do not take the cache. graphs: the tensors lie at addresses that stay from
+    step to step, as these graphs need; None: anywhere."""
 
-    def __init__(self, batch: Batch, cache: KVCache, *rotaries: Rotary, with_states: bool = True) -> None:
-        self.cache = cache
+    def __init__(
+        self,
+        batch: Batch,
+        cache: KVCache,
+        *rotaries: Rotary,
+        with_states: bool = True,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self.cache, self.graphs = cache, graphs
         self.spans: list[Span] = []
         for row in batch.rows:
             begin = self.spans[-1].end if self.spans else 0
@@ -48,14 +59,24 @@ class Step:
                 for at, row in enumerate(span.row.one_by_one(), span.begin)
             ]
         listed = torch.tensor([batch.tokens, batch.positions, batch.slabs])
-        self.tokens, self.positions, self.slabs = listed.to(cache.device, non_blocking=True)  # one copy for a GPU
+        listed = listed.to(cache.device, non_blocking=True)  # one copy for a GPU
+        if graphs is not None:
+            (listed,) = graphs.fixed("step", listed)
+        self.tokens, self.positions, self.slabs = listed
+        self.place = listed[1:, 0] if cache.by_place and len(batch.tokens) == 1 else None
         self.longest = max(row.end for row in batch.rows)
         self.rotaries = rotaries
-        self.angles = [rotary.at(self.positions, self.longest) for rotary in rotaries]
+        self.angles: list[tuple[Tensor, Tensor]] = []
+        self.temperatures: list[Tensor | None] = []
+        for at, rotary in enumerate(rotaries):
+            cos, sin = rotary.at(self.positions, self.longest)
+            factors = None if rotary.temperature is None else rotary.temperature(self.positions)
+            if graphs is not None:
+                cos, sin = graphs.fixed(("angles", at), cos, sin)
+                factors = None if factors is None else graphs.fixed(("factors", at), factors)[0]
+            self.angles.append((cos, sin))
+            self.temperatures.append(factors)
         self.cos, self.sin = self.angles[0]
-        self.temperatures = [
-            None if rotary.temperature is None else rotary.temperature(self.positions) for rotary in rotaries
-        ]
         self.chosen: Tensor | None = None
         self.native: list[NativeStep] = []
         if cache.by_kernels:

@@ -49,6 +49,11 @@ class Attention(ABC):
         the step's cache."""
 
     @property
+    def by_place(self) -> bool:
+        """Whether it finds a step's only token by `Step.place`, so that its launches are those of every position."""
+        return False
+
+    @property
     def batch_invariant(self) -> bool:
         """Whether a token's values do not depend on other sequences, nor on tokens that are verified with it, if no
         `fused` computes them."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from tiermoe.batch import Row
 from tiermoe.errors import ModelError
 from tiermoe.kernels import attention as native
+from tiermoe.kernels import gpu
 from tiermoe.kernels.attention import (
     Attended,
     FusedAttention,
@@ -220,7 +221,16 @@ class GroupedAttention(Attention):
         value = value if self.value_norm is None else self.value_norm(value)
         key = self._heads(keys, sizes.kv_heads, self.key_norm, step)
         query = tempered(query, step.temperatures[sizes.rotary])
-        parts = list[Tensor]()
+        if step.place is not None and self.by_place:
+            attended = self._by_place(query[0], key[0], value[0], layer, step.cache, step.place)[None]
+        else:
+            attended = self._by_rows(query, key, value, layer, step)
+        attended = attended.flatten(1) if self.value_scale == 1 else attended.flatten(1) * self.value_scale
+        return self.output(attended if gates is None else attended * torch.sigmoid(gates))
+
+    def _by_rows(self, query: Tensor, key: Tensor, value: Tensor, layer: int, step: Step) -> Tensor:
+        """Each row's tokens over its sequence, (T, heads, value columns)."""
+        sizes, parts = self.sizes, list[Tensor]()
         for span in step.spans if self._by_kernel(layer, step.cache) else step.apart:
             tokens = slice(span.begin, span.end)
             step.cache.write(layer, span.row, key[tokens], value[tokens])
@@ -233,9 +243,21 @@ class GroupedAttention(Attention):
             if step.chosen is not None and whole < span.end:
                 some = slice(whole, span.end)
                 parts.append(self._sparsely(query[some], layer, row.slab, step.cache, step.chosen[some]))
-        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-        attended = attended.flatten(1) if self.value_scale == 1 else attended.flatten(1) * self.value_scale
-        return self.output(attended if gates is None else attended * torch.sigmoid(gates))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _by_place(self, query: Tensor, key: Tensor, value: Tensor, layer: int, cache: KVCache, place: Tensor) -> Tensor:
+        """One token's query (heads, columns), key and value (kv heads, columns) → (heads, value columns)."""
+        keys, values, kernels = cache.keys[layer], cache.values[layer], gpu.triton("triton_attention")
+        kernels.write_row((keys, values), (key, value), place)
+        sizes = self.sizes
+        attended: Tensor = kernels.attend_row(
+            query, keys, values, place, self.scale, sizes.window, sizes.chunked, self.sinks
+        )
+        return attended
+
+    @property
+    def by_place(self) -> bool:
+        return self.sizes.indexer is None
 
     @property
     def batch_invariant(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tiermoe.formats.plain import Plain
 from tiermoe.kernels import attention as native
+from tiermoe.kernels import gpu
 from tiermoe.kernels.attention import Attended, FusedAttention, PackedMatrix, fused_attention, takes_latents
 from tiermoe.model.attention.base import (
     SINK_SCORE_BYTES,
@@ -147,8 +148,9 @@ def has_indexer(config: Any, index: int) -> bool:
 class LatentAttention(Attention):
     """Attention whose cache keeps a latent and a rotary key side by side, as keys.
 
-    The native call attends to latents as they are: it expands a token's queries, and what the token attended to.
-    Without it keys and values of all heads are expanded while the layer runs."""
+    The native call attends to latents as they are: it expands a token's queries, and what the token attended to; so
+    does a GPU for a token that it computes by its place. Else keys and values of all heads are expanded while the layer
+    runs."""
 
     sizes: LatentSizes
     query: Linear  # hidden, or the narrow query → heads * (plain + rotary columns)
@@ -164,6 +166,9 @@ class LatentAttention(Attention):
     """hidden → heads (Ling 3.0), or their value columns (Hunyuan 4), by whose sigmoid what they attended to is
     multiplied."""
     sinks: Tensor | None = None  # float32 (heads)
+    expanding: list[Tensor] = field(default_factory=list)
+    """What a GPU expands by, from the first token on: of keys (heads, plain, latent), of values (heads, latent,
+    value)."""
 
     def __call__(self, x: Tensor, layer: int, step: Step) -> Tensor:
         sizes = self.sizes
@@ -176,14 +181,10 @@ class LatentAttention(Attention):
         query = torch.cat((plain, self.apply_rope(rotary_query, step.cos, step.sin)), dim=-1)
         query = tempered(query, step.temperatures[0])
         kept, new = step.cache.keys[layer], torch.cat((latent, rotary_key), dim=-1)
-        parts = list[Tensor]()
-        for span in step.apart:
-            tokens = slice(span.begin, span.end)
-            write_rows(kept, span.row, new[tokens])
-            rows = read_rows(kept, span.row, None)[0]
-            chosen = None if step.chosen is None else step.chosen[tokens]
-            parts.append(self._attended(query[tokens], rows, chosen))
-        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if step.place is not None and self.by_place:
+            attended = self._by_place(query[0], new[0], kept, step.place)[None]
+        else:
+            attended = self._by_rows(query, new, kept, step)
         if self.gate is not None:
             attended = attended * torch.sigmoid(self.gate(x).float()).to(x.dtype).view(len(x), sizes.heads, -1)
         return self.output(attended.flatten(1))
@@ -198,7 +199,7 @@ class LatentAttention(Attention):
     ) -> FusedAttention | None:
         if self.expand.packed.bias is not None:
             return None
-        key_up, value_up = self._expanding()
+        key_up, value_up = map(_plain, self._expanding(torch.bfloat16))
         return fused_attention(
             native.LatentAttention(
                 query=self.query.packed,
@@ -224,14 +225,43 @@ class LatentAttention(Attention):
             )
         )
 
-    def _expanding(self) -> tuple[PackedMatrix, PackedMatrix]:
-        """The two matrices that make keys and values of latents, at 16 bits: of keys each head's transpose (heads *
-        latent, plain), of values (heads * value, latent)."""
+    def _expanding(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The two matrices that make keys and values of latents: of keys each head's transpose (heads * latent, plain),
+        of values (heads * value, latent)."""
         packed, heads, latent = self.expand.packed, self.sizes.heads, self.sizes.latent_columns
-        both = packed.encoding.decode(packed.fields, packed.out, packed.in_, torch.bfloat16).view(heads, -1, latent)
+        both = packed.encoding.decode(packed.fields, packed.out, packed.in_, dtype).view(heads, -1, latent)
         keys = both[:, : self.sizes.plain_columns].transpose(1, 2).reshape(heads * latent, -1).contiguous()
         values = both[:, self.sizes.plain_columns :].reshape(-1, latent).contiguous()
-        return _plain(keys), _plain(values)
+        return keys, values
+
+    @property
+    def by_place(self) -> bool:
+        return self.sizes.indexer is None and self.expand.packed.bias is None
+
+    def _by_place(self, query: Tensor, new: Tensor, kept: Tensor, place: Tensor) -> Tensor:
+        """One token's query (heads, columns) and latent with its rotary key (1, columns) → (heads, value columns)."""
+        plain, kernels = self.sizes.plain_columns, gpu.triton("triton_attention")
+        kernels.write_row((kept,), (new,), place)
+        if not self.expanding:
+            keys, values = self._expanding(query.dtype)
+            latents = self.sizes.latent_columns
+            self.expanding.append(keys.view(self.sizes.heads, latents, -1).transpose(1, 2))
+            self.expanding.append(values.view(self.sizes.heads, -1, latents).transpose(1, 2))
+        keys, values = self.expanding
+        query = torch.cat((torch.bmm(query[:, None, :plain], keys)[:, 0], query[:, plain:]), -1)
+        attended = kernels.attend_row(query, kept, kept[..., : keys.shape[2]], place, self.scale, sinks=self.sinks)
+        return torch.bmm(attended[:, None], values)[:, 0]
+
+    def _by_rows(self, query: Tensor, new: Tensor, kept: Tensor, step: Step) -> Tensor:
+        """Each row's tokens over its sequence, (T, heads, value columns)."""
+        parts = list[Tensor]()
+        for span in step.apart:
+            tokens = slice(span.begin, span.end)
+            write_rows(kept, span.row, new[tokens])
+            rows = read_rows(kept, span.row, None)[0]
+            chosen = None if step.chosen is None else step.chosen[tokens]
+            parts.append(self._attended(query[tokens], rows, chosen))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attended(self, query: Tensor, kept: Tensor, chosen: Tensor | None) -> Tensor:
         """Attention of queries (T, heads, columns) over the sequence's latents (n, latent + rotary columns); the last T

@@ -15,6 +15,7 @@ from torch import Tensor
 from tiermoe.batch import Row
 from tiermoe.errors import ModelError, PromptError
 from tiermoe.kernels.attention import Slabs
+from tiermoe.kernels.gpu import has_triton
 from tiermoe.model.cache.memory import (
     CODED,
     CPU,
@@ -134,6 +135,8 @@ class KVCache:
     index_keys[layer] (slabs, 1, room, index columns): keys of indexers; an empty list if no layer has an indexer.
     recurrent: states of the layers that have no keys and values; None if there is no such layer.
     by_kernels: whether the attention kernels take it: in bfloat16, on a CPU. native: layer → its slabs for them.
+    by_place: whether kernels attend to it that find a token's position and slab on the device: on a GPU with Triton, at
+    16 bits.
     step: the most tokens of a sequence in one step. unread: slab → what an MTP head is to read yet."""
 
     def __init__(
@@ -161,6 +164,7 @@ class KVCache:
         self._free = list(reversed(range(slabs)))
         self.dtype, self.device = dtype, device
         self.by_kernels = dtype == torch.bfloat16 and computes_on(device)
+        self.by_place = device.type != "cpu" and bits == 16 and has_triton()
         states = {layer: shape.state for layer, shape in enumerate(shapes) if shape.state is not None}
         self.recurrent = RecurrentStates(states, slabs, dtype, device) if states else None
         indexed = any(shape.index_columns for shape in shapes)
