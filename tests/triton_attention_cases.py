@@ -27,11 +27,9 @@ PLACES = [
 
 
 @pytest.fixture(autouse=True)
-def empty_is_nan():
-    """`torch.empty` has NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+def scratch_is_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read of it before it is written makes the result NaN."""
+    monkeypatch.setattr(torch, "empty", lambda size, **how: torch.full(size, float("inf"), **how))
 
 
 def sequence(shape, first: int, last: int, dtype: torch.dtype, latents: bool = False):
@@ -72,7 +70,7 @@ def check(found, query, keys, values, scale: float, sinks=None) -> None:
     expected, most = (torch.einsum("hn,hnc->hc", weights, each) for each in (values, values.abs()))
     assert found.shape == expected.shape
     # probabilities and the result are rounded once each; a score's error in float32 is one of its exponential
-    slack = most * (2 * TOLERANCE[found.dtype] + 2**-20 * float(scores.abs().max()))
+    slack = 2**-126 + most * (2 * TOLERANCE[found.dtype] + 2**-20 * float(scores.abs().max()))
     assert bool(((found.double().cpu() - expected).abs() <= slack).all())
 
 
@@ -86,12 +84,13 @@ def test_shapes(shape, dtype):
     check(found, query, keys, values, columns**-0.5)
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # of a sink far above all scores
 @pytest.mark.parametrize("sinks", [False, True], ids=("no sinks", "sinks"))
 @pytest.mark.parametrize(("last", "window", "room", "chunked"), PLACES, ids=str)
 def test_positions(last, window, room, chunked, sinks):
     shape, first = (2, 3, 16, 16), first_of(last, window, chunked)
     query, keys, values = sequence(shape, first, last, torch.float32)
-    own = torch.linspace(-2, 9, 6) if sinks else None
+    own = torch.tensor([-9, -1, 0, 2, 9, 300.0]) if sinks else None
     found = attend_row(
         query.to(DEVICE), kept(keys, first, room), kept(values, first, room), place_of(last), 0.25, window, chunked,
         None if own is None else own.to(DEVICE),

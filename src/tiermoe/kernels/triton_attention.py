@@ -139,9 +139,6 @@ def combine_kernel(
         own = tl.load(maxima + head * splits + split, mask=split < count, other=float("-inf"))
         highest = tl.maximum(highest, own)
     maximum = tl.max(highest)
-    if sinks is not None:
-        sink = tl.load(sinks + head)
-        maximum = tl.maximum(maximum, sink)
     total = tl.zeros((SPLITS,), dtype=tl.float32)
     sums = tl.zeros((SPLITS, WIDTH), dtype=tl.float32)
     for at in range(0, count, SPLITS):
@@ -154,7 +151,7 @@ def combine_kernel(
         sums += shrunk[:, None] * tl.load(of_splits, mask=mask, other=0)
     divisor = tl.sum(total)
     if sinks is not None:
-        divisor += tl.exp(sink - maximum)
+        divisor += tl.exp(tl.load(sinks + head) - maximum)  # infinite where all weights are below 2^-126: they become 0
     attended = tl.sum(sums, axis=0) / divisor
     tl.store(y + head * VALUE_COLUMNS + column, attended.to(y.dtype.element_ty), mask=column < VALUE_COLUMNS)
 
@@ -216,9 +213,9 @@ def attend_row(
     group, of_window = heads // kv_heads, room if window is None else min(window, room)
     splits = triton.cdiv(of_window - 1, SPLIT) + 1  # that so many positions can touch
     of_split, of_combine = constants_of(group, columns, value_columns, keys.itemsize, window, chunked)
-    weighed = torch.empty((heads, splits, value_columns), dtype=torch.float32, device=query.device)
-    maxima = torch.empty((heads, splits), dtype=torch.float32, device=query.device)
-    totals = torch.empty_like(maxima)
+    scratch: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
+    weighed = torch.empty((heads, splits, value_columns), **scratch)
+    maxima, totals = torch.empty((heads, splits), **scratch), torch.empty((heads, splits), **scratch)
     y = query.new_empty((heads, value_columns))
     with torch.cuda.device(query.get_device()):  # Triton launches on the current device, which may be another
         split_kernel[(triton.cdiv(group, _HEADS), kv_heads, splits)](
