@@ -15,7 +15,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.kernels.linear import linear_for
 
 HERE = Path(__file__).parent
-CASES = [str(HERE / name) for name in ("triton_cases.py", "triton_grouped_cases.py", "triton_neuron_cases.py")]
+CASES = [str(HERE / f"triton_{of}cases.py") for of in ("", "grouped_", "neuron_", "attention_")]
 DEVICES = ("interpreter", "gpu") if torch.cuda.is_available() else ("interpreter",)
 CODINGS = ("INT8", "INT6", "INT4", "INT2", "TCQ2", "NL4", "NL3", "NL2")
 needs_triton = pytest.mark.skipif(
@@ -65,9 +65,9 @@ def test_long_cases(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("capability", "codings", "kernels"),
     [
-        ("90", ("INT4", "NL3"), 15 + 7),
-        *(pytest.param(each, CODINGS, 57 + 7, marks=pytest.mark.long) for each in ("75", "89", "90")),
-        pytest.param("80", CODINGS, 114 + 13, marks=pytest.mark.long),
+        ("90", ("INT4", "NL3"), 15 + 12),
+        *(pytest.param(each, CODINGS, 57 + 12, marks=pytest.mark.long) for each in ("75", "89", "90")),
+        pytest.param("80", CODINGS, 114 + 23, marks=pytest.mark.long),
     ],
     ids=str,
 )

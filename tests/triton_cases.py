@@ -6,28 +6,15 @@ variable must be set before Triton is imported, hence the processes.
 
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from tiermoe.formats.encoding import Encoding
 from tiermoe.formats.quantizers import QUANTIZERS
 from tiermoe.formats.registry import encoding_named
 from tiermoe.kernels.linear import linear_for
 from tiermoe.kernels.triton_kernels import launches, linear
-from triton_device import DEVICE, DTYPES, KINDS, TOLERANCE, bfloat16_dot, tokens, widened
+from triton_device import DEVICE, DTYPES, KINDS, TOLERANCE, bfloat16_dot, dot_row_by_row, tokens
 
-__all__ = ["bfloat16_dot"]  # for every case
-
-
-@pytest.fixture
-def dot_row_by_row(bfloat16_dot: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's dot is numpy's matrix product, whose rows differ in their last bits with their place in the
-    block on some processors. This one multiplies and adds element by element: what is left is the kernel's doing."""
-
-    def create_dot(self, a, b, d, *_):
-        products = widened(a).data[:, :, None].astype("float32") * widened(b).data[None].astype("float32")
-        return interpreter.TensorHandle(products.sum(1) + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+__all__ = ["bfloat16_dot", "dot_row_by_row"]
 
 
 def packed(kind: str, shape: tuple[int, int], dtype: torch.dtype, seed: int = 0):

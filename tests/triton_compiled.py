@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from neuron_sources import CODES
 from tiermoe.formats.neurons import records_for
-from tiermoe.kernels import triton_kernels, triton_neurons
+from tiermoe.kernels import triton_attention, triton_kernels, triton_neurons
 
 SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # what a program may use
 CAPABILITIES = {75: ("fp16",), 80: ("bf16", "fp32"), 89: ("bf16",), 90: ("bf16",)}  # Turing, Ampere, Ada, Hopper
@@ -38,15 +38,16 @@ def compiled_with(kernel, capability: int, dtype: str, what: str, sizes: dict, t
     names, types = kernel.arg_names, {"tiles": "*i64", "choices": "*i64", **types}
     signature = {name: "constexpr" if name in sizes else types.get(name, f"*{dtype}") for name in names}
     constants = {(names.index(name),): size for name, size in sizes.items() if name in names}
-    multiples = [i for i, name in enumerate(names) if signature[name][0] in "*i" and name not in ("M", "tiles", "T")]
-    aligned = {(i,): [["tt.divisibility", 16]] for i in multiples}
+    multiples = [i for i, name in enumerate(names) if signature[name][0] in "*i" and name != "tiles"]
+    specialized = [i for i in multiples if not kernel.params[i].do_not_specialize]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in specialized}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     result = compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert result.asm["cubin"]
     assert not re.search(r"\b(atom|red)\.", result.asm["ptx"])
     assert "tf32" not in result.asm["ptx"]
     assert result.metadata.shared <= SHARED_BYTES[capability], result.metadata.shared
-    print("compiled", kernel.__name__, capability, dtype, what, sizes.get("TOKENS", 1))
+    print("compiled", kernel.__name__, capability, dtype, what, sizes.get("TOKENS", sizes.get("HEADS", 1)))
     return result
 
 
@@ -62,6 +63,29 @@ def compiled_for_neurons(capability: int, dtype: str) -> None:
             codes_are_vectors(result.asm["ptx"])
     if dtype == CAPABILITIES[capability][0]:  # it moves bytes
         compiled_with(triton_neurons.scatter_kernel, capability, dtype, "records", {"WORDS": 256}, pointers, {})
+
+
+def compiled_for_attention(capability: int, dtype: str) -> None:
+    """The kernels of a token's attention, of grouped heads and of latents."""
+    pointers = {"place": "*i64", "scale": "fp32", **dict.fromkeys(("weighed", "maxima", "totals", "sinks"), "*fp32")}
+    strides = [f"{each}_{of}" for each in ("key", "value") for of in ("slab", "head", "row")]
+    types = {**pointers, **dict.fromkeys(("room", "splits", *strides), "i32")}
+    for group, columns, value_columns in ((8, 128, 128), (16, 576, 512)):
+        rows = {"KEY_ROW": columns, "VALUE_ROW": columns, "KEYS_ALIGNED": 16, "VALUES_ALIGNED": 16}
+        itemsize = getattr(torch, TORCH[dtype]).itemsize
+        split, combine = triton_attention.constants_of(group, columns, value_columns, itemsize, 4096, False)
+        kernels = (triton_attention.split_kernel, split | rows), (triton_attention.combine_kernel, combine)
+        for kernel, sizes in kernels:
+            options = {
+                name: sizes.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in sizes
+            }
+            ptx = compiled_with(kernel, capability, dtype, f"columns-{columns}", sizes, types, options).asm["ptx"]
+            if "HEADS" in sizes and capability >= 80 and dtype != "fp32":
+                assert "mma.sync" in ptx
+                copied = re.findall(r"cp\.async\.c[ag]\.shared\.global .*?, (0x\w+|\d+),", ptx)
+                assert set(copied) == {"0x10"}, copied
+    sizes = {"KEY_COLUMNS": 576, "VALUE_COLUMNS": 512, "WIDTH": 1024}
+    compiled_with(triton_attention.write_row_kernel, capability, dtype, "row", sizes, types, {})
 
 
 def codes_are_vectors(ptx: str) -> None:
@@ -84,6 +108,7 @@ def codes_come_in_16_bytes(ptx: str, coding: str) -> None:
 capability = int(sys.argv[1])
 for dtype in CAPABILITIES[capability]:
     compiled_for_neurons(capability, dtype)
+    compiled_for_attention(capability, dtype)
     numbers = dict.fromkeys("TH", "i32")
     sizes, options = {"K": 8, "WIDTH": 1024, "ALIGNED": 16}, {"num_warps": 4, "enable_fp_fusion": False}
     added = compiled_with(triton_kernels.weighted_sum_kernel, capability, dtype, "sums", sizes, numbers, options)

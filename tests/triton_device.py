@@ -37,6 +37,18 @@ def bfloat16_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
+@pytest.fixture
+def dot_row_by_row(bfloat16_dot: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's dot is numpy's matrix product, whose rows differ in their last bits with their place in the
+    block on some processors. This one multiplies and adds element by element: what is left is the kernel's doing."""
+
+    def create_dot(self, a, b, d, *_):
+        products = widened(a).data[:, :, None].astype("float32") * widened(b).data[None].astype("float32")
+        return interpreter.TensorHandle(products.sum(1) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
 def widened(handle):
     """A tensor of the interpreter's, in float32 where it is in bfloat16."""
     if handle.dtype != interpreter.tl.bfloat16:
