@@ -10,7 +10,9 @@ by expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, cast
 
@@ -67,7 +69,10 @@ class MoELayer:
             self.native = _native.MoeBlock(b"".join(each.absent() for each in fused), experts)
             self._run, self._compute = self.native.run, self.native.compute
             self._out = torch.empty((1, fused[0].hidden), dtype=torch.bfloat16)
-        # expert → the slot that the native block has its addresses of, and the bits of the copy there
+        # of experts that are computed in one precision on a GPU: several in one launch
+        (only,) = self._kernels.values() if len(self._kernels) == 1 else (None,)
+        self._grouped = only if isinstance(only, Grouped) else None
+        # expert → the slot whose addresses the native block has, or that a GPU has computed with, and its copy's bits
         self.placed: dict[int, tuple[int, int]] = {}
         self._router: tuple[NativeRouter | int | None, bytes] = None, b""  # or experts of a token; as C takes it
 
@@ -129,7 +134,13 @@ class MoELayer:
         _, index, weights = routed_parts[0]
         if self._expect is not None:
             self._expect(self._index, hidden)
-        if self.native is not None and len(parts) == 1 and hidden.shape[0] <= FEW_TOKENS:
+        if (
+            self._grouped is not None
+            and len(hidden) == 1
+            and (total := self._sum_hits(hidden, index, weights)) is not None
+        ):
+            totals = [total]
+        elif self.native is not None and len(parts) == 1 and hidden.shape[0] <= FEW_TOKENS:
             totals = [self._few(self.native, hidden.contiguous(), index, weights)]
         else:
             # of a GPU's sequences that decode, rows of one call: a product of its own for each
@@ -227,9 +238,7 @@ class MoELayer:
         routed = self._routed(index.tolist(), weights)
         came = {expert for row in routed.experts for expert in row}
         scheduler = context.scheduler
-        asked = context.observer is not None or context.needs_weights or context.proceed or context.unsure is not None
-        at_once = not asked and scheduler.computes_hits_at_once and not scheduler.loader.uncommitted
-        if at_once and came <= self.placed.keys():
+        if self._hits_at_once(came):
             self._compute(list(came))
             scheduler.all_hit(self._index, len(came), () if scheduler.settles else routed.experts)
         else:
@@ -237,6 +246,26 @@ class MoELayer:
         out = torch.empty_like(hidden)
         native.total(0, out.data_ptr())
         return self._rescaled(out, index, weights, came)
+
+    def _hits_at_once(self, experts: AbstractSet[int]) -> bool:
+        """Whether these experts are resident, and computed without asking anybody."""
+        context, scheduler = self._context, self._context.scheduler
+        asked = context.observer is not None or context.needs_weights or context.proceed or context.unsure is not None
+        at_once = not asked and scheduler.computes_hits_at_once and not scheduler.loader.uncommitted
+        return at_once and experts <= self.placed.keys()
+
+    def _sum_hits(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """The sum of one token's experts on a GPU; None if some of them must come, or somebody asks."""
+        assert self._grouped is not None
+        gates = dict(zip(index[0].tolist(), weights[0].tolist(), strict=True))
+        if len(gates) < index.shape[1] or not self._hits_at_once(gates.keys()):
+            return None
+        scheduler, chosen = self._context.scheduler, sorted(gates)
+        places = [(expert, *self.placed[expert]) for expert in chosen]
+        views = [self._views_of(ExpertKey(self._index, expert, bits), slot) for expert, slot, bits in places]
+        total = self._grouped.sum_one(hidden, views, [gates[expert] for expert in chosen])
+        scheduler.all_hit(self._index, len(chosen), () if scheduler.settles else index.tolist())
+        return total
 
     def _compute_few(self, groups: Iterator[list[Ready]]) -> set[int]:
         """Computes experts of the native call that has begun as they come; returns which came."""
@@ -258,11 +287,14 @@ class MoELayer:
         if group[0].slot == CPU_FALLBACK:
             work.on_cpu += self._sent(group, work)
             return
-        kernel, tokens, sums = self._kernels[group[0].bits], work.hidden.shape[0], work.sums
+        kernel, tokens = self._kernels[group[0].bits], work.hidden.shape[0]
         views = [self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot) for ready in group]
+        if self._grouped is not None:
+            self.placed.update((ready.expert, (ready.slot, ready.bits)) for ready in group)
         if tokens == 1 and len(group) == work.index.shape[1] and isinstance(kernel, Grouped):
             work.summed = kernel.sum_one(work.hidden, *work.ascending(experts, views))
             return
+        sums = work.sums
         if tokens == 1:
             outputs = kernel.forward_one(work.hidden, views)
         else:
@@ -331,10 +363,14 @@ class _Work:
     ) -> None:
         self.hidden, self.index, self.weights, self.on_host, self.alone = hidden, index, weights, on_host, alone
         self.chosen: list[list[int]] = index.tolist()
-        self.sums: Sums = sums_of(hidden, self.chosen, index, weights)
         self.came = set[int]()
         self.on_cpu: list[tuple[Future[torch.Tensor], list[int]]] = []
         self.summed: torch.Tensor | None = None
+
+    @cached_property
+    def sums(self) -> Sums:
+        """What comes, unless it is `summed`."""
+        return sums_of(self.hidden, self.chosen, self.index, self.weights)
 
     def ascending(self, experts: list[int], views: list[Views]) -> tuple[list[Views], list[float]]:
         """What the token's experts are computed with and their weights, in the order of its sum."""
@@ -348,7 +384,10 @@ class _Work:
         kernels: by precision."""
         tokens = self.hidden.shape[0]
         most = tokens * self.index.shape[1] if tokens <= FEW_TOKENS else tokens
-        asked = self.sums.counts([ready.expert for ready in group])
+        if tokens == 1:
+            asked = [int(ready.expert in self.chosen[0]) for ready in group]
+        else:
+            asked = self.sums.counts([ready.expert for ready in group])
         for kernel in dict.fromkeys(kernels[ready.bits] for ready in group):
             call, rows = list[Ready](), 0
             for ready, count in zip(group, asked, strict=True):
@@ -368,8 +407,8 @@ def forget(layers: Sequence[MoELayer]) -> Callable[[ExpertKey], None]:
 
     def left(key: ExpertKey) -> None:
         layer = layers[key.layer]
+        layer.placed.pop(key.expert, None)
         if layer.native is not None:
-            layer.placed.pop(key.expert, None)
             layer.native.remove(key.expert)  # even of one that was not placed: an interruption may come between
 
     return left
