@@ -46,7 +46,7 @@ def same(found: object, expected: object) -> bool:
     """Whether tensors have the same bits and lie in the same tuples and lists."""
     (mine, form), (theirs, expected_form) = tree_flatten(plain(found)), tree_flatten(expected)
     return form == expected_form and all(
-        one is other is None or (one.dtype == other.dtype and (one.equal(other) or bool(one.isnan().all())))
+        one is other is None or (one.dtype == other.dtype and one.nan_to_num(nan=7e7).equal(other.nan_to_num(nan=7e7)))
         for one, other in zip(mine, theirs, strict=True)
     )
 
