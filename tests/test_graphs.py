@@ -127,6 +127,10 @@ def test_a_key_copies_its_own_results_before_it_overwrites_them(graphs: Graphs) 
         assert same(y, X[0] * 2**at)
         assert same(before, X[0][:, :1] * 2 ** (at - 1))
     assert len(graphs._graphs["again"]) == 1
+    old = on_device(X[0])
+    for at in range(1, 5):
+        old, change = launch("change", lambda x, old: (x, x - old), on_device(X[at]), old)
+        assert same((old, change), (X[at], X[at] - X[at - 1]))
     given = on_device(X[0].long())
     result = [launch("mixed", lambda x: (x + 0.5, x[:, :1]), given)[0] for _ in range(2)][1]
     for _ in range(2):
