@@ -104,6 +104,7 @@ class FakeGraph:
     def capture_begin(self, pool: list[FakeGraph], capture_error_mode: str = "global") -> None:
         assert _thread.side is not None, "CUDA graphs must be captured on a non-default stream"
         assert capture_error_mode == "thread_local", "another thread's copy would end the capture"
+        assert not any(each.refused for each in pool), "torch still records to the pool of a capture that failed"
         self._pool = pool
         _thread.graph = self
 
@@ -112,9 +113,9 @@ class FakeGraph:
         _thread.graph = None
         for storage, content in self._before.values():
             storage.copy_(content)
+        self._pool.append(self)
         if self.refused:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-        self._pool.append(self)
         self._forget()
 
     def record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

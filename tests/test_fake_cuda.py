@@ -95,17 +95,19 @@ def test_waits_are_counted(fake_cuda: FakeCuda, operator: Callable[..., object],
 def test_a_graph_runs_at_its_replay(fake_cuda: FakeCuda) -> None:
     """And not before: what it makes holds nothing until then, and nothing else is written. Pinned memory is read then,
     too."""
-    kept, pinned = on_device(ONE), torch.empty(3, pin_memory=True).copy_(TWO)
+    kept, pinned, number = on_device(ONE), torch.empty(3, pin_memory=True).copy_(TWO), torch.tensor(2)
     with capture() as graph:
         rows = kept.repeat(2, 1)
         kept[1:] += 1
         rows[:, 0] = 7
         chosen = kept[on_device(PLACES)]
-        back = torch.ones(3, device=DEVICE).copy_(pinned, non_blocking=True) + torch.arange(3, device=DEVICE)
+        back = torch.ones(3, device=DEVICE).copy_(pinned, non_blocking=True)
+        back += torch.arange(3, device=DEVICE).add_(number)
         late = torch.empty(3, pin_memory=True).copy_(kept, non_blocking=True)
     assert torch.equal(values_of(kept), ONE)
     assert all(values_of(each).isnan().all() for each in (rows, chosen, back))
     pinned.copy_(ONE)
+    number.zero_()
     for more in (1, 2):
         graph.replay()
         torch.cuda.current_stream(DEVICE).record_event().synchronize()
@@ -114,7 +116,7 @@ def test_a_graph_runs_at_its_replay(fake_cuda: FakeCuda) -> None:
         assert torch.equal(values_of(rows)[1, 1:], now[1:] - 1)
         assert values_of(rows)[:, 0].tolist() == [7, 7]
         assert torch.equal(values_of(chosen), now[PLACES])
-        assert torch.equal(values_of(back), ONE + torch.arange(3))
+        assert torch.equal(values_of(back), ONE + torch.arange(3) + 2)
         assert torch.equal(late, now)
 
 

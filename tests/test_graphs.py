@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from fake_cuda import DEVICE, KERNELS, FakeCuda, on_device, plain, values_of
+from fake_graph import capturing
 from gpu_models import needs_gpu
 from tiermoe.kernels import graphs as module
 from tiermoe.kernels.graphs import Graphs, launch, using
@@ -44,7 +46,7 @@ def same(found: object, expected: object) -> bool:
     """Whether tensors have the same bits and lie in the same tuples and lists."""
     (mine, form), (theirs, expected_form) = tree_flatten(plain(found)), tree_flatten(expected)
     return form == expected_form and all(
-        one is other is None or (one.dtype == other.dtype and (one.equal(other) or bool(one.isnan().all())))
+        one is other is None or (one.dtype == other.dtype and one.nan_to_num(nan=7e7).equal(other.nan_to_num(nan=7e7)))
         for one, other in zip(mine, theirs, strict=True)
     )
 
@@ -64,15 +66,25 @@ def test_the_third_call_launches_one_graph(graphs: Graphs, fake_cuda: FakeCuda) 
     for at in range(2, 6):
         assert launched(fake_cuda, lambda: launch("layer", compute, given[at])) == ["copy_", "graph"]  # noqa: B023
         assert same(launch("layer", compute, given[at]), expected(X[at]))
+    assert same(given, X)
 
 
 def test_without_graphs_functions_are_called(fake_cuda: FakeCuda) -> None:
-    graphs, called = Graphs(DEVICE), list[int]()
-    x = on_device(X[0])
-    for _ in range(3):
-        with using(graphs), using(None):
-            assert launch("key", lambda x: called.append(1) or x, x) is x
-    assert len(called) == 3
+    """Outside of `using`, and in another thread."""
+    graphs, x = Graphs(DEVICE), on_device(X[0])
+    calls: list[Tensor] = []
+
+    def compute(x: Tensor) -> Tensor:
+        calls.append(x)
+        return x
+
+    for _ in range(4):
+        launch("key", compute, x)
+        with using(graphs), ThreadPoolExecutor(1) as pool:
+            pool.submit(launch, "key", compute, x).result()
+            with using(None):
+                launch("key", compute, x)
+    assert len(calls) == 12
 
 
 def test_a_graph_reads_the_results_of_another_in_place(graphs: Graphs, fake_cuda: FakeCuda) -> None:
@@ -95,20 +107,43 @@ def chain_on_cpu(x: Tensor) -> Tensor:
     return (x + 1 - (x + 1) * -x).abs()
 
 
-def test_another_address_is_another_graph(graphs: Graphs) -> None:
-    """Also for a key's own results, which it overwrites and hence copies first."""
-    fixed = [graphs.fixed(at, on_device(X[at]))[0] for at in range(2)]
-    double = [2 * x for x in X]
-    for at in (0, 1, 0, 1, 0):
-        assert same(launch("double", lambda x: 2 * x, fixed[at]), double[at])
-    assert same(launch("double", lambda x: 2 * x, on_device(X[2])), double[2])
-    assert len(graphs._graphs["double"]) == 3
+def test_other_inputs_are_another_graph(graphs: Graphs, fake_cuda: FakeCuda) -> None:
+    """Other addresses of fixed tensors, shapes, types, and strides."""
+    square = graphs.fixed("square", torch.randn(3, 3))[0]
+    given = [*graphs.fixed(0, X[0]), *graphs.fixed(1, X[1]), on_device(X[2]), on_device(X[3].repeat(2, 1))]
+    given += [on_device(X[4].long()), square, square.T, square[:1]]
+    for x in given * 3:
+        assert same(launch("double", lambda x: 2 * x, x), 2 * values_of(x))
+    for x in given:
+        asked = launched(fake_cuda, lambda: launch("double", lambda x: 2 * x, x))  # noqa: B023
+        assert asked[-1] == "graph"
+    assert len(graphs._graphs["double"]) == len(given)
+
+
+def test_a_key_copies_its_own_results_before_it_overwrites_them(graphs: Graphs) -> None:
     y = on_device(X[0])
     for at in range(1, 5):
         y, before = launch("again", lambda y: (y + y, y[:, :1]), y)
         assert same(y, X[0] * 2**at)
         assert same(before, X[0][:, :1] * 2 ** (at - 1))
     assert len(graphs._graphs["again"]) == 1
+    old = on_device(X[0])
+    for at in range(1, 5):
+        old, change = launch("change", lambda x, old: (x, x - old), on_device(X[at]), old)
+        assert same((old, change), (X[at], X[at] - X[at - 1]))
+    given = on_device(X[0].long())
+    result = [launch("mixed", lambda x: (x + 0.5, x[:, :1]), given)[0] for _ in range(2)][1]
+    for _ in range(2):
+        twice = launch("mixed", lambda x: (x + 0.5, x[:, :1]), result)
+    assert same(twice, (X[0] + 1, X[0][:, :1] + 0.5))
+
+
+def test_two_keys_that_take_each_others_results_are_few_graphs(graphs: Graphs) -> None:
+    y = on_device(X[0])
+    for at in range(1, 9):
+        y = launch("two", lambda y: y - 1, launch("one", lambda y: 2 * y, y))
+        assert same(y, (X[0] - 1) * 2**at + 1)
+    assert [len(graphs._graphs[key]) for key in ("one", "two")] == [2, 1]
 
 
 def test_a_result_holds_until_the_keys_next_call(graphs: Graphs) -> None:
@@ -138,21 +173,41 @@ def test_what_cannot_be_a_graph_is_called(
     function: Callable[[Tensor, int], Any], cause: str, graphs: Graphs, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning says so, and other graphs go on."""
-    calls: list[Tensor] = []
+    calls: list[bool] = []  # whether each was for a capture
 
     def compute(x: Tensor) -> Any:
-        calls.append(x)
+        calls.append(capturing())
         return function(x, len(calls))
 
     for at in range(5):
         for key in ("one", "two"):
             before = len(calls)
             found = launch(key, compute, on_device(X[at]))
-            assert any(same(found, function(X[at], call + 1)) for call in range(before, len(calls)))
+            made = [call for call in range(before, len(calls)) if not calls[call]]
+            assert any(same(found, function(X[at], call + 1)) for call in made)
         assert same(launch("good", layer(on_device(WEIGHT)), on_device(X[at])), layer(WEIGHT)(X[at]))
     (warning,) = caplog.messages
     assert warning.startswith("no CUDA graph for one: ")
     assert cause in warning
+
+
+def test_a_key_that_is_refused_loses_its_graphs(graphs: Graphs) -> None:
+    calls: list[int] = []
+
+    def compute(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x * (1 if len(x) == 1 else len(calls))
+
+    for rows in (1, 1, 1, 2, 2, 1):
+        before = len(calls)
+        launch("key", compute, on_device(X[0].repeat(rows, 1)))
+    assert len(calls) == before + 1
+
+
+def test_a_result_takes_no_more_memory_than_it_needs(graphs: Graphs) -> None:
+    for _ in range(3):
+        found = launch("key", lambda x: (x.repeat(100, 1) + 1)[-1:], on_device(X[0]))
+    assert found.untyped_storage().nbytes() == X[0].nbytes
 
 
 def test_a_number_of_the_host_stays_what_it_was(graphs: Graphs) -> None:
@@ -175,6 +230,7 @@ def test_a_cache_is_written_at_an_index_of_the_device(graphs: Graphs) -> None:
         found = launch("write", write, on_device(X[at]), *index)
         rows[position], rows[position + 1] = X[at], -X[at]
         assert same([cache, *found], [rows, rows[:2], rows.sum(0)])
+        assert found[0].data_ptr() == cache.data_ptr()
 
 
 def test_what_stands_for_tritons_kernels_is_captured(graphs: Graphs) -> None:
@@ -197,7 +253,7 @@ def test_what_stands_for_tritons_kernels_is_captured(graphs: Graphs) -> None:
         assert same(target, record)
 
 
-def test_fixed_tensors_keep_their_addresses(graphs: Graphs) -> None:
+def test_fixed_tensors_keep_their_addresses(graphs: Graphs, fake_cuda: FakeCuda) -> None:
     one, two = graphs.fixed("key", X[0], torch.tensor([1]))
     for at in range(3):
         again = graphs.fixed("key", X[at], torch.tensor([at]))
@@ -207,6 +263,7 @@ def test_fixed_tensors_keep_their_addresses(graphs: Graphs) -> None:
     wide, _ = graphs.fixed("key", X[0].repeat(2, 1), torch.tensor([1]))
     assert wide.shape == (2, 3)
     assert same(one, X[2])
+    assert not fake_cuda.waits
 
 
 def test_cleared_graphs_are_captured_again(graphs: Graphs, fake_cuda: FakeCuda) -> None:

@@ -45,10 +45,14 @@ class _Graph:
             if in_place:
                 if x.data_ptr() != own.data_ptr() or x.stride() != own.stride():
                     return False
-            elif kept.get(_storage(x), self._key) != self._key:
-                return False
-            else:
+                continue
+            key = kept.get(_storage(x))
+            if key is None:
                 copies.append((own, x))
+            elif key == self._key:  # a result that may lie in an input, which is overwritten here
+                copies.append((own, x.clone()))
+            else:
+                return False
         for own, x in copies:
             own.copy_(x)
         self._replay()
