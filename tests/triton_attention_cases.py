@@ -4,7 +4,13 @@ it does triton_cases.py."""
 import pytest
 import torch
 
+from tiermoe.batch import Batch, decode, prompt
 from tiermoe.kernels.triton_attention import SPLIT, attend_row, write_row
+from tiermoe.model.decoder import decoder_for
+from tiermoe.model.hf.configs import Configs
+from tiermoe.model.moe import NoExperts
+from tiermoe.model.weights import ModuleWeights
+from tiny import auto_class, config_of, make_random
 from triton_device import DEVICE, DTYPES, TOLERANCE, bfloat16_dot, dot_row_by_row
 
 __all__ = ["bfloat16_dot", "dot_row_by_row"]
@@ -135,6 +141,34 @@ def test_a_row_is_written_to_its_place(position, dtype):
             each[2, :, position % 7] = row
         write_row(slabs, new, place_of(position, 2))
         assert all(torch.equal(*pair) for pair in zip(slabs, expected, strict=True))
+
+
+class Doubling(NoExperts):
+    """Experts that double a token."""
+
+    def __call__(self, hidden, index, weights):
+        return 2 * hidden
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4_text", "deepseek_v2"])
+def test_decoders_tokens_by_place(family, monkeypatch):
+    """Are those of torch's operators: heads that share keys, windows and sinks, chunks, latents."""
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    config = config_of(family)
+    model = auto_class(family).from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
+    make_random(model)
+    decoder = decoder_for(Configs(config, config, False).plain(), ModuleWeights(model.to(DEVICE)), torch.float32)
+    decoder.attach([Doubling() for layer in decoder.layers if layer.moe is not None])
+    found = []
+    for by_place in (True, False):
+        cache = decoder.new_cache(2, 48, 16)
+        cache.by_place = by_place
+        slab = [cache.open() for _ in range(2)][1]
+        for first in (0, 16):
+            decoder.step(Batch((prompt(slab, list(range(3 + first, 19 + first)), first),)), cache)
+        found.append(torch.cat([decoder.step(Batch((decode(slab, 32 + at, 7 + at),)), cache) for at in range(4)]))
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-5)
 
 
 if DEVICE == "cuda":
