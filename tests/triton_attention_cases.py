@@ -150,12 +150,15 @@ class Doubling(NoExperts):
         return 2 * hidden
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4_text", "deepseek_v2"])
-def test_decoders_tokens_by_place(family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("qwen3_moe", {}), ("gpt_oss", {"sliding_window": 12}), ("llama4_text", {}), ("deepseek_v2", {})],
+)
+def test_decoders_tokens_by_place(family, sizes, monkeypatch):
     """Are those of torch's operators: heads that share keys, windows and sinks, chunks, latents."""
     monkeypatch.undo()
     torch.manual_seed(0)
-    config = config_of(family)
+    config = config_of(family, **sizes)
     model = auto_class(family).from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
     make_random(model)
     decoder = decoder_for(Configs(config, config, False).plain(), ModuleWeights(model.to(DEVICE)), torch.float32)
