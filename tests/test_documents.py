@@ -40,7 +40,7 @@ def _texts(node: ast.AST) -> Iterator[str]:
             parts = (part.value if isinstance(part, ast.Constant) else _VALUE for part in child.values)
             yield "".join(map(str, parts))
         elif isinstance(child, ast.Constant) and isinstance(child.value, str):
-            yield re.sub(r"\{[^}]*\}", _VALUE, child.value)  # of a text that is formatted later
+            yield re.sub(r"\{[^}]*\}|%s", _VALUE, child.value)  # of a text that is formatted later
 
 
 def quoted() -> list[str]:

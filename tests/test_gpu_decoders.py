@@ -131,6 +131,39 @@ def test_a_decoder_on_a_gpu_has_the_bits_of_torchs_operators(model_type: str, fa
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
+def test_graphs_of_few_caches_are_kept(fake_cuda: FakeCuda) -> None:
+    """Of as many as a program makes; each attends to its own."""
+    decoder, kept, found = decoders("qwen3_moe", torch.float32)[1], [], []
+    for _ in range(7):
+        kept.append(decoder.new_cache(1, 16, 8))
+        slab = kept[-1].open()
+        decoder.step(Batch((prompt(slab, [3, 4, 5]),)), kept[-1])
+        found += [values_of(decoder.step(Batch((decode(slab, 3 + at, 9),)), kept[-1])) for at in range(3)]
+    assert all(torch.equal(*pair) for pair in zip(found[3:], found, strict=False))
+    assert decoder._graphs is not None
+    assert 3 * len(decoder.layers) < len(decoder._graphs._graphs) < 6 * len(decoder.layers)
+
+
+def test_parts_that_are_watched_are_called(fake_cuda: FakeCuda) -> None:
+    decoder = decoders("qwen3_moe", torch.float32)[1]
+    cache = decoder.new_cache(1, 16, 8)
+    slab, graphs = cache.open(), []
+
+    def run(first: int) -> None:
+        fake_cuda.clear()
+        decoder.step(Batch((decode(slab, first, 9),)), cache)
+        graphs.append(sum(each.operator == "graph" for each in fake_cuda.events))
+
+    for at in range(3):
+        run(at)
+    undo = decoder.watch(lambda part: part)
+    for at in range(3, 6):
+        run(at)
+    undo()
+    run(6)
+    assert graphs[2] == graphs[6] > sum(graphs[3:6]) == 0
+
+
 @pytest.mark.parametrize(("model_type", "sizes"), [("qwen3_moe", NATIVE), ("deepseek_v2", LATENT)])
 def test_no_native_kernel_is_given_a_gpus_tensor(
     model_type: str, sizes: dict[str, int], fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch

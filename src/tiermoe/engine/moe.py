@@ -134,11 +134,7 @@ class MoELayer:
         _, index, weights = routed_parts[0]
         if self._expect is not None:
             self._expect(self._index, hidden)
-        if (
-            self._grouped is not None
-            and len(hidden) == 1
-            and (total := self._sum_hits(hidden, index, weights)) is not None
-        ):
+        if (total := self._sum_hits(hidden, index, weights)) is not None:
             totals = [total]
         elif self.native is not None and len(parts) == 1 and hidden.shape[0] <= FEW_TOKENS:
             totals = [self._few(self.native, hidden.contiguous(), index, weights)]
@@ -256,7 +252,8 @@ class MoELayer:
 
     def _sum_hits(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         """The sum of one token's experts on a GPU; None if some of them must come, or somebody asks."""
-        assert self._grouped is not None
+        if self._grouped is None or len(hidden) > 1 or not self._context.scheduler.computes_hits_at_once:
+            return None
         gates = dict(zip(index[0].tolist(), weights[0].tolist(), strict=True))
         if len(gates) < index.shape[1] or not self._hits_at_once(gates.keys()):
             return None
