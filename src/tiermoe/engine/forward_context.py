@@ -170,7 +170,7 @@ class ForwardContext:
         """One device-to-host copy of a layer's tensors and of the routers' forecasts that its prefetch asked for in
         earlier passes: the host synchronises once a layer."""
         said = self.forecasts.launch() if self.scheduler.predicting else []
-        found = read_back([*tensors, *said], ("read back", layer, len(said)))
+        found = read_back([*tensors, *said], ("read back", layer))
         if said:
             self.forecasts.take(found[len(tensors) :])
         return found[: len(tensors)]

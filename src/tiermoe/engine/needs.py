@@ -20,6 +20,7 @@ from tiermoe.kernels.gpu import has_triton
 from tiermoe.kernels.linear import decoded_bytes, prepared_at_most, prepared_bytes
 from tiermoe.model.attention.linear import LinearSizes
 from tiermoe.model.cache import kv as kv_cache
+from tiermoe.model.decoder import MOST_BY_GRAPHS
 from tiermoe.model.families import decoder_family
 from tiermoe.model.hf.blueprint import Blueprint
 from tiermoe.model.layer import DecoderLayer
@@ -231,7 +232,8 @@ def decoder_needs(
         needs = kv_cache.needs([each.sizes.shape for each in layers], load)
         needs = needs + _attention_needs(blueprint, layers, load)
         if device != "cpu" and has_triton():
-            needs = [*needs, Need("activations", len(layers) * _GRAPHS_OF_A_LAYER, Phase.RUNNING, "graphs")]
+            nbytes = len(layers) * _GRAPHS_OF_A_LAYER * min(load.sequences, MOST_BY_GRAPHS)
+            needs = [*needs, Need("activations", nbytes, Phase.RUNNING, "graphs")]
         columns = max(each.sizes.token_columns for each in layers)
     return needs + _layer_needs(blueprint, formats, settings, load, columns)
 

@@ -26,7 +26,7 @@ Route = Callable[[Router, Sequence[torch.Tensor]], list[Chosen]]
 
 def route(router: Router, parts: Sequence[torch.Tensor]) -> list[Chosen]:
     """The weights and the experts, (T, K) each, that a router chooses for each part (T, H)."""
-    return [graphs.launch((id(router), "route"), router.route, each) for each in parts]
+    return [graphs.launch((id(router), "route", at), router.route, each) for at, each in enumerate(parts)]
 
 
 class _Own(NamedTuple):
@@ -45,7 +45,7 @@ def _read_back(
     for: with the choices they are one copy, and the host waits once."""
     if parts[0].device.type == "cpu":
         return [_Own(*chosen, partial(router.scores, each)) for each, chosen in zip(parts, routed, strict=True)]
-    scored = [graphs.launch((id(router), "scores"), router.scores, each) for each in parts]
+    scored = [graphs.launch((id(router), "scores", at), router.scores, each) for at, each in enumerate(parts)]
     found = context.read_back(
         layer, [tensor for own, other in zip(routed, scored, strict=True) for tensor in (*own, *other)]
     )

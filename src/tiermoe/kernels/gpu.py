@@ -43,7 +43,9 @@ def read_back(tensors: Sequence[Tensor], key: Hashable = None) -> list[Tensor]:
     there = [each for each in tensors if each.device.type != "cpu"]
     if not there:
         return list(tensors)
-    together = _through_pinned(_together(*there) if key is None else graphs.launch(key, _together, *there))
+    together = _through_pinned(
+        _together(*there) if key is None else graphs.launch((key, len(there)), _together, *there)
+    )
     parts = iter(torch.split(together, [each.numel() for each in there]))
     return [each if each.device.type == "cpu" else next(parts).view(each.shape).to(each.dtype) for each in tensors]
 

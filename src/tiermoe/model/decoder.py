@@ -30,6 +30,8 @@ from tiermoe.model.streams import StreamLayer, in_streams, streams_of
 from tiermoe.model.weights import Scope, ShapesOnly, Weights, text_part
 from tiermoe.native import computes_on
 
+MOST_BY_GRAPHS = 8
+"""Sequences at the most that decode together by graphs, each by its own."""
 _CACHES = 4  # to which graphs attend: those of more are dropped, so that a program's many caches leave none behind
 
 
@@ -180,22 +182,31 @@ class Decoder:
     def step(self, batch: Batch, cache: KVCache, every: bool = False) -> Tensor:
         """Runs a batch: writes its tokens' keys, values and states into `cache` and returns the logits
         (sequences, vocabulary) of each sequence's last token, or of every token (T, vocabulary)."""
-        if self._graphs is not None and len(batch.tokens) == 1:
-            return self._step_of_one(batch, cache, self._graphs, every)
-        passing = self.begin(batch, cache)
-        if len(passing.parts) > 1:
-            self.advance(passing, len(self.layers))
-        else:
-            self._run(passing)
+        graphs = None
+        if self._graphs is not None and len(batch.tokens) == len(batch.rows) <= MOST_BY_GRAPHS:
+            graphs = self._graphs_for(cache, self._graphs)
+        passing = self._begin(batch, cache, graphs)
+        with using(graphs):
+            if len(passing.parts) > 1:
+                self.advance(passing, len(self.layers))
+            else:
+                (x,), (step,) = passing.xs, passing.steps
+                for index, layer in enumerate(self.layers):
+                    x = layer(x, index, step)
+                passing.xs = [x]
         return self.finish(passing, every)
 
     def begin(self, batch: Batch, cache: KVCache) -> Passing:
         """Begins a step: the layers and `finish` follow. Steps of other sequences may run between two `advance`."""
+        return self._begin(batch, cache, None)
+
+    def _begin(self, batch: Batch, cache: KVCache, graphs: Graphs | None) -> Passing:
         one = len(batch.rows) == 1 and not batch.verifies
         parts = [batch] if one else batch.parts(self.batch_invariant)
         for slab, end in batch.ends.items():
             cache.begin_write(slab, end)
-        return self._passing(batch, cache, parts)
+        steps = [Step(part, cache, *self._rotaries, graphs=graphs, number=at) for at, part in enumerate(parts)]
+        return Passing(batch, cache, parts, steps, [self._embedded(step) for step in steps])
 
     def advance(self, passing: Passing, end: int) -> None:
         """Runs the layers before layer `end` that have not run."""
@@ -222,30 +233,15 @@ class Decoder:
         ]
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _step_of_one(self, batch: Batch, cache: KVCache, graphs: Graphs, every: bool) -> Tensor:
-        """A step of one token on a GPU, by graphs, which know where the cache lies."""
+    def _graphs_for(self, cache: KVCache, graphs: Graphs) -> Graphs:
+        """The graphs for a step with this cache: they know where it lies."""
         lies_at = max(each.data_ptr() for each in cache.keys)
         if lies_at not in self._caches:
             if len(self._caches) == _CACHES:
                 graphs.clear()
                 self._caches.clear()
             self._caches.add(lies_at)
-        cache.begin_write(batch.rows[0].slab, batch.rows[0].end)
-        passing = self._passing(batch, cache, [batch], graphs)
-        with using(graphs):
-            self._run(passing)
-        return self.finish(passing, every)
-
-    def _passing(self, batch: Batch, cache: KVCache, parts: list[Batch], graphs: Graphs | None = None) -> Passing:
-        steps = [Step(part, cache, *self._rotaries, graphs=graphs) for part in parts]
-        return Passing(batch, cache, parts, steps, [self._embedded(step) for step in steps])
-
-    def _run(self, passing: Passing) -> None:
-        """Runs a passing of one part through all layers."""
-        (x,), (step,) = passing.xs, passing.steps
-        for index, layer in enumerate(self.layers):
-            x = layer(x, index, step)
-        passing.xs = [x]
+        return graphs
 
     def _embedded(self, step: Step) -> Tensor:
         x = self._embedding(step.tokens)

@@ -73,7 +73,7 @@ class Layer:
         """The second norm of x with attention's output added, and that sum itself, (T, H) each."""
         if step.graphs is not None and step.place is not None and self.attention.by_place and self.indexer is None:
             attend = functools.partial(self._attended, index=index, step=step)
-            return step.graphs.run((id(self), step.cache.keys[index].data_ptr()), attend, x)
+            return step.graphs.run((id(self), step.number, step.cache.keys[index].data_ptr()), attend, x)
         return self._attended(x, index, step)
 
     def _attended(self, x: Tensor, index: int, step: Step) -> tuple[Tensor, Tensor]:

@@ -159,10 +159,11 @@ class DenseBlock:
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         added = functools.partial(self._added, multiplier=multiplier)
-        return graphs.launch((id(self), "dense"), added, x, residual)
+        return graphs.launch((id(self), "dense", 0), added, x, residual)
 
     def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
-        return [self._added(x, residual, multiplier) for x, residual in parts]
+        added = functools.partial(self._added, multiplier=multiplier)
+        return [graphs.launch((id(self), "dense", at), added, *part) for at, part in enumerate(parts)]
 
     def _added(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         return add_to(residual, self(x), multiplier)
@@ -213,11 +214,7 @@ class MoeBlock:
 
     def forward_ragged(self, xs: Sequence[Tensor], tokens: Sequence[Tensor] | None = None) -> list[Tensor]:
         """A call with each x, bit for bit; each expert is read once for all of them."""
-        chosen = self._routed(xs, tokens)
-        routed = self.experts.forward_ragged(
-            [self._given(x, index, weights) for x, (weights, index) in zip(xs, chosen, strict=True)]
-        )
-        return [self._whole(x, result) for x, result in zip(xs, routed, strict=True)]
+        return [self._whole(x, result) for x, result in zip(xs, self._sums(xs, tokens), strict=True)]
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         if self.fused and self.shared is None and self.norm is None and multiplier == 1:
@@ -226,14 +223,22 @@ class MoeBlock:
                 return result
         elif self.fused and (result := self.experts.block(self.router, x, None)) is not None:
             return add_to(residual, self._whole(x, result), multiplier)
-        ((weights, index),) = self._routed([x], None)
-        routed = self.experts(*self._given(x, index, weights))
-        end = functools.partial(self._ended, multiplier=multiplier)
-        return graphs.launch((id(self), "end"), end, x, routed, residual)
+        (result,) = self.add_ragged([(x, residual)], multiplier)
+        return result
 
     def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
-        results = self.forward_ragged([x for x, _ in parts])
-        return [add_to(residual, result, multiplier) for (_, residual), result in zip(parts, results, strict=True)]
+        sums = self._sums([x for x, _ in parts], None)
+        end = functools.partial(self._ended, multiplier=multiplier)
+        return [
+            graphs.launch((id(self), "end", at), end, x, residual, result)
+            for at, ((x, residual), result) in enumerate(zip(parts, sums, strict=True))
+        ]
+
+    def _sums(self, xs: Sequence[Tensor], tokens: Sequence[Tensor] | None) -> list[Tensor]:
+        """What the routed experts give of each part."""
+        chosen = self._routed(xs, tokens)
+        given = [self._given(x, index, weights) for x, (weights, index) in zip(xs, chosen, strict=True)]
+        return self.experts.forward_ragged(given)
 
     def _routed(self, xs: Sequence[Tensor], tokens: Sequence[Tensor] | None) -> list[tuple[Tensor, Tensor]]:
         """Each part's weights and experts, (T, K) each."""
@@ -249,7 +254,7 @@ class MoeBlock:
             return x * weights.to(x.device, non_blocking=True), index, torch.ones_like(weights)
         return x if self.latent is None else self.latent[0](x), index, weights
 
-    def _ended(self, x: Tensor, routed: Tensor, residual: Tensor, multiplier: float) -> Tensor:
+    def _ended(self, x: Tensor, residual: Tensor, routed: Tensor, multiplier: float) -> Tensor:
         """residual + multiplier * what the block gives of x."""
         return add_to(residual, self._whole(x, routed), multiplier)
 

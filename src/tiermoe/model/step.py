@@ -36,7 +36,7 @@ class Step:
     for the attention kernel; empty if no kernel runs, or groups of heads attend to positions of their own. place: the
     position and the slab of a step's only token, int64 (2), where a GPU's kernels find them (`gpu.attend_row`); None if
     there are more tokens, or the kernels do not take the cache. graphs: the tensors lie at addresses that stay from
-    step to step, as these graphs need; None: anywhere."""
+    step to step, as these graphs need; None: anywhere. number: of the step among those of a pass, which lie apart."""
 
     def __init__(
         self,
@@ -45,8 +45,9 @@ class Step:
         *rotaries: Rotary,
         with_states: bool = True,
         graphs: Graphs | None = None,
+        number: int = 0,
     ) -> None:
-        self.cache, self.graphs = cache, graphs
+        self.cache, self.graphs, self.number = cache, graphs, number
         self.spans: list[Span] = []
         for row in batch.rows:
             begin = self.spans[-1].end if self.spans else 0
@@ -61,7 +62,7 @@ class Step:
         listed = torch.tensor([batch.tokens, batch.positions, batch.slabs])
         listed = listed.to(cache.device, non_blocking=True)  # one copy for a GPU
         if graphs is not None:
-            (listed,) = graphs.fixed("step", listed)
+            (listed,) = graphs.fixed(("step", number), listed)
         self.tokens, self.positions, self.slabs = listed
         self.place = listed[1:, 0] if cache.by_place and len(batch.tokens) == 1 else None
         self.longest = max(row.end for row in batch.rows)
@@ -72,8 +73,8 @@ class Step:
             cos, sin = rotary.at(self.positions, self.longest)
             factors = None if rotary.temperature is None else rotary.temperature(self.positions)
             if graphs is not None:
-                cos, sin = graphs.fixed(("angles", at), cos, sin)
-                factors = None if factors is None else graphs.fixed(("factors", at), factors)[0]
+                cos, sin = graphs.fixed(("angles", number, at), cos, sin)
+                factors = None if factors is None else graphs.fixed(("factors", number, at), factors)[0]
             self.angles.append((cos, sin))
             self.temperatures.append(factors)
         self.cos, self.sin = self.angles[0]
