@@ -173,7 +173,8 @@ class MoELayer:
 
     def watch(self, wrap: Callable[[Any], Any]) -> Callable[[], None]:
         """Puts wrap(kernel), which is called as the kernel is, in the place of each; returns what puts them back."""
-        kernels, native = self._kernels, self.native
+        kernels, native, grouped = self._kernels, self.native, self._grouped
+        self._grouped = None  # whose sums are no kernel's call
         self._kernels = {
             bits: kernel.watched(wrap) if isinstance(kernel, NeuronExpert | GpuNeuronExperts) else wrap(kernel)
             for bits, kernel in kernels.items()
@@ -182,7 +183,7 @@ class MoELayer:
             self._run, self._compute = wrap(native.run), wrap(native.compute)
 
         def undo() -> None:
-            self._kernels = kernels
+            self._kernels, self._grouped = kernels, grouped
             if native is not None:
                 self._run, self._compute = native.run, native.compute
 

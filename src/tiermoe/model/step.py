@@ -34,8 +34,8 @@ class Step:
     or None. states: of each row the places of its recurrent states; None in a cache without them, or for a layer
     without (with_states). chosen: positions that an indexer chose (`choose`). native: of each rotary embedding the step
     for the attention kernel; empty if no kernel runs, or groups of heads attend to positions of their own. place: the
-    position and the slab of a step's only token, int64 (2), where a GPU's kernels find them (`gpu.attend_row`); None if
-    there are more tokens, or the kernels do not take the cache. graphs: the tensors lie at addresses that stay from
+    position and the slab of a step's only token, int64 (2), where a GPU's kernels find them (`triton_attention`); None
+    if there are more tokens, or the kernels do not take the cache. graphs: the tensors lie at addresses that stay from
     step to step, as these graphs need; None: anywhere. number: of the step among those of a pass, which lie apart."""
 
     def __init__(
@@ -60,8 +60,9 @@ class Step:
                 for at, row in enumerate(span.row.one_by_one(), span.begin)
             ]
         listed = torch.tensor([batch.tokens, batch.positions, batch.slabs])
-        listed = listed.to(cache.device, non_blocking=True)  # one copy for a GPU
-        if graphs is not None:
+        if graphs is None:
+            listed = listed.to(cache.device, non_blocking=True)  # one copy for a GPU
+        else:
             (listed,) = graphs.fixed(("step", number), listed)
         self.tokens, self.positions, self.slabs = listed
         self.place = listed[1:, 0] if cache.by_place and len(batch.tokens) == 1 else None
