@@ -471,7 +471,7 @@ BREAKAGES = (
     ),
     Breakage(
         "a graph of attention serves every cache",
-        "Layer.attended",
+        "Layer._attended_by_graph",
         "step.cache.keys[index].data_ptr()",
         "0",
         ("tests/test_gpu_decoders.py",),
@@ -479,13 +479,13 @@ BREAKAGES = (
     Breakage(
         "a step's angles lie anywhere, whatever its graphs have captured",
         "Step.__init__",
-        'cos, sin = graphs.fixed(("angles", at), cos, sin)',
+        'cos, sin = graphs.fixed(("angles", number, at), cos, sin)',
         "pass",
         ("tests/test_gpu_decoders.py",),
     ),
     Breakage(
         "graphs are kept of every cache that there was",
-        "Decoder._step_of_one",
+        "Decoder._graphs_for",
         "len(self._caches) == _CACHES",
         "False",
         ("tests/test_gpu_decoders.py",),
@@ -1845,7 +1845,7 @@ BREAKAGES = (
     ),
     Breakage(
         "rows whose bits depend on others share a part",
-        "Decoder.begin",
+        "Decoder._begin",
         "batch.parts(self.batch_invariant)",
         "batch.parts(True)",
         ("tests/test_steps.py",),

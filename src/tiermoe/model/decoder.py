@@ -6,6 +6,7 @@ A step is `Decoder.step`; each `Layer` is attention and a feed-forward part with
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -186,7 +187,7 @@ class Decoder:
         if self._graphs is not None and len(batch.tokens) == len(batch.rows) <= MOST_BY_GRAPHS:
             graphs = self._graphs_for(cache, self._graphs)
         passing = self._begin(batch, cache, graphs)
-        with using(graphs):
+        with nullcontext() if graphs is None else using(graphs):
             if len(passing.parts) > 1:
                 self.advance(passing, len(self.layers))
             else:

@@ -63,20 +63,16 @@ class Layer:
     norm_attended: Norm | None = None  # of attention's output before it is added
 
     def __call__(self, x: Tensor, index: int, step: Step) -> Tensor:
-        return self.feed_forward.add(*self.attended(x, index, step), self.multiplier)
+        attend = self.attended if step.graphs is None else self._attended_by_graph
+        return self.feed_forward.add(*attend(x, index, step), self.multiplier)
 
     def forward_ragged(self, xs: Sequence[Tensor], index: int, steps: Sequence[Step]) -> list[Tensor]:
-        attended = [self.attended(x, index, step) for x, step in zip(xs, steps, strict=True)]
+        attend = self.attended if steps[0].graphs is None else self._attended_by_graph
+        attended = [attend(x, index, step) for x, step in zip(xs, steps, strict=True)]
         return self.feed_forward.add_ragged(attended, self.multiplier)
 
     def attended(self, x: Tensor, index: int, step: Step) -> tuple[Tensor, Tensor]:
         """The second norm of x with attention's output added, and that sum itself, (T, H) each."""
-        if step.graphs is not None and step.place is not None and self.attention.by_place and self.indexer is None:
-            attend = functools.partial(self._attended, index=index, step=step)
-            return step.graphs.run((id(self), step.number, step.cache.keys[index].data_ptr()), attend, x)
-        return self._attended(x, index, step)
-
-    def _attended(self, x: Tensor, index: int, step: Step) -> tuple[Tensor, Tensor]:
         if self.indexer is not None:
             self.indexer(_normed(self.norm_before, x), index, step)
         if self.fused_attention is not None and step.native:
@@ -87,6 +83,13 @@ class Layer:
         attended = attended if self.norm_attended is None else self.norm_attended(attended)
         x = x + (attended if self.multiplier == 1 else attended * self.multiplier)
         return _normed(self.norm_after, x), x
+
+    def _attended_by_graph(self, x: Tensor, index: int, step: Step) -> tuple[Tensor, Tensor]:
+        """`attended`, where its launches do not depend on the position."""
+        if step.graphs is None or step.place is None or not self.attention.by_place or self.indexer is not None:
+            return self.attended(x, index, step)
+        attend = functools.partial(self.attended, index=index, step=step)
+        return step.graphs.run((id(self), step.number, step.cache.keys[index].data_ptr()), attend, x)
 
     @property
     def sizes(self) -> AttentionSizes:
