@@ -81,7 +81,7 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whole is a small one here, as wide as a recorded routing of a few tokens needs, within MiB of a GPU."""
     sizes = {**SMALL[KIND], "hidden_size": 512, "num_experts_per_tok": 3, "moe_intermediate_size": 256}
     monkeypatch.setattr(gpu_models, "config_of", lambda kind, layers: config_of(kind, 3, **sizes))
-    monkeypatch.setattr(gpu_models, "MODELS", {KIND: Model(None, ("22MiB", "21MiB", "1MiB"))})
+    monkeypatch.setattr(gpu_models, "MODELS", {KIND: Model(None, ("23MiB", "22MiB", "1MiB"))})
     monkeypatch.setattr(gpu_models, "BEFORE", 1)
     monkeypatch.setattr(gpu_models, "MEASURED", 2)
 
@@ -98,15 +98,15 @@ def test_presets_run_within_bytes_of_a_pretended_gpu(
     rows = {row["what"]: row for row in presets_on(KIND, Run("cuda:0", False, tmp_path, trace))}
     slots = {what.split(", ", 2)[2]: row.get("slots") for what, row in rows.items()}
     assert slots.pop("load-on-demand") == 3
-    assert 3 < slots["21MiB of the GPU, lru"] < slots["22MiB of the GPU, lru"] < 24
-    assert slots["21MiB of the GPU, default with dense layers at 4 bits"] > slots["21MiB of the GPU, lru"]
+    assert 3 < slots["22MiB of the GPU, lru"] < slots["23MiB of the GPU, lru"] < 24
+    assert slots["22MiB of the GPU, default with dense layers at 4 bits"] > slots["22MiB of the GPU, lru"]
     for what, row in rows.items():
         assert row["routing"] == "recorded"
         if "1MiB" in what.split(", ")[2]:
             assert re.match("1 MiB on cuda:0 are too little: .* Use --gpu-memory", row["error"])
         else:
             assert row.keys() >= FIGURES
-            assert row["copied_mb_a_token"] > 0 or row["slots"] == row["of"]
+            assert row["copied_mb_a_token"] > 0 or row["slots"] >= row["of"] - 2  # all that a few tokens use
             assert row["read_mb_a_token"] == 0  # main memory has all
 
 
