@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import operator
 import sys
 from collections import Counter
@@ -416,7 +417,11 @@ def _grouped_linear(x: torch.Tensor, tiles: dict[int, torch.Tensor], matrix: Slo
         assert len(x) == (1 if shared else sum(count for _, _, count in entries))
         rows = [x if shared else x[first : first + count] for _, first, count in entries]
         weights = [_decoded_at(slot, matrix).to(x.dtype) for slot, _, _ in entries]
-        return torch.cat([F.linear(each, weight) for each, weight in zip(rows, weights, strict=True)])
+        products = [F.linear(each, weight) for each, weight in zip(rows, weights, strict=True)]
+        if matrix.bias is not None:
+            biases = [_read(slot + matrix.bias, (matrix.rows,), matrix.dtype) for slot, _, _ in entries]
+            products = [each + bias for each, bias in zip(products, biases, strict=True)]
+        return torch.cat(products)
 
     return CudaTensor(launch(lambda x, *tiles: products(x, torch.cat(tiles)), values_of(x), *plain([*tiles.values()])))
 
@@ -440,6 +445,12 @@ def _weighted_sums(choices: torch.Tensor, like: torch.Tensor) -> CudaTensor:
     return CudaTensor(launch(sums, values_of(choices)))
 
 
+def _read(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A copy of what lies at an address."""
+    content = bytearray(ctypes.string_at(address, math.prod(shape) * dtype.itemsize))
+    return torch.frombuffer(content, dtype=dtype).view(tuple(shape))
+
+
 def _decoded_at(address: int, matrix: SlotMatrix) -> torch.Tensor:
     """A matrix in the slot at an address, of copies of its fields."""
     rows, columns, encoding = matrix.rows, matrix.columns, _ENCODINGS[matrix.coding](matrix.group)
@@ -447,8 +458,7 @@ def _decoded_at(address: int, matrix: SlotMatrix) -> torch.Tensor:
 
     def field(name: str, offset: int) -> torch.Tensor:
         (found,) = (each for each in encoding.slot_fields(rows, columns, matrix.dtype) if each.name == name)
-        content = bytearray(ctypes.string_at(address + offset, found.nbytes))
-        return torch.frombuffer(content, dtype=found.dtype).view(found.shape)
+        return _read(address + offset, found.shape, found.dtype)
 
     codes = field(how.weights, matrix.codes)
     scales = field(how.scales, matrix.scales) if how.scales else codes

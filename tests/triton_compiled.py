@@ -26,8 +26,10 @@ def compiled(kernel, capability: int, dtype: str, coding: str, tokens: int = 1, 
     ((_, _, sizes),) = triton_kernels.launches(coding, GROUPS[coding], tokens, 1024, 2048)
     options = {"num_warps": sizes.pop("num_warps", 4), "enable_fp_fusion": sizes.pop("enable_fp_fusion")}
     table = coding[:2] in ("NL", "TC")
-    sizes |= {"TYPE": TYPES[dtype], "SHARED": shared, "TOKENS": tokens} | ({} if table else {"levels": None})
-    numbers = dict.fromkeys(("M", "N", "K", "first", "codes_at", "scales_at"), "i32")
+    sizes |= {"TYPE": TYPES[dtype], "BIASED": False, "SHARED": shared, "TOKENS": tokens} | (
+        {} if table else {"levels": None}
+    )
+    numbers = dict.fromkeys(("M", "N", "K", "first", "codes_at", "scales_at", "bias_at"), "i32")
     types = {"codes": "*i8" if coding == "INT8" else "*u8", "levels": "*fp32", **numbers}
     if coding.startswith("NL"):
         types["scales"] = "*u8"  # the blocks have both

@@ -208,14 +208,31 @@ def test_weighted_sums_round_as_torchs_separate_operations(dtype, columns):
         assert torch.equal(found[token], total)
 
 
+@pytest.mark.usefixtures("rounding_to_nearest")
+@pytest.mark.parametrize("biased", [("down",), ("up", "down")], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", [INT4, "int8"])
+def test_biases_are_added_as_torch_adds_them(kind, dtype, biased):
+    matrices = Part("up", (80, 64)), Part("down", (48, 64))
+    biases = [Part(f"{part.name}_bias", part.shape[:1]) for part in matrices if part.name in biased]
+    form = expert_format((kind, kind), dtype, *matrices, *biases)
+    views, activation = slots_with_experts(form, 3), spread(form)
+    grouped, separate = expert_kernel(form, activation, "cuda"), UnfusedExperts(form, activation, "cuda")
+    assert isinstance(grouped, Grouped)
+    for counts in ([1, 1, 1], [3, 1, 17]):
+        x = tokens(sum(counts), 64, dtype)
+        own = [separate(rows, each) for rows, each in zip(x.split(counts), views, strict=True)]
+        assert torch.equal(grouped.forward_ragged(x, counts, views), torch.cat(own))
+
+
 @pytest.mark.parametrize(
     "form",
     [
         gated(None, torch.bfloat16),
         gated(None, torch.bfloat16, last="int8"),
-        gated("int8", torch.bfloat16, Part("down_bias", (64,))),
+        gated("int8", torch.bfloat16, Part("scale", (64,))),
     ],
-    ids=["16 bits", "a matrix of 16 bits", "a bias"],
+    ids=["16 bits", "a matrix of 16 bits", "a vector of another kind"],
 )
 def test_other_experts_are_computed_one_by_one(form):
     kernel, views = expert_kernel(form, gate_named("silu"), "cuda"), slots_with_experts(form, 2)

@@ -83,8 +83,8 @@ class Layout:
 @dataclass(frozen=True)
 class SlotMatrix:
     """A packed matrix (rows, columns) in a slot, in a coding of `InC` with `group` columns to a scale. `codes`,
-    `scales`: where its fields begin, in bytes from the slot's first one, multiples of 16. `dtype` is that of scales and
-    zeros."""
+    `scales`, `bias`: where its fields begin, in bytes from the slot's first one, multiples of 16; None: it has no bias.
+    `dtype` is that of scales, zeros and bias."""
 
     rows: int
     columns: int
@@ -93,6 +93,7 @@ class SlotMatrix:
     dtype: torch.dtype
     codes: int
     scales: int
+    bias: int | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,11 @@ class ExpertFormat:
     def widened(self) -> bool:
         """Whether a slot has other bytes than the store, biases aside."""
         return self.stored != self.slot and not self.vectors
+
+    def bias_of(self, matrix: Part) -> str | None:
+        """The name of the part that is a matrix's bias."""
+        names = {f"{matrix.name}_bias", matrix.name.replace(".weight", ".bias")} - {matrix.name}
+        return next((part.name for part in self.layer.parts if part.name in names), None)
 
     def slices(self, quantizer: Quantizer) -> list[Slice]:
         """The slices of an expert that are encoded each by itself."""

@@ -166,7 +166,7 @@ class UnfusedExperts(ExpertKernel):
 def _linear(form: ExpertFormat, part: Part, device: str) -> Callable[[Tensor, Views], Tensor]:
     """x (M, in), views → (M, out), with the bias where the expert has one."""
     name, (out, in_) = part.name, part.out_in
-    bias = bias_of(form, part)
+    bias = form.bias_of(part)
     encoding = form.encodings.get(name)
     if encoding is None and part.transposed:
 
@@ -271,13 +271,7 @@ def _matrix(form: ExpertFormat, part: Part) -> ExpertMatrix | None:
     if encoding is None and part.transposed:
         return None
     taken = matrix_form(encoding or Plain(), *part.out_in, form.dtype)
-    return ExpertMatrix(part.name, taken, bias_of(form, part)) if taken else None
-
-
-def bias_of(form: ExpertFormat, matrix: Part) -> str | None:
-    """The name of the part that is a matrix's bias."""
-    names = {f"{matrix.name}_bias", matrix.name.replace(".weight", ".bias")} - {matrix.name}
-    return next((part.name for part in form.layer.parts if part.name in names), None)
+    return ExpertMatrix(part.name, taken, form.bias_of(part)) if taken else None
 
 
 def combines(output: Tensor) -> bool:

@@ -123,7 +123,7 @@ def weighted_sums(addresses: Tensor, weights: Tensor, like: Tensor) -> Tensor:
 
 
 class GroupedExperts:
-    """Experts of one format: two packed matrices and nothing else."""
+    """Experts of one format: two packed matrices, and their biases if they have some."""
 
     def __init__(self, form: ExpertFormat, first: SlotMatrix, second: SlotMatrix) -> None:
         self._first, self._second = first, second
@@ -175,11 +175,12 @@ class GroupedExperts:
 
 
 def grouped_experts(form: ExpertFormat) -> GroupedExperts | None:
-    """The grouped kernel of a format; None where it does not take the format: biases, matrices of 16 bits. Needs
-    Triton."""
-    found = [packed_matrix(form, part) for part in form.layer.parts]
-    matrices = [matrix for matrix in found if matrix is not None]
-    return GroupedExperts(form, *matrices) if len(matrices) == len(found) == 2 else None
+    """The grouped kernel of a format; None where it does not take the format: matrices of 16 bits. Needs Triton."""
+    parts = [part for part in form.layer.parts if part.is_matrix]
+    matrices = [matrix for part in parts if (matrix := packed_matrix(form, part)) is not None]
+    biases = sum(matrix.bias is not None for matrix in matrices)
+    whole = len(matrices) == len(parts) == 2 and len(parts) + biases == len(form.layer.parts)
+    return GroupedExperts(form, *matrices) if whole else None
 
 
 def packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
@@ -191,6 +192,7 @@ def packed_matrix(form: ExpertFormat, part: Part) -> SlotMatrix | None:
         return None
     how = encoding.in_c(*part.out_in)
     assert how is not None
-    at = {placed.field.name: placed.offset for placed in form.slot.fields if placed.part == part.name}
-    codes, scales = at[how.weights], at[how.scales or how.weights]
-    return SlotMatrix(*part.out_in, how.coding, how.group, form.dtype, codes, scales)
+    at = {(placed.part, placed.field.name): placed.offset for placed in form.slot.fields}
+    codes, scales = (at[part.name, name] for name in (how.weights, how.scales or how.weights))
+    bias = at.get((form.bias_of(part) or "", "weight"))
+    return SlotMatrix(*part.out_in, how.coding, how.group, form.dtype, codes, scales, bias)

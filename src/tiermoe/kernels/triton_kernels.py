@@ -233,10 +233,16 @@ def _field(slot, offset, TYPE: tl.constexpr):
     return tl.multiple_of((slot + offset).to(tl.pointer_type(TYPE)), 16)
 
 
+@triton.jit
+def _biased(total, bias):
+    """Sums, rounded to the bias's type as torch's product is before it adds the bias: in fp32."""
+    return total.to(bias.dtype).to(tl.float32) + bias.to(tl.float32)
+
+
 @triton.jit(do_not_specialize_on_alignment=["tiles"])
 def grouped_kernel(
-    x, tiles, levels, y, first, N, K, codes_at, scales_at,
-    TYPE: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr,
+    x, tiles, levels, y, first, N, K, codes_at, scales_at, bias_at,
+    TYPE: tl.constexpr, BIASED: tl.constexpr, SHARED: tl.constexpr, TOKENS: tl.constexpr,
     CODING: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, HEAD: tl.constexpr,
     LANES: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -253,6 +259,8 @@ def grouped_kernel(
         rows, total = product(
             x, codes, scales, levels, block, N, K, CODING, GROUP, COLUMNS, PLANES, HEAD, LANES, ROWS, WORDS, WIDTH
         )
+        if BIASED:
+            total = _biased(total, tl.load(_field(slot, bias_at, TYPE) + rows, mask=rows < N))
         tl.store(y + rows, total.to(y.dtype.element_ty), mask=rows < N)
     else:
         tokens, count = tl.arange(0, TOKENS).to(tl.int64), tl.load(tile + 2)
@@ -261,6 +269,8 @@ def grouped_kernel(
             WORDS, WIDTH, TOKENS,
         )  # fmt: skip
         inside = (tokens < count)[:, None] & (rows < N)[None, :]
+        if BIASED:
+            total = _biased(total, tl.load(_field(slot, bias_at, TYPE) + rows, mask=rows < N)[None, :])
         tl.store(y + tokens[:, None] * N + rows[None, :], total.to(y.dtype.element_ty), mask=inside)
 
 
@@ -353,8 +363,9 @@ def tiles_of(slots: Sequence[int], counts: Sequence[int], device: torch.device) 
 
 
 def grouped_linear(x: Tensor, tiles: Mapping[int, Tensor], matrix: SlotMatrix, shared: bool) -> Tensor:
-    """y[t] = W_e @ x[t] for the expert e of each token t -> (M, N) in the type of x: the values of one call of `linear`
-    for each expert with its tokens. One launch for each size of `tiles` (two where the last block has fewer rows).
+    """y[t] = W_e @ x[t] + b_e for the expert e of each token t -> (M, N) in the type of x: the values of one call of
+    `linear` for each expert with its tokens, and of a sum with its bias if it has one. One launch for each size of
+    `tiles` (two where the last block has fewer rows).
 
     x (M, K), or (1, K) where it is `shared` by experts of one token each. The slots are read when the launches run:
     they must hold the experts until then.
@@ -375,7 +386,9 @@ def grouped_linear(x: Tensor, tiles: Mapping[int, Tensor], matrix: SlotMatrix, s
                     k,
                     matrix.codes,
                     matrix.scales,
+                    matrix.bias or 0,
                     TYPE=TYPES[matrix.dtype],
+                    BIASED=matrix.bias is not None,
                     SHARED=shared,
                     **(constants | {"TOKENS": size}),
                 )
