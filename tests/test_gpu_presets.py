@@ -179,6 +179,7 @@ def test_gaps_between_neurons_do_not_apply_to_a_gpu() -> None:
         ("lru", "100%", {}), ("lru", "60%", {}), ("default", "60%", {"speculate": "always"}), ("fate", "60%", FATE),
         ("nimble", "60%", {}), ("lru", "60%", {"prefetch": "next-gate", "on_mispredict": "predicted"}),
         ("default", "60%", {"routing": "cached", "prior": 0.5, "always": 1}),
+        ("lru", "30%", {"routing": "cached", "prior": 0.5, "always": 1, "misses": "cpu"}),
         ("lru", "20%", {"unit": "neuron", "theta": 0.3}),  # all experts are loaded for the token
     ],
 )  # fmt: skip
@@ -193,7 +194,8 @@ def test_a_layer_lets_the_host_wait_once(
     loaded, _ = on_fake_gpu(gpu_model, 6, bits=4, preset=preset, cache=cache, warm=False, batch=2, set=changes)
     engine = loaded.tiermoe
     answers(engine)
-    for rows in (1,) if "unit" in changes else (1, 2):  # neurons are loaded for one token
+    alone = "unit" in changes or "misses" in changes  # neurons are loaded, hidden states copied back, for one token
+    for rows in (1,) if alone else (1, 2):
         assert decoding_waits(engine, fake_cuda, rows) == LAYERS * MORE
     assert (engine.loader.counts.displaced > 0) == bool(engine.scheduler.moves_choices)
 

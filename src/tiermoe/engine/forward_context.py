@@ -32,7 +32,9 @@ class ForwardContext:
     composition asks of the layers. `unsure`: in a fallback pass, the rows of the batch that run with all K; None runs
     every row with all K, an empty list none (the little pass). `little`: experts that run in a little pass, None for
     K/2. `adaptive`: says how many run in decode, None: all K. `observer`: is notified of the layers. before_step:
-    called before each step with whether the last one was interrupted. `lock`: owned by the step that runs.
+    called before each step with whether the last one was interrupted. `helped`: a token's hidden states (1, H) on a GPU
+    that the next `read_back` brings to main memory as `on_host`, for experts that the CPU computes. `lock`: owned by
+    the step that runs.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class ForwardContext:
         self.little: int | None = None
         self.adaptive: AdaptiveGating | None = None
         self.observer: Observer | None = None
+        self.helped: torch.Tensor | None = None
+        self.on_host: torch.Tensor | None = None
         self._batch: Batch | None = None  # of the last pass that began
         self._encoder_layers = encoder_layers
         self._encoded = False
@@ -63,7 +67,7 @@ class ForwardContext:
         first: an interruption may hit whoever would clean up after it too."""
         self._before_step(self._interrupted)
         if self._interrupted:
-            self.unsure = self._batch = None
+            self.unsure = self._batch = self.helped = self.on_host = None
             self.forecasts.little.clear()
         self._interrupted = True
 
@@ -170,9 +174,12 @@ class ForwardContext:
         """One device-to-host copy of a layer's tensors and of the routers' forecasts that its prefetch asked for in
         earlier passes: the host synchronises once a layer."""
         said = self.forecasts.launch() if self.scheduler.predicting else []
-        found = read_back([*tensors, *said], ("read back", layer))
+        helped = [] if self.helped is None else [self.helped]
+        found = read_back([*tensors, *helped, *said], ("read back", layer))
         if said:
-            self.forecasts.take(found[len(tensors) :])
+            self.forecasts.take(found[-len(said) :])
+        if helped:
+            self.helped, self.on_host = None, found[len(tensors)]
         return found[: len(tensors)]
 
     def run_layer(self, routed: Routed, hidden: torch.Tensor) -> Iterator[list[Ready]]:

@@ -89,6 +89,8 @@ class MoELayer:
         if self._chooses is None:
             return route(router, parts)
         forecasts.at(parts[0], self._index)  # of all parts: forecasts come in the copy that choices are made by
+        if len(parts) == 1:
+            self._context.helped = self._helped(parts[0])
         return self._chooses(router, parts)
 
     def block(self, router: Router, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor | None:
@@ -200,10 +202,16 @@ class MoELayer:
             return parts, None
         context = self._context
         chosen = [each for _, index, weights in parts for each in (index, weights)]
-        helped = [hidden] if self._on_cpu is not None and context.phase == "decode" and len(hidden) == 1 else []
-        found = context.read_back(self._index, [*chosen, *helped])
-        read = [(part[0], found[2 * at], found[2 * at + 1]) for at, part in enumerate(parts)]
-        return read, found[len(chosen)] if helped else None
+        if context.on_host is None:
+            context.helped = self._helped(hidden)
+        found = context.read_back(self._index, chosen)
+        on_host, context.on_host = context.on_host, None
+        return [(part[0], found[2 * at], found[2 * at + 1]) for at, part in enumerate(parts)], on_host
+
+    def _helped(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """hidden (T, H), if it is of one token on a GPU whose experts the CPU may compute."""
+        helps = self._on_cpu is not None and self._context.phase == "decode" and len(hidden) == 1
+        return hidden if helps and hidden.device.type != "cpu" else None
 
     def _begin(self, native: _native.MoeBlock, router: NativeRouter | int, hidden: torch.Tensor) -> int:
         """Begins a native call for few tokens, and gives the address of its workspace. router: or the number of experts
