@@ -124,6 +124,9 @@ def test_a_decoder_on_a_gpu_has_the_bits_of_torchs_operators(model_type: str, fa
     with sdpa_kernel(SDPBackend.MATH):  # what the pretended device computes
         expected = steps(on_cpu)
     found = [values_of(each) for each in steps(on_gpu)]
+    assert on_gpu._graphs is not None
+    assert on_gpu._graphs._graphs
+    assert not on_gpu._graphs._refused
     if any(isinstance(layer.attention, LatentAttention) for layer in on_gpu.layers if isinstance(layer, Layer)):
         # a single token's queries are expanded, not the latents
         assert all(torch.allclose(*pair, rtol=1e-4, atol=1e-5) for pair in zip(found, expected, strict=True))

@@ -93,6 +93,7 @@ def test_three_prompts_of_every_preset(
         plain, _ = tiermoe.load(gpu_model, device="cpu", **alone)
         assert found == answers(plain.tiermoe)
         plain.tiermoe.close()
+    assert not engine.decoder._graphs._refused
     waits = decoding_waits(engine, fake_cuda)
     passes = 1 + (name == "corm" or (name == "mobile" and engine.confident.fallback_ratio > 0))
     assert waits <= passes * LAYERS * MORE, fake_cuda.waits
@@ -162,7 +163,9 @@ def test_three_prompts_of_other_families(
 ) -> None:
     options = {"preset": "default", "cache": "60%", "bits": 4, "dense_bits": 16, "memory": "4GiB", "warm": False}
     model = tiny_model(family, torch.float32)
-    found = within(lambda: answers(on_fake_gpu(model, 6, **options)[0].tiermoe))
+    engine = on_fake_gpu(model, 6, **options)[0].tiermoe
+    found = within(lambda: answers(engine))
+    assert not engine.decoder._graphs._refused
     plain, _ = tiermoe.load(model, device="cpu", **options)
     assert found == answers(plain.tiermoe)
     plain.tiermoe.close()
