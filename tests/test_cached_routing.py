@@ -305,12 +305,9 @@ class _Watched:
     """Experts of which `route` is another."""
 
     def __init__(self, experts: Any, route: Any) -> None:
-        self._experts, self.route = experts, route
+        self.route = route
         self.batch_invariant = experts.batch_invariant
-        self.block = experts.block
-
-    def __call__(self, *arguments: torch.Tensor) -> Any:
-        return self._experts(*arguments)
+        self.block, self.forward_ragged = experts.block, experts.forward_ragged
 
 
 def test_what_transformers_code_decodes_is_refused(checkpoint: Path) -> None:
