@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import subprocess
@@ -17,11 +18,13 @@ from typing import Any
 import torch
 
 import tiermoe
+from benchmarks.free_graphs import FreeGraphs, free_graphs
 from benchmarks.gpu_models import LATER, PRESETS, llama_cpp, presets_on
 from benchmarks.gpu_run import Fed, Row, Run, engine_of, random_tokens
 from benchmarks.kernels import SHAPES, Shape, Turns, filled
 from benchmarks.random_model import ALL
 from benchmarks.rounds import at_least_one
+from tiermoe import native
 from tiermoe.config import settings
 from tiermoe.errors import TiermoeError, reason
 from tiermoe.formats.encoding import Encoding
@@ -43,6 +46,10 @@ OLMOE = Shape(2048, 1024, 8, 16, 16, 128, 50304)
 EXPERT_BYTES = 2_654_208  # of Qwen3-30B-A3B's at 4 bits
 TOLERANCE = {torch.float32: 2**-20, torch.float16: 1.01 * 2**-10, torch.bfloat16: 1.01 * 2**-7}
 """Most error of an element, in units of |x| @ |w|: results are rounded to the dtype, weights by the tiled kernel."""
+
+
+_BY_GRAPHS, _FREE = ", by graphs", ", graphs and kernels that launch nothing"
+"""Ways of `layers`; others are without graphs."""
 
 
 def machine(run: Run) -> Iterator[Row]:
@@ -217,26 +224,33 @@ def _products(name: str, shape: Shape, run: Run, memory: int, read: float) -> It
 
 def layers(run: Run) -> Iterator[Row]:
     """Python's and launches' time a layer, by graphs and without: decoding with every expert resident, of matrices that
-    take no time. One thread, and the quickest token: what others do on the machine is no part of it."""
+    take no time. One thread, and the quickest token: what others do on the machine is no part of it. On a CPU graphs
+    cost nothing (`free_graphs`), beside torch's operators alone."""
     depth, measured = (2, 2) if run.quick else (24, 64)
     model = run.checkpoint("qwen3-30b-a3b", depth, small=True)
+    free = [] if run.on_gpu or native.available() else [("auto", _FREE)]
     ways = (
-        [("auto", ", by graphs"), ("auto", ", no graphs"), ("generic", "")]
-        if run.on_gpu
-        else [("auto", ""), ("generic", "")]
+        [("auto", _BY_GRAPHS), ("auto", ""), ("generic", "")] if run.on_gpu else [("auto", ""), ("generic", ""), *free]
     )
+    usual: dict[str, dict[str, Any]] = {each: {"preset": each, "cache": "100%"} for each in ("lru", "default")}
+    predicts = {"preset": "default", "cache": "50%", "set": {"speculate": "always"}}  # what it chooses is soon there
     for decoder, how in ways:
-        for preset in ("lru", "default"):
-            with _engine(model, run, preset=preset, decoder=decoder, cache="100%", threads=1) as engine:
+        for preset, asked in (usual | ({"default, which predicts": predicts} if how == _FREE else {})).items():
+            with contextlib.ExitStack() as stack:
+                if how == _FREE:
+                    stack.enter_context(free_graphs())
+                engine = stack.enter_context(_engine(model, run, decoder=decoder, threads=1, **asked))
                 tokens = random_tokens(16 + 4 + measured + 4)
                 fed = Fed(engine, tokens[:16], tokens[16:])
-                if how == ", no graphs":
+                if how == _FREE:
+                    engine.decoder._graphs, fed._cache.by_place = FreeGraphs(), True
+                elif run.on_gpu and decoder == "auto" and not how:
                     engine.decoder.watch(lambda part: part)
-                free = torch.cuda.mem_get_info(run.device)[0] if run.on_gpu else 0
+                before = torch.cuda.mem_get_info(run.device)[0] if run.on_gpu else 0
                 fed.decode(4)
                 row: Row = {"what": f"decoder {type(engine.decoder).__name__}, preset {preset}{how}"}
-                if how == ", by graphs":
-                    row["graph_bytes_a_layer"] = (free - torch.cuda.mem_get_info(run.device)[0]) / depth
+                if how == _BY_GRAPHS:
+                    row["graph_bytes_a_layer"] = (before - torch.cuda.mem_get_info(run.device)[0]) / depth
                 row["ms_a_layer"] = 1e3 * min(fed.decode(1).seconds for _ in range(measured)) / depth
                 if run.on_gpu:
                     row["synchronisations_a_layer"] = _synchronisations(lambda fed=fed: fed.decode(4)) / 4 / depth

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from tiermoe.formats.gguf_file import open_gguf
 from tiermoe.lab.bench.child import CaseFailed
 
 KIND = "qwen3-30b-a3b"
+ROOT = Path(__file__).parents[1]
 FIGURES = {"tok_s", "bound_tok_s", "hits", "copied_mb_a_token", "read_mb_a_token", "waited_ms_a_token", "slots", "of"}
 
 
@@ -54,6 +57,15 @@ def test_a_step_runs_on_a_cpu(step: str, tmp_path: Path) -> None:
         assert row.get("right", True)
         assert row.get("equal_tokens") == row.get("of") or step != "families"
         assert all(value >= 0 for value in row.values() if isinstance(value, float))
+
+
+def test_what_graphs_leave_to_the_host_is_measured_without_native_kernels(tmp_path: Path) -> None:
+    run = json.dumps({"device": "cpu", "quick": True, "folder": str(tmp_path)})
+    command, native = [sys.executable, "-m", "benchmarks.gpu_steps", "layers", run], {"TIERMOE_NATIVE": "0"}
+    found = subprocess.run(command, cwd=ROOT, env=os.environ | native, capture_output=True, text=True, check=True)
+    free = [row for row in map(json.loads, found.stdout.splitlines()) if "launch nothing" in row["what"]]
+    assert len(free) == 3
+    assert all(row["ms_a_layer"] > 0 for row in free)
 
 
 def test_every_step_fits_a_command_and_all_fit_25_minutes() -> None:
