@@ -91,7 +91,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 SHARED = {"__init__", "rounds", "serving", "surprisals", "load_clients", "load_dialects", "hostile_clients",
           "run_converter", "peer", "full_size_child", "recorded_routing", "gpu_run", "gpu_steps", "gpu_models",
-          "llama_bench", "random_store"}  # fmt: skip
+          "llama_bench", "random_store", "free_graphs"}  # fmt: skip
 
 
 MAKES = {"llamacpp", "random_gguf", "random_model", "widen"}
