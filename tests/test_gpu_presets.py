@@ -203,13 +203,17 @@ def test_a_layer_lets_the_host_wait_once(
     assert (engine.loader.counts.displaced > 0) == bool(engine.scheduler.moves_choices)
 
 
+def three_sequences(model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]]) -> tuple[Any, Any, list[int]]:
+    """An engine with all experts on the GPU, a cache, and three of its slabs."""
+    engine = on_fake_gpu(model, bits=4, preset="lru", cache="100%", batch=3)[0].tiermoe
+    cache = engine.new_cache(3)
+    return engine, cache, [cache.open() for _ in range(3)]
+
+
 def test_sequences_that_decode_together_are_one_call_with_the_bits_of_each(
     gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], fake_cuda: FakeCuda
 ) -> None:
-    loaded, _ = on_fake_gpu(gpu_model, bits=4, preset="lru", cache="100%", batch=3)
-    engine = loaded.tiermoe
-    cache = engine.new_cache(3)
-    slabs = [cache.open() for _ in range(3)]
+    engine, cache, slabs = three_sequences(gpu_model, on_fake_gpu)
     for slab, each in zip(slabs, PROMPTS, strict=True):
         engine.step(Batch((prompt(slab, each),)), cache)
     rows = [decode(slab, len(each), 7 + slab) for slab, each in zip(slabs, PROMPTS, strict=True)]
@@ -232,10 +236,7 @@ def test_what_a_layer_launches_for_its_experts(
     gpu_model: Path, on_fake_gpu: Callable[..., tuple[Any, FakeGpu]], fake_cuda: FakeCuda
 ) -> None:
     """Figures of docs/architecture.md, whatever the number of experts; one more copy brings the choices to the host."""
-    loaded, _ = on_fake_gpu(gpu_model, bits=4, preset="lru", cache="100%", batch=3)
-    engine = loaded.tiermoe
-    cache = engine.new_cache(3)
-    slabs = [cache.open() for _ in range(3)]
+    engine, cache, slabs = three_sequences(gpu_model, on_fake_gpu)
 
     def launched(*rows: Any) -> Counter[str]:
         fake_cuda.clear()

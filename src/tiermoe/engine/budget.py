@@ -203,8 +203,8 @@ def _divided(base: MemoryPlan, wanted: int, model: PlanInputs, sizes: Mapping[in
     chunks, chunk_bytes = prompt_chunks(model, slots, base.slot_bytes, plan.budget - plan.total)
     plan = replace(plan, prompt_chunks=chunks, chunk_bytes=chunk_bytes)
     tokens, beyond = of_large_steps(model) if len(pools) == 1 and not model.resolved.settings.cache else (0, 0)
-    # With `token_slots` each layer has a pool, which keeps `layer_slots` of it: fewer slots are not to become so many,
-    # since not all of `more` could be lent then. All of them are no cache.
+    # From `token_slots` on the cache is a pool a layer, and a pool cannot lend its last `layer_slots`. A plan of fewer
+    # slots stays below, or `more` would exceed what the pools can lend; and below `all_slots`, which are no cache.
     most = base.token_slots if slots < base.token_slots else base.all_slots
     more = min(min(beyond, wanted - room) // base.slot_bytes, most - 1 - slots)
     if more <= 0:

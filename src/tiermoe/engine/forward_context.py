@@ -171,8 +171,8 @@ class ForwardContext:
         return keep_little(index, weights, self.unsure, none, renormalise, self.little)
 
     def read_back(self, layer: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """One device-to-host copy of a layer's tensors and of the routers' forecasts that its prefetch asked for in
-        earlier passes: the host synchronises once a layer."""
+        """A layer's tensors in main memory, by one device-to-host copy that has its prefetch's forecasts too: the host
+        synchronises once a layer."""
         said = self.forecasts.launch() if self.scheduler.predicting else []
         helped = [] if self.helped is None else [self.helped]
         found = read_back([*tensors, *helped, *said], ("read back", layer))

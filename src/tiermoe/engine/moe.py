@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from functools import cached_property
-from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -72,7 +71,7 @@ class MoELayer:
         # of experts that are computed in one precision on a GPU: several in one launch
         (only,) = self._kernels.values() if len(self._kernels) == 1 else (None,)
         self._grouped = only if isinstance(only, Grouped) else None
-        # expert → the slot whose addresses the native block has, or that a GPU has computed with, and its copy's bits
+        # expert → the slot and the bits of the resident copy that the native block, or a GPU's last call, computed
         self.placed: dict[int, tuple[int, int]] = {}
         self._router: tuple[NativeRouter | int | None, bytes] = None, b""  # or experts of a token; as C takes it
 
@@ -266,12 +265,21 @@ class MoELayer:
         gates = dict(zip(index[0].tolist(), weights[0].tolist(), strict=True))
         if len(gates) < index.shape[1] or not self._hits_at_once(gates.keys()):
             return None
-        scheduler, chosen = self._context.scheduler, sorted(gates)
-        places = [(expert, *self.placed[expert]) for expert in chosen]
-        views = [self._views_of(ExpertKey(self._index, expert, bits), slot) for expert, slot, bits in places]
-        total = self._grouped.sum_one(hidden, views, [gates[expert] for expert in chosen])
-        scheduler.all_hit(self._index, len(chosen), () if scheduler.settles else index.tolist())
+        total, scheduler = self._sum_one(self._grouped, hidden, gates, self.placed), self._context.scheduler
+        scheduler.all_hit(self._index, len(gates), () if scheduler.settles else index.tolist())
         return total
+
+    def _sum_one(
+        self,
+        kernel: Grouped,
+        hidden: torch.Tensor,
+        gates: Mapping[int, float],
+        placed: Mapping[int, tuple[int, int]],
+    ) -> torch.Tensor:
+        """The sum of one token's experts, in ascending order. gates: expert → weight; placed: expert → (slot, bits)."""
+        places = [(expert, *placed[expert]) for expert in sorted(gates)]
+        views = [self._views_of(ExpertKey(self._index, expert, bits), slot) for expert, slot, bits in places]
+        return kernel.sum_one(hidden, views, [gates[expert] for expert, *_ in places])
 
     def _compute_few(self, groups: Iterator[list[Ready]]) -> set[int]:
         """Computes experts of the native call that has begun as they come; returns which came."""
@@ -294,12 +302,15 @@ class MoELayer:
             work.on_cpu += self._sent(group, work)
             return
         kernel, tokens = self._kernels[group[0].bits], work.hidden.shape[0]
+        if isinstance(kernel, Grouped):
+            placed = {ready.expert: (ready.slot, ready.bits) for ready in group}
+            if self._grouped is not None:
+                self.placed.update(placed)
+            if tokens == 1 and len(group) == work.index.shape[1]:
+                gates = dict(zip(work.chosen[0], work.weights[0].tolist(), strict=True))
+                work.summed = self._sum_one(kernel, work.hidden, gates, placed)
+                return
         views = [self._views_of(ExpertKey(self._index, ready.expert, ready.bits), ready.slot) for ready in group]
-        if self._grouped is not None:
-            self.placed.update((ready.expert, (ready.slot, ready.bits)) for ready in group)
-        if tokens == 1 and len(group) == work.index.shape[1] and isinstance(kernel, Grouped):
-            work.summed = kernel.sum_one(work.hidden, *work.ascending(experts, views))
-            return
         sums = work.sums
         if tokens == 1:
             outputs = kernel.forward_one(work.hidden, views)
@@ -377,12 +388,6 @@ class _Work:
     def sums(self) -> Sums:
         """What comes, unless it is `summed`."""
         return sums_of(self.hidden, self.chosen, self.index, self.weights)
-
-    def ascending(self, experts: list[int], views: list[Views]) -> tuple[list[Views], list[float]]:
-        """What the token's experts are computed with and their weights, in the order of its sum."""
-        gates = dict(zip(self.chosen[0], self.weights[0].tolist(), strict=True))
-        pairs = sorted(zip(experts, views, strict=True), key=itemgetter(0))
-        return [each for _, each in pairs], [gates[expert] for expert, _ in pairs]
 
     def alike(self, group: list[Ready], kernels: Mapping[int, ExpertKernel]) -> Iterator[list[Ready]]:
         """Those of a group that its tokens chose, in calls of one kernel. A call takes no more rows than there are

@@ -16,7 +16,7 @@ from tiermoe.engine.memory_plan import total
 from tiermoe.errors import ConfigError
 from tiermoe.formats.expert_format import ExpertFormat
 from tiermoe.formats.store import Store
-from tiermoe.kernels.gpu import has_triton
+from tiermoe.kernels.gpu import takes_graphs
 from tiermoe.kernels.linear import decoded_bytes, prepared_at_most, prepared_bytes
 from tiermoe.model.attention.linear import LinearSizes
 from tiermoe.model.cache import kv as kv_cache
@@ -231,7 +231,7 @@ def decoder_needs(
     else:
         needs = kv_cache.needs([each.sizes.shape for each in layers], load)
         needs = needs + _attention_needs(blueprint, layers, load)
-        if device != "cpu" and has_triton():
+        if takes_graphs(device):
             nbytes = len(layers) * _GRAPHS_OF_A_LAYER * min(load.sequences, MOST_BY_GRAPHS)
             needs = [*needs, Need("activations", nbytes, Phase.RUNNING, "graphs")]
         columns = max(each.sizes.token_columns for each in layers)
@@ -288,7 +288,7 @@ def expanding_needs(blueprint: Blueprint, settings: Settings, device: str) -> li
     float32."""
     layers = layers_of(blueprint, settings, device) or []
     by_kernels = blueprint.dtype == torch.bfloat16 and native.computes_on(torch.device(device))
-    by_place = device != "cpu" and has_triton()
+    by_place = takes_graphs(device)
     expanded = (each.sizes.expanding_bytes for each in layers if by_place or (by_kernels and each.by_kernel))
     latents = sum(expanded) * blueprint.dtype.itemsize // 2
     in_float32 = [tuple(each.shape) for each in blueprint.outline.tensors.values() if each.dtype == torch.float32]

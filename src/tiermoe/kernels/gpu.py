@@ -115,6 +115,12 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def takes_graphs(device: str) -> bool:
+    """Whether a token's launches on a device type may be CUDA graphs, with kernels that find its place in the KV cache:
+    on a GPU with Triton."""
+    return device != "cpu" and has_triton()
+
+
 def weighted_sums(addresses: Tensor, weights: Tensor, like: Tensor) -> Tensor:
     """`experts.combine_many` on a GPU: one copy and one launch. Needs Triton."""
     choices = torch.stack((addresses, weights.double().view(torch.int64))).to(like.device, non_blocking=True)

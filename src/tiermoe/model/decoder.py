@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tiermoe.batch import Batch
-from tiermoe.kernels.gpu import has_triton
+from tiermoe.kernels.gpu import takes_graphs
 from tiermoe.kernels.graphs import Graphs, using
 from tiermoe.model.cache.kv import KVCache, LayerShape
 from tiermoe.model.families import decoder_family
@@ -116,7 +116,7 @@ class Decoder:
         self._kv_bits = kv_bits
         self._softcap = softcap
         self._caches = set[int]()  # addresses of those that graphs know
-        self._graphs = Graphs(self._device) if self._device.type != "cpu" and has_triton() else None
+        self._graphs = Graphs(self._device) if takes_graphs(self._device.type) else None
         self.mtp = mtp
 
     @property

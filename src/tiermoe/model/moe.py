@@ -158,8 +158,8 @@ class DenseBlock:
         return replace(self, first=tuple(map(wrap, self.first)), down=wrap(self.down))
 
     def add(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
-        added = functools.partial(self._added, multiplier=multiplier)
-        return graphs.launch((id(self), "dense", 0), added, x, residual)
+        (result,) = self.add_ragged([(x, residual)], multiplier)
+        return result
 
     def add_ragged(self, parts: Sequence[tuple[Tensor, Tensor]], multiplier: float) -> list[Tensor]:
         added = functools.partial(self._added, multiplier=multiplier)

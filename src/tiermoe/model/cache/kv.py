@@ -15,7 +15,7 @@ from torch import Tensor
 from tiermoe.batch import Row
 from tiermoe.errors import ModelError, PromptError
 from tiermoe.kernels.attention import Slabs
-from tiermoe.kernels.gpu import has_triton
+from tiermoe.kernels.gpu import takes_graphs
 from tiermoe.model.cache.memory import (
     CODED,
     CPU,
@@ -164,7 +164,7 @@ class KVCache:
         self._free = list(reversed(range(slabs)))
         self.dtype, self.device = dtype, device
         self.by_kernels = dtype == torch.bfloat16 and computes_on(device)
-        self.by_place = device.type != "cpu" and bits == 16 and has_triton()
+        self.by_place = bits == 16 and takes_graphs(device.type)
         states = {layer: shape.state for layer, shape in enumerate(shapes) if shape.state is not None}
         self.recurrent = RecurrentStates(states, slabs, dtype, device) if states else None
         indexed = any(shape.index_columns for shape in shapes)
